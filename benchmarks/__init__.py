@@ -1,6 +1,7 @@
 """Every figure that holdfast states about itself, each measured by one script; see README.md.
 
-All of them use one thread: times of several threads depend on what else the machine does, and a process with more
+All of them use one thread: times of several threads depend on what else the machine does, and a
+    process with more
 than one cannot be forked. The libraries read this when they are imported, so it is set before.
 """
 

@@ -1,10 +1,14 @@
-"""Accumulation: how far the gradient of a split batch is from that of the whole, for ragged data and coupled losses.
+"""Accumulation: how far the gradient of a split batch is from that of the whole, for ragged data
+and coupled losses.
 
-How: `Guard.step` with a micro-batch size, on a recurrent language model whose mean is over tokens, in batches of 32
-sequences of four kinds of length, in 2 to 32 parts; the optimizer notes the gradient that it is given. The figure is
-the L2 norm of the difference, relative to the gradient of one plain pass. The loss is declared, by
-``Loss(mean, items)``, or bare, so that the split check has to find out what it is a mean over. Beside it the usual
-loop: each part's mean, divided by the number of parts. Then losses that compare samples, as `TwoPass`, beside the
+How: `Guard.step` with a micro-batch size, on a recurrent language model whose mean is over tokens,
+    in batches of 32
+sequences of four kinds of length, in 2 to 32 parts; the optimizer notes the gradient that it is
+given. The figure is the L2 norm of the difference, relative to the gradient of one plain pass. The
+loss is declared, by ``Loss(mean, items)``, or bare, so that the split check has to find out what it
+is a mean over. Beside it the usual
+loop: each part's mean, divided by the number of parts. Then losses that compare samples, as
+    `TwoPass`, beside the
 same usual loop.
 
 To reach: <= 1e-12 in fp64, <= 1e-5 in fp32, in every case.
@@ -111,18 +115,26 @@ def balance_of_experts(_: Any, outputs: torch.Tensor, _batch: Any) -> torch.Tens
 def hard_triplets(_: Any, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
     kinds = (batch[2]).unsqueeze(0)
     same, apart = kinds == kinds.T, torch.cdist(outputs, outputs)
-    return functional.relu(apart.where(same, -1.0).amax(1) - apart.where(~same, 1e9).amin(1) + 0.5).mean()
+    return functional.relu(
+        apart.where(same, -1.0).amax(1) - apart.where(~same, 1e9).amin(1) + 0.5
+    ).mean()
 
 
 COUPLED = [contrast, root_of_mean, soft_dice, variance, balance_of_experts, hard_triplets]
 
 
 def flat(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
+    )
 
 
-def split_gradient(model: nn.Module, batch: Any, loss: Callable[[Any], Any], parts: int) -> torch.Tensor:
-    """Return the gradient that the optimizer is given when `Guard.step` cuts a batch into so many parts."""
+def split_gradient(
+    model: nn.Module, batch: Any, loss: Callable[[Any], Any], parts: int
+) -> torch.Tensor:
+    """Return the gradient that the optimizer is given when `Guard.step` cuts a batch into so
+    many parts.
+    """
     optimizer = Noting(model.parameters(), lr=0.1)
     model.zero_grad()
     with tempfile.TemporaryDirectory() as folder:
@@ -139,10 +151,14 @@ def split_gradient(model: nn.Module, batch: Any, loss: Callable[[Any], Any], par
     return optimizer.noted
 
 
-def usual_gradient(model: nn.Module, batch: Any, loss: Callable[[Any], Any], parts: int) -> torch.Tensor:
+def usual_gradient(
+    model: nn.Module, batch: Any, loss: Callable[[Any], Any], parts: int
+) -> torch.Tensor:
     """Return the mean of the gradients of the parts."""
     model.zero_grad()
-    pieces = list(zip(*(tensor.split(math.ceil(_SAMPLES / parts)) for tensor in batch), strict=True))
+    pieces = list(
+        zip(*(tensor.split(math.ceil(_SAMPLES / parts)) for tensor in batch), strict=True)
+    )
     for piece in pieces:
         (loss(piece) / len(pieces)).backward()
     return flat(model.parameters())
@@ -170,7 +186,9 @@ def ragged(dtype: torch.dtype, kind: str) -> Case:
         batch,
         {
             f"{kind}, bare": lambda part: token_mean(model, part),
-            f"{kind}, declared": lambda part: Loss(token_mean(model, part), (part[1] != -100).sum()),
+            f"{kind}, declared": lambda part: Loss(
+                token_mean(model, part), (part[1] != -100).sum()
+            ),
         },
     )
 
@@ -188,7 +206,10 @@ def coupled(dtype: torch.dtype, loss: Callable[..., torch.Tensor]) -> Case:
 
 
 def measure(result: Result, parts: list[int], dtype: torch.dtype, case: Case) -> list[bool]:
-    """Add the errors of splits and of the usual loop; return for each split whether it is within the limit."""
+    """Add the errors of splits and of the usual loop.
+
+    Return for each split whether it is within the limit.
+    """
     model, batch, losses = case
     plain = next(iter(losses.values()))
     model.zero_grad()
@@ -204,7 +225,9 @@ def measure(result: Result, parts: list[int], dtype: torch.dtype, case: Case) ->
         if dtype == torch.float64:
             result.add_samples(f"{named}: mean of means", "relative L2 error", finite, digits=4)
             if len(finite) < len(usual):
-                result.notes.append(f"{named}: mean of means: NaN in {len(usual) - len(finite)} of {len(usual)}")
+                result.notes.append(
+                    f"{named}: mean of means: NaN in {len(usual) - len(finite)} of {len(usual)}"
+                )
     return within
 
 
@@ -212,13 +235,24 @@ def main() -> None:
     single_threaded()
     options = read_options("accumulation", __doc__ or "")
     parts = [2, 8, 32] if options.quick else [2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
-    parameters = {"samples": _SAMPLES, "longest": _LONGEST, "parts": parts, "parts_in_fp32": [2, 8, 32], "seed": 7}
+    parameters = {
+        "samples": _SAMPLES,
+        "longest": _LONGEST,
+        "parts": parts,
+        "parts_in_fp32": [2, 8, 32],
+        "seed": 7,
+    }
     result = Result(options=options, parameters=parameters)
     for dtype, numbers in ((torch.float64, parts), (torch.float32, [2, 8, 32])):
-        cases = [ragged(dtype, kind) for kind in ("equal", "uniform 1-64", "log-normal", "2 of 32 empty")]
+        cases = [
+            ragged(dtype, kind) for kind in ("equal", "uniform 1-64", "log-normal", "2 of 32 empty")
+        ]
         cases += [coupled(dtype, loss) for loss in COUPLED]
         within = [good for case in cases for good in measure(result, numbers, dtype, case)]
-        what = f"splits in {str(dtype).removeprefix('torch.')} with an error of at most {_LIMITS[dtype]:g}"
+        what = (
+            f"splits in {str(dtype).removeprefix('torch.')} with an error of at most"
+            f" {_LIMITS[dtype]:g}"
+        )
         result.add_count(what, sum(within), len(within), expected=len(within))
     result.notes.append("samples are in the order of the numbers of parts; no timings")
     result.write()

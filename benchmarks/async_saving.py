@@ -1,14 +1,18 @@
 """What a checkpoint costs the training loop: saves beside the training against saves in the loop.
 
-How: two guards of one process train the same model in turns, one with ``async_save=True``, one without. The state is
-frozen tables of 16 MB beside a small head, so steps are short and the state is as large as is said. A *stall* is the
-time from the end of one step to the beginning of the next, less the usual one, where the save is due and where its
-result is taken in. Each round is one save of both, and gives one ratio; which of the two goes first alternates. Apart
-from that: the stalls of the first steps, in which the memory of the copies is made; how much longer steps take while
-the writer works; and all that a save costs, stall and slower steps. The latter is what the processor does for the
-save, if there is no core to spare.
+How: two guards of one process train the same model in turns, one with ``async_save=True``, one
+    without. The state is
+frozen tables of 16 MB beside a small head, so steps are short and the state is as large as is said.
+A *stall* is the time from the end of one step to the beginning of the next, less the usual one,
+where the save is due and where its result is taken in. Each round is one save of both, and gives
+one ratio; which of the two goes first alternates. Apart
+from that: the stalls of the first steps, in which the memory of the copies is made; how much longer
+    steps take while
+the writer works; and all that a save costs, stall and slower steps. The latter is what the
+processor does for the save, if there is no core to spare.
 
-To reach: the stall of an asynchronous save is at most 5 % of the time of a synchronous one, at 200 MB and at 2 GB.
+To reach: the stall of an asynchronous save is at most 5 % of the time of a synchronous one, at 200
+    MB and at 2 GB.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ class Tables(nn.Module):
     def __init__(self, size_bytes: int) -> None:
         super().__init__()
         count = round(size_bytes / (4 * _TABLE_ROWS * _WIDTH))
-        self.tables = nn.ModuleList(nn.Embedding(_TABLE_ROWS, _WIDTH) for _ in range(count)).requires_grad_(False)
+        self.tables = nn.ModuleList(
+            nn.Embedding(_TABLE_ROWS, _WIDTH) for _ in range(count)
+        ).requires_grad_(False)
         self.head = nn.Sequential(nn.Linear(_WIDTH, 512), nn.ReLU(), nn.Linear(512, 64))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -46,9 +52,13 @@ class Tables(nn.Module):
 
 
 class Run:
-    """One guarded run, a step at a time, with the time of each step and of what lies between two steps."""
+    """One guarded run, a step at a time, with the time of each step and of what lies between two
+    steps.
+    """
 
-    def __init__(self, run_dir: Path, size_bytes: int, *, beside: bool, interval_steps: int) -> None:
+    def __init__(
+        self, run_dir: Path, size_bytes: int, *, beside: bool, interval_steps: int
+    ) -> None:
         torch.manual_seed(0)
         self.model = Tables(size_bytes)
         head = list(self.model.head.parameters())
@@ -82,8 +92,16 @@ class Run:
         return time.perf_counter() - started
 
     def one_save(self) -> dict[str, list[float]]:
-        """Go on until one more save is finished; return the seconds of steps and of gaps, before it and since."""
-        found: dict[str, list[float]] = {"gaps": [], "usual gaps": [], "steps": [], "usual steps": []}
+        """Go on until one more save is finished.
+
+        Return the seconds of steps and of gaps, before it and since.
+        """
+        found: dict[str, list[float]] = {
+            "gaps": [],
+            "usual gaps": [],
+            "steps": [],
+            "usual steps": [],
+        }
         saved, is_due = self.guard.statistics().checkpoints_saved, False
         while self.guard.statistics().checkpoints_saved == saved:
             found["steps" if is_due else "usual steps"].append(self.step())
@@ -93,7 +111,10 @@ class Run:
 
 
 def stall(found: dict[str, list[float]]) -> float:
-    """Return how long the loop was held: where the save was due, and where its result was taken in."""
+    """Return how long the loop was held.
+
+    Where the save was due, and where its result was taken in.
+    """
     held = found["gaps"][:1] + found["gaps"][1:][-1:]
     return sum(held) - len(held) * statistics.median(found["usual gaps"])
 
@@ -107,7 +128,8 @@ def lost(found: dict[str, list[float]]) -> float:
 
 def measure(result: Result, size_bytes: int, rounds: int, folder: Path) -> None:
     name = f"{size_bytes / 1e6:.0f} MB"
-    interval = 1000 if size_bytes < 10**9 else 3000  # steps of about 5 ms: longer than a write takes
+    # Steps of about 5 ms: longer than a write takes
+    interval = 1000 if size_bytes < 10**9 else 3000
     runs = {
         beside: Run(folder / f"{name}-{beside}", size_bytes, beside=beside, interval_steps=interval)
         for beside in (True, False)
@@ -130,12 +152,17 @@ def measure(result: Result, size_bytes: int, rounds: int, folder: Path) -> None:
             slower.append(statistics.median(found[True]["steps"]) / usual_step)
             share.append(lost(found[True]) / whole[-1])
     result.add_samples(
-        f"{name}: stall of an asynchronous save, of the synchronous time", "ratio", ratios, at_most=0.05
+        f"{name}: stall of an asynchronous save, of the synchronous time",
+        "ratio",
+        ratios,
+        at_most=0.05,
     )
     result.add_samples(f"{name}: stall of an asynchronous save", "s", stalls)
     result.add_samples(f"{name}: time of a synchronous save", "s", whole)
     result.add_samples(f"{name}: a step while the writer works, of the usual", "ratio", slower)
-    result.add_samples(f"{name}: stall and slower steps together, of the synchronous time", "ratio", share)
+    result.add_samples(
+        f"{name}: stall and slower steps together, of the synchronous time", "ratio", share
+    )
     for run in runs.values():
         run.guard.close()
 
@@ -145,10 +172,14 @@ def main() -> None:
     options = read_options("async_saving", __doc__ or "")
     sizes = [200 * 10**6] if options.quick else [200 * 10**6, 2 * 10**9]
     rounds = 3 if options.quick else 9
-    result = Result(options=options, parameters={"sizes_bytes": sizes, "rounds": rounds, "torch_threads": 1})
+    result = Result(
+        options=options, parameters={"sizes_bytes": sizes, "rounds": rounds, "torch_threads": 1}
+    )
     for size_bytes in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            measure(result, size_bytes, rounds if size_bytes < 10**9 else min(rounds, 5), Path(folder))
+            measure(
+                result, size_bytes, rounds if size_bytes < 10**9 else min(rounds, 5), Path(folder)
+            )
     result.write()
 
 

@@ -1,13 +1,16 @@
 """Single flipped bits in the newest checkpoint: is one ever loaded as good?
 
-How: a real run (see ``small_training``) leaves 3 checkpoints. For each case the run directory is copied, one random
-bit in one of the files of the newest checkpoint is flipped, and then `Entry.verify` is asked and the run is started
-again. Half of the flips choose each bit of all files alike, so mostly tensors; half choose the file first, so also
-the manifest and the JSON state. A flip is caught if `verify` raises and the run resumes from the checkpoint before,
-with exactly the state that was saved there.
+How: a real run (see ``small_training``) leaves 3 checkpoints. For each case the run directory is
+    copied, one random
+bit in one of the files of the newest checkpoint is flipped, and then `Entry.verify` is asked and
+the run is started again. Half of the flips choose each bit of all files alike, so mostly tensors;
+half choose the file first, so also the manifest and the JSON state. A flip is caught if `verify`
+raises and the run resumes from the checkpoint before, with exactly the state that was saved there.
 
-Beside it: as many flips in the file that ``torch.save`` writes of the same weights, optimizer and schedule, each bit
-alike, read by ``torch.load(weights_only=True)``: how many load without an error and with wrong values.
+Beside it: as many flips in the file that ``torch.save`` writes of the same weights, optimizer and
+    schedule, each bit
+alike, read by ``torch.load(weights_only=True)``: how many load without an error and with wrong
+values.
 
 To reach: 0 of 300 loaded as good.
 """
@@ -36,7 +39,10 @@ _STEPS = 16
 
 
 def make_run(run_dir: Path, plain_file: Path) -> dict[int, str]:
-    """Train, leave a run directory and a plain file of the same last state; return each step's digest."""
+    """Train, leave a run directory and a plain file of the same last state.
+
+    Return each step's digest.
+    """
     digests = {0: Training().digest()}
 
     def after_step(step: int, training: Training) -> None:
@@ -57,13 +63,22 @@ def flip(directory: Path, chance: random.Random, *, file_first: bool) -> tuple[P
 
 
 def resume(run_dir: Path) -> tuple[str, int, str]:
-    """Start the run again; return the checkpoint that it continued from, the step, and the digest of its state."""
+    """Start the run again.
+
+    Return the checkpoint that it continued from, the step, and the digest of its state.
+    """
     training = Training()
     with training.guard(run_dir) as guard:
-        return "" if guard.resumed_from is None else guard.resumed_from.name, guard.global_step, training.digest()
+        return (
+            "" if guard.resumed_from is None else guard.resumed_from.name,
+            guard.global_step,
+            training.digest(),
+        )
 
 
-def try_one(original: Path, copy: Path, chance: random.Random, digests: dict[int, str], *, file_first: bool) -> Any:
+def try_one(
+    original: Path, copy: Path, chance: random.Random, digests: dict[int, str], *, file_first: bool
+) -> Any:
     """Flip one bit in a copy of the run; return the file, the bit, and what came of it."""
     shutil.copytree(original, copy)
     newest = Store(copy / "checkpoints").entries()[0]
@@ -112,7 +127,12 @@ def main() -> None:
         digests = in_a_fork(partial(make_run, original, plain_file)).value
         newest = Store(original / "checkpoints").entries()[0]
         sizes = {path.name: path.stat().st_size for path in sorted(newest.path.iterdir())}
-        parameters = {"flips": flips, "files_bytes": sizes, "plain_file_bytes": plain_file.stat().st_size, "seed": 7}
+        parameters = {
+            "flips": flips,
+            "files_bytes": sizes,
+            "plain_file_bytes": plain_file.stat().st_size,
+            "seed": 7,
+        }
         result = Result(options=options, parameters=parameters)
         if in_a_fork(partial(load_plain, plain_file)).value != digests[_STEPS]:
             raise RuntimeError("the plain file holds another state than the run")
@@ -125,11 +145,18 @@ def main() -> None:
     caught = sum(row[2] == "older checkpoint" and not row[3] for row in rows)
     result.add_count("holdfast: loaded as good", loaded, flips, expected=0)
     result.add_count(
-        "holdfast: verify found it and the run resumed from the checkpoint before", caught, flips, expected=flips
+        "holdfast: verify found it and the run resumed from the checkpoint before",
+        caught,
+        flips,
+        expected=flips,
     )
-    result.add_count("torch.load: wrong values without an error", plain["wrong values without an error"], flips)
+    result.add_count(
+        "torch.load: wrong values without an error", plain["wrong values without an error"], flips
+    )
     result.add_count("torch.load: refused", plain["refused"], flips)
-    result.add_count("torch.load: right values, the bit did not matter", plain["right values"], flips)
+    result.add_count(
+        "torch.load: right values, the bit did not matter", plain["right values"], flips
+    )
     result.samples["holdfast: file, outcome, count"] = [
         [*key, count] for key, count in sorted(Tally((row[0], row[2]) for row in rows).items())
     ]

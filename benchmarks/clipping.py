@@ -1,10 +1,13 @@
-"""Clipping: finite gradients whose norm overflows, false alarms in healthy steps, and what clipping by group changes.
+"""Clipping: finite gradients whose norm overflows, false alarms in healthy steps, and what clipping
+by group changes.
 
-How: seven known sets of finite gradients in two or four groups are clipped to 1 by torch over everything, by torch
-for each group, and by holdfast. It is right where each norm that was above the limit is 1 afterwards, within 1 %.
-Then random healthy gradients of four types and many sizes go through `inspect`; each step that it calls overflowed or
-non-finite would be a false alarm. At last a small transformer is trained, and at each step the gradient clipped by
-groups (embedding, blocks, head) is compared with the one clipped by one norm.
+How: seven known sets of finite gradients in two or four groups are clipped to 1 by torch over
+    everything, by torch
+for each group, and by holdfast. It is right where each norm that was above the limit is 1
+afterwards, within 1 %. Then random healthy gradients of four types and many sizes go through
+`inspect`; each step that it calls overflowed or non-finite would be a false alarm. At last a small
+transformer is trained, and at each step the gradient clipped by groups (embedding, blocks, head) is
+compared with the one clipped by one norm.
 
 To reach: 7 of 7; no alarm in 100,000 steps.
 """
@@ -24,9 +27,15 @@ from holdfast.numerics.gradients import Group, clip, inspect
 
 _LIMIT = 1.0
 _VOCABULARY, _WIDTH, _LENGTH = 32, 32, 24
-_TRANSFORMER_LIMITS = (0.05, 0.5)  # all three groups are above the first, and one or two above the second
+# All three groups are above the first, and one or two above the second
+_TRANSFORMER_LIMITS = (0.05, 0.5)
 # Powers of ten of healthy gradients: whose squares fit, and, for fp16, which fit themselves.
-_EXPONENTS = {torch.float32: (-30, 16), torch.bfloat16: (-30, 16), torch.float16: (-7, 4), torch.float64: (-150, 150)}
+_EXPONENTS = {
+    torch.float32: (-30, 16),
+    torch.bfloat16: (-30, 16),
+    torch.float16: (-7, 4),
+    torch.float64: (-150, 150),
+}
 
 
 def overflows() -> dict[str, list[list[torch.Tensor]]]:
@@ -36,10 +45,18 @@ def overflows() -> dict[str, list[list[torch.Tensor]]]:
         "fp32, one element of 2e19": [[torch.tensor([2e19, 1.0])], [torch.ones(100)]],
         "fp32, 1e20 beside ones": [[torch.tensor([1e20, 1.0])], [torch.ones(100)]],
         "fp32, four tensors of 1.8e19": [[torch.tensor([1.8e19])] for _ in range(4)],
-        "fp16, 200 elements of 5000": [[torch.full((200,), 5000.0, dtype=half)], [torch.ones(100, dtype=half)]],
+        "fp16, 200 elements of 5000": [
+            [torch.full((200,), 5000.0, dtype=half)],
+            [torch.ones(100, dtype=half)],
+        ],
         "fp16, four tensors of norm 4e4": [[torch.full((4,), 2e4, dtype=half)] for _ in range(4)],
-        "fp16, 1e6 elements of 100": [[torch.full((500_000,), 100.0, dtype=half)] for _ in range(2)],
-        "bf16, 1e20 beside ones": [[torch.tensor([1e20], dtype=brain)], [torch.ones(100, dtype=brain)]],
+        "fp16, 1e6 elements of 100": [
+            [torch.full((500_000,), 100.0, dtype=half)] for _ in range(2)
+        ],
+        "bf16, 1e20 beside ones": [
+            [torch.tensor([1e20], dtype=brain)],
+            [torch.ones(100, dtype=brain)],
+        ],
     }
 
 
@@ -75,11 +92,16 @@ def is_clipped_right(gradients: list[list[torch.Tensor]], method: str) -> bool:
     before = [_norm(group) for group in gradients]
     if not by_group:
         norms, before = [math.hypot(*norms)], [math.hypot(*before)]
-    return all(abs(now - min(was, _LIMIT)) <= 0.01 * _LIMIT for now, was in zip(norms, before, strict=True))
+    return all(
+        abs(now - min(was, _LIMIT)) <= 0.01 * _LIMIT for now, was in zip(norms, before, strict=True)
+    )
 
 
 def _groups(gradients: list[list[torch.Tensor]]) -> list[Group]:
-    return [Group(str(number), "optimizer", [_parameter(g) for g in group]) for number, group in enumerate(gradients)]
+    return [
+        Group(str(number), "optimizer", [_parameter(g) for g in group])
+        for number, group in enumerate(gradients)
+    ]
 
 
 def _parameter(gradient: torch.Tensor) -> torch.Tensor:
@@ -96,18 +118,27 @@ def false_alarms(steps: int) -> dict[str, int]:
     """Return how many healthy steps of random gradients are called overflowed and non-finite."""
     chance = torch.Generator().manual_seed(1)
     shapes = [(16, 8), (16,), (5,), (4, 4, 3)]
-    parameters = {kind: [nn.Parameter(torch.zeros(shape, dtype=kind)) for shape in shapes] for kind in _EXPONENTS}
+    parameters = {
+        kind: [nn.Parameter(torch.zeros(shape, dtype=kind)) for shape in shapes]
+        for kind in _EXPONENTS
+    }
     kinds = list(_EXPONENTS)
     alarms = {"overflowed": 0, "nonfinite": 0}
     loss = torch.tensor(0.5)
     for step in range(steps):
         # Every fifth step mixes the types.
-        chosen = [kinds[(step + number * (step % 5 == 0)) % len(kinds)] for number in range(len(shapes))]
+        chosen = [
+            kinds[(step + number * (step % 5 == 0)) % len(kinds)] for number in range(len(shapes))
+        ]
         members = [parameters[kind][number] for number, kind in enumerate(chosen)]
-        for parameter, share in zip(members, torch.rand(len(shapes), generator=chance).tolist(), strict=True):
+        for parameter, share in zip(
+            members, torch.rand(len(shapes), generator=chance).tolist(), strict=True
+        ):
             least, most = _EXPONENTS[parameter.dtype]
             size = 10 ** (least + share * (most - least))
-            values = torch.randn(parameter.shape, generator=chance).clamp_(-6, 6).to(parameter.dtype)
+            values = (
+                torch.randn(parameter.shape, generator=chance).clamp_(-6, 6).to(parameter.dtype)
+            )
             parameter.grad = values.mul_(size)
         facts, _ = inspect([Group("a", "a", [*members[:2]]), Group("b", "b", [*members[2:]])], loss)
         alarms["overflowed"] += facts.overflowed
@@ -121,19 +152,27 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
-        layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            _WIDTH, 4, 4 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(_WIDTH, _VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits, shape ``(batch, length, vocabulary)``, of tokens, shape ``(batch, length)``."""
+        """Return logits, shape ``(batch, length, vocabulary)``, of tokens, shape ``(batch,
+        length)``.
+        """
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        logits: torch.Tensor = self.head(self.blocks(self.embedding(tokens), mask=mask, is_causal=True))
+        logits: torch.Tensor = self.head(
+            self.blocks(self.embedding(tokens), mask=mask, is_causal=True)
+        )
         return logits
 
 
 def turned_by_groups(steps: int, limit: float) -> tuple[list[float], list[float]]:
-    """Return, for each step, the cosine between clipping by group and by one norm, and the ratio of the lengths."""
+    """Return, for each step, the cosine between clipping by group and by one norm, and the ratio
+    of the lengths.
+    """
     torch.manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -158,30 +197,47 @@ def turned_by_groups(steps: int, limit: float) -> tuple[list[float], list[float]
 
 
 def _flat(groups: list[Group]) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for group in groups for p in group.parameters if p.grad is not None])
+    return torch.cat(
+        [p.grad.flatten() for group in groups for p in group.parameters if p.grad is not None]
+    )
 
 
 def main() -> None:
     torch.set_num_threads(1)
     options = read_options("clipping", __doc__ or "")
     healthy, trained = (2_000, 20) if options.quick else (100_000, 300)
-    parameters: dict[str, Any] = {"limit": _LIMIT, "healthy_steps": healthy, "transformer_steps": trained, "seed": 1}
+    parameters: dict[str, Any] = {
+        "limit": _LIMIT,
+        "healthy_steps": healthy,
+        "transformer_steps": trained,
+        "seed": 1,
+    }
     parameters |= {"transformer_limits": list(_TRANSFORMER_LIMITS)}
     result = Result(options=options, parameters=parameters)
     sets = overflows()
-    survived = {method: [name for name in sets if is_clipped_right(sets[name], method)] for method in METHODS}
+    survived = {
+        method: [name for name in sets if is_clipped_right(sets[name], method)]
+        for method in METHODS
+    }
     for method, names in survived.items():
         reached = len(sets) if method == "holdfast" else None
         result.add_count(
-            f"{method}: finite overflows that are clipped right", len(names), len(sets), expected=reached
+            f"{method}: finite overflows that are clipped right",
+            len(names),
+            len(sets),
+            expected=reached,
         )
     result.samples["clipped right"] = survived
     for alarm, count in false_alarms(healthy).items():
         result.add_count(f"healthy steps that are called {alarm}", count, healthy, expected=0)
     for limit in _TRANSFORMER_LIMITS:
         cosines, lengths = turned_by_groups(trained, limit)
-        result.add_samples(f"cosine between clipping by group and by one norm, limit {limit:g}", "cosine", cosines)
-        result.add_samples(f"length of a step clipped by group, by one norm = 1, limit {limit:g}", "ratio", lengths)
+        result.add_samples(
+            f"cosine between clipping by group and by one norm, limit {limit:g}", "cosine", cosines
+        )
+        result.add_samples(
+            f"length of a step clipped by group, by one norm = 1, limit {limit:g}", "ratio", lengths
+        )
     result.write()
 
 

@@ -1,11 +1,15 @@
-"""How often the watchdog's limits would call healthy steps a hang: a million heavy-tailed steps on a played clock.
+"""How often the watchdog's limits would call healthy steps a hang.
 
-Each simulated run has steps of data wait, forward/backward and optimizer, and now and then a compilation, an
-evaluation, a checkpoint and the end of an epoch, whose times are drawn from distributions with heavy tails. The
-limits see what a watchdog sees that polls every 0.5 s. Nothing is real here but the code that learns the limits.
+A million heavy-tailed steps on a played clock.
 
-A limit is never below its floor (30 s for the phases of a step), so only times above it try what is learned: how many
-there are is counted for each run. The limit of a compilation (that of the first step) is never learned.
+Each simulated run has steps of data wait, forward/backward and optimizer, and now and then a
+compilation, an evaluation, a checkpoint and the end of an epoch, whose times are drawn from
+distributions with heavy tails. The limits see what a watchdog sees that polls every 0.5 s. Nothing
+is real here but the code that learns the limits.
+
+A limit is never below its floor (30 s for the phases of a step), so only times above it try what is
+learned: how many there are is counted for each run. The limit of a compilation (that of the first
+step) is never learned.
 """
 
 from __future__ import annotations
@@ -54,7 +58,9 @@ def pareto(least: float, exponent: float) -> Callable[[np.random.Generator, int]
 
 
 def drifting(generator: np.random.Generator, count: int) -> np.ndarray:
-    """Draw times that are 20 times as long for a stretch now and then, as on a machine that is shared."""
+    """Draw times that are 20 times as long for a stretch now and then, as on a machine that is
+    shared.
+    """
     times = generator.lognormal(math.log(1.0), 0.5, count)
     start = int(generator.integers(count))
     times[start : start + count // 20] *= 20
@@ -62,7 +68,9 @@ def drifting(generator: np.random.Generator, count: int) -> np.ndarray:
 
 
 RUNS = {
-    "steps of 0.1 s, lognormal (sigma 0.5)": Run(draw=lognormal(0.03, 0.5), rare=lognormal(10, 0.8)),
+    "steps of 0.1 s, lognormal (sigma 0.5)": Run(
+        draw=lognormal(0.03, 0.5), rare=lognormal(10, 0.8)
+    ),
     "steps of 2 s, lognormal (sigma 1.2)": Run(draw=lognormal(0.6, 1.2), rare=lognormal(10, 1.0)),
     "steps of 3 s, lognormal (sigma 1)": Run(draw=lognormal(1.0, 1.0), rare=lognormal(30, 0.8)),
     "steps of 30 s, lognormal (sigma 0.5)": Run(draw=lognormal(10.0, 0.5), rare=lognormal(60, 0.5)),
@@ -104,7 +112,9 @@ def _between(
 
 
 def alarms(run: Run, steps: int, seed: int) -> tuple[int, float, int]:
-    """Play a run, and return alarms, how near the nearest time comes to its limit, and times above their floor."""
+    """Play a run, and return alarms, how near the nearest time comes to its limit, and times
+    above their floor.
+    """
     generator = np.random.default_rng(seed)
     learned = LearnedLimits(HangLimits())
     now, polled, count, nearest, above = 0.0, 0.0, 0, 0.0, 0
@@ -128,14 +138,17 @@ def main() -> None:
     """Play all runs and write the result."""
     options = read_options("false_alarms", __doc__)
     steps = _QUICK_STEPS if options.quick else _STEPS
-    result = Result(options=options, parameters={"steps": steps, "runs": len(RUNS), "every": _EVERY})
+    result = Result(
+        options=options, parameters={"steps": steps, "runs": len(RUNS), "every": _EVERY}
+    )
     for seed, (name, run) in enumerate(RUNS.items()):
         found, nearest, above = alarms(run, steps, seed)
         result.add_count(f"{name}: alarms", found, steps, expected=0 if run.wanted else None)
         result.samples[f"{name}: longest, as a share of its limit"] = round(nearest, 3)
         result.samples[f"{name}: times above the floor of their limit"] = above
     result.notes.append(
-        "an alarm here is a closer look: stacks, CPU time and bytes moved decide whether it becomes a hang"
+        "an alarm here is a closer look: stacks, CPU time and bytes moved decide whether it becomes"
+        " a hang"
     )
     result.write()
 

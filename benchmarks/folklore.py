@@ -1,7 +1,9 @@
 """Advice that is passed on about training, and what comes of it when it is measured.
 
-How: each claim is tried as it is given, beside what it is said to be better than or equal to, on small models with
-several seeds. The verdict follows from the figures: nobody types it. Memory is the peak that the kernel counts in a
+How: each claim is tried as it is given, beside what it is said to be better than or equal to, on
+    small models with
+several seeds. The verdict follows from the figures: nobody types it. Memory is the peak that the
+    kernel counts in a
 forked child; times are CPU times of both sides in turns, but for the loaders, which wait by design.
 
 A full run also writes the table of docs/folklore.md.
@@ -84,7 +86,9 @@ def measure_rates(result: Result, seeds: int) -> None:
         for rule, factor in _RULES.items():
             after = [final_loss(name, factor, _K, seed) for seed in range(seeds)]
             ratios = [new / old for new, old in zip(after, before, strict=True)]
-            result.add_samples(f"{name}, 4 x the accumulation, {rule}: final loss, before = 1", "ratio", ratios)
+            result.add_samples(
+                f"{name}, 4 x the accumulation, {rule}: final loss, before = 1", "ratio", ratios
+            )
 
 
 def _plain(model: nn.Sequential, inputs: torch.Tensor) -> torch.Tensor:
@@ -126,9 +130,13 @@ def measure_checkpoints(result: Result, repeats: int) -> None:
             found[kind].append(fate.value)
     for kind, rows in found.items():
         peaks = [peak / plain for (peak, _), (plain, _) in zip(rows, found["no"], strict=True)]
-        times = [seconds / plain for (_, seconds), (_, plain) in zip(rows, found["no"], strict=True)]
+        times = [
+            seconds / plain for (_, seconds), (_, plain) in zip(rows, found["no"], strict=True)
+        ]
         if kind == "no":
-            result.add_samples("no checkpoint: peak memory of a step", "MiB", [peak / 2**20 for peak, _ in rows])
+            result.add_samples(
+                "no checkpoint: peak memory of a step", "MiB", [peak / 2**20 for peak, _ in rows]
+            )
         else:
             result.add_samples(f"{kind} checkpoint: peak memory, without = 1", "ratio", peaks)
             result.add_samples(f"{kind} checkpoint: CPU time, without = 1", "ratio", times)
@@ -141,7 +149,10 @@ def measure_same_batch(result: Result, seeds: int) -> None:
         inputs, labels = _classes(seed)
         model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
         whole = _gradient(model, [(inputs, labels)])
-        batches = [(inputs[chosen], labels[chosen]) for chosen in torch.split(torch.randperm(2048), 16)[:_REPEATS]]
+        batches = [
+            (inputs[chosen], labels[chosen])
+            for chosen in torch.split(torch.randperm(2048), 16)[:_REPEATS]
+        ]
         first = _gradient(model, batches[:1])
         repeated = _gradient(model, batches[:1] * _REPEATS)
         difference.append(float((repeated - first).norm() / first.norm()))
@@ -189,11 +200,16 @@ def _epoch_seconds(kind: str, workers: int) -> float:
 
 
 def measure_workers(result: Result, repeats: int) -> None:
-    warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
-    (inside,) = DataLoader(Samples("in memory", 1), num_workers=1, collate_fn=lambda _: torch.get_num_threads())
+    # More workers than cores: on purpose
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    (inside,) = DataLoader(
+        Samples("in memory", 1), num_workers=1, collate_fn=lambda _: torch.get_num_threads()
+    )
     code = "import torch; print(torch.get_num_threads())"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun starts its own
-    run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True
+    )
     counts = [int(run.stdout), inside]
     result.add_samples("get_num_threads() under torchrun, and in a worker", "workers", counts)
     for kind in ("in memory", "waiting"):
@@ -241,7 +257,9 @@ def measure_clipping(result: Result, seeds: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A piece of advice, the figures beside it with their names in the table, its test, and what to do instead."""
+    """A piece of advice, the figures beside it with their names in the table, its test, and what
+    to do instead.
+    """
 
     claim: str
     shown: tuple[tuple[str, str], ...]
@@ -256,14 +274,18 @@ def _value(figures: Figures, what: str) -> float:
 
 def _halving_is_closest(figures: Figures) -> bool:
     def distance(name: str, rule: str) -> float:
-        return abs(_value(figures, f"{name}, 4 x the accumulation, {rule}: final loss, before = 1") - 1)
+        return abs(
+            _value(figures, f"{name}, 4 x the accumulation, {rule}: final loss, before = 1") - 1
+        )
 
     return all(min(_RULES, key=partial(distance, name)) == "rate / 4" for name in _OPTIMIZERS)
 
 
 def _rule_finds_the_best(figures: Figures) -> bool:
     asked = _value(figures, _THREADS)
-    return all(_value(figures, f"{kind} data: best num_workers of {_WORKERS}") == asked for kind in _DATA)
+    return all(
+        _value(figures, f"{kind} data: best num_workers of {_WORKERS}") == asked for kind in _DATA
+    )
 
 
 _DATA = ("in memory", "waiting")
@@ -277,13 +299,18 @@ CLAIMS = (
     Claim(
         claim="Halve the learning rate when accumulation doubles",
         shown=tuple(
-            (f"{name}, 4 x the accumulation, {rule}: final loss, before = 1", f"{name} with {rule}: final loss x")
+            (
+                f"{name}, 4 x the accumulation, {rule}: final loss, before = 1",
+                f"{name} with {rule}: final loss x",
+            )
             for name in _OPTIMIZERS
             for rule in _RULES
         ),
         holds=_halving_is_closest,
-        instead="With a mean loss: linear for SGD, square root for Adam, and no change where only the pieces change "
-        "(`holdfast.advise_learning_rate`)",
+        instead=(
+            "With a mean loss: linear for SGD, square root for Adam, and no change where only the"
+            " pieces change (`holdfast.advise_learning_rate`)"
+        ),
     ),
     Claim(
         claim="`torch.cuda.empty_cache()` prevents out-of-memory",
@@ -296,8 +323,14 @@ CLAIMS = (
         shown=(
             ("one checkpoint: peak memory, without = 1", "one: peak memory x"),
             ("one checkpoint: CPU time, without = 1", "one: CPU time x"),
-            ("one for each block checkpoint: peak memory, without = 1", "one for each block: peak memory x"),
-            ("one for each block checkpoint: CPU time, without = 1", "one for each block: CPU time x"),
+            (
+                "one for each block checkpoint: peak memory, without = 1",
+                "one for each block: peak memory x",
+            ),
+            (
+                "one for each block checkpoint: CPU time, without = 1",
+                "one for each block: CPU time x",
+            ),
         ),
         holds=lambda figures: _value(figures, "one checkpoint: peak memory, without = 1") < 0.9,
         instead="One for each block: the backward of a segment needs all its activations at once",
@@ -309,18 +342,29 @@ CLAIMS = (
             (f"{_SAME}: noise of the gradient, {_REPEATS} batches = 1", "noise beside N batches x"),
             (f"{_SAME}: CPU time, once = 1", "CPU time beside one pass x"),
         ),
-        holds=lambda figures: _value(figures, f"{_SAME}: noise of the gradient, {_REPEATS} batches = 1") < 1.5,
+        holds=lambda figures: (
+            _value(figures, f"{_SAME}: noise of the gradient, {_REPEATS} batches = 1") < 1.5
+        ),
         instead="Run N batches, or split one",
     ),
     Claim(
         claim="`num_workers = torch.get_num_threads()`",
         shown=(
             (_THREADS, "the rule gives"),
-            *((f"{kind} data: best num_workers of {_WORKERS}", f"best for {kind} data") for kind in _DATA),
-            *((f"{kind} data: time with num_workers=1, best = 1", f"{_ONE}, {kind} data, x") for kind in _DATA),
+            *(
+                (f"{kind} data: best num_workers of {_WORKERS}", f"best for {kind} data")
+                for kind in _DATA
+            ),
+            *(
+                (f"{kind} data: time with num_workers=1, best = 1", f"{_ONE}, {kind} data, x")
+                for kind in _DATA
+            ),
         ),
         holds=_rule_finds_the_best,
-        instead="Measure with your own data; the cores that the process may use are a limit for data that computes",
+        instead=(
+            "Measure with your own data; the cores that the process may use are a limit for data"
+            " that computes"
+        ),
     ),
     Claim(
         claim="Clip each parameter group by itself to avoid overflow",
@@ -330,8 +374,13 @@ CLAIMS = (
     ),
     Claim(
         claim="Clip to a negative number to turn clipping off",
-        shown=tuple((f"{each}: {_AFTER}", f"{each}: loss x") for each in ("off", "limit 5", "limit -1", "limit 0")),
-        holds=lambda figures: _value(figures, f"limit -1: {_AFTER}") < 1.1 * _value(figures, f"off: {_AFTER}"),
+        shown=tuple(
+            (f"{each}: {_AFTER}", f"{each}: loss x")
+            for each in ("off", "limit 5", "limit -1", "limit 0")
+        ),
+        holds=lambda figures: (
+            _value(figures, f"limit -1: {_AFTER}") < 1.1 * _value(figures, f"off: {_AFTER}")
+        ),
         instead="`max_grad_norm=None`; a negative limit climbs the gradient, and 0 stops training",
     ),
 )
@@ -343,7 +392,10 @@ def table(result: dict[str, Any]) -> str:
     lines = ["| claim | verdict | measured | instead |", "|---|---|---|---|"]
     for claim in CLAIMS:
         if claim.holds is None:
-            verdict, measured = "not measured here", "needs a CUDA device; see below for what is documented"
+            verdict, measured = (
+                "not measured here",
+                "needs a CUDA device; see below for what is documented",
+            )
         else:
             verdict = "true" if claim.holds(figures) else "false"
             measured = "; ".join(f"{name} {_shown(figures[what])}" for what, name in claim.shown)
@@ -358,7 +410,8 @@ def _shown(figure: dict[str, Any]) -> str:
 
 def main() -> None:
     single_threaded()
-    set_malloc_threshold(4 * 2**20)  # what is freed is given back, so that the kernel counts what is used
+    # What is freed is given back, so that the kernel counts what is used
+    set_malloc_threshold(4 * 2**20)
     options = read_options("folklore", __doc__ or "")
     seeds, repeats = (2, 1) if options.quick else (10, 5)
     parameters = {"seeds": seeds, "repeats": repeats, "accumulation": _K, "same_batch": _REPEATS}

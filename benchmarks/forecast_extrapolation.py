@@ -1,9 +1,12 @@
 """Memory at any micro-batch from traces at 2 and 4 samples, against traces at 8, 32 and 128.
 
-How: each job of `forecast_models` is traced at all five sizes on the fake accelerator, in fp32 and under bf16
-autocast. An affine function for each allocation is fitted to the two smallest and evaluated at the others; its peak
-is compared with the one of the trace, in live bytes and in what the simulated allocator reserves over three steps.
-Beside it: the straight line through the two smallest *peaks*, as batch-size finders and calculators extrapolate.
+How: each job of `forecast_models` is traced at all five sizes on the fake accelerator, in fp32 and
+    under bf16
+autocast. An affine function for each allocation is fitted to the two smallest and evaluated at the
+others; its peak is compared with the one of the trace, in live bytes and in what the simulated
+allocator reserves over three steps.
+Beside it: the straight line through the two smallest *peaks*, as batch-size finders and calculators
+    extrapolate.
 
 To reach: an error of at most 0.1 % in live bytes, and never more than 0.5 % too little.
 """
@@ -86,7 +89,12 @@ def main() -> None:
     precisions = _PRECISIONS[:1] if options.quick else _PRECISIONS
     result = Result(
         options=options,
-        parameters={"models": len(models), "fitted": _FITTED, "checked": _CHECKED, "precisions": precisions},
+        parameters={
+            "models": len(models),
+            "fitted": _FITTED,
+            "checked": _CHECKED,
+            "precisions": precisions,
+        },
     )
     result.notes += notes
     rows: list[Row] = []
@@ -104,14 +112,24 @@ def _add(result: Result, rows: list[Row], cases: int) -> None:
     answered = [row for row in rows if not row.failed]
     exact = sum(abs(row.error_percent) <= _MOST_PERCENT for row in answered)
     under = sum(row.error_percent < -_MOST_UNDER_PERCENT for row in answered)
-    result.add_count(f"live peak within {_MOST_PERCENT} % of the trace", exact, cases, expected=cases)
-    result.add_count(f"live peak more than {_MOST_UNDER_PERCENT} % too low", under, len(answered), expected=0)
-    result.add_samples("signed error of the live peak", "%", [row.error_percent for row in answered])
-    result.add_samples("signed error of the reserved peak", "%", [row.reserved_error_percent for row in answered])
+    result.add_count(
+        f"live peak within {_MOST_PERCENT} % of the trace", exact, cases, expected=cases
+    )
+    result.add_count(
+        f"live peak more than {_MOST_UNDER_PERCENT} % too low", under, len(answered), expected=0
+    )
+    result.add_samples(
+        "signed error of the live peak", "%", [row.error_percent for row in answered]
+    )
+    result.add_samples(
+        "signed error of the reserved peak", "%", [row.reserved_error_percent for row in answered]
+    )
     secants = [row.secant_error_percent for row in answered]
     result.add_samples("line through the peaks: signed error", "%", secants)
     low = sum(error < -_MOST_UNDER_PERCENT for error in secants)
-    result.add_count(f"line through the peaks: more than {_MOST_UNDER_PERCENT} % too low", low, len(answered))
+    result.add_count(
+        f"line through the peaks: more than {_MOST_UNDER_PERCENT} % too low", low, len(answered)
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
-"""A training step of a language model of 6.7 billion parameters, forecast on this machine: seconds and memory.
+"""A training step of a language model of 6.7 billion parameters, forecast on this machine.
 
-How: `forecast_transformers.llama_7b`, built from a config in bf16 with AdamW, samples of 2048 tokens. Traced are one
-and two samples; seconds are wall time on whatever else the machine does, memory is the most that the tracing process
-had resident. Then the command `holdfast plan` makes its whole table for one device, traces included.
+Seconds and memory.
 
-To reach: a step traced in at most 10 s with at most 1 GiB of host memory on two cores, and a full table in 60 s.
+How: `forecast_transformers.llama_7b`, built from a config in bf16 with AdamW, samples of 2048
+    tokens. Traced are one
+and two samples; seconds are wall time on whatever else the machine does, memory is the most that
+the tracing process had resident. Then the command `holdfast plan` makes its whole table for one
+device, traces included.
+
+To reach: a step traced in at most 10 s with at most 1 GiB of host memory on two cores, and a full
+    table in 60 s.
 """
 
 from __future__ import annotations
@@ -41,15 +46,27 @@ def measure_traces(result: Result, factory: str, repetitions: int) -> None:
     result.parameters |= {"parameters": found.parameters, "operations": len(trace.operation_name)}
     result.add_samples("one trace", "s", of_trace, at_most=_MOST_TRACE_SECONDS, digits=2)
     result.add_samples("the same with the start of the process and the build", "s", whole, digits=2)
-    result.add_samples("host memory of the tracing process", "GiB", host, at_most=_MOST_HOST_GIB, digits=3)
+    result.add_samples(
+        "host memory of the tracing process", "GiB", host, at_most=_MOST_HOST_GIB, digits=3
+    )
     held = {"all": live_peak(trace), **owners_at_peak(trace)}
-    result.samples["GiB at the peak, 2 samples"] = {name: round(size / 2**30, 3) for name, size in held.items()}
+    result.samples["GiB at the peak, 2 samples"] = {
+        name: round(size / 2**30, 3) for name, size in held.items()
+    }
 
 
 def measure_table(result: Result, factory: str, repetitions: int) -> None:
     """Run the command that a user runs."""
     command = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "plan", factory]
-    command += ["--device", _DEVICE, "--global-batch-size", "16", "--precision", "fp32,bf16", "--json"]
+    command += [
+        "--device",
+        _DEVICE,
+        "--global-batch-size",
+        "16",
+        "--precision",
+        "fp32,bf16",
+        "--json",
+    ]
     seconds, rows = [], 0
     for _ in range(repetitions):
         started = time.monotonic()

@@ -1,11 +1,15 @@
-"""Live bytes of a forecast on the fake CPU against a real run on the CPU: the signed error for each of many models.
+"""Live bytes of a forecast on the fake CPU against a real run on the CPU.
 
-How: each job of `forecast_models` is really trained for two full steps in a process of its own (`forecast_real`), and
-the profiler's record of every allocation of torch's CPU allocator is added up: from the build on, scratch inside of
-operations included. The same function is traced on the fake CPU without data. Optimizers go parameter by parameter,
-as torch has it on CPUs.
+The signed error for each of many models.
 
-To reach: an error of at most 0.01 % for models without convolutions and fused RNNs, 2 % with convolutions, 3 % for
+How: each job of `forecast_models` is really trained for two full steps in a process of its own
+    (`forecast_real`), and
+the profiler's record of every allocation of torch's CPU allocator is added up: from the build on,
+scratch inside of operations included. The same function is traced on the fake CPU without data.
+Optimizers go parameter by parameter, as torch has it on CPUs.
+
+To reach: an error of at most 0.01 % for models without convolutions and fused RNNs, 2 % with
+    convolutions, 3 % for
 Tacotron 2 and for fused RNNs, which the issue names no figure for.
 """
 
@@ -21,7 +25,8 @@ from holdfast.core.errors import HoldfastError
 from holdfast.forecast.job.tracing import trace_job
 from holdfast.forecast.trace.events import live_peak
 
-_TO_REACH = {"matrix products": 0.01, "convolution": 2.0, "fused RNN": 3.0, "Tacotron 2": 3.0}  # percent
+# Percent
+_TO_REACH = {"matrix products": 0.01, "convolution": 2.0, "fused RNN": 3.0, "Tacotron 2": 3.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +62,9 @@ def row_of(model: Model) -> Row:
         real = run_apart(model, model.micro_batch_size)
         found = trace_job(request)
     except (subprocess.SubprocessError, HoldfastError) as error:
-        return Row(**named, failed=without_paths(f"{type(error).__name__}: {error}".splitlines()[0]))
+        return Row(
+            **named, failed=without_paths(f"{type(error).__name__}: {error}".splitlines()[0])
+        )
     forecast = live_peak(found.traces[0])
     return Row(
         **named,
@@ -72,20 +79,30 @@ def main() -> None:
     """Run all models and write the result."""
     options = read_options("forecast_live", __doc__ or "")
     models, notes = find_models(quick=options.quick)
-    result = Result(options=options, parameters={"models": len(models), "steps": STEPS, "precision": "fp32"})
+    result = Result(
+        options=options, parameters={"models": len(models), "steps": STEPS, "precision": "fp32"}
+    )
     result.notes += notes
     rows = []
     for model in models:
         rows.append(row_of(model))
         print(f"  {asdict(rows[-1])}", flush=True)
     for kind, most in _TO_REACH.items():
-        errors = [row.error_percent for row in rows if row.kind == kind and row.error_percent is not None]
+        errors = [
+            row.error_percent for row in rows if row.kind == kind and row.error_percent is not None
+        ]
         of_kind = sum(row.kind == kind for row in rows)
         within = sum(abs(error) <= most for error in errors)
-        result.add_count(f"error of live bytes at most {most:g} %: {kind}", within, of_kind, expected=of_kind)
+        result.add_count(
+            f"error of live bytes at most {most:g} %: {kind}", within, of_kind, expected=of_kind
+        )
         result.add_samples(f"signed error of live bytes: {kind}", "%", errors)
-    result.add_count("traced and run", sum(not row.failed for row in rows), len(rows), expected=len(rows))
-    result.add_samples("time of one trace", "s", [row.trace_seconds for row in rows if not row.failed], digits=2)
+    result.add_count(
+        "traced and run", sum(not row.failed for row in rows), len(rows), expected=len(rows)
+    )
+    result.add_samples(
+        "time of one trace", "s", [row.trace_seconds for row in rows if not row.failed], digits=2
+    )
     result.samples["models"] = [asdict(row) for row in rows]
     result.write()
 

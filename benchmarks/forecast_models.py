@@ -1,7 +1,8 @@
-"""The jobs that the forecast is measured on, each a function that `holdfast plan` takes and that also really trains.
+"""The jobs that the forecast is measured on, each a function that `holdfast plan` takes and that
+also really trains.
 
-Own networks are in `forecast_networks`; those of transformers, built from configs, in `forecast_transformers`. Every
-job is small enough for one CPU core, and grows with its micro-batch.
+Own networks are in `forecast_networks`; those of transformers, built from configs, in
+`forecast_transformers`. Every job is small enough for one CPU core, and grows with its micro-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Model:
     Args:
         name: Of the function that builds it, which takes ``micro_batch_size``.
         module: Where that function lies.
-        kind: By the kernels with scratch memory of their own: decides which accuracy is to be reached on a CPU.
+        kind: By the kernels with scratch memory of their own: decides which accuracy is to be
+            reached on a CPU.
         family: Decides which accuracy is to be reached on a GPU.
         micro_batch_size: Samples of the sample batch, and of the real step on a CPU.
         max_grad_norm: To which the real step clips gradients; None: it does not.
@@ -60,10 +62,16 @@ class Model:
 
     def build(self, micro_batch_size: int | None = None) -> Parts:
         """Build it: model, optimizer, ``loss_fn`` or ``step``, and a batch."""
-        return self.function() if micro_batch_size is None else self.function(micro_batch_size=micro_batch_size)
+        return (
+            self.function()
+            if micro_batch_size is None
+            else self.function(micro_batch_size=micro_batch_size)
+        )
 
 
-def train_step(model: Model, job: Parts, batch: Any, precision: str = "fp32", scaler: Any = None) -> None:
+def train_step(
+    model: Model, job: Parts, batch: Any, precision: str = "fp32", scaler: Any = None
+) -> None:
     """Make one real training step as a plain loop does.
 
     Args:
@@ -98,7 +106,11 @@ def modules_of(job: Parts) -> list[nn.Module]:
 
 def optimizers_of(job: Parts) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a job."""
-    return list(job["optimizer"].values()) if isinstance(job["optimizer"], Mapping) else [job["optimizer"]]
+    return (
+        list(job["optimizer"].values())
+        if isinstance(job["optimizer"], Mapping)
+        else [job["optimizer"]]
+    )
 
 
 def _job(
@@ -114,7 +126,12 @@ def _job(
 
 def _classifier(model: nn.Module, inputs: torch.Tensor, **optimizer: Any) -> Parts:
     batch = {"inputs": inputs, "labels": torch.randint(10, (len(inputs),))}
-    return _job(model, batch, lambda batch: F.cross_entropy(model(batch["inputs"]), batch["labels"]), **optimizer)
+    return _job(
+        model,
+        batch,
+        lambda batch: F.cross_entropy(model(batch["inputs"]), batch["labels"]),
+        **optimizer,
+    )
 
 
 def mlp(micro_batch_size: int = 256) -> Parts:
@@ -123,14 +140,21 @@ def mlp(micro_batch_size: int = 256) -> Parts:
 
 
 def contrastive(micro_batch_size: int = 256) -> Parts:
-    """One encoder called on two views, every view against every other (InfoNCE): logits of batch by batch."""
+    """One encoder called on two views, every view against every other (InfoNCE).
+
+    Logits of batch by batch.
+    """
     model = networks.Perceptron(512, 1024, 3, 128)
 
     def loss_fn(batch: Batch) -> torch.Tensor:
         first, second = F.normalize(model(batch["first"])), F.normalize(model(batch["second"]))
-        return F.cross_entropy(first @ second.T / 0.1, torch.arange(len(first), device=first.device))
+        return F.cross_entropy(
+            first @ second.T / 0.1, torch.arange(len(first), device=first.device)
+        )
 
-    return _job(model, {name: torch.randn(micro_batch_size, 512) for name in ("first", "second")}, loss_fn)
+    return _job(
+        model, {name: torch.randn(micro_batch_size, 512) for name in ("first", "second")}, loss_fn
+    )
 
 
 def vae(micro_batch_size: int = 256) -> Parts:
@@ -141,7 +165,9 @@ def vae(micro_batch_size: int = 256) -> Parts:
         images = batch["images"]
         logits, mean, log_variance = model(images)
         divergence = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum()
-        return (F.binary_cross_entropy_with_logits(logits, images, reduction="sum") + divergence) / len(images)
+        return (
+            F.binary_cross_entropy_with_logits(logits, images, reduction="sum") + divergence
+        ) / len(images)
 
     return _job(model, {"images": torch.rand(micro_batch_size, 784)}, loss_fn, torch.optim.Adam)
 
@@ -155,16 +181,27 @@ def resnet(micro_batch_size: int = 16) -> Parts:
 def unet(micro_batch_size: int = 4) -> Parts:
     """Segmentation with skips."""
     model = networks.UNet()
-    batch = {"images": torch.randn(micro_batch_size, 1, 96, 96), "masks": torch.rand(micro_batch_size, 1, 96, 96)}
+    batch = {
+        "images": torch.randn(micro_batch_size, 1, 96, 96),
+        "masks": torch.rand(micro_batch_size, 1, 96, 96),
+    }
     return _job(
-        model, batch, lambda batch: F.binary_cross_entropy_with_logits(model(batch["images"]), batch["masks"])
+        model,
+        batch,
+        lambda batch: F.binary_cross_entropy_with_logits(model(batch["images"]), batch["masks"]),
     )
 
 
 def _two_networks(size: int, second: str, critic: nn.Module) -> Parts:
     models = {"generator": networks.Generator(), second: critic}
-    optimizers = {name: torch.optim.Adam(model.parameters(), lr=2e-4) for name, model in models.items()}
-    return {"model": models, "optimizer": optimizers, "batch": {"images": torch.randn(size, 3, 32, 32)}}
+    optimizers = {
+        name: torch.optim.Adam(model.parameters(), lr=2e-4) for name, model in models.items()
+    }
+    return {
+        "model": models,
+        "optimizer": optimizers,
+        "batch": {"images": torch.randn(size, 3, 32, 32)},
+    }
 
 
 def dcgan(micro_batch_size: int = 32) -> Parts:
@@ -234,17 +271,23 @@ def encoder(micro_batch_size: int = 8, length: int = 256) -> Parts:
 
 def encoder_recomputed(micro_batch_size: int = 8, length: int = 256) -> Parts:
     """The same, every layer checkpointed by its author."""
-    return _classifier(networks.Encoder(recomputed=True), torch.randn(micro_batch_size, length, 256))
+    return _classifier(
+        networks.Encoder(recomputed=True), torch.randn(micro_batch_size, length, 256)
+    )
 
 
 def lstm(micro_batch_size: int = 16, length: int = 64) -> Parts:
     """A text classifier."""
-    return _classifier(networks.RecurrentClassifier(nn.LSTM), torch.randint(4000, (micro_batch_size, length)))
+    return _classifier(
+        networks.RecurrentClassifier(nn.LSTM), torch.randint(4000, (micro_batch_size, length))
+    )
 
 
 def gru(micro_batch_size: int = 16, length: int = 64) -> Parts:
     """The same with gated recurrent units."""
-    return _classifier(networks.RecurrentClassifier(nn.GRU), torch.randint(4000, (micro_batch_size, length)))
+    return _classifier(
+        networks.RecurrentClassifier(nn.GRU), torch.randint(4000, (micro_batch_size, length))
+    )
 
 
 def lora(micro_batch_size: int = 8, length: int = 128) -> Parts:
@@ -275,7 +318,10 @@ _CLIPPED = {"mlp": 1.0, "tacotron": 1.0}
 _OWN_STEPS = {"dcgan", "wgan_gp"}
 _HUGGING_FACE = "benchmarks.forecast_transformers"
 _TRANSFORMERS: tuple[tuple[str, Kind, int], ...] = (
-    *((name, "matrix products", 4) for name in ("pegasus", "llama_sdpa", "llama_eager", "gpt2", "t5")),
+    *(
+        (name, "matrix products", 4)
+        for name in ("pegasus", "llama_sdpa", "llama_eager", "gpt2", "t5")
+    ),
     ("bert", "matrix products", 8),
     ("hf_vit", "convolution", 16),
     *((name, "convolution", 4) for name in ("whisper", "wav2vec2")),
@@ -294,11 +340,14 @@ MODELS = (
         for build, kind, family in _OWN
     ),
     *(
-        Model(name=name, module=_HUGGING_FACE, kind=kind, family="transformer", micro_batch_size=size)
+        Model(
+            name=name, module=_HUGGING_FACE, kind=kind, family="transformer", micro_batch_size=size
+        )
         for name, kind, size in _TRANSFORMERS
     ),
 )
-"""All jobs. Those of transformers come last and can only be built where it is, see `find_models`."""
+"""All jobs. Those of transformers come last and can only be built where it is, see `find_models`.
+"""
 QUICK = ("mlp", "resnet", "lora")
 
 

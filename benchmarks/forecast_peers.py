@@ -1,17 +1,22 @@
-"""Estimates of peers beside the forecast, on the same jobs: the signed error, the time, and where there is no answer.
+"""Estimates of peers beside the forecast, on the same jobs.
 
-The truth is the peak of live bytes of a real run on the CPU, as in `forecast_live`: two steps in fp32, everything
+The signed error, the time, and where there is no answer.
+
+The truth is the peak of live bytes of a real run on the CPU, as in `forecast_live`: two steps in
+    fp32, everything
 that torch's allocator gives out. Estimates:
 
 - the forecast: one trace on the fake CPU,
-- parameter arithmetic as ``accelerate estimate-memory`` does it for training with Adam in fp32: four times the bytes
-  of the parameters (accelerate 1.15.0, commands/estimate.py, estimate_training_usage),
-- parameter arithmetic as DeepSpeed's ``estimate_zero2_model_states_mem_needs`` does it on one GPU without offloading:
-  20 bytes for each parameter (runtime/zero/stage_1_and_2.py),
+- parameter arithmetic as ``accelerate estimate-memory`` does it for training with Adam in fp32:
+  four times the bytes of the parameters (accelerate 1.15.0, commands/estimate.py,
+  estimate_training_usage),
+- parameter arithmetic as DeepSpeed's ``estimate_zero2_model_states_mem_needs`` does it on one GPU
+  without offloading: 20 bytes for each parameter (runtime/zero/stage_1_and_2.py),
 - torch's own MemTracker on fake CPU tensors, in a process of its own:
   ``python -m benchmarks.forecast_peers --memtracker NAME MICRO_BATCH_SIZE``.
 
-Seconds are wall time of the estimate in a process that has imported everything; arithmetic takes none to speak of.
+Seconds are wall time of the estimate in a process that has imported everything; arithmetic takes
+none to speak of.
 """
 
 from __future__ import annotations
@@ -28,7 +33,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.forecast_models import MODELS, Model, find_models, modules_of, optimizers_of, train_step
+from benchmarks.forecast_models import (
+    MODELS,
+    Model,
+    find_models,
+    modules_of,
+    optimizers_of,
+    train_step,
+)
 from benchmarks.forecast_real import STEPS, run_apart
 from benchmarks.results_file import Result, percentile, read_options, without_paths
 from holdfast.core.errors import HoldfastError
@@ -67,9 +79,17 @@ def estimates_of(model: Model) -> list[Estimate]:
     size = model.micro_batch_size
     real = run_apart(model, size).peak_bytes
 
-    def answer(estimator: str, estimated: float | None, seconds: float | None = None, failed: str = "") -> Estimate:
+    def answer(
+        estimator: str, estimated: float | None, seconds: float | None = None, failed: str = ""
+    ) -> Estimate:
         error = None if estimated is None else round(100 * (estimated / real - 1), 3)
-        return Estimate(model=model.name, estimator=estimator, error_percent=error, seconds=seconds, failed=failed)
+        return Estimate(
+            model=model.name,
+            estimator=estimator,
+            error_percent=error,
+            seconds=seconds,
+            failed=failed,
+        )
 
     found = []
     try:
@@ -80,13 +100,19 @@ def estimates_of(model: Model) -> list[Estimate]:
     else:
         seconds = round(traced.build_seconds + traced.trace_seconds[0], 3)
         found.append(answer(FORECAST, live_peak(traced.traces[0]), seconds))
-        found += [answer(name, each * traced.parameters) for name, each in _BYTES_OF_A_PARAMETER.items()]
+        found += [
+            answer(name, each * traced.parameters) for name, each in _BYTES_OF_A_PARAMETER.items()
+        ]
     return [*found, answer(MEMTRACKER, **_ask(model.name, size))]
 
 
 def _ask(name: str, size: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.forecast_peers", _ASK, name, str(size)]
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    streams: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        "text": True,
+    }
     try:
         ended = subprocess.run(command, cwd=_ROOT, timeout=_PEER_SECONDS, check=True, **streams)
     except subprocess.SubprocessError as error:
@@ -116,7 +142,8 @@ def _answer_here(name: str, size: int) -> None:
     model = next(model for model in MODELS if model.name == name)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # the first optimizer imports half of torch
+    # The first optimizer imports half of torch
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     started = time.perf_counter()
     answer: dict[str, Any]
     try:
@@ -134,10 +161,14 @@ def _add(result: Result, name: str, rows: list[Estimate], models: int) -> None:
     sizes = sorted(abs(error) for error in errors)
     if sizes:
         worst = [percentile(sizes, 0.95)]
-        result.add_samples(f"{name}: 95th percentile of the size of the error", "%", worst, digits=3)
+        result.add_samples(
+            f"{name}: 95th percentile of the size of the error", "%", worst, digits=3
+        )
     under = sum(error < -_UNDER_PERCENT for error in errors)
     result.add_count(f"{name}: more than {_UNDER_PERCENT:g} % too low", under, len(errors))
-    seconds = [row.seconds for row in rows if row.error_percent is not None and row.seconds is not None]
+    seconds = [
+        row.seconds for row in rows if row.error_percent is not None and row.seconds is not None
+    ]
     if seconds:
         result.add_samples(f"{name}: time of an estimate", "s", seconds, digits=2)
 

@@ -1,9 +1,11 @@
-"""One job of `forecast_models`, really trained on the CPU: how many bytes live at once, as torch's allocator counts.
+"""One job of `forecast_models`, really trained on the CPU.
+
+How many bytes live at once, as torch's allocator counts.
 
     python -m benchmarks.forecast_real NAME MICRO_BATCH_SIZE
 
-The profiler writes down every allocation and free of the allocator, those inside of operations too, from before the
-job is built until two steps are made. One JSON line is printed.
+The profiler writes down every allocation and free of the allocator, those inside of operations too,
+from before the job is built until two steps are made. One JSON line is printed.
 """
 
 from __future__ import annotations
@@ -75,7 +77,11 @@ def run_here(model: Model, micro_batch_size: int) -> Real:
 def _measure(events: list[Any], cpu_seconds: float) -> Real:
     """Add up what the allocator said."""
     begins = min(event.start_ns() for event in events if event.name() == _MARK)
-    changes = [event for event in events if event.name() == "[memory]" and event.device_type().name == "CPU"]
+    changes = [
+        event
+        for event in events
+        if event.name() == "[memory]" and event.device_type().name == "CPU"
+    ]
     changes.sort(key=lambda event: event.start_ns())
     live = peak = resident = counted = 0
     for event in changes:
@@ -86,7 +92,10 @@ def _measure(events: list[Any], cpu_seconds: float) -> Real:
         peak = max(peak, live)
         counted += 1
     return Real(
-        peak_bytes=max(peak, resident), resident_bytes=resident, events=counted, cpu_seconds=round(cpu_seconds, 3)
+        peak_bytes=max(peak, resident),
+        resident_bytes=resident,
+        events=counted,
+        cpu_seconds=round(cpu_seconds, 3),
     )
 
 

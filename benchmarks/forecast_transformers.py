@@ -1,4 +1,7 @@
-"""Models of transformers, built from configs: nothing is downloaded. Sizes are small; the code runs at any size."""
+"""Models of transformers, built from configs: nothing is downloaded.
+
+Sizes are small; the code runs at any size.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,16 @@ def pegasus(micro_batch_size: int = 4, length: int = 128) -> Parts:
     from transformers import PegasusConfig, PegasusForConditionalGeneration
 
     config = PegasusConfig(
-        vocab_size=2000, d_model=128, encoder_layers=3, decoder_layers=3, encoder_ffn_dim=512, decoder_ffn_dim=512,
-        encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=2000,
+        d_model=128,
+        encoder_layers=3,
+        decoder_layers=3,
+        encoder_ffn_dim=512,
+        decoder_ffn_dim=512,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        max_position_embeddings=512,
+    )
     batch = _language_batch(micro_batch_size, length, 2000)
     batch["labels"] = torch.randint(3, 2000, (micro_batch_size, length // 2))
     return _job(PegasusForConditionalGeneration(config), batch)
@@ -55,9 +65,16 @@ def _llama(micro_batch_size: int, length: int, attention: str) -> Parts:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=2000, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=1024, attn_implementation=attention, use_cache=False,
-    )  # fmt: skip
+        vocab_size=2000,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        attn_implementation=attention,
+        use_cache=False,
+    )
     return _job(LlamaForCausalLM(config), _language_batch(micro_batch_size, length, 2000))
 
 
@@ -75,7 +92,9 @@ def gpt2(micro_batch_size: int = 4, length: int = 128) -> Parts:
     """Learnt positions, tied embeddings, dropout in attention."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=2000, n_positions=512, n_embd=192, n_layer=4, n_head=4, use_cache=False)
+    config = GPT2Config(
+        vocab_size=2000, n_positions=512, n_embd=192, n_layer=4, n_head=4, use_cache=False
+    )
     return _job(GPT2LMHeadModel(config), _language_batch(micro_batch_size, length, 2000))
 
 
@@ -84,7 +103,11 @@ def bert(micro_batch_size: int = 8, length: int = 128) -> Parts:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=2000, hidden_size=192, num_hidden_layers=4, num_attention_heads=4, intermediate_size=768
+        vocab_size=2000,
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=768,
     )
     return _job(BertForMaskedLM(config), _language_batch(micro_batch_size, length, 2000))
 
@@ -94,9 +117,15 @@ def t5(micro_batch_size: int = 4, length: int = 128) -> Parts:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=2000, d_model=128, d_kv=32, d_ff=512, num_layers=3, num_heads=4, decoder_start_token_id=0,
+        vocab_size=2000,
+        d_model=128,
+        d_kv=32,
+        d_ff=512,
+        num_layers=3,
+        num_heads=4,
+        decoder_start_token_id=0,
         use_cache=False,
-    )  # fmt: skip
+    )
     return _job(T5ForConditionalGeneration(config), _language_batch(micro_batch_size, length, 2000))
 
 
@@ -105,9 +134,14 @@ def hf_vit(micro_batch_size: int = 16) -> Parts:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=192, num_hidden_layers=4, num_attention_heads=3, intermediate_size=768, image_size=64,
-        patch_size=8, num_labels=10,
-    )  # fmt: skip
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        intermediate_size=768,
+        image_size=64,
+        patch_size=8,
+        num_labels=10,
+    )
     batch = {
         "pixel_values": torch.randn(micro_batch_size, 3, 64, 64),
         "labels": torch.randint(10, (micro_batch_size,)),
@@ -120,11 +154,22 @@ def whisper(micro_batch_size: int = 4) -> Parts:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        vocab_size=2000, d_model=128, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=512, decoder_ffn_dim=512, max_source_positions=200,
-        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        vocab_size=2000,
+        d_model=128,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=512,
+        decoder_ffn_dim=512,
+        max_source_positions=200,
+        max_target_positions=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
         use_cache=False,
-    )  # fmt: skip
+    )
     batch = {
         "input_features": torch.randn(micro_batch_size, 80, 400),
         "labels": torch.randint(3, 2000, (micro_batch_size, 48)),
@@ -133,14 +178,25 @@ def whisper(micro_batch_size: int = 4) -> Parts:
 
 
 def wav2vec2(micro_batch_size: int = 4) -> Parts:
-    """Speech recognition from the wave by CTC; no layers are dropped, no time is masked, since both are random."""
+    """Speech recognition from the wave by CTC.
+
+    No layers are dropped, no time is masked, since both are random.
+    """
     from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
     config = Wav2Vec2Config(
-        vocab_size=32, hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512,
-        conv_dim=(64,) * 7, num_conv_pos_embeddings=32, num_conv_pos_embedding_groups=4, layerdrop=0.0,
-        mask_time_prob=0.0, ctc_loss_reduction="mean",
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=512,
+        conv_dim=(64,) * 7,
+        num_conv_pos_embeddings=32,
+        num_conv_pos_embedding_groups=4,
+        layerdrop=0.0,
+        mask_time_prob=0.0,
+        ctc_loss_reduction="mean",
+    )
     batch = {
         "input_values": torch.randn(micro_batch_size, 8000),
         "labels": torch.randint(1, 32, (micro_batch_size, 8)),
@@ -149,13 +205,22 @@ def wav2vec2(micro_batch_size: int = 4) -> Parts:
 
 
 def llama_7b(micro_batch_size: int = 1, length: int = 2048) -> Parts:
-    """A language model of 6.7 billion parameters in bf16, as Llama 2 7B has them; 12.6 GiB of weights alone."""
+    """A language model of 6.7 billion parameters in bf16, as Llama 2 7B has them.
+
+    12.6 GiB of weights alone.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-        max_position_embeddings=4096, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=4096,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

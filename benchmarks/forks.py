@@ -1,6 +1,9 @@
-"""Run a function in a forked child: torch is imported already, and its death is an outcome like any other.
+"""Run a function in a forked child.
 
-The parent must have one thread only (call `single_threaded` first), since other threads do not survive a fork.
+Torch is imported already, and its death is an outcome like any other.
+
+The parent must have one thread only (call `single_threaded` first), since other threads do not
+survive a fork.
 """
 
 from __future__ import annotations
@@ -95,7 +98,11 @@ class Child:
             return Fate(timed_out=True)
         if code < 0:
             return Fate(signal=signal.Signals(-code).name)
-        return Fate(error=f"exit code {code}") if answer is None else Fate(value=answer[0], error=answer[1])
+        return (
+            Fate(error=f"exit code {code}")
+            if answer is None
+            else Fate(value=answer[0], error=answer[1])
+        )
 
 
 def _live(run: Callable[[], Any], writing: Connection) -> None:
@@ -127,13 +134,15 @@ def value_in_a_fork(run: Callable[[], Any], name: str, timeout_seconds: float = 
 
 
 def single_threaded() -> None:
-    """Keep this process at one thread, so that it can be forked, and load what children would each load anew.
+    """Keep this process at one thread, so that it can be forked, and load what children would each
+    load anew.
 
     Raises:
         RuntimeError: if other threads run already.
     """
     torch.set_num_threads(1)
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # the first optimizer imports a second's worth of modules
+    # The first optimizer imports a second's worth of modules
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         raise RuntimeError(f"{threads} threads run; forks need one")

@@ -1,10 +1,15 @@
-"""Hangs that are really planted into a small training: ways to stand still, and places where it happens.
+"""Hangs that are really planted into a small training.
+
+Ways to stand still, and places where it happens.
 
     python -m benchmarks.hang_cases CASE FOLDER
 
-trains a few steps and then hangs for ever, until killed. The line that hangs is marked with ``# here``; it is what a
-watchdog must name. NFS that does not answer cannot be had without a server: the opening of a named pipe that nobody
-opens at its other end, and a lock on a file that another descriptor holds, block in the kernel too, but can be
+trains a few steps and then hangs for ever, until killed. The line that hangs is marked with ``#
+here``; it is what a
+watchdog must name. NFS that does not answer cannot be had without a server: the opening of a named
+    pipe that nobody
+opens at its other end, and a lock on a file that another descriptor holds, block in the kernel too,
+but can be
 interrupted, which NFS cannot: no process here is in state D.
 """
 
@@ -44,7 +49,10 @@ from holdfast import DataLoader
 
 FOREVER = 1e6
 STRIKES_AT = 8
-"""Samples that are read, or steps that are made, before it hangs: it is past the first step then."""
+"""Samples that are read, or steps that are made, before it hangs.
+
+It is past the first step then.
+"""
 _BATCH_SIZE = 2
 fork_lock = threading.Lock()
 
@@ -60,7 +68,8 @@ class Mechanism:
     places: tuple[str, ...] = ("dataset", "worker", "forward", "callback", "collate", "evaluation")
 
 
-# --- locks and queues -------------------------------------------------------------------------------------------
+# --- locks and queues
+# ------------------------------------------------------------------------
 
 
 def deadlock(_: Path) -> None:
@@ -154,7 +163,8 @@ def future_result(_: Path) -> None:
     pool.submit(receive_in_thread, one).result()
 
 
-# --- native code ------------------------------------------------------------------------------------------------
+# --- native code
+# ------------------------------------------------------------------------
 
 
 def hold_gil(_: Path) -> None:
@@ -184,7 +194,8 @@ def openmp_after_fork(_: Path) -> None:
     torch.ones(2_000_000).sin()  # here
 
 
-# --- loops ------------------------------------------------------------------------------------------------------
+# --- loops
+# ------------------------------------------------------------------------
 
 
 def counting_loop(_: Path) -> None:
@@ -239,7 +250,8 @@ def wait_for_signal(_: Path) -> None:
     signal.pause()  # here
 
 
-# --- files, pipes, connections, processes -------------------------------------------------------------------------
+# --- files, pipes, connections, processes
+# ------------------------------------------------------------------------
 
 
 def open_fifo(place: Path) -> None:
@@ -395,25 +407,40 @@ PHASES = {
     "ending": "ending",
 }
 _ONCE = (
-    ("sleep", "saving"), ("file lock", "saving"), ("socket", "end of epoch"), ("counting loop", "end of epoch"),
-    ("socket", "start"), ("deadlock", "start"), ("subprocess wait", "ending"), ("lock twice", "backward"),
-    ("GIL held in C", "backward"), ("helper loop", "backward"), ("socket", "healed worker"),
+    ("sleep", "saving"),
+    ("file lock", "saving"),
+    ("socket", "end of epoch"),
+    ("counting loop", "end of epoch"),
+    ("socket", "start"),
+    ("deadlock", "start"),
+    ("subprocess wait", "ending"),
+    ("lock twice", "backward"),
+    ("GIL held in C", "backward"),
+    ("helper loop", "backward"),
+    ("socket", "healed worker"),
     ("regex", "healed worker"),
-)  # fmt: skip
+)
 _PLACES_FOR_EACH = 2
 
 
 def names() -> list[str]:
-    """Return all cases with one process that trains: each mechanism in two places, in turn, and some more."""
+    """Return all cases with one process that trains.
+
+    Each mechanism in two places, in turn, and some more.
+    """
     found = []
     for number, (name, mechanism) in enumerate(MECHANISMS.items()):
         places = mechanism.places
-        chosen = [places[(number + k * max(1, len(places) // 2)) % len(places)] for k in range(_PLACES_FOR_EACH)]
+        chosen = [
+            places[(number + k * max(1, len(places) // 2)) % len(places)]
+            for k in range(_PLACES_FOR_EACH)
+        ]
         found += [f"{name}/{place}" for place in dict.fromkeys(chosen)]
     return found + [f"{name}/{place}" for name, place in _ONCE]
 
 
-# --- the training -----------------------------------------------------------------------------------------------
+# --- the training
+# ------------------------------------------------------------------------
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -469,11 +496,18 @@ def collate(strike: Callable[[], Any], samples: list[Any]) -> Any:
 
 def pass_on(samples: list[Any]) -> Any:
     """Stack samples if that is possible."""
-    return torch.stack(samples) if all(isinstance(sample, torch.Tensor) for sample in samples) else samples
+    return (
+        torch.stack(samples)
+        if all(isinstance(sample, torch.Tensor) for sample in samples)
+        else samples
+    )
 
 
 def loader_of(place: str, strike: Callable[[], Any]) -> Any:
-    """Return the loader of a case: torch's, or holdfast's, which would replace its worker after a minute."""
+    """Return the loader of a case.
+
+    Torch's, or holdfast's, which would replace its worker after a minute.
+    """
     if place == "healed worker":
         return DataLoader(Samples(strike), batch_size=_BATCH_SIZE, num_workers=2)
     in_dataset = place in ("dataset", "worker")
@@ -505,7 +539,9 @@ def train(place: str, strike: Callable[[], Any], folder: Path) -> None:
             if place == "evaluation":
                 evaluate(model, strike)
             if place == "saving":
-                torch.save({"state": model.state_dict(), "more": Saved(strike)}, folder / "checkpoint.pt")
+                torch.save(
+                    {"state": model.state_dict(), "more": Saved(strike)}, folder / "checkpoint.pt"
+                )
     if place == "end of epoch":
         strike()
 
@@ -514,13 +550,16 @@ def train(place: str, strike: Callable[[], Any], folder: Path) -> None:
 def evaluate(model: Model, strike: Callable[[], Any]) -> None:
     """Evaluate a few batches, and hang."""
     model.eval()
-    for number, batch in enumerate(torch.utils.data.DataLoader(Samples(None), batch_size=_BATCH_SIZE)):
+    for number, batch in enumerate(
+        torch.utils.data.DataLoader(Samples(None), batch_size=_BATCH_SIZE)
+    ):
         model(batch)
         if number == 3:
             strike()
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------
+# --- several ranks
+# ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -533,7 +572,10 @@ class OfRanks:
 
 
 def leave(_: Path) -> None:
-    """End, but leave a child that keeps the connections open: else gloo tells the others at once."""
+    """End, but leave a child that keeps the connections open.
+
+    Else gloo tells the others at once.
+    """
     if os.fork() == 0:
         time.sleep(FOREVER)
     os._exit(0)
@@ -556,19 +598,26 @@ RANKS: dict[str, OfRanks] = {
     "rank is stopped": OfRanks(act=stop_itself, kind="stopped", frame="stop_itself"),
     "rank waits for a lock": OfRanks(act=lock_twice, kind="lock", frame="lock_twice"),
     "rank has left": OfRanks(act=leave, kind="collective", frame="train_ranks"),
-    "rank is in another collective": OfRanks(act=other_collective, kind="collective", frame="other_collective"),
+    "rank is in another collective": OfRanks(
+        act=other_collective, kind="collective", frame="other_collective"
+    ),
     "rank skips a step": OfRanks(act=skip_step, kind="collective", frame="train_ranks"),
     "rank waits for a file lock": OfRanks(act=lock_file, kind="I/O", frame="lock_file"),
     "rank opens a pipe": OfRanks(act=open_fifo, kind="I/O", frame="open_fifo"),
     "rank waits for a queue": OfRanks(act=queue_get, kind="queue", frame="queue_get"),
-    "rank waits for a program": OfRanks(act=subprocess_wait, kind="process", frame="subprocess_wait"),
+    "rank waits for a program": OfRanks(
+        act=subprocess_wait, kind="process", frame="subprocess_wait"
+    ),
 }
 ODD = {2: 1, 3: 0, 4: 2}
 """Which of so many ranks it is."""
 
 
 def of_ranks(case: str) -> tuple[str, int]:
-    """Return the key in `RANKS` of a case such as "rank sleeps of 3", and the number of ranks; without one 2."""
+    """Return the key in `RANKS` of a case such as "rank sleeps of 3", and the number of ranks.
+
+    Without one 2.
+    """
     name, _, size = case.rpartition(" of ")
     return (name, int(size)) if size.isdecimal() else (case, 2)  # not "socket/end of epoch"
 
@@ -594,7 +643,9 @@ def marked_lines() -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     function = ""
     for number, line in enumerate(Path(__file__).read_text().splitlines(), start=1):
-        if (match := re.match(r"\s*(?:async )?def (\w+)", line)) is not None and not line.startswith(" " * 8):
+        if (
+            match := re.match(r"\s*(?:async )?def (\w+)", line)
+        ) is not None and not line.startswith(" " * 8):
             function = match[1] if not line.startswith(" ") else function
         if line.rstrip().endswith("# here"):
             found.setdefault(function, set()).add(number)

@@ -1,10 +1,13 @@
-"""How fast the watchdog notices a hang, and whether it names the kind, the phase and the line: on real hangs.
+"""How fast the watchdog notices a hang, and whether it names the kind, the phase and the line.
 
-Each case trains in a process of its own, observed as `holdfast run` observes, and hangs at a known line. Two times:
-that by which the watchdog's own clock is over the limit when it notices, and the time from the moment at which the
-process noted that it will now hang to the notice, less the limit. In the second a worker that runs ahead of its
-trainer hangs before the trainer waits, so it is an upper bound; an import and an end that hang have no such moment.
-That the stacks are taken twice, a second apart, comes after it.
+On real hangs.
+
+Each case trains in a process of its own, observed as `holdfast run` observes, and hangs at a known
+line. Two times: that by which the watchdog's own clock is over the limit when it notices, and the
+time from the moment at which the process noted that it will now hang to the notice, less the limit.
+In the second a worker that runs ahead of its trainer hangs before the trainer waits, so it is an
+upper bound; an import and an end that hang have no such moment. That the stacks are taken twice, a
+second apart, comes after it.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class Row:
     case: str
     found: bool  # whether a hang was reported at all
     late_seconds: float = 0.0  # between limit and notice, by the watchdog's clock
-    since_strike_seconds: float | None = None  # from the hang to the notice, less the limit; None: no such moment
+    # From the hang to the notice, less the limit; None: no such moment
+    since_strike_seconds: float | None = None
     examined_seconds: float = 0.0  # between notice and verdict
     kind_right: bool = False
     phase_right: bool = False
@@ -67,7 +71,9 @@ class Row:
 def limits_of(case: str) -> HangLimits:
     """Return the limits of a case."""
     start = _START_SECONDS if case.endswith("/start") else 10 * _START_SECONDS
-    return HangLimits.parse([f"all={_LIMIT_SECONDS}", f"starting={start}", f"first step={10 * _START_SECONDS}"])
+    return HangLimits.parse(
+        [f"all={_LIMIT_SECONDS}", f"starting={start}", f"first step={10 * _START_SECONDS}"]
+    )
 
 
 @contextmanager
@@ -85,11 +91,16 @@ def running(case: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     with (folder / "stderr.txt").open("wb") as errors:
         processes = [
             subprocess.Popen(
-                command, cwd=_ROOT, env=environment | rank, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=errors, start_new_session=True,
+                command,
+                cwd=_ROOT,
+                env=environment | rank,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
             )
             for rank in ranks
-        ]  # fmt: skip
+        ]
     try:
         yield processes
     finally:
@@ -99,8 +110,12 @@ def running(case: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def watch(case: str, folder: Path, py_spy: str | None) -> tuple[list[Hang], list[tuple[float, EventData]]]:
-    """Run a case under the watchdog, and return the first hang that it reported, with all events."""
+def watch(
+    case: str, folder: Path, py_spy: str | None
+) -> tuple[list[Hang], list[tuple[float, EventData]]]:
+    """Run a case under the watchdog, and return the first hang that it reported, with all
+    events.
+    """
     (folder / "run").mkdir()
     stop, hangs = threading.Event(), []
     events: list[tuple[float, EventData]] = []
@@ -113,7 +128,9 @@ def watch(case: str, folder: Path, py_spy: str | None) -> tuple[list[Hang], list
         stop.set()
 
     stacks = Stacks(folder / "run", pause=stop.wait, py_spy=py_spy)
-    watchdog = Watchdog(folder / "run", limits=limits_of(case), emit=emit, on_hang=on_hang, stacks=stacks)
+    watchdog = Watchdog(
+        folder / "run", limits=limits_of(case), emit=emit, on_hang=on_hang, stacks=stacks
+    )
     with running(case, folder):
         thread = threading.Thread(target=watchdog.run, args=(stop,))
         thread.start()
@@ -133,12 +150,16 @@ def expected(case: str) -> tuple[str, str | None, str]:
 
 
 def row_of(case: str, py_spy: str | None = None) -> Row:
-    """Run a case and say what came of it, with py-spy if it is installed, or without (an empty text)."""
+    """Run a case and say what came of it, with py-spy if it is installed, or without (an empty
+    text).
+    """
     with tempfile.TemporaryDirectory() as folder:
         hangs, events = watch(case, Path(folder), py_spy)
         if not hangs:
             errors = (Path(folder) / "stderr.txt").read_text(errors="replace")[-300:]
-            return Row(case=case, found=False, words=f"{[data.kind for _, data in events]} {errors}")
+            return Row(
+                case=case, found=False, words=f"{[data.kind for _, data in events]} {errors}"
+            )
         struck = [float(path.read_text()) for path in Path(folder).glob("struck-*")]
     hang = hangs[0]
     kind, phase, function = expected(case)
@@ -154,32 +175,46 @@ def row_of(case: str, py_spy: str | None = None) -> Row:
     )
     reported_at = next(at for at, data in events if type(data) is Hang)
     frame = hang.frame.rpartition("/")[2]
-    has_moment = struck and not (case.endswith(("/start", "/ending")) or case.startswith("rank skips"))  # later
+    # Later
+    has_moment = struck and not (
+        case.endswith(("/start", "/ending")) or case.startswith("rank skips")
+    )
     return Row(
-        case=case, found=True, late_seconds=over_limit,
+        case=case,
+        found=True,
+        late_seconds=over_limit,
         since_strike_seconds=noticed_at - min(struck) - noticed.limit if has_moment else None,
-        examined_seconds=reported_at - noticed_at, kind_right=hang.hang_kind == kind,
-        phase_right=phase in (None, hang.phase), frame_right=right_place, remedy=hang.remedy,
-        rank_right=hang.odd_one_out == ODD[of_ranks(case)[1]] if of_ranks(case)[0] in RANKS else None,
+        examined_seconds=reported_at - noticed_at,
+        kind_right=hang.hang_kind == kind,
+        phase_right=phase in (None, hang.phase),
+        frame_right=right_place,
+        remedy=hang.remedy,
+        rank_right=(
+            hang.odd_one_out == ODD[of_ranks(case)[1]] if of_ranks(case)[0] in RANKS else None
+        ),
         words=f"{hang.hang_kind}, {hang.phase}, {frame}, odd {hang.odd_one_out}, {hang.sentence}",
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
     """Run all cases and write the result."""
     options = read_options("hang_detection", __doc__)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the case that runs is killed too
+    # So that the case that runs is killed too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     cases = [*names(), *(f"{name} of {size}" for name in RANKS for size in ODD)]
     cases = cases[::_QUICK] if options.quick else cases
     result = Result(
         options=options,
         parameters={
-            "cases": len(cases), "limit_seconds": _LIMIT_SECONDS, "mechanisms": len(MECHANISMS),
+            "cases": len(cases),
+            "limit_seconds": _LIMIT_SECONDS,
+            "mechanisms": len(MECHANISMS),
             "of_ranks": len(RANKS),
         },
-    )  # fmt: skip
+    )
     result.notes.append(
-        "NFS that does not answer is stood in for by the opening of a named pipe and by flock, without state D"
+        "NFS that does not answer is stood in for by the opening of a named pipe and by flock,"
+        " without state D"
     )
     rows = []
     for case in cases:
@@ -201,13 +236,17 @@ def add(result: Result, rows: list[Row]) -> None:
     found = [row for row in rows if row.found]
     result.add_samples("time between limit and notice", "s", [row.late_seconds for row in found])
     in_time = sum(row.late_seconds <= _LATE_SECONDS for row in found)
-    result.add_count(f"noticed within {_LATE_SECONDS} s of the limit", in_time, len(rows), expected=len(rows))
+    result.add_count(
+        f"noticed within {_LATE_SECONDS} s of the limit", in_time, len(rows), expected=len(rows)
+    )
     since = [row.since_strike_seconds for row in found if row.since_strike_seconds is not None]
     result.add_samples("time between hang + limit and notice", "s", since)
     in_time = sum(seconds <= _LATE_SECONDS for seconds in since)
     what = f"noticed within {_LATE_SECONDS} s of hang + limit"
     result.add_count(what, in_time, len(since), expected=len(since))
-    result.add_samples("time between notice and verdict", "s", [row.examined_seconds for row in found])
+    result.add_samples(
+        "time between notice and verdict", "s", [row.examined_seconds for row in found]
+    )
     for what, count in (
         ("told as a hang", len(found)),
         ("right kind", sum(row.kind_right for row in rows)),
@@ -217,11 +256,15 @@ def add(result: Result, rows: list[Row]) -> None:
     of_phase = [row for row in rows if row.rank_right is None]  # in those any phase counts
     result.add_count("right phase", sum(row.phase_right for row in of_phase), len(of_phase))
     ranks = [row.rank_right for row in rows if row.rank_right is not None]
-    result.add_samples("of several ranks: right rank", "%", [100 * sum(ranks) / len(ranks)], at_least=95.0)
+    result.add_samples(
+        "of several ranks: right rank", "%", [100 * sum(ranks) / len(ranks)], at_least=95.0
+    )
     wrong = sum(not (row.phase_right and row.frame_right) for row in rows) / len(rows)
     result.add_samples("share with phase or frame wrong", "ratio", [wrong], at_most=_WRONG_SHARE)
     wrong = sum(not row.right for row in rows) / len(rows)
-    result.add_samples("share with kind, phase or frame wrong", "ratio", [wrong], at_most=_WRONG_SHARE)
+    result.add_samples(
+        "share with kind, phase or frame wrong", "ratio", [wrong], at_most=_WRONG_SHARE
+    )
     result.samples["kinds"] = dict(Counter(expected(row.case)[0] for row in rows))
     result.samples["not right"] = [asdict(row) for row in rows if not row.right]
 

@@ -1,7 +1,10 @@
-"""Healthy trainings whose logs look bad: they print words of errors, catch exceptions, warn, and end well.
+"""Healthy trainings whose logs look bad.
 
-Each function is run in a process of its own by ``python -m benchmarks.healthy_runs NAME`` and must end with status 0;
-a verdict on its log must not be one of failure. Some end without a word that they are done.
+They print words of errors, catch exceptions, warn, and end well.
+
+Each function is run in a process of its own by ``python -m benchmarks.healthy_runs NAME`` and must
+end with status 0; a verdict on its log must not be one of failure. Some end without a word that
+they are done.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ def ends_without_a_word() -> None:
 def progress_bar_on_standard_error() -> None:
     for number in range(50):
         bar = "#" * (number // 5)
-        sys.stderr.write(f"\r{2 * number}%|{bar:<10}| {number}/50 [00:00<00:01, 99.0it/s, loss=0.{number}]")
+        sys.stderr.write(
+            f"\r{2 * number}%|{bar:<10}| {number}/50 [00:00<00:01, 99.0it/s, loss=0.{number}]"
+        )
     _train(3)
     print("done")
 
@@ -55,7 +60,9 @@ def progress_bar_on_standard_error() -> None:
 def logs_that_mention_death() -> None:
     import logging
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s - %(name)s - %(levelname)s - %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+    )
     log = logging.getLogger("trainer")
     log.info("killed 3 zombie processes of an earlier run")
     log.info("if you see 'CUDA out of memory. Tried to allocate', lower --batch-size")
@@ -149,7 +156,11 @@ def warnings_of_torch() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scheduler.step()
     torch.nn.functional.mse_loss(torch.zeros(4, 1), torch.zeros(4))
-    warnings.warn("this checkpoint was written by an older version and may be invalid", UserWarning, stacklevel=1)
+    warnings.warn(
+        "this checkpoint was written by an older version and may be invalid",
+        UserWarning,
+        stacklevel=1,
+    )
     _train(10)
     print("Finished training: 0 failed batches")
 
@@ -173,7 +184,9 @@ def evaluation_that_counts_errors() -> None:
 def workers_of_a_loader() -> None:
     import torch
 
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 4)), 8, num_workers=2)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(64, 4)), 8, num_workers=2
+    )
     for epoch in range(2):
         for step, (batch,) in enumerate(loader):
             print(f"epoch {epoch} step {step} mean {batch.mean():.3f} loss 0.1")
@@ -184,7 +197,9 @@ def fails_over_to_a_child() -> None:
     import subprocess
 
     for status in (3, 0):
-        ended = subprocess.run([sys.executable, "-c", f"import sys; print('exit', {status}); sys.exit({status})"])
+        ended = subprocess.run(
+            [sys.executable, "-c", f"import sys; print('exit', {status}); sys.exit({status})"]
+        )
         print(f"preprocessing ended with exit code {ended.returncode}")
     _train(10)
     print("all done")
@@ -222,9 +237,12 @@ def json_lines_of_a_trainer() -> None:
 @healthy
 def text_that_is_trained_on() -> None:
     samples = [
-        "Traceback is a word of programmers", "the process was Killed by the king", "RuntimeError is what they said",
-        "CUDA error: is what is written in the forum", "connection reset by peer, said the guest",
-    ]  # fmt: skip
+        "Traceback is a word of programmers",
+        "the process was Killed by the king",
+        "RuntimeError is what they said",
+        "CUDA error: is what is written in the forum",
+        "connection reset by peer, said the guest",
+    ]
     for step, sample in enumerate(samples):
         print(f"step {step} loss 0.{step}5 sample: {sample!r}")
     _train(10, first=5)

@@ -1,4 +1,7 @@
-"""Accelerate in ``integrations``: a loop as in its documentation, and the same under `accelerate_guard`."""
+"""Accelerate in ``integrations``.
+
+A loop as in its documentation, and the same under `accelerate_guard`.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,37 @@ OnStep = Callable[[int], None]
 
 
 def _train(
-    how: job.How, folder: Path, model: torch.nn.Module, data: Any, size: int, every: int | None, on_step: OnStep
+    how: job.How,
+    folder: Path,
+    model: torch.nn.Module,
+    data: Any,
+    size: int,
+    every: int | None,
+    on_step: OnStep,
 ) -> None:
-    """Train from the newest checkpoint, if there is one; two batches to a step, saved every so many steps."""
+    """Train from the newest checkpoint, if there is one.
+
+    Two batches to a step, saved every so many steps.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     saving = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_config=saving)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=size))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=size)
+    )
     if how == "full":
         guard = accelerate_guard(
-            accelerator, model=model, optimizer=optimizer, loader=loader, max_grad_norm=1.0, recompute=False,
-            save_interval_steps=every, async_save=False,
-        )  # fmt: skip
+            accelerator,
+            model=model,
+            optimizer=optimizer,
+            loader=loader,
+            max_grad_norm=1.0,
+            recompute=False,
+            save_interval_steps=every,
+            async_save=False,
+        )
         for window in guard.batches(max_epochs=1):
             guard.step(window, lambda batch: model(**batch)["loss"])
             on_step(guard.global_step)
@@ -67,9 +87,11 @@ def live(life: job.Life) -> list[float]:
     """Train, from the newest checkpoint if there is one."""
     life.folder.mkdir(parents=True, exist_ok=True)
     if life.fault == "killed while saving" and life.first:
-        # Alone there are two writes in a checkpoint: this is the optimizer of the second, after its weights. A
-        # guard's third one is the manifest of the checkpoint of the second interval.
-        die_in = (holdfast.checkpoint.store, "write_file") if life.how == "full" else (torch, "save")
+        # Alone there are two writes in a checkpoint: this is the optimizer of the second, after its
+        # weights. A guard's third one is the manifest of the checkpoint of the second interval.
+        die_in = (
+            (holdfast.checkpoint.store, "write_file") if life.how == "full" else (torch, "save")
+        )
         job.die_in(*die_in, 3)
     model = job.Decoder(life)
     on_step: OnStep = lambda step: job.step_was_made(life, step)  # noqa: E731
@@ -94,4 +116,6 @@ def timed(how: job.How, folder: Path, steps: int) -> list[float]:
 assert safetensors.torch  # accelerate loads it at its first save: not in a child
 _VERSION = importlib.metadata.version("accelerate")
 _HOWS: tuple[job.How, ...] = ("alone", "full")
-FRAMEWORK = job.Framework(name=f"accelerate {_VERSION}", hows=_HOWS, live=live, newest=newest, timed=timed)
+FRAMEWORK = job.Framework(
+    name=f"accelerate {_VERSION}", hows=_HOWS, live=live, newest=newest, timed=timed
+)

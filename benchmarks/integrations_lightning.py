@@ -24,8 +24,11 @@ with warnings.catch_warnings():
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 _QUIET: dict[str, Any] = {
-    "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu",
-}  # fmt: skip
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 
 
 class _Module(pl.LightningModule):
@@ -52,7 +55,14 @@ class _OnStep(Callback):
         if trainer.global_step == 0:
             torch.manual_seed(1)  # torch's loader has drawn a number, holdfast's none
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+    def on_train_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,  # noqa: ARG002
+        outputs: Any,  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,
+    ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self._call(trainer.global_step)
 
@@ -63,8 +73,12 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def live(life: job.Life) -> list[float]:
     """Train, from the newest checkpoint if there is one."""
-    saves = ModelCheckpoint(life.folder / "saved", "{step}", every_n_train_steps=job.EVERY, save_top_k=-1)
-    settings: dict[str, Any] = {"callbacks": [_OnStep(lambda step: job.step_was_made(life, step)), saves]}
+    saves = ModelCheckpoint(
+        life.folder / "saved", "{step}", every_n_train_steps=job.EVERY, save_top_k=-1
+    )
+    settings: dict[str, Any] = {
+        "callbacks": [_OnStep(lambda step: job.step_was_made(life, step)), saves]
+    }
     loader: Any = torch.utils.data.DataLoader(life.data(), batch_size=job.BATCH)
     if life.how == "full":
         settings["strategy"] = HoldfastStrategy({"recompute": False})
@@ -107,4 +121,6 @@ def timed(how: job.How, folder: Path, steps: int) -> list[float]:
 
 _VERSION = importlib.metadata.version("lightning")
 _HOWS: tuple[job.How, ...] = ("alone", "full")
-FRAMEWORK = job.Framework(name=f"lightning {_VERSION}", hows=_HOWS, live=live, newest=newest, timed=timed)
+FRAMEWORK = job.Framework(
+    name=f"lightning {_VERSION}", hows=_HOWS, live=live, newest=newest, timed=timed
+)

@@ -1,7 +1,10 @@
-"""Leaks that are really planted into a small training: ways in which memory is kept from step to step.
+"""Leaks that are really planted into a small training.
 
-Each case becomes a script of its own. The line that keeps the memory is marked with ``# here``; it is what a trace
-must name. Every script also keeps one number a step, as most scripts do, which is not to be named.
+Ways in which memory is kept from step to step.
+
+Each case becomes a script of its own. The line that keeps the memory is marked with ``# here``; it
+is what a trace must name. Every script also keeps one number a step, as most scripts do, which is
+not to be named.
 """
 
 from __future__ import annotations
@@ -58,9 +61,12 @@ class Case:
     def script(self) -> str:
         """Return the whole script."""
         return _TEMPLATE.format(
-            setup=dedent(self.setup).strip("\n") + "\n", before=_block(self.before, 4), load=_block(self.load, 8),
-            forward=_block(self.forward, 8), after=_block(self.after, 8),
-        )  # fmt: skip
+            setup=dedent(self.setup).strip("\n") + "\n",
+            before=_block(self.before, 4),
+            load=_block(self.load, 8),
+            forward=_block(self.forward, 8),
+            after=_block(self.after, 8),
+        )
 
 
 def _block(text: str, width: int) -> str:
@@ -71,7 +77,9 @@ def write(case: str, folder: Path) -> tuple[Path, list[int]]:
     """Write the script of a case, and return it with the numbers of the lines that may be named."""
     path = folder / "train.py"
     path.write_text({**CASES, **HELD_OUT}[case].script())
-    return path, [number for number, line in enumerate(path.read_text().splitlines(), 1) if MARK in line]
+    return path, [
+        number for number, line in enumerate(path.read_text().splitlines(), 1) if MARK in line
+    ]
 
 
 CASES: dict[str, Case] = {
@@ -94,17 +102,24 @@ CASES: dict[str, Case] = {
     ),
     "dict of lists": Case(
         setup="from collections import defaultdict\nrecords = defaultdict(list)",
-        after="records['loss'].append(loss.item())\nrecords['outputs'].append(outputs.detach())  # here",
+        after=(
+            "records['loss'].append(loss.item())\nrecords['outputs'].append(outputs.detach())  #"
+            " here"
+        ),
     ),
     "dict, setdefault": Case(
         setup="by_step = {}", after="by_step.setdefault(step // 100, []).append(inputs)  # here"
     ),
     "deque": Case(
-        setup="from collections import deque\nreplay = deque()", after="replay.append((inputs, targets))  # here"
+        setup="from collections import deque\nreplay = deque()",
+        after="replay.append((inputs, targets))  # here",
     ),
-    "queue": Case(setup="import queue\ndone = queue.Queue()", after="done.put(outputs.detach())  # here"),
+    "queue": Case(
+        setup="import queue\ndone = queue.Queue()", after="done.put(outputs.detach())  # here"
+    ),
     "heap": Case(
-        setup="import heapq\nhardest = []", after="heapq.heappush(hardest, (-curve[-1], step, inputs))  # here"
+        setup="import heapq\nhardest = []",
+        after="heapq.heappush(hardest, (-curve[-1], step, inputs))  # here",
     ),
     "closure": Case(
         setup="""
@@ -227,13 +242,16 @@ CASES: dict[str, Case] = {
         """,
     ),
     "hooks of a parameter": Case(
-        kind="hooks", load="model[2].weight.register_hook(lambda grad, scale=inputs.std(): grad * scale)  # here"
+        kind="hooks",
+        load="model[2].weight.register_hook(lambda grad, scale=inputs.std(): grad * scale)  # here",
     ),
     "hooks of an optimizer": Case(
-        kind="hooks", load="optimizer.register_step_post_hook(lambda *_, batch=inputs: None)  # here"
+        kind="hooks",
+        load="optimizer.register_step_post_hook(lambda *_, batch=inputs: None)  # here",
     ),
     "arrays in a list": Case(
-        before="predictions = []", after="predictions.append(outputs.detach().numpy().copy())  # here"
+        before="predictions = []",
+        after="predictions.append(outputs.detach().numpy().copy())  # here",
     ),
     "array that is appended to": Case(
         kind="value",
@@ -253,7 +271,9 @@ CASES: dict[str, Case] = {
         before="recorder = Recorder()",
         after="recorder.add(outputs.detach())",
     ),
-    "text": Case(kind="value", before="log = ''", after="log += f'{step}: {outputs.tolist()}\\n'  # here"),
+    "text": Case(
+        kind="value", before="log = ''", after="log += f'{step}: {outputs.tolist()}\\n'  # here"
+    ),
     "cache of a data set": Case(
         setup="""
         class Images(torch.utils.data.Dataset):
@@ -430,7 +450,9 @@ HELD_OUT: dict[str, Case] = {
         before="futures, executor = [], ThreadPoolExecutor(1)",
         after="futures.append(executor.submit(torch.clone, outputs.detach()))  # here",
     ),
-    "buffers of a module": Case(after="model.register_buffer(f'step_{step}', outputs.detach())  # here"),
+    "buffers of a module": Case(
+        after="model.register_buffer(f'step_{step}', outputs.detach())  # here"
+    ),
     "attributes": Case(
         setup="class Store:\n    pass",
         before="store = Store()",
@@ -439,8 +461,14 @@ HELD_OUT: dict[str, Case] = {
     "tensors that refer to each other": Case(
         kind="linked",
         before="last = None",
-        after="kept = outputs.detach()\nkept.before = last  # here\nlast = kept  # here: it takes both",
+        after=(
+            "kept = outputs.detach()\nkept.before = last  # here\nlast = kept  # here: it takes"
+            " both"
+        ),
     ),
-    "pairs in a tuple": Case(kind="value", before="pairs = ()", after="pairs += ((step, outputs.detach()),)  # here"),
+    "pairs in a tuple": Case(
+        kind="value", before="pairs = ()", after="pairs += ((step, outputs.detach()),)  # here"
+    ),
 }
-"""Written when the trace was done; those whose line was wrong at first were fixed then: they are held out no more."""
+"""Written when the trace was done; those whose line was wrong at first were fixed then: they are
+held out no more."""

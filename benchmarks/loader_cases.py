@@ -1,6 +1,9 @@
-"""Faults that befall a loader: each kind strikes once, at a sample that a seed chooses, where it is fetched.
+"""Faults that befall a loader.
 
-Real ones: signals, endless loops, a lock that is held at the fork, memory that the kernel refuses. Used by the tests
+Each kind strikes once, at a sample that a seed chooses, where it is fetched.
+
+Real ones: signals, endless loops, a lock that is held at the fork, memory that the kernel refuses.
+    Used by the tests
 and by the benchmark; how a loader comes through is for ``loader_runs``.
 """
 
@@ -56,7 +59,10 @@ class UnbuildableError(Exception):
 
 
 class Samples:
-    """Samples that are their index, noise from all three generators, and a payload; one of them has a fault, once."""
+    """Samples that are their index, noise from all three generators, and a payload.
+
+    One of them has a fault, once.
+    """
 
     def __init__(self, kind: Kind | None, at: int, marker: Path) -> None:
         self.kind = kind
@@ -75,12 +81,19 @@ class Samples:
         if self.kind is not None and self.kind.locks:
             with fork_lock:
                 pass
-        noise = torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))], dtype=torch.float64)
+        noise = torch.tensor(
+            [random.random(), float(np.random.rand()), float(torch.rand(()))], dtype=torch.float64
+        )
         numbers = np.full(payload, float(index))
-        return index, noise, numbers if self.kind is not None and self.kind.as_numpy else torch.from_numpy(numbers)
+        return (
+            index,
+            noise,
+            numbers if self.kind is not None and self.kind.as_numpy else torch.from_numpy(numbers),
+        )
 
 
-# --- what strikes -----------------------------------------------------------------------------------------------
+# --- what strikes
+# ------------------------------------------------------------------------
 
 
 def _signal(number: signal.Signals) -> Callable[[Samples], None]:
@@ -117,7 +130,9 @@ def _raise(make: Callable[[], BaseException]) -> Callable[[Samples], None]:
 
 
 def _killed_while_sending(samples: Samples) -> None:
-    """Get killed a moment later, when the batch of this sample or another one is on its way through the pipe."""
+    """Get killed a moment later, when the batch of this sample or another one is on its way
+    through the pipe.
+    """
     delay = random.Random(samples.at).random() * 0.02
     threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
@@ -129,7 +144,8 @@ def _allocate_too_much(samples: Samples) -> None:
     raise AssertionError(f"the kernel let {len(held)} MiB pass")
 
 
-# --- the surroundings -------------------------------------------------------------------------------------------
+# --- the surroundings
+# ------------------------------------------------------------------------
 
 
 def _cgroup(marker: Path) -> Path:
@@ -236,15 +252,18 @@ def _killed_from_outside(marker: Path, _: threading.Event) -> Iterator[None]:
     killer.join()
 
 
-# --- the kinds --------------------------------------------------------------------------------------------------
+# --- the kinds
+# ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of fault: what strikes where a sample is fetched, and the surroundings of the whole epoch.
+    """A kind of fault: what strikes where a sample is fetched, and the surroundings of the whole
+    epoch.
 
-    `cause` is what the cause of the heal has to match, None if no worker is lost. Where nothing ends by itself it
-    `hangs`; `alone` it applies without workers; the loop may keep all batches, and takes its pace with each.
+    `cause` is what the cause of the heal has to match, None if no worker is lost. Where nothing
+    ends by itself it `hangs`; `alone` it applies without workers; the loop may keep all batches,
+    and takes its pace with each.
     """
 
     strike: Callable[[Samples], None] | None = None
@@ -266,9 +285,13 @@ KINDS: dict[str, Kind] = {
     "SIGTERM": Kind(strike=_signal(signal.SIGTERM), cause="killed by SIGTERM"),
     "SIGSTOP": Kind(strike=_signal(signal.SIGSTOP), cause="was stopped", hangs=True),
     "endless loop": Kind(strike=_loop, cause="kept the loop waiting", hangs=True),
-    "endless sleep": Kind(strike=lambda _: time.sleep(_FOREVER), cause="kept the loop waiting", hangs=True),
+    "endless sleep": Kind(
+        strike=lambda _: time.sleep(_FOREVER), cause="kept the loop waiting", hangs=True
+    ),
     "regex holding the GIL": Kind(strike=_hold_the_gil, cause="kept the loop waiting", hangs=True),
-    "lock held at the fork": Kind(around=_lock_held, cause="kept the loop waiting", hangs=True, locks=True),
+    "lock held at the fork": Kind(
+        around=_lock_held, cause="kept the loop waiting", hangs=True, locks=True
+    ),
     "os._exit(3)": Kind(strike=lambda _: os._exit(3), cause="exited with code 3"),
     "os._exit(0)": Kind(strike=lambda _: os._exit(0), cause="exited with code 0"),
     "sys.exit": Kind(strike=lambda _: sys.exit(3), alone=True),
@@ -278,11 +301,19 @@ KINDS: dict[str, Kind] = {
     "KeyboardInterrupt": Kind(strike=_raise(KeyboardInterrupt), cause="exited with code"),
     "out of memory": Kind(strike=_allocate_too_much, around=_small_cgroup, cause="out of memory"),
     "/dev/shm is full": Kind(around=_small_shm, cause="shared memory", payload=2**15),
-    "file descriptors": Kind(around=_few_descriptors, cause="Too many open files|file descriptors", keeps=True),
-    "killed while sending": Kind(
-        strike=_killed_while_sending, cause="killed by SIGKILL", payload=2**17, as_numpy=True, pace_seconds=0.003
+    "file descriptors": Kind(
+        around=_few_descriptors, cause="Too many open files|file descriptors", keeps=True
     ),
-    "killed from outside": Kind(around=_killed_from_outside, cause="killed by SIGKILL", pace_seconds=0.003),
+    "killed while sending": Kind(
+        strike=_killed_while_sending,
+        cause="killed by SIGKILL",
+        payload=2**17,
+        as_numpy=True,
+        pace_seconds=0.003,
+    ),
+    "killed from outside": Kind(
+        around=_killed_from_outside, cause="killed by SIGKILL", pace_seconds=0.003
+    ),
 }
 
 

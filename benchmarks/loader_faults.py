@@ -1,19 +1,27 @@
-"""Faults in loader workers: which epochs end, with the batches of an undisturbed one, and how soon they go on.
+"""Faults in loader workers.
 
-How: each case is one epoch of 64 samples in batches of 4, shuffled, in a forked child; a fault of `loader_cases`
-strikes at a sample, or a moment, that the seed chooses. Each sample draws from python's, numpy's and torch's random
-numbers. An epoch is healed if it ends without an error, and identical if the digests of all its batches are those of
-an epoch in which nothing happened: for holdfast one without workers, for torch, whose augmentation depends on its
-workers, one of the same loader with the same seed and workers. Kinds that are exceptions apply without workers too. A
-case in which the fault came too late to strike, as a kill from outside may, is not counted.
+Which epochs end, with the batches of an undisturbed one, and how soon they go on.
 
-Where a fault hangs, every loader gets ``timeout=1``; a case that has not ended after 20 s is not healed. The time to
-heal begins when the loss was noticed, or when the loop next asked for a batch if that was later, and ends with the
-batch. Processes of a case that are alive 1 s after its child has ended are counted, and killed.
+How: each case is one epoch of 64 samples in batches of 4, shuffled, in a forked child; a fault of
+    `loader_cases`
+strikes at a sample, or a moment, that the seed chooses. Each sample draws from python's, numpy's
+and torch's random numbers. An epoch is healed if it ends without an error, and identical if the
+digests of all its batches are those of
+an epoch in which nothing happened: for holdfast one without workers, for torch, whose augmentation
+    depends on its
+workers, one of the same loader with the same seed and workers. Kinds that are exceptions apply
+without workers too. A case in which the fault came too late to strike, as a kill from outside may,
+is not counted.
+
+Where a fault hangs, every loader gets ``timeout=1``; a case that has not ended after 20 s is not
+healed. The time to heal begins when the loss was noticed, or when the loop next asked for a batch
+if that was later, and ends with the batch. Processes of a case that are alive 1 s after its child
+has ended are counted, and killed.
 
 Beside it: ``torch.utils.data.DataLoader`` on the same cases with the first seed.
 
-To reach: all healed, all identical, 95th percentile of the time to heal at most 0.3 s, no process left.
+To reach: all healed, all identical, 95th percentile of the time to heal at most 0.3 s, no process
+    left.
 """
 
 from __future__ import annotations
@@ -35,7 +43,14 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.forks import Child, single_threaded
-from benchmarks.loader_cases import BATCH_SIZE, KINDS, Kind, Samples, sessions_processes, why_not_here
+from benchmarks.loader_cases import (
+    BATCH_SIZE,
+    KINDS,
+    Kind,
+    Samples,
+    sessions_processes,
+    why_not_here,
+)
 from benchmarks.loader_runs import TIMEOUT_SECONDS, as_arrays, digest, make_ours, run_case
 from benchmarks.results_file import Result, percentile, read_options, without_paths
 
@@ -76,12 +91,16 @@ def one_case(make: Callable[..., Any], name: str, seed: int, workers: int, place
     if make is not make_ours:
         options = {"collate_fn": as_arrays} if kind.as_numpy else {}
         quiet = Samples(Kind(payload=kind.payload, as_numpy=kind.as_numpy), -1, place / "none")
-        expected = [digest(batch) for batch in make(quiet, seed=seed, num_workers=workers, **options)]
+        expected = [
+            digest(batch) for batch in make(quiet, seed=seed, num_workers=workers, **options)
+        ]
     return run_case(name, seed, workers, place, make=make, expected=expected)
 
 
 def left_behind(session: int) -> int:
-    """Return how many processes of a session are alive a second after it should be over, and kill them."""
+    """Return how many processes of a session are alive a second after it should be over, and
+    kill them.
+    """
     until = time.monotonic() + _LEFT_AFTER_SECONDS
     while (found := sessions_processes(session)) and time.monotonic() < until:
         time.sleep(0.01)
@@ -139,7 +158,9 @@ def add_rows(result: Result, loader: str, rows: list[Row], *, ours: bool) -> Non
         seconds = sorted(each for row in rows for each in row.heal_seconds)
         result.add_samples("time from noticing a loss to the next batch", "s", seconds)
         if seconds:
-            result.add_samples("its 95th percentile", "s", [percentile(seconds, 0.95)], at_most=_HEAL_SECONDS)
+            result.add_samples(
+                "its 95th percentile", "s", [percentile(seconds, 0.95)], at_most=_HEAL_SECONDS
+            )
         failed = [row._asdict() for row in rows if row.left or not row.identical]
         result.samples["holdfast: cases that fail"] = failed
 
@@ -149,12 +170,21 @@ def main() -> None:
     options = read_options("loader_faults", __doc__)
     single_threaded()
     seeds = 1 if options.quick else _SEEDS
-    parameters = {"kinds": len(KINDS), "seeds": seeds, "seeds_of_torch": _SEEDS_OF_TORCH, "workers": _WORKERS}
+    parameters = {
+        "kinds": len(KINDS),
+        "seeds": seeds,
+        "seeds_of_torch": _SEEDS_OF_TORCH,
+        "workers": _WORKERS,
+    }
     limits = {"limit_seconds": _LIMIT_SECONDS, "timeout_seconds": TIMEOUT_SECONDS}
     result = Result(options=options, parameters={**parameters, **limits})
-    result.notes += [f"{name} left out: {why}" for name in KINDS if (why := why_not_here(name)) is not None]
+    result.notes += [
+        f"{name} left out: {why}" for name in KINDS if (why := why_not_here(name)) is not None
+    ]
     add_rows(result, "holdfast", [row_of(make_ours, *case) for case in cases(seeds)], ours=True)
-    add_rows(result, "torch", [row_of(make_theirs, *case) for case in cases(_SEEDS_OF_TORCH)], ours=False)
+    add_rows(
+        result, "torch", [row_of(make_theirs, *case) for case in cases(_SEEDS_OF_TORCH)], ours=False
+    )
     result.write()
 
 

@@ -1,15 +1,23 @@
-"""Throughput of `holdfast.DataLoader` against ``torch.utils.data.DataLoader`` when nothing goes wrong.
+"""Throughput of `holdfast.DataLoader` against ``torch.utils.data.DataLoader`` when nothing goes
+wrong.
 
-How: a batch takes 1 ms (8 samples) or 5 ms (8 or 32 samples) to make. For an equal part of that time a sample sleeps,
-as one does that waits for a drive; computes in a loop of Python; or hashes bytes, in one call of native code. How
-much it does is calibrated at the start. Then it draws 16 random numbers from torch.
+How: a batch takes 1 ms (8 samples) or 5 ms (8 or 32 samples) to make. For an equal part of that
+    time a sample sleeps,
+as one does that waits for a drive; computes in a loop of Python; or hashes bytes, in one call of
+native code. How much it does is calibrated at the start. Then it draws 16 random numbers from
+torch.
 
-Without workers and with two, an epoch of each loader, with the same arguments, is under way at once, and they take
-turns in random order: a tenth of a second of batches of one, during which the loop does nothing, then of the other,
-whose workers stand still since nobody has taken what they made. Such a pair of turns gives one ratio, torch's time
-over ours; close together, since whatever else the machine does can slow a loop of Python down for seconds.
-Many epochs, in many new processes, each give the median of their pairs: where code and data lie in memory moves it,
-both ways; where the interpreter puts the next small objects, too, so that is drawn anew for each epoch.
+Without workers and with two, an epoch of each loader, with the same arguments, is under way at
+once, and they take
+turns in random order: a tenth of a second of batches of one, during which the loop does nothing,
+    then of the other,
+whose workers stand still since nobody has taken what they made. Such a pair of turns gives one
+ratio, torch's time over ours; close together, since whatever else the machine does can slow a loop
+of Python down for seconds.
+Many epochs, in many new processes, each give the median of their pairs: where code and data lie in
+    memory moves it,
+both ways; where the interpreter puts the next small objects, too, so that is drawn anew for each
+epoch.
 
 Starting workers happens once an epoch and is no part of this.
 
@@ -78,7 +86,9 @@ def work_for(kind: str, seconds: float) -> Callable[[], object]:
     size = 5000  # turns of the loop, or bytes
     for _ in range(3):
         work = make(size)
-        size = min(max(1, round(size * seconds / min(_cpu_seconds(work) for _ in range(50)))), len(text))
+        size = min(
+            max(1, round(size * seconds / min(_cpu_seconds(work) for _ in range(50)))), len(text)
+        )
     return make(size)
 
 
@@ -95,7 +105,9 @@ class Turns:
         self._workers = workers
         self._pause = _PAUSE * _PREFETCHED * batch_seconds if workers else 0.0
         # Of 32 bytes and of 48, the sizes of the numbers in `spin`.
-        self._ballast = [2**bits + number for bits in (40, 70) for number in range(random.randrange(64))]
+        self._ballast = [
+            2**bits + number for bits in (40, 70) for number in range(random.randrange(64))
+        ]
         self._batches = iter(make())
         next(self._batches)
         time.sleep(self._pause)
@@ -113,7 +125,10 @@ class Turns:
 
 
 def ratios(milliseconds: int, batch_size: int, kind: str, workers: int) -> list[float]:
-    """Let both loaders take turns in this process; return torch's time over ours, of each of the epochs."""
+    """Let both loaders take turns in this process.
+
+    Return torch's time over ours, of each of the epochs.
+    """
     torch.set_num_threads(1)
     batch_seconds = milliseconds / 1000
     count = round(_TURN_SECONDS / batch_seconds) * max(1, workers)
@@ -126,8 +141,14 @@ def ratios(milliseconds: int, batch_size: int, kind: str, workers: int) -> list[
     found = []
     for _ in range(_EPOCHS):
         names = random.sample(list(kinds), len(kinds))
-        epochs = {name: Turns(partial(kinds[name], dataset, **options), workers, batch_seconds) for name in names}
-        pairs = [{name: epochs[name].take(count) for name in random.sample(names, len(names))} for _ in range(_PAIRS)]
+        epochs = {
+            name: Turns(partial(kinds[name], dataset, **options), workers, batch_seconds)
+            for name in names
+        }
+        pairs = [
+            {name: epochs[name].take(count) for name in random.sample(names, len(names))}
+            for _ in range(_PAIRS)
+        ]
         found.append(statistics.median(each["theirs"] / each["ours"] for each in pairs))
     return found
 
@@ -145,14 +166,21 @@ def main() -> None:
     """Compare all settings and write the result."""
     options = read_options("loader_overhead", __doc__)
     processes = 1 if options.quick else _PROCESSES
-    parameters = {"processes": processes, "epochs": _EPOCHS, "pairs": _PAIRS, "turn_seconds": _TURN_SECONDS}
+    parameters = {
+        "processes": processes,
+        "epochs": _EPOCHS,
+        "pairs": _PAIRS,
+        "turn_seconds": _TURN_SECONDS,
+    }
     result = Result(options=options, parameters=parameters)
     found: list[list[float]] = [[] for _ in _SETTINGS]
     for _ in range(processes):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             for each, more in zip(found, pool.submit(all_ratios).result(), strict=True):
                 each += more
-    for ((milliseconds, batch_size, least), kind, workers), each in zip(_SETTINGS, found, strict=True):
+    for ((milliseconds, batch_size, least), kind, workers), each in zip(
+        _SETTINGS, found, strict=True
+    ):
         what = f"batches of {milliseconds} ms, {batch_size} samples, {kind}, {workers} workers"
         result.add_samples(f"throughput over torch's, {what}", "ratio", each, at_least=least)
     result.write()

@@ -1,8 +1,11 @@
-"""One epoch of a loader that a fault befalls: does it end, are its batches those of an undisturbed one, how fast.
+"""One epoch of a loader that a fault befalls.
+
+Does it end, are its batches those of an undisturbed one, how fast.
 
     python -m benchmarks.loader_runs KIND SEED WORKERS
 
-prints the outcome as JSON; for the kinds that change the process they run in, such as few file descriptors.
+prints the outcome as JSON; for the kinds that change the process they run in, such as few file
+descriptors.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ TIMEOUT_SECONDS = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of an epoch: how it ended, the losses that were healed, and the seconds until the next batch."""
+    """What came of an epoch.
+
+    How it ended, the losses that were healed, and the seconds until the next batch.
+    """
 
     ended: bool = False
     identical: bool = False
@@ -94,10 +100,12 @@ def run_case(
     make: Callable[..., Iterable[Any]] = make_ours,
     expected: list[str] | None = None,
 ) -> Outcome:
-    """Let a fault, one of `KINDS`, befall one epoch of a loader; the seed chooses sample, order and moment.
+    """Let a fault, one of `KINDS`, befall one epoch of a loader.
 
-    `make` returns the loader for a dataset, and `expected` are the digests of its undisturbed epoch, by default
-    holdfast's own. The marker that it has struck lies in `place`.
+    The seed chooses sample, order and moment.
+
+    `make` returns the loader for a dataset, and `expected` are the digests of its undisturbed
+    epoch, by default holdfast's own. The marker that it has struck lies in `place`.
     """
     kind, outcome, told = KINDS[name], Outcome(), threading.Event()
     if expected is None:

@@ -1,10 +1,12 @@
 """Runs in which one batch in 100 holds a NaN: do they end where the clean run ends?
 
-How: 20 small programs (10 tasks, each with SGD with momentum and AdamW, all with a rate that falls to zero) train
-for 600 steps, three times from the same seed: clean; with one NaN in one sample of every 100th batch, under a guard
-that skips such steps; and with the same batches under a guard that makes the step without the sample
-(``drop_nonfinite_samples``). Compared is the loss over the whole training set at the end. Beside it the plain loop on
-the disturbed batches.
+How: 20 small programs (10 tasks, each with SGD with momentum and AdamW, all with a rate that falls
+    to zero) train
+for 600 steps, three times from the same seed: clean; with one NaN in one sample of every 100th
+    batch, under a guard
+that skips such steps; and with the same batches under a guard that makes the step without the
+sample (``drop_nonfinite_samples``). Compared is the loss over the whole training set at the end.
+Beside it the plain loop on the disturbed batches.
 
 To reach: within 1 % of the clean loss, 20 of 20.
 """
@@ -102,7 +104,9 @@ class _Attention(nn.Module):
 
 
 def _source_code() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return windows of 12 characters of a module of Python, one-hot, and the character that follows."""
+    """Return windows of 12 characters of a module of Python, one-hot, and the character that
+    follows.
+    """
     text = Path(ast.__file__).read_text()[:6000]
     letters = sorted(set(text))
     codes = torch.tensor([letters.index(letter) for letter in text])
@@ -116,24 +120,38 @@ def tasks() -> dict[str, Task]:
     images = torch.tensor(digits / 16, dtype=torch.float32).reshape(-1, 8, 8)
     noise = torch.Generator().manual_seed(5)
     wrong = torch.rand(len(images), generator=noise) < 0.2
-    noisy = torch.where(wrong, torch.randint(10, (len(images),), generator=noise), torch.tensor(labels))
+    noisy = torch.where(
+        wrong, torch.randint(10, (len(images),), generator=noise), torch.tensor(labels)
+    )
     cancer, wine, diabetes = map(_tabular, (load_breast_cancer, load_wine, load_diabetes))
     progress = (diabetes[1].float() - diabetes[1].float().mean()) / diabetes[1].float().std()
     windows, letters = _source_code()
     made = windows.shape[1] * windows.shape[2]
     return {
         "digits, perceptron": Task(
-            inputs=images, targets=noisy, loss=_classify,
-            make=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
+            inputs=images,
+            targets=noisy,
+            loss=_classify,
+            make=lambda: nn.Sequential(
+                nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)
+            ),
         ),
         "digits, convolution": Task(
-            inputs=images, targets=noisy, loss=_classify,
+            inputs=images,
+            targets=noisy,
+            loss=_classify,
             make=lambda: nn.Sequential(
-                nn.Unflatten(1, (1, 8)), nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
+                nn.Unflatten(1, (1, 8)),
+                nn.Conv2d(1, 8, 3),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(288, 10),
             ),
         ),
         "digits, BatchNorm": Task(
-            inputs=images, targets=noisy, loss=_classify,
+            inputs=images,
+            targets=noisy,
+            loss=_classify,
             make=lambda: nn.Sequential(
                 nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)
             ),
@@ -141,25 +159,37 @@ def tasks() -> dict[str, Task]:
         "digits, GRU": Task(inputs=images, targets=noisy, make=_Recurrent, loss=_classify),
         "digits, transformer": Task(inputs=images, targets=noisy, make=_Attention, loss=_classify),
         "digits, autoencoder": Task(
-            inputs=images, targets=noisy, loss=_reconstruct,
-            make=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 64)),
+            inputs=images,
+            targets=noisy,
+            loss=_reconstruct,
+            make=lambda: nn.Sequential(
+                nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 64)
+            ),
         ),
         "breast cancer, logistic": Task(
             inputs=cancer[0], targets=cancer[1], loss=_classify, make=lambda: nn.Linear(30, 2)
         ),
         "diabetes, perceptron": Task(
-            inputs=diabetes[0], targets=progress, loss=_regress,
+            inputs=diabetes[0],
+            targets=progress,
+            loss=_regress,
             make=lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1)),
         ),
         "wine and its colour, Huber": Task(
-            inputs=wine[0], targets=wine[0][:, 0] + wine[0][:, 9] ** 2, loss=_huber,
+            inputs=wine[0],
+            targets=wine[0][:, 0] + wine[0][:, 9] ** 2,
+            loss=_huber,
             make=lambda: nn.Sequential(nn.Linear(13, 6), nn.Tanh(), nn.Linear(6, 1)),
         ),
         "source code, next character": Task(
-            inputs=windows, targets=letters, loss=_classify,
-            make=lambda: nn.Sequential(nn.Flatten(), nn.Linear(made, 24), nn.ReLU(), nn.Linear(24, windows.shape[2])),
+            inputs=windows,
+            targets=letters,
+            loss=_classify,
+            make=lambda: nn.Sequential(
+                nn.Flatten(), nn.Linear(made, 24), nn.ReLU(), nn.Linear(24, windows.shape[2])
+            ),
         ),
-    }  # fmt: skip
+    }
 
 
 def batches(task: Task, *, disturbed: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -194,9 +224,14 @@ def train(task: Task, kind: str, how: How, run_dir: str) -> float:
             schedule.step()
     else:
         guard = Guard(
-            run_dir, model=model, optimizer=optimizer, scheduler=schedule, max_grad_norm=5.0,
-            save_interval_steps=None, drop_nonfinite_samples=how == "drop",
-        )  # fmt: skip
+            run_dir,
+            model=model,
+            optimizer=optimizer,
+            scheduler=schedule,
+            max_grad_norm=5.0,
+            save_interval_steps=None,
+            drop_nonfinite_samples=how == "drop",
+        )
         with guard:
             for batch in source:
                 guard.step(batch, lambda part: task.loss(model, *part))
@@ -208,7 +243,10 @@ def train(task: Task, kind: str, how: How, run_dir: str) -> float:
 def main() -> None:
     single_threaded()
     options = read_options("nan_batches", __doc__ or "")
-    result = Result(options=options, parameters={"steps": STEPS, "one_nan_batch_in": EVERY, "batch_size": BATCH_SIZE})
+    result = Result(
+        options=options,
+        parameters={"steps": STEPS, "one_nan_batch_in": EVERY, "batch_size": BATCH_SIZE},
+    )
     names = list(tasks().items())[: 2 if options.quick else None]
     off: dict[How, list[float]] = {"skip": [], "drop": [], "bare": []}
     for name, task in names:
@@ -218,7 +256,10 @@ def main() -> None:
                 for how, found in off.items():
                     ended = train(task, kind, how, f"{folder}/{how}")
                     found.append(abs(ended / clean - 1))
-                    print(f"{name}, {kind}, {how}: {clean:.4f} clean, {ended:.4f} with NaN", flush=True)
+                    print(
+                        f"{name}, {kind}, {how}: {clean:.4f} clean, {ended:.4f} with NaN",
+                        flush=True,
+                    )
     total = 2 * len(names)
     for how, what in (("skip", "steps skipped"), ("drop", "samples dropped")):
         near = sum(each <= _WITHIN for each in off[how])  # type: ignore[index]

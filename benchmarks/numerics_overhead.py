@@ -1,10 +1,14 @@
-"""What all guards of the numbers cost together when nothing goes wrong, and what the usual tools cost beside them.
+"""What all guards of the numbers cost together when nothing goes wrong, and what the usual tools
+cost beside them.
 
-How: as in ``step_overhead``: loops in one process, one thread, blocks of steps that take turns in random order, CPU
-time compared within each round. The bare loop clips with ``clip_grad_norm_``. Compared with it are the guarded loop
-with all that is on by default (spikes, provenance, diagnosis), the guarded loop with all of these off, the bare loop
-under ``detect_anomaly``, and the bare loop with a forward hook on every module that looks for NaN and Inf. All train
-one model, but for the hooked loop, which has its own. The first 400 steps of each are not timed: in them the
+How: as in ``step_overhead``: loops in one process, one thread, blocks of steps that take turns in
+    random order, CPU
+time compared within each round. The bare loop clips with ``clip_grad_norm_``. Compared with it are
+the guarded loop with all that is on by default (spikes, provenance, diagnosis), the guarded loop
+with all of these off, the bare loop under ``detect_anomaly``, and the bare loop with a forward hook
+on every module that looks for NaN and Inf. All train
+one model, but for the hooked loop, which has its own. The first 400 steps of each are not timed: in
+    them the
 diagnosis looks at every step, then at one in ten, and later at one in fifty.
 
 To reach: everything on over plain clipping: median ratio <= 1.03 at 10 ms and <= 1.01 at 50 ms.
@@ -97,7 +101,10 @@ def with_forward_hooks(job: Job) -> Run:
 
 
 def seconds_per_step(loops: dict[str, Run], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of a step for each loop and round; in each round all take turns in random order."""
+    """Return the CPU seconds of a step for each loop and round.
+
+    In each round all take turns in random order.
+    """
     for run in loops.values():
         run(_WARM_STEPS)
     chance = random.Random(0)
@@ -115,7 +122,8 @@ def measure(kind: str, milliseconds: float, rounds: int, folder: Path) -> dict[s
     assert threshold is not None
     set_malloc_threshold(threshold)
     size = find_batch_size(kind, milliseconds).batch_size
-    # One job for all loops but the hooked one: models at other addresses differ by more than what is measured.
+    # One job for all loops but the hooked one: models at other addresses differ by more than what
+    # is measured.
     job = Job(kind, size)
     loops = {
         "bare": bare(job),
@@ -146,8 +154,12 @@ def main() -> None:
                 ("detect_anomaly", "bare", None),
                 ("forward hooks", "bare", None),
             ):
-                ratios = [mine / other for mine, other in zip(found[loop], found[against], strict=True)]
-                result.add_samples(f"{case}: {loop} over {against}", "ratio", ratios, at_most=target)
+                ratios = [
+                    mine / other for mine, other in zip(found[loop], found[against], strict=True)
+                ]
+                result.add_samples(
+                    f"{case}: {loop} over {against}", "ratio", ratios, at_most=target
+                )
     result.write()
 
 

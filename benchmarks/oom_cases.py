@@ -1,4 +1,6 @@
-"""The models, batches and memory limits of the out-of-memory benchmark, drawn at random from a seed."""
+"""The models, batches and memory limits of the out-of-memory benchmark, drawn at random from a
+seed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ _CLASSES = 10
 _RANGES: dict[str, dict[str, tuple[int, ...]]] = {
     "mlp": {"batch_size": (8192, 12288, 16384), "width": (192, 256), "depth": (3, 4, 5, 6)},
     "conv": {"batch_size": (32, 48, 64), "width": (8, 16), "depth": (3, 4, 5)},
-    "transformer": {"batch_size": (64, 96, 128), "width": (64,), "depth": (2, 3, 4), "length": (64, 96)},
+    "transformer": {
+        "batch_size": (64, 96, 128),
+        "width": (64,),
+        "depth": (2, 3, 4),
+        "length": (64, 96),
+    },
     "lstm": {"batch_size": (128, 256), "width": (128, 192), "depth": (2,), "length": (24, 48)},
 }
 
@@ -28,18 +35,28 @@ class Case:
     kind: str  # one of `KINDS`
     batch_size: int
     sizes: dict[str, int]
-    share: float  # where the limit lies between the least that may be asked for (0) and the most (1)
+    # Where the limit lies between the least that may be asked for (0) and the most (1)
+    share: float
 
 
 def draw_case(number: int) -> Case:
     """Draw a case; the number decides everything."""
     chance, kind = random.Random(number), KINDS[number % len(KINDS)]
     sizes = {name: chance.choice(values) for name, values in _RANGES[kind].items()}
-    return Case(number=number, kind=kind, batch_size=sizes.pop("batch_size"), sizes=sizes, share=chance.random())
+    return Case(
+        number=number,
+        kind=kind,
+        batch_size=sizes.pop("batch_size"),
+        sizes=sizes,
+        share=chance.random(),
+    )
 
 
 class Sequential(nn.Module):
-    """An LSTM, or transformer encoder layers, and a classifier of the mean. Takes ``(batch, length, width)``."""
+    """An LSTM, or transformer encoder layers, and a classifier of the mean.
+
+    Takes ``(batch, length, width)``.
+    """
 
     def __init__(self, kind: str, width: int, depth: int) -> None:
         super().__init__()
@@ -52,12 +69,17 @@ class Sequential(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits, shape ``(batch, 10)``."""
         found = self.body(x)
-        logits: torch.Tensor = self.head((found[0] if isinstance(found, tuple) else found).mean(dim=1))
+        logits: torch.Tensor = self.head(
+            (found[0] if isinstance(found, tuple) else found).mean(dim=1)
+        )
         return logits
 
 
 class Job:
-    """Model, plain SGD or AdamW, and two batches: a small one that warms up, and the one that will not fit."""
+    """Model, plain SGD or AdamW, and two batches.
+
+    A small one that warms up, and the one that will not fit.
+    """
 
     def __init__(self, case: Case, device: str = "cpu", *, adamw: bool = False) -> None:
         torch.manual_seed(case.number)
@@ -81,7 +103,9 @@ class Job:
 
     def gradient(self) -> torch.Tensor:
         """Return all gradients as one vector, on the host."""
-        return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).cpu()
+        return torch.cat(
+            [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
+        ).cpu()
 
 
 def _make_model(case: Case) -> nn.Module:
@@ -92,8 +116,14 @@ def _make_model(case: Case) -> nn.Module:
         layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
         return nn.Sequential(*layers, nn.Linear(width, _CLASSES))
     channels = [3, *[width] * depth]
-    layers = [layer for n in range(depth) for layer in (nn.Conv2d(channels[n], width, 3, padding=1), nn.ReLU())]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * width, _CLASSES))
+    layers = [
+        layer
+        for n in range(depth)
+        for layer in (nn.Conv2d(channels[n], width, 3, padding=1), nn.ReLU())
+    ]
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * width, _CLASSES)
+    )
 
 
 def _make_batch(case: Case, size: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,26 +1,36 @@
-"""Real out-of-memory errors under ``RLIMIT_DATA``: how many steps are recovered, how exactly, and at what cost.
+"""Real out-of-memory errors under ``RLIMIT_DATA``.
 
-How: each case is one training step of a random model (perceptron, convolutions, transformer layers, LSTM) in forked
-children of a process that has imported torch. One child makes the bare step without a limit: its gradient is what is
-expected, and its peaks and its CPU time are measured. Others make a bare step with an eighth of the batch under a
-limit that grows until it fits. Then the guarded child makes the step with its memory limited to a random point beyond
-the weights: for half of the cases between what an eighth of the batch needs, with a quarter to spare, and 95 % of
-what the whole batch needs; for the other half where forward just fits and backward may not. All children make one
-small step first, without a limit, and give back what it freed. The guard has its default policy.
+How many steps are recovered, how exactly, and at what cost.
 
-A case counts if memory was really refused: the step took more than one attempt, or failed. Cases are drawn until
-there are enough. A step is recovered if it is committed and its gradient differs from the bare one by at most 1e-5
-(relative L2, fp32). Some kernels are less exact than that themselves: where it differs by more, both are compared
-with the gradient in fp64, and the recovered one may be at most twice as far from it as the bare one. A child that
-dies of a signal counts as not recovered and is counted by signal.
+How: each case is one training step of a random model (perceptron, convolutions, transformer layers,
+    LSTM) in forked
+children of a process that has imported torch. One child makes the bare step without a limit: its
+    gradient is what is
+expected, and its peaks and its CPU time are measured. Others make a bare step with an eighth of the
+batch under a limit that grows until it fits. Then the guarded child makes the step with its memory
+limited to a random point beyond
+the weights: for half of the cases between what an eighth of the batch needs, with a quarter to
+    spare, and 95 % of
+what the whole batch needs; for the other half where forward just fits and backward may not. All
+children make one small step first, without a limit, and give back what it freed. The guard has its
+default policy.
 
-Cost: CPU time of the recovered step over (attempts x CPU time of the bare step). It is below 1 if failed attempts
+A case counts if memory was really refused: the step took more than one attempt, or failed. Cases
+    are drawn until
+there are enough. A step is recovered if it is committed and its gradient differs from the bare one
+by at most 1e-5 (relative L2, fp32). Some kernels are less exact than that themselves: where it
+differs by more, both are compared with the gradient in fp64, and the recovered one may be at most
+twice as far from it as the bare one. A child that dies of a signal counts as not recovered and is
+counted by signal.
+
+Cost: CPU time of the recovered step over (attempts x CPU time of the bare step). It is below 1 if
+    failed attempts
 end early.
 
-Beside it, on the same cases under the same limit and with the guard's malloc setting: the plain loop, and
-``accelerate.utils.find_executable_batch_size`` around it (accelerate's own code, left out if it cannot be had). It
-starts the loop again with a smaller batch, so whether the step comes through and whether it is the same step are two
-figures.
+Beside it, on the same cases under the same limit and with the guard's malloc setting: the plain
+loop, and ``accelerate.utils.find_executable_batch_size`` around it (accelerate's own code, left out
+if it cannot be had). It starts the loop again with a smaller batch, so whether the step comes
+through and whether it is the same step are two figures.
 
 To reach: 200 of 200 recovered, median cost <= 1.
 """
@@ -61,21 +71,26 @@ class Row:
     """What came of one case."""
 
     case: Case
-    ended: str  # "recovered", "inexact", "raised ...", the name of a signal, or "fits" if no memory was refused
+    # "recovered", "inexact", "raised ...", the name of a signal, or "fits" if no memory was refused
+    ended: str
     attempts: int = 0
     difference: float | None = None  # relative L2, of the gradient to the bare one
     from_fp64: tuple[float, float] | None = (
         None  # that of the guarded and of the bare one to fp64, where it is needed
     )
     cost: float | None = None
-    failed_in: list[str] = field(default_factory=list)  # "forward" or "backward", for each failed attempt
+    # "forward" or "backward", for each failed attempt
+    failed_in: list[str] = field(default_factory=list)
     plain: str = ""
     accelerate: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a bare step needs: bytes beyond the weights until the end of forward and in all, and CPU time."""
+    """What a bare step needs.
+
+    Bytes beyond the weights until the end of forward and in all, and CPU time.
+    """
 
     forward_bytes: int
     bytes: int
@@ -87,7 +102,8 @@ def warmed_up(case: Case, device: str = "cpu") -> Job:
     job = Job(case, device)
     job.bare_step(job.small)
     job.optimizer.zero_grad()
-    trim_heap()  # or what the small step has left free would be memory that the limit does not count
+    # Or what the small step has left free would be memory that the limit does not count
+    trim_heap()
     return job
 
 
@@ -161,8 +177,14 @@ def guarded_step(case: Case, limit_bytes: int, run_dir: Path, file: Path) -> dic
     seconds = time.process_time() - started
     if error is None:
         torch.save(job.gradient(), file)
-    events = [event for event in guard.events() if event.global_step == 1 and event.kind == "out_of_memory"]
-    failed_in = [[place for moment, place in marks if moment <= event.unix_seconds][-1] for event in events]
+    events = [
+        event
+        for event in guard.events()
+        if event.global_step == 1 and event.kind == "out_of_memory"
+    ]
+    failed_in = [
+        [place for moment, place in marks if moment <= event.unix_seconds][-1] for event in events
+    ]
     return {"attempts": attempts, "seconds": seconds, "error": error, "failed_in": failed_in}
 
 
@@ -217,7 +239,9 @@ def _judge(row: Row, found: dict[str, Any], bare_seconds: float, folder: Path) -
         in_a_fork(partial(gradient_in_fp64, row.case, exact))
         bare = torch.load(folder / "bare.pt", weights_only=True)
         row.from_fp64 = relative_difference(guarded, exact), relative_difference(bare, exact)
-    exact_enough = row.from_fp64 is None or row.from_fp64[0] <= _TIMES_THE_BARE_ERROR * row.from_fp64[1]
+    exact_enough = (
+        row.from_fp64 is None or row.from_fp64[0] <= _TIMES_THE_BARE_ERROR * row.from_fp64[1]
+    )
     row.ended = "recovered" if exact_enough else "inexact"
 
 
@@ -231,20 +255,36 @@ def summarise(result: Result, rows: list[Row], version: str) -> None:
     result.add_count("recovered", len(recovered), len(rows), expected=len(rows))
     for kind in KINDS:
         of_kind = [row for row in rows if row.case.kind == kind]
-        result.add_count(f"recovered: {kind}", sum(row.ended == "recovered" for row in of_kind), len(of_kind))
-    for ended, count in sorted(Tally(row.ended for row in rows if row.ended != "recovered").items()):
+        result.add_count(
+            f"recovered: {kind}", sum(row.ended == "recovered" for row in of_kind), len(of_kind)
+        )
+    for ended, count in sorted(
+        Tally(row.ended for row in rows if row.ended != "recovered").items()
+    ):
         result.add_count(f"not recovered: {ended}", count, len(rows))
     for place in ("forward", "backward"):
-        result.add_count(f"first failure in {place}", sum(row.failed_in[:1] == [place] for row in rows), len(rows))
+        result.add_count(
+            f"first failure in {place}",
+            sum(row.failed_in[:1] == [place] for row in rows),
+            len(rows),
+        )
     differences = [row.difference for row in recovered if row.difference is not None]
-    result.add_samples("relative L2 difference to the bare gradient", "ratio", differences, digits=10)
+    result.add_samples(
+        "relative L2 difference to the bare gradient", "ratio", differences, digits=10
+    )
     close = sum(difference <= _TOLERANCE for difference in differences)
     result.add_count("recovered within 1e-5 of the bare gradient", close, len(recovered))
-    result.add_count("recovered with the very same gradient, bit for bit", differences.count(0.0), len(recovered))
+    result.add_count(
+        "recovered with the very same gradient, bit for bit", differences.count(0.0), len(recovered)
+    )
     others = [row.from_fp64 for row in recovered if row.from_fp64 is not None]
     nearer = sum(guarded <= bare for guarded, bare in others)
-    result.add_count("of the others: nearer to the gradient in fp64 than the bare one", nearer, len(others))
-    result.add_samples("attempts of a recovered step", "attempts", [row.attempts for row in recovered])
+    result.add_count(
+        "of the others: nearer to the gradient in fp64 than the bare one", nearer, len(others)
+    )
+    result.add_samples(
+        "attempts of a recovered step", "attempts", [row.attempts for row in recovered]
+    )
     costs = [row.cost for row in recovered if row.cost is not None]
     result.add_samples("CPU time over attempts x bare CPU time", "ratio", costs, at_most=1.0)
     for name, found in (
@@ -254,11 +294,15 @@ def summarise(result: Result, rows: list[Row], version: str) -> None:
         if found:
             through = sum(ending.startswith(("the same", "a step")) for ending in found)
             result.add_count(f"{name}: came through", through, len(found))
-            result.add_count(f"{name}: with the same gradient", found.count("the same step"), len(found))
+            result.add_count(
+                f"{name}: with the same gradient", found.count("the same step"), len(found)
+            )
             result.samples[f"{name}: endings"] = dict(Tally(found).most_common())
 
 
-def run_cases(shard: int, wanted: int, folder: Path, find: Callable[..., Any] | None) -> tuple[list[Row], int]:
+def run_cases(
+    shard: int, wanted: int, folder: Path, find: Callable[..., Any] | None
+) -> tuple[list[Row], int]:
     """Run every second case until enough of them count; return them, and how many were drawn."""
     rows: list[Row] = []
     drawn = 0
@@ -278,13 +322,16 @@ def main() -> None:
     result = Result(options=options, parameters=parameters)
     with tempfile.TemporaryDirectory() as name:
         peer = Path(name) / "accelerate"
-        find, version = find_peer("accelerate.utils.memory", "find_executable_batch_size", "accelerate==1.15.0", peer)
+        find, version = find_peer(
+            "accelerate.utils.memory", "find_executable_batch_size", "accelerate==1.15.0", peer
+        )
         single_threaded()
         folders = [Path(name) / str(shard) for shard in range(_SHARDS)]
         for folder in folders:
             folder.mkdir()
         children = [
-            Child(partial(run_cases, shard, wanted // _SHARDS, folder, find)) for shard, folder in enumerate(folders)
+            Child(partial(run_cases, shard, wanted // _SHARDS, folder, find))
+            for shard, folder in enumerate(folders)
         ]
         fates = [child.finish(_LONGEST_SECONDS) for child in children]
     for fate in fates:
@@ -293,7 +340,9 @@ def main() -> None:
     rows = [row for fate in fates for row in fate.value[0]]
     drawn = sum(fate.value[1] for fate in fates)
     result.parameters["accelerate"] = version
-    result.notes.append(f"{drawn - len(rows)} of {drawn} cases are left out because no memory was refused")
+    result.notes.append(
+        f"{drawn - len(rows)} of {drawn} cases are left out because no memory was refused"
+    )
     summarise(result, rows, version)
     result.write()
 

@@ -1,4 +1,7 @@
-"""Where the peers come from that benchmarks measure beside holdfast: the environment, or a folder of their own."""
+"""Where the peers come from that benchmarks measure beside holdfast.
+
+The environment, or a folder of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 
 
 def find_peer(module: str, name: str, requirement: str, folder: Path) -> tuple[Any | None, str]:
-    """Return something of a peer's and the peer's version, installed into a folder of its own if it is not here.
+    """Return something of a peer's and the peer's version, installed into a folder of its own if it
+    is not here.
 
     Args:
         module: Where it lies.
@@ -27,7 +31,12 @@ def find_peer(module: str, name: str, requirement: str, folder: Path) -> tuple[A
     except ImportError:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
         try:
-            subprocess.run([*pip, "--target", str(folder), requirement], capture_output=True, timeout=120, check=True)
+            subprocess.run(
+                [*pip, "--target", str(folder), requirement],
+                capture_output=True,
+                timeout=120,
+                check=True,
+            )
         except (OSError, subprocess.SubprocessError) as error:
             return None, f"left out: it is not installed and cannot be ({type(error).__name__})"
         sys.path.append(str(folder))

@@ -1,16 +1,21 @@
-"""Planted faults: does one replay name the operation, the module and the samples that made a step non-finite?
+"""Planted faults: does one replay name the operation, the module and the samples that made a step
+non-finite?
 
-How: every case of ``provenance_cases`` is a step of a small model into which one numerical fault was planted, with
-the truth beside it. The step is traced once, and the samples are searched from the tracer's hint. A case is right in
-full only if operation, module and samples are all right; "samples" means exactly the guilty ones, or none where a
-weight, a buffer or the code is to blame. Every third case was held out while the tracer was written, and the hard
-cases were written after it; what was changed in them since is told in ``provenance_cases``.
+How: every case of ``provenance_cases`` is a step of a small model into which one numerical fault
+    was planted, with
+the truth beside it. The step is traced once, and the samples are searched from the tracer's hint. A
+case is right in full only if operation, module and samples are all right; "samples" means exactly
+the guilty ones, or none where a weight, a buffer or the code is to blame. Every third case was held
+out while the tracer was written, and the hard cases were written after it; what was changed in them
+since is told in ``provenance_cases``.
 
-Beside it, on the same cases: ``torch.autograd.detect_anomaly`` (the operation is the one whose backward it names; it
-knows no module and no sample) and forward hooks (the first module whose output is not finite; they know no operation
-and no sample).
+Beside it, on the same cases: ``torch.autograd.detect_anomaly`` (the operation is the one whose
+    backward it names; it
+knows no module and no sample) and forward hooks (the first module whose output is not finite; they
+know no operation and no sample).
 
-Cost: CPU time of the traced step over that of a plain one, measured in turns, the median of several rounds.
+Cost: CPU time of the traced step over that of a plain one, measured in turns, the median of several
+    rounds.
 
 To reach: >= 90 % of the cases right in all three.
 """
@@ -46,9 +51,14 @@ def parameters_of(step: Step) -> list[tuple[str, torch.Tensor]]:
 
 
 def run_step(step: Step, batch: Batch) -> torch.Tensor:
-    """Run forward and backward as a step does, from the same random state and buffers, and return the loss."""
+    """Run forward and backward as a step does, from the same random state and buffers, and
+    return the loss.
+    """
     torch.manual_seed(_SEED)
-    parameters, buffers = parameters_of(step), [b for model in step.models.values() for b in model.buffers()]
+    parameters, buffers = (
+        parameters_of(step),
+        [b for model in step.models.values() for b in model.buffers()],
+    )
     before = [buffer.clone() for buffer in buffers]
     for _, parameter in parameters:
         parameter.grad = None
@@ -66,7 +76,9 @@ def run_step(step: Step, batch: Batch) -> torch.Tensor:
 def is_bad(step: Step, samples: Sequence[int]) -> bool:
     chosen = list(samples) * (2 if len(samples) == 1 else 1)  # BatchNorm cannot take one sample
     loss = run_step(step, {name: tensor[chosen] for name, tensor in step.batch.items()})
-    gradients = [parameter.grad for _, parameter in parameters_of(step) if parameter.grad is not None]
+    gradients = [
+        parameter.grad for _, parameter in parameters_of(step) if parameter.grad is not None
+    ]
     return not all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *gradients))
 
 
@@ -85,7 +97,10 @@ def trace_step(step: Step) -> Origin | None:
 
 
 def one_step(step: Step) -> tuple[Origin | None, list[int], int]:
-    """Trace a step and search its samples; return the origin, the samples, and how often the step was run."""
+    """Trace a step and search its samples.
+
+    Return the origin, the samples, and how often the step was run.
+    """
     origin, calls = trace_step(step), 0
 
     def asked(samples: Sequence[int]) -> bool:
@@ -130,7 +145,9 @@ def ask_forward_hooks(step: Step) -> str:
         return look
 
     hooks = [
-        module.register_forward_hook(watch(name if key == "model" and name else f"{key}.{name}".rstrip(".")))
+        module.register_forward_hook(
+            watch(name if key == "model" and name else f"{key}.{name}".rstrip("."))
+        )
         for key, model in step.models.items()
         for name, module in model.named_modules()
     ]
@@ -148,7 +165,10 @@ def cost_of(step: Step, rounds: int) -> float:
         action()
         return time.process_time_ns() - started
 
-    pairs = [(timed(lambda: trace_step(step)), timed(lambda: run_step(step, step.batch))) for _ in range(rounds + 1)]
+    pairs = [
+        (timed(lambda: trace_step(step)), timed(lambda: run_step(step, step.batch)))
+        for _ in range(rounds + 1)
+    ]
     return statistics.median(traced / plain for traced, plain in pairs[1:])
 
 
@@ -165,7 +185,9 @@ def main() -> None:
     single_threaded()
     options = read_options("provenance", __doc__ or "")
     rounds = 1 if options.quick else 5
-    result = Result(options=options, parameters={"cases": len(CASES), "rounds": rounds, "seed": _SEED})
+    result = Result(
+        options=options, parameters={"cases": len(CASES), "rounds": rounds, "seed": _SEED}
+    )
     verdicts: list[tuple[bool, bool, bool]] = []
     anomaly, hooks, costs, calls = [], [], [], []
     for case in CASES:
@@ -188,13 +210,21 @@ def main() -> None:
     for title, belongs in groups.items():
         chosen = [verdict for verdict, case in zip(verdicts, CASES, strict=True) if belongs(case)]
         for number, what in enumerate(("operation", "module", "samples")):
-            result.add_count(f"{title}: {what} right", sum(verdict[number] for verdict in chosen), len(chosen))
+            result.add_count(
+                f"{title}: {what} right", sum(verdict[number] for verdict in chosen), len(chosen)
+            )
         right = sum(map(all, chosen))
         result.add_count(
-            f"{title}: all three right ({100 * right / len(chosen):.1f} %, to reach: 90 %)", right, len(chosen)
+            f"{title}: all three right ({100 * right / len(chosen):.1f} %, to reach: 90 %)",
+            right,
+            len(chosen),
         )
-    result.add_count("detect_anomaly: operation right (never a module or a sample)", sum(anomaly), len(CASES))
-    result.add_count("forward hooks: module right (never an operation or a sample)", sum(hooks), len(CASES))
+    result.add_count(
+        "detect_anomaly: operation right (never a module or a sample)", sum(anomaly), len(CASES)
+    )
+    result.add_count(
+        "forward hooks: module right (never an operation or a sample)", sum(hooks), len(CASES)
+    )
     result.add_samples("CPU time of the traced step over a plain one", "ratio", costs, at_most=30.0)
     result.add_samples("steps run to find the samples", "steps", [float(count) for count in calls])
     result.samples["case, held out, operation, module, samples"] = [

@@ -1,13 +1,16 @@
 """Planted numerical faults with the truth about each, for ``benchmarks.provenance``.
 
-A case takes a working step of ``provenance_models`` and spoils a sample, a weight, a buffer, a mask, an eps or a
-line of the loss, so that its loss or its gradients hold NaN or Inf. Every third case is held out: the tracer was
-not changed after a look at one of them. The hard cases at the end were written when it was finished, against places
-where a tracer may go wrong; all of them are held out.
+A case takes a working step of ``provenance_models`` and spoils a sample, a weight, a buffer, a
+mask, an eps or a
+line of the loss, so that its loss or its gradients hold NaN or Inf. Every third case is held out:
+    the tracer was
+not changed after a look at one of them. The hard cases at the end were written when it was
+finished, against places where a tracer may go wrong; all of them are held out.
 
-At the first look 11 of 16 hard cases were right. After it two truths were widened, since they had misnamed what torch
-runs (``logdet`` is ``linalg_slogdet``, and weight norm computes in a module of its own), and one case was taken out,
-since what it planted did not happen (autocast sums in fp32). The tracer was left as it was.
+At the first look 11 of 16 hard cases were right. After it two truths were widened, since they had
+misnamed what torch runs (``logdet`` is ``linalg_slogdet``, and weight norm computes in a module of
+its own), and one case was taken out, since what it planted did not happen (autocast sums in fp32).
+The tracer was left as it was.
 """
 
 # ruff: noqa: D101, D102 - a model says by its name what it is
@@ -78,15 +81,31 @@ def _nothing(_: Step) -> None:
 
 
 def case(
-    make: Callable[[], Step] | None, op: str, module: str, samples: tuple[int, ...] = (), *, hard: bool = False
+    make: Callable[[], Step] | None,
+    op: str,
+    module: str,
+    samples: tuple[int, ...] = (),
+    *,
+    hard: bool = False,
 ) -> Callable[[Callable[..., Any]], None]:
-    """Register a case; alternatives are separated by ``|``. Without `make`, the function makes the spoiled step."""
+    """Register a case; alternatives are separated by ``|``.
+
+    Without `make`, the function makes the spoiled step.
+    """
 
     def register(spoil: Callable[..., Any]) -> None:
         held_out = hard or len(CASES) % 3 == 2
         parts = (make, spoil) if make is not None else (spoil, _nothing)
         CASES.append(
-            Case(spoil.__name__, *parts, tuple(op.split("|")), tuple(module.split("|")), samples, held_out, hard)
+            Case(
+                spoil.__name__,
+                *parts,
+                tuple(op.split("|")),
+                tuple(module.split("|")),
+                samples,
+                held_out,
+                hard,
+            )
         )
 
     return register
@@ -213,7 +232,9 @@ def enormous_image(step: Step) -> None:
 @case(cnn, "nll_loss|cross_entropy", LOSS, (2, 6))
 def label_of_a_banned_class(step: Step) -> None:
     banned = torch.tensor([False, False, True, False])
-    step.loss = lambda b: F.cross_entropy(step.model(b["image"]).masked_fill(banned, -math.inf), b["label"])
+    step.loss = lambda b: F.cross_entropy(
+        step.model(b["image"]).masked_fill(banned, -math.inf), b["label"]
+    )
 
 
 @case(cnn, "image", "", (7,))
@@ -372,7 +393,10 @@ def entropy_of_exact_zeros(step: Step) -> None:
 
     def loss(b: Batch) -> torch.Tensor:
         frames, _, alignments = step.model(b["text"], b["mels"])
-        return F.mse_loss(frames, b["mels"]) + 0.1 * (alignments * torch.log(alignments)).sum(-1).mean()
+        return (
+            F.mse_loss(frames, b["mels"])
+            + 0.1 * (alignments * torch.log(alignments)).sum(-1).mean()
+        )
 
     step.loss = loss
 
@@ -398,7 +422,9 @@ def spectral_convergence_of_silence(step: Step) -> None:
 
     def loss(b: Batch) -> torch.Tensor:
         frames, _, _ = step.model(b["text"], b["mels"])
-        return ((frames - b["mels"]).flatten(1).norm(dim=1) / b["mels"].flatten(1).norm(dim=1)).mean()
+        return (
+            (frames - b["mels"]).flatten(1).norm(dim=1) / b["mels"].flatten(1).norm(dim=1)
+        ).mean()
 
     step.loss = loss
 
@@ -731,7 +757,9 @@ def collapsed_embeddings(step: Step) -> None:
 @case(siamese, "mean", LOSS)
 def mean_of_no_pairs(step: Step) -> None:
     step.batch["same"].zero_()
-    step.loss = lambda b: step.model(b["left"], b["right"])[b["same"] > 0.5].mean() + step.model.net(b["left"]).sum()
+    step.loss = lambda b: (
+        step.model(b["left"], b["right"])[b["same"] > 0.5].mean() + step.model.net(b["left"]).sum()
+    )
 
 
 @case(lambda: equal_pair(0, lambda d: d.sum(-1) / d.norm(dim=-1)), "div", "distance", (0,))
@@ -746,7 +774,9 @@ def contrast_overflows(step: Step) -> None:
     step.batch["left"][7] *= 1.0
     step.batch["margin"] = torch.ones(SAMPLES)
     step.batch["margin"][7] = 1e4
-    step.loss = lambda b: torch.log1p(torch.exp(step.model(b["left"], b["right"]) * b["margin"])).mean()
+    step.loss = lambda b: torch.log1p(
+        torch.exp(step.model(b["left"], b["right"]) * b["margin"])
+    ).mean()
 
 
 # --- hard cases
@@ -776,7 +806,9 @@ def svd_with_equal_singular_values() -> Step:
 
 
 @case(
-    lambda: sequential(nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4)),
+    lambda: sequential(
+        nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4)
+    ),
     "weight_norm_interface|div|norm",
     "1|1.parametrizations.weight.0",
     hard=True,
@@ -785,7 +817,13 @@ def weight_norm_of_a_zero_row(step: Step) -> None:
     put(step.model[1].parametrizations.weight.original1, 2, 0.0)
 
 
-@case(lambda: sequential(nn.Identity(), Apply(torch.erfinv), nn.Linear(8, 4)), "erfinv", "1", (3,), hard=True)
+@case(
+    lambda: sequential(nn.Identity(), Apply(torch.erfinv), nn.Linear(8, 4)),
+    "erfinv",
+    "1",
+    (3,),
+    hard=True,
+)
 def quantile_of_one(step: Step) -> None:
     step.batch["x"] = step.batch["x"].tanh() * 0.9
     step.batch["x"][3, 0] = 1.0
@@ -834,7 +872,9 @@ def fault_behind_an_exchange_of_samples() -> Step:
 
 
 @case(
-    lambda: sequential(nn.Linear(8, 8, bias=False), Apply(lambda x: x / x.norm(dim=-1, keepdim=True))),
+    lambda: sequential(
+        nn.Linear(8, 8, bias=False), Apply(lambda x: x / x.norm(dim=-1, keepdim=True))
+    ),
     "div",
     "1",
     (2,),
@@ -843,10 +883,18 @@ def fault_behind_an_exchange_of_samples() -> Step:
 def time_first_layout(step: Step) -> None:
     step.batch["x"] = torch.randn(SAMPLES, 3, 8)
     step.batch["x"][2, 1] = 0.0
-    step.loss = lambda b: (step.model(b["x"].transpose(0, 1).contiguous()) ** 2).sum(-1).log1p().mean()
+    step.loss = lambda b: (
+        (step.model(b["x"].transpose(0, 1).contiguous()) ** 2).sum(-1).log1p().mean()
+    )
 
 
-@case(lambda: sequential(nn.Identity(), Apply(torch.log), nn.Linear(8, 4)), "log", "1", (4,), hard=True)
+@case(
+    lambda: sequential(nn.Identity(), Apply(torch.log), nn.Linear(8, 4)),
+    "log",
+    "1",
+    (4,),
+    hard=True,
+)
 def positions_flattened_the_other_way(step: Step) -> None:
     step.batch["x"] = torch.rand(SAMPLES, 8, 8) + 0.1
     step.batch["x"][4, 3, 2] = 0.0
@@ -858,7 +906,13 @@ def positions_flattened_the_other_way(step: Step) -> None:
     step.loss = loss
 
 
-@case(lambda: sequential(nn.Linear(8, 8), nn.Identity(), LogOfSums(), nn.Linear(8, 4)), "log", "2", (1,), hard=True)
+@case(
+    lambda: sequential(nn.Linear(8, 8), nn.Identity(), LogOfSums(), nn.Linear(8, 4)),
+    "log",
+    "2",
+    (1,),
+    hard=True,
+)
 def a_chain_broken_by_a_number(step: Step) -> None:
     step.batch["x"][1, 0] = -1e6
 
@@ -885,10 +939,14 @@ def sinkhorn_underflows(step: Step) -> None:
 
 @case(None, "sqrt", "1", (3,), hard=True)
 def two_roots_of_which_one_is_harmless() -> Step:
-    """The first root's derivative is infinite as well, but a detach keeps it away from every gradient."""
+    """The first root's derivative is infinite as well, but a detach keeps it away from every
+    gradient.
+    """
 
     def roots(x: torch.Tensor) -> torch.Tensor:
-        return x + torch.sqrt(torch.zeros_like(x)).detach() + torch.sqrt((x * x).sum(-1, keepdim=True))
+        return (
+            x + torch.sqrt(torch.zeros_like(x)).detach() + torch.sqrt((x * x).sum(-1, keepdim=True))
+        )
 
     step = sequential(nn.Linear(8, 8, bias=False), Apply(roots), nn.Linear(8, 4))
     step.batch["x"][3] = 0.0
@@ -913,8 +971,14 @@ def division_in_place_in_a_loop() -> Step:
     model = Smooth()
     lengths = torch.full((SAMPLES,), 3.0)
     lengths[0] = 0.0
-    batch = {"x": torch.randn(SAMPLES, 4, 8), "lengths": lengths, "label": torch.arange(SAMPLES) % 4}
-    return Step({"model": model}, batch, lambda b: F.cross_entropy(model(b["x"], b["lengths"]), b["label"]))
+    batch = {
+        "x": torch.randn(SAMPLES, 4, 8),
+        "lengths": lengths,
+        "label": torch.arange(SAMPLES) % 4,
+    }
+    return Step(
+        {"model": model}, batch, lambda b: F.cross_entropy(model(b["x"], b["lengths"]), b["label"])
+    )
 
 
 @case(
@@ -934,6 +998,8 @@ def log_spectrum_of_silence(step: Step) -> None:
     window = torch.hann_window(8)
 
     def spectrum(wave: torch.Tensor) -> torch.Tensor:
-        return torch.log(torch.stft(wave, 8, 4, window=window, return_complex=True, pad_mode="constant").abs())
+        return torch.log(
+            torch.stft(wave, 8, 4, window=window, return_complex=True, pad_mode="constant").abs()
+        )
 
     step.loss = lambda b: F.l1_loss(spectrum(step.model(b["mixture"])), spectrum(b["clean"]))

@@ -1,7 +1,8 @@
 """Small models of many kinds for ``benchmarks.provenance``, each with a batch and a loss that work.
 
-Every model takes the numerical care that its kind needs (an eps, a mask, a clamp) through an attribute, so that a
-case can take it away. Batches are dictionaries of tensors whose first axis is the sample.
+Every model takes the numerical care that its kind needs (an eps, a mask, a clamp) through an
+attribute, so that a case can take it away. Batches are dictionaries of tensors whose first axis is
+the sample.
 """
 
 # ruff: noqa: D101, D102 - a model says by its name what it is
@@ -122,11 +123,17 @@ class Regressor(nn.Module):
 
 def mlp() -> Step:
     model = Regressor()
-    batch = {"x": torch.randn(SAMPLES, 8), "counts": torch.rand(SAMPLES, 8) + 0.5, "y": torch.randn(SAMPLES)}
+    batch = {
+        "x": torch.randn(SAMPLES, 8),
+        "counts": torch.rand(SAMPLES, 8) + 0.5,
+        "y": torch.randn(SAMPLES),
+    }
 
     def loss(batch: Batch) -> torch.Tensor:
         mean, log_variance = model(batch["x"], batch["counts"])
-        return (0.5 * (batch["y"] - mean) ** 2 * torch.exp(-log_variance) + 0.5 * log_variance).mean()
+        return (
+            0.5 * (batch["y"] - mean) ** 2 * torch.exp(-log_variance) + 0.5 * log_variance
+        ).mean()
 
     return Step({"model": model}, batch, loss)
 
@@ -134,8 +141,12 @@ def mlp() -> Step:
 class ImageClassifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-        self.stage = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        )
+        self.stage = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8), nn.ReLU()
+        )
         self.embed = UnitLength()
         self.head = nn.Linear(8, 4, bias=False)
         self.temperature = 0.1
@@ -148,7 +159,11 @@ class ImageClassifier(nn.Module):
 def cnn() -> Step:
     model = ImageClassifier()
     batch = {"image": torch.randn(SAMPLES, 1, 8, 8), "label": torch.arange(SAMPLES) % 4}
-    return Step({"model": model}, batch, lambda batch: F.cross_entropy(model(batch["image"]), batch["label"]))
+    return Step(
+        {"model": model},
+        batch,
+        lambda batch: F.cross_entropy(model(batch["image"]), batch["label"]),
+    )
 
 
 class Tagger(nn.Module):
@@ -235,7 +250,11 @@ def transformer(middle: nn.Module | None = None) -> Step:
     model = Encoder(middle)
     tokens = torch.randint(1, 20, (SAMPLES, 6))
     tokens[:, 4:] = 0
-    batch = {"tokens": tokens, "features": torch.randn(SAMPLES, 6, 16) * 0.1, "label": torch.arange(SAMPLES) % 4}
+    batch = {
+        "tokens": tokens,
+        "features": torch.randn(SAMPLES, 6, 16) * 0.1,
+        "label": torch.arange(SAMPLES) % 4,
+    }
     return Step(
         {"model": model},
         batch,
@@ -251,10 +270,16 @@ class LocationAttention(nn.Module):
         self.energy = nn.Linear(8, 1, bias=False)
 
     def forward(
-        self, query: torch.Tensor, memory: torch.Tensor, cumulative: torch.Tensor, padding: torch.Tensor
+        self,
+        query: torch.Tensor,
+        memory: torch.Tensor,
+        cumulative: torch.Tensor,
+        padding: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         place = self.location(cumulative[:, None]).transpose(1, 2)
-        energy = self.energy(torch.tanh(self.query(query)[:, None] + self.memory(memory) + place)).squeeze(-1)
+        energy = self.energy(
+            torch.tanh(self.query(query)[:, None] + self.memory(memory) + place)
+        ).squeeze(-1)
         weights = energy.masked_fill(padding, -math.inf).softmax(-1)
         return (weights[:, None] @ memory).squeeze(1), weights
 
@@ -276,7 +301,9 @@ class Decoder(nn.Module):
         context, cumulative = memory.new_zeros(count, 8), memory.new_zeros(count, memory.shape[1])
         frames, gates, alignments = [], [], []
         for time in range(mels.shape[1]):
-            hidden, cell = self.cell(torch.cat([torch.relu(self.prenet(mels[:, time])), context], -1), (hidden, cell))
+            hidden, cell = self.cell(
+                torch.cat([torch.relu(self.prenet(mels[:, time])), context], -1), (hidden, cell)
+            )
             context, weights = self.attention(hidden, memory, cumulative, padding)
             cumulative = cumulative + weights
             joined = torch.cat([self.amplify(hidden), context], -1)
@@ -292,10 +319,14 @@ class Speaker(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, 8, padding_idx=0)
-        self.convolution = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU())
+        self.convolution = nn.Sequential(
+            nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU()
+        )
         self.decoder = Decoder()
 
-    def forward(self, text: torch.Tensor, mels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, text: torch.Tensor, mels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         memory = self.convolution(self.embedding(text).transpose(1, 2)).transpose(1, 2)
         return self.decoder(memory, text == 0, mels)
 
@@ -317,7 +348,11 @@ def tacotron() -> Step:
         difference = ((frames - batch["mels"]) ** 2).mean(-1) * exists
         sharpness = (alignments * torch.log(alignments + 1e-6)).sum(-1)
         spectrum = (difference.sum(1) / batch["lengths"]).mean()
-        return spectrum + F.binary_cross_entropy_with_logits(gates, batch["gates"]) - 0.01 * sharpness.mean()
+        return (
+            spectrum
+            + F.binary_cross_entropy_with_logits(gates, batch["gates"])
+            - 0.01 * sharpness.mean()
+        )
 
     return Step({"model": model}, batch, loss)
 
@@ -346,7 +381,10 @@ def gan(kind: str = "log") -> Step:
     batch = {"real": torch.randn(SAMPLES, 8), "noise": torch.randn(SAMPLES, 4)}
 
     def log_loss(batch: Batch) -> torch.Tensor:
-        real, fake = torch.sigmoid(critic(batch["real"])), torch.sigmoid(critic(forger(batch["noise"])))
+        real, fake = (
+            torch.sigmoid(critic(batch["real"])),
+            torch.sigmoid(critic(forger(batch["noise"]))),
+        )
         return -(torch.log(real) + torch.log(1 - fake)).mean()
 
     def penalty(batch: Batch) -> torch.Tensor:
@@ -359,7 +397,9 @@ def gan(kind: str = "log") -> Step:
 
 
 class Summariser(nn.Module):
-    """An encoder-decoder in the manner of Hugging Face's, with -100 for labels that do not count."""
+    """An encoder-decoder in the manner of Hugging Face's, with -100 for labels that do not
+    count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +433,9 @@ def seq2seq() -> Step:
 
     def loss(batch: Batch) -> torch.Tensor:
         logits = model(batch["source"], batch["target"])
-        per_token = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none", ignore_index=-100)
+        per_token = F.cross_entropy(
+            logits.transpose(1, 2), batch["labels"], reduction="none", ignore_index=-100
+        )
         counted = (batch["labels"] != -100).sum(1)
         return (per_token.sum(1) / counted).mean()
 
@@ -539,14 +581,18 @@ class Autoencoder(nn.Module):
         self.sample = Reparametrise()
         self.decoder = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
 
-    def forward(self, x: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, noise: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden = self.encoder(x)
         mean, log_variance = self.mean(hidden), self.log_variance(hidden)
         return self.decoder(self.sample(mean, log_variance, noise)), mean, log_variance
 
 
 class Reparametrise(nn.Module):
-    def forward(self, mean: torch.Tensor, log_variance: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, mean: torch.Tensor, log_variance: torch.Tensor, noise: torch.Tensor
+    ) -> torch.Tensor:
         return mean + torch.exp(0.5 * log_variance) * noise
 
 
@@ -568,7 +614,9 @@ class Metric(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        self.distance: nn.Module = Apply(lambda difference: torch.linalg.vector_norm(difference + 1e-6, dim=-1))
+        self.distance: nn.Module = Apply(
+            lambda difference: torch.linalg.vector_norm(difference + 1e-6, dim=-1)
+        )
 
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return self.distance(self.net(left) - self.net(right))

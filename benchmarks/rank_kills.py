@@ -1,17 +1,26 @@
-"""Kills of a training on several ranks: does it go on where it was, with the weights of the run nobody disturbed?
+"""Kills of a training on several ranks.
 
-How: each schedule trains a small model on two or three ranks under ``torchrun``, is killed by SIGKILL at random
-steps, once or twice, and is started again until it ends. Killed is one rank, all ranks at once, or the launcher. The
-launcher is always under ``holdfast run``, which starts it again; so are every second of the other schedules. In a
-third of the schedules the number of ranks changes at each start; the batch of all ranks together stays the same.
-A second kill comes 16 steps after what the first had let be made, or later: ``holdfast run`` takes one within 10 for
+Does it go on where it was, with the weights of the run nobody disturbed?
+
+How: each schedule trains a small model on two or three ranks under ``torchrun``, is killed by
+    SIGKILL at random
+steps, once or twice, and is started again until it ends. Killed is one rank, all ranks at once, or
+the launcher. The launcher is always under ``holdfast run``, which starts it again; so are every
+second of the other schedules. In a third of the schedules the number of ranks changes at each
+start; the batch of all ranks together stays the same.
+A second kill comes 16 steps after what the first had let be made, or later: ``holdfast run`` takes
+    one within 10 for
 the same again.
 
-The model has dropout where the number of ranks stays, samples are augmented at random, and each epoch is shuffled.
-Compared are the weights at the end with those of an undisturbed run: every bit where the number of ranks stays, else
-relative to their norm. *Unusable*: the next start does not go on from the run directory, or does not end in 90 s.
+The model has dropout where the number of ranks stays, samples are augmented at random, and each
+epoch is shuffled.
+Compared are the weights at the end with those of an undisturbed run: every bit where the number of
+    ranks stays, else
+relative to their norm. *Unusable*: the next start does not go on from the run directory, or does
+    not end in 90 s.
 
-To reach: 60 of 60 schedules with the same weights (at most 1e-6 apart where the number of ranks changed), 0 unusable.
+To reach: 60 of 60 schedules with the same weights (at most 1e-6 apart where the number of ranks
+    changed), 0 unusable.
 """
 
 from __future__ import annotations
@@ -40,7 +49,10 @@ _VICTIMS = ("one rank", "all ranks", "launcher")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When who is killed: before each kill and at the end the training is started on so many ranks."""
+    """When who is killed.
+
+    Before each kill and at the end the training is started on so many ranks.
+    """
 
     kind: str  # "ddp" or "fsdp"
     victim: str
@@ -64,7 +76,8 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-# --- what trains --------------------------------------------------------------------------------------------------
+# --- what trains
+# ------------------------------------------------------------------------
 
 
 def train(kind: str, folder: Path, *, dropout: bool) -> None:
@@ -84,7 +97,9 @@ def train(kind: str, folder: Path, *, dropout: bool) -> None:
     distributed.init_process_group("gloo")
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(_WIDTH, 32), nn.Tanh(), nn.Dropout(0.1 * dropout), nn.Linear(32, 1))
+    net = nn.Sequential(
+        nn.Linear(_WIDTH, 32), nn.Tanh(), nn.Dropout(0.1 * dropout), nn.Linear(32, 1)
+    )
     if kind == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
@@ -94,24 +109,30 @@ def train(kind: str, folder: Path, *, dropout: bool) -> None:
     else:
         model = nn.parallel.DistributedDataParallel(net)
     guard = Guard(
-        folder / "run", model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
-        loader=DataLoader(Noisy(), batch_size=_BATCH // world_size, shuffle=True), max_grad_norm=1.0,
+        folder / "run",
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        loader=DataLoader(Noisy(), batch_size=_BATCH // world_size, shuffle=True),
+        max_grad_norm=1.0,
         save_interval_steps=3,
-    )  # fmt: skip
+    )
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     for batch in guard.batches(max_epochs=_EPOCHS):
         guard.step(batch, lambda values: (model(values).squeeze(1) - values.sum(1)).square().mean())
         if rank == 0:
             (folder / "step").write_text(str(guard.global_step))
         time.sleep(0.01)
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+    whole = [
+        p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()
+    ]
     if rank == 0:
         torch.save(torch.cat([p.detach().flatten() for p in whole]), folder / "weights.tmp")
         (folder / "weights.tmp").rename(folder / "weights")
     distributed.destroy_process_group()
 
 
-# --- who kills ----------------------------------------------------------------------------------------------------
+# --- who kills
+# ------------------------------------------------------------------------
 
 
 def start(schedule: Schedule, folder: Path, world_size: int) -> subprocess.Popen[bytes]:
@@ -122,13 +143,29 @@ def start(schedule: Schedule, folder: Path, world_size: int) -> subprocess.Popen
     program = ["-m", "benchmarks.rank_kills", "--train", schedule.kind, str(folder), dropout]
     command = [str(_BIN / "torchrun"), "--standalone", f"--nproc-per-node={world_size}", *program]
     if schedule.supervised:
-        of_run = ["--run-dir", str(folder / "supervised"), "--restart-delay", "0", "--max-restarts", "5"]
+        of_run = [
+            "--run-dir",
+            str(folder / "supervised"),
+            "--restart-delay",
+            "0",
+            "--max-restarts",
+            "5",
+        ]
         command = [str(_BIN / "holdfast"), "run", *of_run, "--", *command]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(
-            command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path[1:]])},
-        )  # fmt: skip
+            command,
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path[1:]]),
+            },
+        )
 
 
 def read_number(path: Path) -> int:
@@ -146,7 +183,11 @@ def launcher_of(rank_pid: int) -> int:
 def strike(schedule: Schedule, folder: Path, world_size: int, chance: random.Random) -> None:
     """Kill by SIGKILL."""
     ranks = [read_number(folder / f"pid{rank}") for rank in range(world_size)]
-    victims = {"one rank": [chance.choice(ranks)], "all ranks": ranks, "launcher": [launcher_of(ranks[0])]}
+    victims = {
+        "one rank": [chance.choice(ranks)],
+        "all ranks": ranks,
+        "launcher": [launcher_of(ranks[0])],
+    }
     for name in ("step", "pid0", "pid1", "pid2"):
         (folder / name).unlink(missing_ok=True)
     for pid in victims[schedule.victim]:
@@ -169,7 +210,9 @@ def play(schedule: Schedule, folder: Path, seed: int) -> Outcome:
         has_begun = False
         while process.poll() is None and time.monotonic() < until:
             step = read_number(folder / "step")
-            has_begun = has_begun or all((folder / f"pid{rank}").exists() for rank in range(world_size))
+            has_begun = has_begun or all(
+                (folder / f"pid{rank}").exists() for rank in range(world_size)
+            )
             if not has_begun:
                 reached = max(reached, step)
             elif at is not None and step >= (max(at, reached + _APART) if number else at):
@@ -192,7 +235,10 @@ def play(schedule: Schedule, folder: Path, seed: int) -> Outcome:
         process = None
     path = folder / "weights"
     if path.exists():
-        found, expected = torch.load(path), torch.load(folder.parent / reference_name(schedule) / "weights")
+        found, expected = (
+            torch.load(path),
+            torch.load(folder.parent / reference_name(schedule) / "weights"),
+        )
         outcome.distance = float((found - expected).norm() / expected.norm())
         outcome.exact = torch.equal(found, expected)
     else:
@@ -217,7 +263,13 @@ def any_schedule(chance: random.Random, number: int, kinds: tuple[str, ...]) -> 
     worlds = tuple(5 - first if changes and at % 2 else first for at in range(len(kills) + 1))
     victim = _VICTIMS[number // 3 % (2 if changes else 3)]
     supervised = victim == "launcher" or number % 2 == 0
-    return Schedule(kind=kinds[number % len(kinds)], victim=victim, supervised=supervised, worlds=worlds, kills=kills)
+    return Schedule(
+        kind=kinds[number % len(kinds)],
+        victim=victim,
+        supervised=supervised,
+        worlds=worlds,
+        kills=kills,
+    )
 
 
 def main() -> None:
@@ -226,13 +278,18 @@ def main() -> None:
         return
     options = read_options("rank_kills", __doc__ or "")
     chance, count, kinds = random.Random(0), 4 if options.quick else 60, ("ddp", "fsdp")
-    result = Result(options=options, parameters={"schedules": count, "steps": _STEPS, "batch of all ranks": _BATCH})
+    result = Result(
+        options=options,
+        parameters={"schedules": count, "steps": _STEPS, "batch of all ranks": _BATCH},
+    )
     schedules = [any_schedule(chance, number, kinds) for number in range(count)]
     outcomes = []
     with tempfile.TemporaryDirectory() as root:
         for each in {reference_name(schedule): schedule for schedule in schedules}.values():
             worlds = each.worlds if each.changes else each.worlds[-1:]
-            undisturbed = Schedule(kind=each.kind, victim="nobody", supervised=False, worlds=worlds, kills=())
+            undisturbed = Schedule(
+                kind=each.kind, victim="nobody", supervised=False, worlds=worlds, kills=()
+            )
             folder = Path(root, reference_name(each))
             folder.mkdir()
             if start(undisturbed, folder, each.worlds[-1]).wait(_LIMIT_SECONDS):
@@ -242,7 +299,8 @@ def main() -> None:
             folder.mkdir()
             outcomes.append(play(schedule, folder, number))
             print(
-                f"  {schedule}: exact {outcomes[-1].exact}, {outcomes[-1].distance}, {outcomes[-1].problems}",
+                f"  {schedule}: exact {outcomes[-1].exact}, {outcomes[-1].distance},"
+                f" {outcomes[-1].problems}",
                 flush=True,
             )
     add(result, outcomes)
@@ -255,15 +313,24 @@ def add(result: Result, outcomes: list[Outcome]) -> None:
     changes = [outcome for outcome in outcomes if outcome.schedule.changes]
     exact = sum(outcome.exact for outcome in stays)
     result.add_count(
-        "same number of ranks: weights of the undisturbed run, every bit", exact, len(stays), expected=len(stays)
+        "same number of ranks: weights of the undisturbed run, every bit",
+        exact,
+        len(stays),
+        expected=len(stays),
     )
     near = sum(outcome.distance is not None and outcome.distance <= 1e-6 for outcome in changes)
-    result.add_count("other numbers of ranks: weights within 1e-6", near, len(changes), expected=len(changes))
+    result.add_count(
+        "other numbers of ranks: weights within 1e-6", near, len(changes), expected=len(changes)
+    )
     unusable = sum(bool(outcome.problems) for outcome in outcomes)
     result.add_count("unusable run directories", unusable, len(outcomes), expected=0)
     distances = [outcome.distance for outcome in changes if outcome.distance is not None]
-    result.add_samples("other numbers of ranks: distance of the weights", "ratio", distances, digits=9)
-    result.notes += [f"{outcome.schedule}: {problem}" for outcome in outcomes for problem in outcome.problems]
+    result.add_samples(
+        "other numbers of ranks: distance of the weights", "ratio", distances, digits=9
+    )
+    result.notes += [
+        f"{outcome.schedule}: {problem}" for outcome in outcomes for problem in outcome.problems
+    ]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,21 @@
-"""One of two ranks runs out of memory: what becomes of the training, in others' loops and under a guard.
+"""One of two ranks runs out of memory.
 
-How: two processes are forked and meet over gloo; they train a small model in DistributedDataParallel for ten steps.
-In one step, random, one rank, random, asks for 2**50 bytes, in forward, in backward or before the optimizer moves a
-weight, the first time that it comes there. Loops: a plain one that catches the error, clears the gradients and goes
-on with the next batch, as forums advise; the training function under Accelerate's ``find_executable_batch_size``,
-as its documentation shows it; and a guard. Composer's automatic micro-batches need a GPU: for them there is
-composer#2117.
+What becomes of the training, in others' loops and under a guard.
 
-*Right*: both ranks end with the weights of the undisturbed run, bit for bit. *Other weights*: both end, with others.
-*Ranks differ*: both end, and their weights are not the same. *Hangs*: some rank has not ended after 20 s.
+How: two processes are forked and meet over gloo; they train a small model in
+    DistributedDataParallel for ten steps.
+In one step, random, one rank, random, asks for 2**50 bytes, in forward, in backward or before the
+optimizer moves a
+weight, the first time that it comes there. Loops: a plain one that catches the error, clears the
+    gradients and goes
+on with the next batch, as forums advise; the training function under Accelerate's
+``find_executable_batch_size``, as its documentation shows it; and a guard. Composer's automatic
+micro-batches need a GPU: for them there is composer#2117.
+
+*Right*: both ranks end with the weights of the undisturbed run, bit for bit. *Other weights*: both
+    end, with others.
+*Ranks differ*: both end, and their weights are not the same. *Hangs*: some rank has not ended after
+    20 s.
 
 To reach: every run under a guard is right.
 """
@@ -125,15 +132,19 @@ def guarded(rank: int, fault: Fault, folder: str) -> nn.Module:
     """Step under a guard."""
     model, optimizer = parts(fault)
     loader = [batch_of(rank, step) for step in range(_STEPS)]
-    guard = Guard(folder, model=model, optimizer=optimizer, loader=loader, recompute=False, diagnose=False)
+    guard = Guard(
+        folder, model=model, optimizer=optimizer, loader=loader, recompute=False, diagnose=False
+    )
     for fault.step, batch in enumerate(guard.batches(max_epochs=1)):
         guard.step(batch, partial(loss_of, model))
     return model
 
 
 _LOOPS: dict[str, _Loop] = {
-    "plain, the batch skipped": plain, "Accelerate": accelerate, "holdfast": guarded,
-}  # fmt: skip
+    "plain, the batch skipped": plain,
+    "Accelerate": accelerate,
+    "holdfast": guarded,
+}
 
 
 def ended(rank: int, loop: _Loop, folder: str, phase: str, at: tuple[int, int] | None) -> Any:
@@ -164,13 +175,17 @@ def main() -> None:
     for name, loop in _LOOPS.items():
         for phase in _PHASES:
             chance = random.Random(phase)
-            first, _ = on_ranks(partial(ended, loop=loop, folder=tempfile.mkdtemp(), phase=phase, at=None), 2)
+            first, _ = on_ranks(
+                partial(ended, loop=loop, folder=tempfile.mkdtemp(), phase=phase, at=None), 2
+            )
             places = [(chance.randrange(2), chance.randrange(1, _STEPS)) for _ in range(runs)]
             seen = Counter(outcome(loop, phase, at, first.value) for at in places)
             for what in _OUTCOMES:
                 if seen[what] or (name, what) == ("holdfast", "right"):
                     expected = runs if name == "holdfast" else None
-                    result.add_count(f"{name}, {phase}: {what}", seen[what], runs, expected=expected)
+                    result.add_count(
+                        f"{name}, {phase}: {what}", seen[what], runs, expected=expected
+                    )
     result.write()
 
 

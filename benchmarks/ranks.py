@@ -1,21 +1,29 @@
 """Several ranks under a guard: failures that they recover from in the step, and what a step costs.
 
-How: two or three processes are forked and meet over gloo, on this machine. *Recovered*: in each run random ranks run
-out of memory in random steps, before the model, in a layer's forward, in its backward or half-way through the
-optimizer: the allocator refuses 2**50 bytes. A failure counts as recovered if the run ends, and the weights and
-moments of all ranks have the bits of the run in which nothing fails. Models: plain, with BatchNorm, with
-find_unused_parameters and a layer that not every rank uses, with a communication hook, and with static_graph (whose
-first step may not fail), in DistributedDataParallel each; and sharded by fully_shard, where an optimizer
-that fails half-way ends all, so that none does.
+How: two or three processes are forked and meet over gloo, on this machine. *Recovered*: in each run
+    random ranks run
+out of memory in random steps, before the model, in a layer's forward, in its backward or half-way
+through the
+optimizer: the allocator refuses 2**50 bytes. A failure counts as recovered if the run ends, and the
+    weights and
+moments of all ranks have the bits of the run in which nothing fails. Models: plain, with BatchNorm,
+    with
+find_unused_parameters and a layer that not every rank uses, with a communication hook, and with
+static_graph (whose first step may not fail), in DistributedDataParallel each; and sharded by
+fully_shard, where an optimizer that fails half-way ends all, so that none does.
 
-*Raises*: one rank raises an error of its own at a random step, in the loss function, in backward, in the optimizer,
-in the loader or in the body of the loop. Counted is who ends within 5 s after it, with its text in the error output.
+*Raises*: one rank raises an error of its own at a random step, in the loss function, in backward,
+    in the optimizer,
+in the loader or in the body of the loop. Counted is who ends within 5 s after it, with its text in
+the error output.
 
-*Cost*: on each of two ranks a bare and a guarded model train in blocks of 20 steps that take turns, in an order that
-is random and the same on both. Compared is the CPU time of all threads of both processes (user and system), warm:
-after 500 steps; and in the first 400. Of mlp512 also sharded by fully_shard.
+*Cost*: on each of two ranks a bare and a guarded model train in blocks of 20 steps that take turns,
+    in an order that
+is random and the same on both. Compared is the CPU time of all threads of both processes (user and
+system), warm: after 500 steps; and in the first 400. Of mlp512 also sharded by fully_shard.
 
-To reach: 200 of 200 recovered; 50 of 50 end in time with the text; cost at most 1.02 at 10 ms and 1.01 at 50 ms.
+To reach: 200 of 200 recovered; 50 of 50 end in time with the text; cost at most 1.02 at 10 ms and
+    1.01 at 50 ms.
 """
 
 from __future__ import annotations
@@ -47,7 +55,8 @@ from holdfast import Guard
 _STEPS, _WIDTH, _SAMPLES, _BLOCK, _FIRST, _WARM_AFTER = 6, 23, 8, 20, 400, 500
 _PLACES = ("loss", "backward", "optimizer", "loader", "loop")
 _KINDS = ("sharded", "plain", "static", "buffers", "sharded", "unused", "hook")
-_Plan = dict[tuple[int, int], tuple[str, int]]  # by step and rank: the phase that fails, and the layer
+# By step and rank: the phase that fails, and the layer
+_Plan = dict[tuple[int, int], tuple[str, int]]
 
 
 def start_ranks(function: Callable[[int], Any], world_size: int) -> list[Child]:
@@ -67,14 +76,20 @@ def start_ranks(function: Callable[[int], Any], world_size: int) -> list[Child]:
     return [Child(partial(joined, rank)) for rank in range(world_size)]
 
 
-def on_ranks(function: Callable[[int], Any], world_size: int, timeout_seconds: float = 300.0) -> list[Fate]:
-    """Call a function with the rank in so many processes that are one group; return how each has ended."""
+def on_ranks(
+    function: Callable[[int], Any], world_size: int, timeout_seconds: float = 300.0
+) -> list[Fate]:
+    """Call a function with the rank in so many processes that are one group.
+
+    Return how each has ended.
+    """
     children = start_ranks(function, world_size)
     until = time.monotonic() + timeout_seconds
     return [child.finish(max(0.1, until - time.monotonic())) for child in children]
 
 
-# --- recovery -------------------------------------------------------------------------------------------------------
+# --- recovery
+# ------------------------------------------------------------------------
 
 
 def refused() -> None:
@@ -146,14 +161,22 @@ def trained(rank: int, run: str, kind: str, plan: _Plan) -> list[torch.Tensor]:
     seeds = (torch.Generator().manual_seed(7 * number + rank) for number in range(_STEPS))
     loader = [torch.randn(_SAMPLES, _WIDTH, generator=seed) for seed in seeds]
     guard = Guard(
-        run, model=model, optimizer=optimizer, loader=loader, max_grad_norm=MAX_GRAD_NORM,
-        save_interval_steps=None, recompute=False, check_split=False,
-    )  # fmt: skip
+        run,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        max_grad_norm=MAX_GRAD_NORM,
+        save_interval_steps=None,
+        recompute=False,
+        check_split=False,
+    )
     torch.manual_seed(rank)
     for number, batch in enumerate(guard.batches(max_epochs=1)):
         calls = iter(range(100))
 
-        def loss(part: torch.Tensor, number: int = number, calls: Iterator[int] = calls) -> torch.Tensor:
+        def loss(
+            part: torch.Tensor, number: int = number, calls: Iterator[int] = calls
+        ) -> torch.Tensor:
             fails = plan.get((number, rank)) if next(calls) == 0 else None
             if fails == ("early", 0):
                 refused()
@@ -175,8 +198,10 @@ def any_plan(chance: random.Random, world_size: int, kind: str) -> _Plan:
         phases.append(("optimizer", 0))
     plan = {
         (step, rank): chance.choice(phases)
-        for step in range(int(kind == "static"), _STEPS) for rank in range(world_size) if chance.random() < 0.3
-    }  # fmt: skip
+        for step in range(int(kind == "static"), _STEPS)
+        for rank in range(world_size)
+        if chance.random() < 0.3
+    }
     for step in range(_STEPS):
         if all(plan.get((step, rank), ("", 0))[0] == "optimizer" for rank in range(world_size)):
             del plan[step, 0]
@@ -185,7 +210,9 @@ def any_plan(chance: random.Random, world_size: int, kind: str) -> _Plan:
 
 def recovered(rank: int, folder: str, kind: str, plans: list[_Plan]) -> list[bool]:
     """Say for each plan whether the run has the bits of the undisturbed one."""
-    whole, *others = (trained(rank, f"{folder}/{at}", kind, plan) for at, plan in enumerate([{}, *plans]))
+    whole, *others = (
+        trained(rank, f"{folder}/{at}", kind, plan) for at, plan in enumerate([{}, *plans])
+    )
     return [all(map(torch.equal, whole, found)) for found in others]
 
 
@@ -212,13 +239,17 @@ def measure_recovery(result: Result, failures: int) -> None:
                 result.notes.append(f"{kind}, {world_size} ranks: {fate.how} {fate.error or ''}")
     result.parameters["failures"] = {"all": count, **phases}
     result.add_samples(
-        "failures recovered with the bits of the undisturbed run", "%", [100.0 * good / count], digits=2
+        "failures recovered with the bits of the undisturbed run",
+        "%",
+        [100.0 * good / count],
+        digits=2,
     )
     for kind, (of_kind, made) in kinds.items():
         result.add_count(f"failures recovered, {kind}", of_kind, made, expected=made)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
+# --- errors
+# ------------------------------------------------------------------------
 
 
 def _raise_planted(*_: Any) -> None:
@@ -246,7 +277,13 @@ def raising(rank: int, folder: str, kind: str, where: str, who: int, step: int) 
             return batches()
 
     try:
-        guard = Guard(f"{folder}/run", model=model, optimizer=optimizer, loader=Batches(), save_interval_steps=None)
+        guard = Guard(
+            f"{folder}/run",
+            model=model,
+            optimizer=optimizer,
+            loader=Batches(),
+            save_interval_steps=None,
+        )
         for number, batch in enumerate(guard.batches(max_epochs=1)):
             planted = where if (who, step) == (rank, number) else ""
             if planted == "loop":
@@ -291,19 +328,24 @@ def measure_raises(result: Result, count: int) -> None:
         in_time += late <= 5.0
         with_text += all("planted 4711" in text for text in texts)
         if late > 5.0 or not all("planted 4711" in text for text in texts):
-            result.notes.append(f"raised in {where}, {kind}, step {step}, rank {who} of {world_size}: {late:.1f} s")
+            result.notes.append(
+                f"raised in {where}, {kind}, step {step}, rank {who} of {world_size}: {late:.1f} s"
+            )
     result.add_samples("a rank raises: until the last one has ended", "s", seconds)
     result.add_count("a rank raises: all have ended within 5 s", in_time, count, expected=count)
     result.add_count("a rank raises: its text on all ranks", with_text, count, expected=count)
 
 
-# --- cost -----------------------------------------------------------------------------------------------------------
+# --- cost
+# ------------------------------------------------------------------------
 
 
 def in_turns(
     _: int, folder: str, kind: str, size: int, pairs: int, seed: int, sharded: bool
 ) -> tuple[list[Any], list[Any]]:
-    """Return the CPU seconds of a step, bare and guarded, of the first steps and of the warm ones."""
+    """Return the CPU seconds of a step, bare and guarded, of the first steps and of the warm
+    ones.
+    """
     runs: dict[str, Callable[[Any], Any]] = {}
     batches: dict[str, Iterator[Any]] = {}
     for name in ("bare", "guarded") if seed % 2 else ("guarded", "bare"):
@@ -321,9 +363,16 @@ def in_turns(
             runs[name], batches[name] = job.bare_step, iter(loader)
         else:
             guard = Guard(
-                folder, model=job.model, optimizer=job.optimizer, loader=loader, max_grad_norm=MAX_GRAD_NORM
+                folder,
+                model=job.model,
+                optimizer=job.optimizer,
+                loader=loader,
+                max_grad_norm=MAX_GRAD_NORM,
             )
-            runs[name], batches[name] = partial(guard.step, loss_fn=job.loss), guard.batches(max_steps=100_000)
+            runs[name], batches[name] = (
+                partial(guard.step, loss_fn=job.loss),
+                guard.batches(max_steps=100_000),
+            )
     chance, found = random.Random(seed), []
     for _ in range(max(_FIRST, _WARM_AFTER) // _BLOCK + pairs):
         pair = {}
@@ -337,26 +386,46 @@ def in_turns(
 
 
 def measure_cost(result: Result, *, quick: bool) -> None:
-    cases = (("mlp512", 10.0, 1.02, False), ("conv", 50.0, 1.01, False), ("mlp512", 10.0, 1.02, True))
+    cases = (
+        ("mlp512", 10.0, 1.02, False),
+        ("conv", 50.0, 1.01, False),
+        ("mlp512", 10.0, 1.02, True),
+    )
     for kind, milliseconds, most, sharded in cases:
         size = value_in_a_fork(partial(find_batch_size, kind, milliseconds), kind).batch_size
         first, warm, bare = [], [], []
         for seed in range(1 if quick or sharded else 2):
             run = partial(
-                in_turns, folder=tempfile.mkdtemp(), kind=kind, size=size, pairs=3 if quick else 20, seed=seed,
+                in_turns,
+                folder=tempfile.mkdtemp(),
+                kind=kind,
+                size=size,
+                pairs=3 if quick else 20,
+                seed=seed,
                 sharded=sharded,
-            )  # fmt: skip
+            )
             fates = on_ranks(run, 2, 600.0)
             if any(fate.value is None for fate in fates):
                 raise RuntimeError(f"{kind}: {[fate.error or fate.how for fate in fates]}")
-            of_first, of_warm = (list(zip(*(fate.value[when] for fate in fates), strict=True)) for when in (0, 1))
+            of_first, of_warm = (
+                list(zip(*(fate.value[when] for fate in fates), strict=True)) for when in (0, 1)
+            )
             sums = [sum(pair[which] for ranks in of_first for pair in ranks) for which in (0, 1)]
             first.append(sums[1] / sums[0])
-            warm += [sum(pair[1] for pair in ranks) / sum(pair[0] for pair in ranks) for ranks in of_warm]
+            warm += [
+                sum(pair[1] for pair in ranks) / sum(pair[0] for pair in ranks) for ranks in of_warm
+            ]
             bare += [1000 * pair[0] for ranks in of_warm for pair in ranks]
-        name = f"{kind}{', sharded' if sharded else ''}, two ranks, {statistics.median(bare):.1f} ms a step of a rank"
-        result.add_samples(f"{name}, first 400 steps: CPU time of guarded over bare", "ratio", first)
-        result.add_samples(f"{name}, warm: CPU time of guarded over bare", "ratio", warm, at_most=most)
+        name = (
+            f"{kind}{', sharded' if sharded else ''}, two ranks, {statistics.median(bare):.1f} ms a"
+            " step of a rank"
+        )
+        result.add_samples(
+            f"{name}, first 400 steps: CPU time of guarded over bare", "ratio", first
+        )
+        result.add_samples(
+            f"{name}, warm: CPU time of guarded over bare", "ratio", warm, at_most=most
+        )
 
 
 def main() -> None:

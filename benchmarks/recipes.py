@@ -1,13 +1,17 @@
 """Every recipe with its defaults, as a new user runs it: how long it takes, and what it has learnt.
 
-How: ``python -m recipes.<name>`` in a folder of its own, one after the other, each with data that it makes itself;
-seconds are wall time on this machine with everything that belongs to a run, making the data included. Figures of
-learning are those that the recipe writes into ``result.json``, on data that it was not trained on.
+How: ``python -m recipes.<name>`` in a folder of its own, one after the other, each with data that
+    it makes itself;
+seconds are wall time on this machine with everything that belongs to a run, making the data
+included. Figures of learning are those that the recipe writes into ``result.json``, on data that it
+was not trained on.
 
-To reach: at most 4 minutes each, and what `_LEARNT` says. `tacotron2` speaks its data with espeak-ng; where that is
+To reach: at most 4 minutes each, and what `_LEARNT` says. `tacotron2` speaks its data with
+    espeak-ng; where that is
 not installed only its shipped clips are there, which are too few to learn from.
 
-``--only pegasus`` runs one of them and keeps what the result file has about the others, and says so in its notes.
+``--only pegasus`` runs one of them and keeps what the result file has about the others, and says so
+in its notes.
 """
 
 from __future__ import annotations
@@ -28,9 +32,14 @@ _MOST_SECONDS = 240
 _ROOT = Path(__file__).parents[1]
 _Figures = Mapping[str, float]
 _BASELINES = ("copied", "random")
-_WRITERS = ("", *(f"{name}_" for name in (*_BASELINES, "exchanged")))  # the model, and what it stands beside
+# The model, and what it stands beside
+_WRITERS = ("", *(f"{name}_" for name in (*_BASELINES, "exchanged")))
 _LEARNT: dict[str, tuple[str, Callable[[_Figures], bool], tuple[str, ...]]] = {
-    "classifier": ("at least 90 % right", lambda of: of["test_accuracy"] >= 0.9, ("test_accuracy",)),
+    "classifier": (
+        "at least 90 % right",
+        lambda of: of["test_accuracy"] >= 0.9,
+        ("test_accuracy",),
+    ),
     "gan": (
         "Frechet distance at most twice that of real digits, all ten drawn",
         lambda of: of["frechet"] <= 2 * of["frechet_real"] and of["classes_drawn"] == of["classes"],
@@ -78,14 +87,18 @@ def main() -> None:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
             }
-            ended = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False)
+            ended = subprocess.run(
+                command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False
+            )
             seconds = time.monotonic() - started
             if ended.returncode:
                 result.add_count(f"{name}: {aim}", 0, 1, expected=1)
                 result.notes.append(f"{name} ended with exit code {ended.returncode}")
                 continue
             figures = json.loads(Path(folder, "run", "result.json").read_text())["figures"]
-        result.add_samples(f"{name}: a run with its defaults", "s", [seconds], at_most=_MOST_SECONDS, digits=1)
+        result.add_samples(
+            f"{name}: a run with its defaults", "s", [seconds], at_most=_MOST_SECONDS, digits=1
+        )
         result.add_count(f"{name}: {aim}", int(is_learnt(figures)), 1, expected=1)
         for figure in shown:
             result.add_samples(f"{name}: {figure.replace('_', ' ')}", "", [figures[figure]])
@@ -105,8 +118,12 @@ def _keep(result: Result, name: str) -> None:
     if not result.options.out.exists():
         return
     earlier, mark = json.loads(result.options.out.read_text()), f"{name}: "
-    result.figures += [Figure(**each) for each in earlier["figures"] if each["what"].startswith(mark)]
-    result.samples |= {what: each for what, each in earlier["samples"].items() if what.startswith(mark)}
+    result.figures += [
+        Figure(**each) for each in earlier["figures"] if each["what"].startswith(mark)
+    ]
+    result.samples |= {
+        what: each for what, each in earlier["samples"].items() if what.startswith(mark)
+    }
     notes = [note for note in earlier["notes"] if note.startswith((mark, f"{name} "))]
     commit = str(earlier["commit"]["commit"])[:12]
     result.notes += notes or [f"{name}: kept from {earlier['date']}, commit {commit}"]

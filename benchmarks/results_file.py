@@ -1,7 +1,9 @@
-"""The result file of a benchmark: what was measured, on what, with which versions, and how far it spreads.
+"""The result file of a benchmark.
 
-Each script makes a `Result`, adds figures to it, and writes it as ``results/<name>.json``. A quick run goes to
-``results/quick/<name>.json``, so that it never replaces a full one.
+What was measured, on what, with which versions, and how far it spreads.
+
+Each script makes a `Result`, adds figures to it, and writes it as ``results/<name>.json``. A quick
+run goes to ``results/quick/<name>.json``, so that it never replaces a full one.
 """
 
 from __future__ import annotations
@@ -178,7 +180,10 @@ class Result:
         }
         self.options.out.parent.mkdir(parents=True, exist_ok=True)
         self.options.out.write_text(_indent_outside_lists(body))
-        print(f"{self.options.name}: {self.options.out.name} written after {body['seconds']} s", flush=True)
+        print(
+            f"{self.options.name}: {self.options.out.name} written after {body['seconds']} s",
+            flush=True,
+        )
 
 
 def read_options(name: str, what: str) -> Options:
@@ -188,7 +193,9 @@ def read_options(name: str, what: str) -> Options:
         name: Of the benchmark and of its result file.
         what: The script's docstring.
     """
-    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=what, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few repetitions, under a minute")
     parser.add_argument("--out", type=Path, help="result file")
     given = parser.parse_args()
@@ -205,17 +212,27 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def without_paths(text: str, most: int = 120) -> str:
-    """Return a message without the paths and addresses in it, so that equal messages are counted together."""
+    """Return a message without the paths and addresses in it, so that equal messages are counted
+    together.
+    """
     return re.sub(r"0x[0-9a-f]+", "ADDRESS", re.sub(r"/[\w./-]+/", "", text))[:most]
 
 
 def describe_device() -> dict[str, Any]:
-    """Return what the benchmark ran on: the processor, what of it is usable, the memory, and the GPU if any."""
+    """Return what the benchmark ran on.
+
+    The processor, what of it is usable, the memory, and the GPU if any.
+    """
     found: dict[str, Any] = {
         "cpu": _first_value(Path("/proc/cpuinfo"), "model name"),
         "cores_usable": len(os.sched_getaffinity(0)),
-        "memory_gib": round(int((_first_value(Path("/proc/meminfo"), "MemTotal") or "0").split()[0]) / 2**20, 1),
-        "system": f"{platform.system()} {platform.release().split('-')[0]}, {' '.join(platform.libc_ver())}",
+        "memory_gib": round(
+            int((_first_value(Path("/proc/meminfo"), "MemTotal") or "0").split()[0]) / 2**20, 1
+        ),
+        "system": (
+            f"{platform.system()} {platform.release().split('-')[0]},"
+            f" {' '.join(platform.libc_ver())}"
+        ),
         "torch_threads": torch.get_num_threads(),
     }
     if torch.cuda.is_available():
@@ -228,7 +245,8 @@ def describe_device() -> dict[str, Any]:
 def describe_commit() -> dict[str, Any]:
     """Return the git commit of this checkout, and whether anything but results differs from it.
 
-    For a copy without its history the variable ``BENCH_COMMIT`` says it: ``HASH`` or ``HASH-dirty``.
+    For a copy without its history the variable ``BENCH_COMMIT`` says it: ``HASH`` or
+        ``HASH-dirty``.
     """
     given, _, dirty = os.environ.get("BENCH_COMMIT", "").partition("-")
     if given:
@@ -242,7 +260,9 @@ def describe_commit() -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     try:
-        found = subprocess.run(["git", *arguments], cwd=_HERE, capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["git", *arguments], cwd=_HERE, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
@@ -264,7 +284,10 @@ def _line(figure: Figure) -> str:
     verdict = {None: "", True: "  reached", False: "  NOT REACHED"}[figure.reached]
     if figure.unit == "count":
         return f"  {figure.what}: {figure.value:g} of {figure.samples}{verdict}"
-    return f"  {figure.what}: {figure.value:g} {figure.unit} (p10 {figure.p10:g}, p90 {figure.p90:g}){verdict}"
+    return (
+        f"  {figure.what}: {figure.value:g} {figure.unit} (p10 {figure.p10:g}, p90"
+        f" {figure.p90:g}){verdict}"
+    )
 
 
 def _indent_outside_lists(body: dict[str, Any]) -> str:
@@ -272,7 +295,9 @@ def _indent_outside_lists(body: dict[str, Any]) -> str:
     lines = []
     for key, value in body.items():
         if isinstance(value, dict) and value:
-            inner = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+            inner = ",\n".join(
+                f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()
+            )
             lines.append(f"  {json.dumps(key)}: {{\n{inner}\n  }}")
         elif isinstance(value, list) and value:
             inner = ",\n".join(f"    {json.dumps(entry)}" for entry in value)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.run_all [--quick] [--only gpu.]
 
-Timings come first, while nothing else of ours runs. Ends with exit code 1 if a script failed; a figure that was not
-reached is no failure, but it is said.
+Timings come first, while nothing else of ours runs. Ends with exit code 1 if a script failed; a
+figure that was not reached is no failure, but it is said.
 """
 
 from __future__ import annotations
@@ -87,8 +87,12 @@ def not_reached(name: str, *, quick: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repetitions, to see that all of them work")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few repetitions, to see that all of them work"
+    )
     parser.add_argument("--only", default="", help="those whose name begins so, such as gpu.")
     options = parser.parse_args()
     quick, scripts = options.quick, [name for name in SCRIPTS if name.startswith(options.only)]

@@ -1,9 +1,13 @@
-"""A training loop on torch's loader, observed and not in turns; started by ``run_overhead`` in an observed process.
+"""A training loop on torch's loader, observed and not in turns.
+
+Started by ``run_overhead`` in an observed process.
 
     python -m benchmarks.run_overhead_script KIND MILLISECONDS PAIRS
 
-The loop does not change: what the observer has put around torch's functions is taken away and put back between blocks
-of steps. Prints a line of JSON: the batch size, and for each pair the CPU seconds of a plain and an observed step.
+The loop does not change: what the observer has put around torch's functions is taken away and put
+    back between blocks
+of steps. Prints a line of JSON: the batch size, and for each pair the CPU seconds of a plain and an
+    observed step.
 """
 
 from __future__ import annotations

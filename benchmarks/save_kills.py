@@ -1,17 +1,24 @@
-"""A process that is killed while it saves: does its run directory always resume, with a state that was saved?
+"""A process that is killed while it saves.
 
-How: a forked child trains a 20 MB model and saves whenever it can: beside the training, so that steps go on and
-change the weights while they are written, or in the loop after every step. It appends the digest of its weights to a
-log after each step, before a save of them can begin. It is killed by SIGKILL at a random moment of the time from one
-save to the next. Then the run is resumed, its state is compared with the log, and the next child goes on from there
-until it is killed too: 10 kills of each run. A kill that fell into a save shows as an unfinished directory that was
-left behind. A state that mixes two steps, because the writer did not have a true copy, has a digest that is in no
-log.
+Does its run directory always resume, with a state that was saved?
 
-Beside it: ``torch.save`` of the same weights straight to the final path, in a loop that does nothing else, killed in
+How: a forked child trains a 20 MB model and saves whenever it can: beside the training, so that
+    steps go on and
+change the weights while they are written, or in the loop after every step. It appends the digest of
+its weights to a log after each step, before a save of them can begin. It is killed by SIGKILL at a
+random moment of the time from one save to the next. Then the run is resumed, its state is compared
+with the log, and the next child goes on from there
+until it is killed too: 10 kills of each run. A kill that fell into a save shows as an unfinished
+    directory that was
+left behind. A state that mixes two steps, because the writer did not have a true copy, has a digest
+that is in no log.
+
+Beside it: ``torch.save`` of the same weights straight to the final path, in a loop that does
+    nothing else, killed in
 the same way; how often the file cannot be loaded afterwards.
 
-To reach: 0 of 500 run directories that cannot be resumed, 0 of 500 resumed states that were never there; 400 of the
+To reach: 0 of 500 run directories that cannot be resumed, 0 of 500 resumed states that were never
+    there; 400 of the
 kills beside the training, 100 in the loop.
 """
 
@@ -67,7 +74,10 @@ def resumed(run_dir: Path, beside: bool) -> tuple[Guard, nn.Module]:
 
 
 def save_for_ever(run_dir: Path, beside: bool, saves: Counter) -> None:
-    """Resume, then train, note the digest, and save, until killed; count the saves that were finished."""
+    """Resume, then train, note the digest, and save, until killed.
+
+    Count the saves that were finished.
+    """
     guard, model = resumed(run_dir, beside)
     log = os.open(run_dir / "digests.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -91,7 +101,9 @@ def save_plainly_for_ever(file: Path, steps: Counter) -> None:
 
 
 def load_plainly(file: Path) -> bool:
-    return digest_tensors(list(torch.load(file, weights_only=True).values())) == digest(make_model())
+    return digest_tensors(list(torch.load(file, weights_only=True).values())) == digest(
+        make_model()
+    )
 
 
 def time_of_a_save(run: Callable[[Counter], None]) -> float:
@@ -107,7 +119,9 @@ def time_of_a_save(run: Callable[[Counter], None]) -> float:
     return statistics.median(after - before for before, after in pairwise(moments))
 
 
-def kill_in_a_save(run: Callable[[Counter], None], chance: random.Random, save_seconds: float) -> str:
+def kill_in_a_save(
+    run: Callable[[Counter], None], chance: random.Random, save_seconds: float
+) -> str:
     """Kill a process at a random moment after a save began; return how it ended."""
     steps = Counter()
     child = Child(partial(run, steps))
@@ -126,13 +140,17 @@ def check_run(run_dir: Path) -> tuple[bool, bool]:
         print(f"    cannot be resumed: {without_paths(fate.error or fate.how)}")
         return False, False
     step, found = fate.value
-    lines = [json.loads(line) for line in (run_dir / "digests.jsonl").read_bytes().split(b"\n")[:-1]]
+    lines = [
+        json.loads(line) for line in (run_dir / "digests.jsonl").read_bytes().split(b"\n")[:-1]
+    ]
     saved = {(line["step"], line["digest"]) for line in lines}
     fresh = (0, digest(make_model()))
     return True, (step, found) in saved | {fresh}
 
 
-def measure_holdfast(result: Result, folder: Path, kills: int, chance: random.Random, *, beside: bool) -> None:
+def measure_holdfast(
+    result: Result, folder: Path, kills: int, chance: random.Random, *, beside: bool
+) -> None:
     name = "holdfast, beside the training" if beside else "holdfast, in the loop"
     save_seconds = time_of_a_save(partial(save_for_ever, folder / f"timing-{beside}", beside))
     rows = []

@@ -1,13 +1,20 @@
-"""Runs that are killed at random moments and resumed: are they bit-identical to the run that nobody disturbed?
+"""Runs that are killed at random moments and resumed.
 
-How: one run is 80 steps of a small convolutional network (see ``small_training``) with a checkpoint every 7 steps.
-Each attempt is a forked process, which is killed by SIGKILL after 0 to 40 steps and a random part of two steps
-more, up to 3 times, at any place: start, loading, forward, optimizer, saving. Then it runs to the end. Compared are
-weights, BatchNorm statistics, AdamW moments and the schedule, by digest, with a plain PyTorch loop over the same
-`holdfast.DataLoader`. 50 random schedules, with 0 and with 2 loader workers.
+Are they bit-identical to the run that nobody disturbed?
 
-Beside it: what most scripts do. A plain loop over `torch.utils.data.DataLoader` with ``torch.save`` of weights,
-optimizer, schedule and epoch every 7 steps, resumed at the beginning of that epoch, against its own undisturbed run.
+How: one run is 80 steps of a small convolutional network (see ``small_training``) with a checkpoint
+    every 7 steps.
+Each attempt is a forked process, which is killed by SIGKILL after 0 to 40 steps and a random part
+of two steps
+more, up to 3 times, at any place: start, loading, forward, optimizer, saving. Then it runs to the
+    end. Compared are
+weights, BatchNorm statistics, AdamW moments and the schedule, by digest, with a plain PyTorch loop
+over the same `holdfast.DataLoader`. 50 random schedules, with 0 and with 2 loader workers.
+
+Beside it: what most scripts do. A plain loop over `torch.utils.data.DataLoader` with ``torch.save``
+    of weights,
+optimizer, schedule and epoch every 7 steps, resumed at the beginning of that epoch, against its own
+undisturbed run.
 
 To reach: 100 of 100 bit-identical.
 """
@@ -27,7 +34,14 @@ import torch
 
 from benchmarks.forks import Child, Counter, in_a_fork, single_threaded, wait_until
 from benchmarks.results_file import Result, read_options, without_paths
-from benchmarks.small_training import BATCH_SIZE, SAVE_INTERVAL_STEPS, STEPS, Augmented, Training, train_guarded
+from benchmarks.small_training import (
+    BATCH_SIZE,
+    SAVE_INTERVAL_STEPS,
+    STEPS,
+    Augmented,
+    Training,
+    train_guarded,
+)
 from holdfast import DataLoader
 
 _MOST_KILLS = 3
@@ -44,7 +58,9 @@ def train_plainly(run_dir: Path, num_workers: int, steps: Counter) -> str:
     """Train to the end, resuming as most scripts do."""
     training, file = Training(), run_dir / "last.pt"
     run_dir.mkdir(exist_ok=True)
-    loader = torch.utils.data.DataLoader(Augmented(), batch_size=BATCH_SIZE, shuffle=True, num_workers=num_workers)
+    loader = torch.utils.data.DataLoader(
+        Augmented(), batch_size=BATCH_SIZE, shuffle=True, num_workers=num_workers
+    )
     epoch, step = 0, 0
     if file.exists():
         saved = torch.load(file)
@@ -64,7 +80,11 @@ def train_plainly(run_dir: Path, num_workers: int, steps: Counter) -> str:
 
 def reference_digest() -> str:
     """Train with a plain loop over holdfast's loader, undisturbed."""
-    training, loader, step = Training(), DataLoader(Augmented(), batch_size=BATCH_SIZE, shuffle=True, seed=5), 0
+    training, loader, step = (
+        Training(),
+        DataLoader(Augmented(), batch_size=BATCH_SIZE, shuffle=True, seed=5),
+        0,
+    )
     while True:
         for batch in loader:
             training.bare_step(batch)
@@ -80,7 +100,8 @@ class Outcome:
     digest: str | None  # of the last state; None if the last attempt failed
     how: str  # the last attempt ended
     planned_kills: int
-    kills: list[int]  # steps that each killed attempt had made; the end may come before the last planned kill
+    # Steps that each killed attempt had made; the end may come before the last planned kill
+    kills: list[int]
 
 
 def run_schedule(
@@ -99,19 +120,30 @@ def run_schedule(
         child.kill()
         fate = child.finish()
         if fate.signal != "SIGKILL":
-            return Outcome(digest=fate.value, how=fate.error or fate.how, planned_kills=planned, kills=kills)
+            return Outcome(
+                digest=fate.value, how=fate.error or fate.how, planned_kills=planned, kills=kills
+            )
         kills.append(steps.get())
     fate = in_a_fork(partial(train, run_dir, num_workers, Counter()))
-    return Outcome(digest=fate.value, how=fate.error or fate.how, planned_kills=planned, kills=kills)
+    return Outcome(
+        digest=fate.value, how=fate.error or fate.how, planned_kills=planned, kills=kills
+    )
 
 
-def measure(result: Result, train: _Train, name: str, num_workers: int, schedules: int) -> tuple[int, int]:
-    """Run all schedules of one kind; return how many are bit-identical and how many could not be resumed."""
+def measure(
+    result: Result, train: _Train, name: str, num_workers: int, schedules: int
+) -> tuple[int, int]:
+    """Run all schedules of one kind.
+
+    Return how many are bit-identical and how many could not be resumed.
+    """
     kind = f"{name}, {num_workers} workers"
     chance = random.Random(num_workers)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        undisturbed = in_a_fork(partial(train, Path(folder) / "undisturbed", num_workers, Counter())).value
+        undisturbed = in_a_fork(
+            partial(train, Path(folder) / "undisturbed", num_workers, Counter())
+        ).value
         step_seconds = (time.perf_counter() - started) / STEPS
         if name == "holdfast" and undisturbed != in_a_fork(reference_digest).value:
             raise RuntimeError(f"{kind}: the undisturbed run differs from the plain loop")
@@ -121,8 +153,12 @@ def measure(result: Result, train: _Train, name: str, num_workers: int, schedule
         ]
     identical = sum(row.digest == undisturbed for row in rows)
     broken = sum(row.digest is None for row in rows)
-    result.samples[f"{kind}: steps that each killed attempt had made, by run"] = [row.kills for row in rows]
-    result.samples[f"{kind}: how the last attempt ended"] = dict(Tally(without_paths(row.how) for row in rows))
+    result.samples[f"{kind}: steps that each killed attempt had made, by run"] = [
+        row.kills for row in rows
+    ]
+    result.samples[f"{kind}: how the last attempt ended"] = dict(
+        Tally(without_paths(row.how) for row in rows)
+    )
     killed, planned = sum(len(row.kills) for row in rows), sum(row.planned_kills for row in rows)
     result.add_count(f"{kind}: kills, of those planned", killed, planned)
     return identical, broken
@@ -148,8 +184,12 @@ def main() -> None:
         for num_workers in (0, 2):
             same, broken = measure(result, train, name, num_workers, schedules)
             kind, wanted = f"{name}, {num_workers} workers", schedules if ours else None
-            result.add_count(f"{kind}: bit-identical to the undisturbed run", same, schedules, expected=wanted)
-            result.add_count(f"{kind}: could not be resumed", broken, schedules, expected=0 if ours else None)
+            result.add_count(
+                f"{kind}: bit-identical to the undisturbed run", same, schedules, expected=wanted
+            )
+            result.add_count(
+                f"{kind}: could not be resumed", broken, schedules, expected=0 if ours else None
+            )
     result.write()
 
 

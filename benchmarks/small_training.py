@@ -1,7 +1,9 @@
-"""A small training that uses everything a resume must bring back: the subject of the kills and of the flipped bits.
+"""A small training that uses everything a resume must bring back.
 
-BatchNorm, dropout, AdamW, a learning-rate schedule, a shuffled loader, and augmentation by the random numbers of
-python, numpy and torch.
+The subject of the kills and of the flipped bits.
+
+BatchNorm, dropout, AdamW, a learning-rate schedule, a shuffled loader, and augmentation by the
+random numbers of python, numpy and torch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ _SIDE = 16
 
 
 class Augmented(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Random images in 4 classes, augmented by three libraries' random numbers. Item: ``(1, 16, 16)``, label."""
+    """Random images in 4 classes, augmented by three libraries' random numbers.
+
+    Item: ``(1, 16, 16)``, label.
+    """
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(11)
@@ -56,10 +61,16 @@ class Training:
         blocks = [
             layer
             for width in (1, channels)
-            for layer in (nn.Conv2d(width, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+            for layer in (
+                nn.Conv2d(width, channels, 3, padding=1),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(),
+            )
         ]
         head = [nn.Linear(16 * channels, 64), nn.ReLU(), nn.Linear(64, 4)]
-        self.model = nn.Sequential(*blocks, nn.Dropout(0.2), nn.AdaptiveAvgPool2d(4), nn.Flatten(), *head)
+        self.model = nn.Sequential(
+            *blocks, nn.Dropout(0.2), nn.AdaptiveAvgPool2d(4), nn.Flatten(), *head
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=STEPS)
 
@@ -80,12 +91,16 @@ class Training:
         tensors = list(self.model.state_dict().values())
         for state in self.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        numbers = [group["lr"] for group in self.optimizer.param_groups] + [self.scheduler.last_epoch]
+        numbers = [group["lr"] for group in self.optimizer.param_groups] + [
+            self.scheduler.last_epoch
+        ]
         return digest_tensors(tensors, json.dumps(numbers))
 
     def plain_state(self) -> dict[str, Any]:
         """Return what most scripts save."""
-        return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+        return {
+            name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")
+        }
 
     def load_plain_state(self, saved: dict[str, Any]) -> None:
         """Put back what `plain_state` returned."""
@@ -99,16 +114,24 @@ class Training:
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            loader=DataLoader(Augmented(), batch_size=BATCH_SIZE, shuffle=True, seed=5, num_workers=num_workers),
+            loader=DataLoader(
+                Augmented(), batch_size=BATCH_SIZE, shuffle=True, seed=5, num_workers=num_workers
+            ),
             save_interval_steps=SAVE_INTERVAL_STEPS,
             **settings,
         )
 
 
 def train_guarded(
-    run_dir: Path, num_workers: int, after_step: Callable[[int, Training], None], max_steps: int = STEPS
+    run_dir: Path,
+    num_workers: int,
+    after_step: Callable[[int, Training], None],
+    max_steps: int = STEPS,
 ) -> Training:
-    """Train under a guard from wherever the run stands; `after_step` is called with the steps made, after each."""
+    """Train under a guard from wherever the run stands.
+
+    `after_step` is called with the steps made, after each.
+    """
     training = Training()
     guard = training.guard(run_dir, num_workers)
     for batch in guard.batches(max_steps=max_steps):

@@ -1,14 +1,20 @@
-"""The spike detector: how often it disturbs a healthy run, and how many damaged states it lets pass as good.
+"""The spike detector.
 
-How: healthy trainings with rough losses (`spikes_runs`) are recorded, then judged. In copies of them faults are
+How often it disturbs a healthy run, and how many damaged states it lets pass as good.
+
+How: healthy trainings with rough losses (`spikes_runs`) are recorded, then judged. In copies of
+    them faults are
 planted at random steps . A fault counts as damage if a later state, looked at every 100 steps, has
-lost a quarter of what the training had gained, and stands beyond all states of the undisturbed twin; it is missed if
-the first such state would be called good: no hard step since the fault, and nothing suspected until 50 steps after
+lost a quarter of what the training had gained, and stands beyond all states of the undisturbed
+twin; it is missed if
+the first such state would be called good: no hard step since the fault, and nothing suspected until
+    50 steps after
 it (a rollback from a divergence returns to no state that is younger). Three detectors in use
-elsewhere are said to notice if they flag any step since the fault, be it by chance. Programs that the thresholds were
-chosen on and programs held out are reported apart.
+elsewhere are said to notice if they flag any step since the fault, be it by chance. Programs that
+the thresholds were chosen on and programs held out are reported apart.
 
-To reach: <= 0.1 hard steps in 1,000 healthy ones, divergence included; >= 95 % of damages noticed; <= 5 us a step.
+To reach: <= 0.1 hard steps in 1,000 healthy ones, divergence included; >= 95 % of damages noticed;
+    <= 5 us a step.
 """
 
 from __future__ import annotations
@@ -41,7 +47,8 @@ _AFTER = 400  # steps from the hundred in which the fault lies
 _GAIN_LOST = 0.25
 
 
-# --- training -----------------------------------------------------------------------------------------------
+# --- training
+# ------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,15 +63,24 @@ def build(make: Make, seed: int) -> tuple[runs.Training, dict[str, float]]:
     """Return a training, and the learning rates of its players."""
     torch.manual_seed(seed)
     training = make(seed)
-    return training, {name: each.param_groups[0]["lr"] for name, (each, _) in training.players.items()}
+    return training, {
+        name: each.param_groups[0]["lr"] for name, (each, _) in training.players.items()
+    }
 
 
 def evaluate(training: runs.Training, step: int) -> float:
-    """Return the mean loss of the first player on 40 batches of this stage, without the best and worst tenth."""
+    """Return the mean loss of the first player on 40 batches of this stage, without the best and
+    worst tenth.
+    """
     loss_fn = next(iter(training.players.values()))[1]
     with torch.no_grad():
-        losses = [float(loss_fn(training.batch((500 + number) * 1_000_000 + step))) for number in range(40)]
-    return statistics.fmean(sorted(loss if math.isfinite(loss) else math.inf for loss in losses)[4:36])
+        losses = [
+            float(loss_fn(training.batch((500 + number) * 1_000_000 + step)))
+            for number in range(40)
+        ]
+    return statistics.fmean(
+        sorted(loss if math.isfinite(loss) else math.inf for loss in losses)[4:36]
+    )
 
 
 def train(
@@ -85,7 +101,12 @@ def train(
             optimizer.zero_grad()
             loss = loss_fn(batch)
             loss.backward()
-            moved = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            moved = [
+                p.grad
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
             norm = float(torch.nn.utils.get_total_norm(moved))
             optimizer.step()
             found.rows.append((name, loss.item(), norm))
@@ -94,7 +115,9 @@ def train(
     return found
 
 
-def prepare(training: runs.Training, rates: dict[str, float], step: int, fault: Fault | None, struck_at: int) -> Any:
+def prepare(
+    training: runs.Training, rates: dict[str, float], step: int, fault: Fault | None, struck_at: int
+) -> Any:
     """Set the learning rates of a step, let the fault strike, and return the batch."""
     since = step - struck_at if fault is not None and step >= struck_at else None
     for name, (optimizer, _) in training.players.items():
@@ -130,7 +153,9 @@ def record(make: Make, seed: int, steps: int, *, plant: bool) -> tuple[Recording
         part = train(training, rates, first, last)
         whole.rows += part.rows
         whole.states |= part.states
-        optimizers = {name: copy.deepcopy(each.state_dict()) for name, (each, _) in training.players.items()}
+        optimizers = {
+            name: copy.deepcopy(each.state_dict()) for name, (each, _) in training.players.items()
+        }
         saved[last] = copy.deepcopy(training.model.state_dict()), optimizers
     planted = []
     for step in struck:
@@ -155,20 +180,27 @@ def record(make: Make, seed: int, steps: int, *, plant: bool) -> tuple[Recording
 
 def damage_limit(twin: dict[int, float], struck_at: int) -> float:
     """Return the evaluation loss above which a state is damaged."""
-    around = [loss for step, loss in twin.items() if struck_at - _EVERY <= step <= struck_at + _AFTER]
+    around = [
+        loss for step, loss in twin.items() if struck_at - _EVERY <= step <= struck_at + _AFTER
+    ]
     return max(2 * max(around) - min(around), min(around) + _GAIN_LOST * (twin[0] - min(around)))
 
 
 def first_damaged(twin: dict[int, float], after: dict[int, float], struck_at: int) -> int | None:
     limit = damage_limit(twin, struck_at)
-    return next((step for step, loss in after.items() if step > struck_at and not loss < limit), None)
+    return next(
+        (step for step, loss in after.items() if step > struck_at and not loss < limit), None
+    )
 
 
-# --- what is noticed -----------------------------------------------------------------------------------------
+# --- what is noticed
+# ------------------------------------------------------------------------
 
 
 def notices(detector: Any, planted: Planted, *, later: int = 0) -> bool:
-    """Say whether a detector refuses the first damaged state, which it may call good so many steps later."""
+    """Say whether a detector refuses the first damaged state, which it may call good so many
+    steps later.
+    """
     assert planted.damaged_after is not None
     for row in planted.before:
         detector.flags(*row)
@@ -182,16 +214,21 @@ def notices(detector: Any, planted: Planted, *, later: int = 0) -> bool:
     return False
 
 
-# --- under a guard ------------------------------------------------------------------------------------------
+# --- under a guard
+# ------------------------------------------------------------------------
 
 
-def train_guarded(make: Make, seed: int, steps: int, fault: Fault, struck_at: int, action: str) -> float:
-    """Return the evaluation loss at the end of a training with a fault under a guard; Inf if it was given up.
+def train_guarded(
+    make: Make, seed: int, steps: int, fault: Fault, struck_at: int, action: str
+) -> float:
+    """Return the evaluation loss at the end of a training with a fault under a guard.
+
+    Inf if it was given up.
 
     The fault strikes once, by the number of the batch: a rollback does not bring it back.
     """
     training, rates = build(make, seed)
-    (optimizer, loss_fn) = next(iter(training.players.values()))
+    optimizer, loss_fn = next(iter(training.players.values()))
     with tempfile.TemporaryDirectory() as folder:
         guard = holdfast.Guard(
             Path(folder),
@@ -212,7 +249,8 @@ def train_guarded(make: Make, seed: int, steps: int, fault: Fault, struck_at: in
     return evaluate(training, steps)
 
 
-# --- the report ---------------------------------------------------------------------------------------------
+# --- the report
+# ------------------------------------------------------------------------
 
 
 def report_healthy(result: Result, which: str, recordings: dict[str, Recording]) -> None:
@@ -220,7 +258,11 @@ def report_healthy(result: Result, which: str, recordings: dict[str, Recording])
     others = dict.fromkeys(OTHERS, 0)
     for name, recording in recordings.items():
         ours = Ours()
-        flagged = [step for step, row in enumerate(recording.rows) if (ours.flags(*row), ours.suspects())[0]]
+        flagged = [
+            step
+            for step, row in enumerate(recording.rows)
+            if (ours.flags(*row), ours.suspects())[0]
+        ]
         hard += len(flagged)
         total += len(recording.rows)
         again = Ours()
@@ -233,10 +275,14 @@ def report_healthy(result: Result, which: str, recordings: dict[str, Recording])
         for other, make in OTHERS.items():
             detector = make()
             others[other] += sum(detector.flags(*row) for row in recording.rows)
-    what = f"{which}: hard or diverged in 1,000 healthy steps ({total} steps, {len(recordings)} runs)"
+    what = (
+        f"{which}: hard or diverged in 1,000 healthy steps ({total} steps, {len(recordings)} runs)"
+    )
     result.add_samples(what, "steps", [1000 * hard / total], at_most=0.1)
     for other, count in others.items():
-        result.add_samples(f"{which}: flagged by {other} in 1,000 healthy steps", "steps", [1000 * count / total])
+        result.add_samples(
+            f"{which}: flagged by {other} in 1,000 healthy steps", "steps", [1000 * count / total]
+        )
     result.add_count(f"{which}: healthy states that would not be called good", refused, states)
 
 
@@ -245,15 +291,28 @@ def report_planted(result: Result, which: str, planted: Sequence[Planted]) -> No
     result.add_count(f"{which}: planted faults that did damage", len(damaged), len(planted))
     missed = [each for each in damaged if not notices(Ours(), each)]
     share = 100 * len(missed) / len(damaged)
-    result.add_samples(f"{which}: damages not noticed when the state is saved ({len(damaged)} damages)", "%", [share])
-    result.samples[f"{which}: missed"] = [f"{each.program}: {each.fault}, {each.damaged_after}" for each in missed]
+    result.add_samples(
+        f"{which}: damages not noticed when the state is saved ({len(damaged)} damages)",
+        "%",
+        [share],
+    )
+    result.samples[f"{which}: missed"] = [
+        f"{each.program}: {each.fault}, {each.damaged_after}" for each in missed
+    ]
     late = [each for each in damaged if not notices(Ours(), each, later=GOOD_AFTER)]
-    what = f"{which}: damages missed when the state is called good, {GOOD_AFTER} steps later ({len(damaged)} damages)"
+    what = (
+        f"{which}: damages missed when the state is called good, {GOOD_AFTER} steps later"
+        f" ({len(damaged)} damages)"
+    )
     result.add_samples(what, "%", [100 * len(late) / len(damaged)], at_most=5.0)
-    result.samples[f"{which}: not noticed until called good"] = [f"{each.program}: {each.fault}" for each in late]
+    result.samples[f"{which}: not noticed until called good"] = [
+        f"{each.program}: {each.fault}" for each in late
+    ]
     for other, make in OTHERS.items():
         result.add_count(
-            f"{which}: damages with a flag of {other}", sum(notices(make(), e) for e in damaged), len(damaged)
+            f"{which}: damages with a flag of {other}",
+            sum(notices(make(), e) for e in damaged),
+            len(damaged),
         )
 
 
@@ -263,14 +322,20 @@ def report_guarded(result: Result, programs: Sequence[Make], steps: int) -> None
         training, rates = build(make, 2)
         twin = train(training, rates, 0, steps).states
         for fault in FAULTS:
-            struck_at = random.Random(f"{make.__name__} {fault.name}").randrange(steps - 400, steps - 250)
+            struck_at = random.Random(f"{make.__name__} {fault.name}").randrange(
+                steps - 400, steps - 250
+            )
             around = [loss for step, loss in twin.items() if step >= struck_at - _EVERY]
-            limit = max(2 * max(around) - min(around), min(around) + _GAIN_LOST * (twin[0] - min(around)))
+            limit = max(
+                2 * max(around) - min(around), min(around) + _GAIN_LOST * (twin[0] - min(around))
+            )
             if train_guarded(make, 2, steps, fault, struck_at, "off") < limit:
                 continue
             damaged += 1
             unharmed += train_guarded(make, 2, steps, fault, struck_at, "roll_back") < limit
-    result.add_count("guarded runs that end unharmed, of those that a fault damages without", unharmed, damaged)
+    result.add_count(
+        "guarded runs that end unharmed, of those that a fault damages without", unharmed, damaged
+    )
 
 
 def report_cost(result: Result, blocks: int) -> None:
@@ -284,7 +349,9 @@ def report_cost(result: Result, blocks: int) -> None:
                 detector.accepted(name, loss, norm)
             detector.is_calm()
         found.append((time.process_time_ns() - started) / len(rows) / 1000)
-    result.add_samples("CPU time of one step: judge, accepted and is_calm", "us", found, at_most=5.0)
+    result.add_samples(
+        "CPU time of one step: judge, accepted and is_calm", "us", found, at_most=5.0
+    )
 
 
 def main() -> None:
@@ -292,9 +359,15 @@ def main() -> None:
     options = read_options("spikes", __doc__ or "")
     steps, length = (1500, 10_000) if options.quick else (4000, 100_000)
     sets = {"design": (runs.DESIGN, 0), "held out": (runs.HELD_OUT, 1)}
-    parameters = {"steps": steps, "synthetic_steps": length, "gain_lost": _GAIN_LOST, "states_every": _EVERY}
+    parameters = {
+        "steps": steps,
+        "synthetic_steps": length,
+        "gain_lost": _GAIN_LOST,
+        "states_every": _EVERY,
+    }
     result = Result(
-        options=options, parameters=parameters | {"seeds": {name: seed for name, (_, seed) in sets.items()}}
+        options=options,
+        parameters=parameters | {"seeds": {name: seed for name, (_, seed) in sets.items()}},
     )
     report_cost(result, 2 if options.quick else 7)
     for which, (programs, seed) in sets.items():
@@ -312,8 +385,14 @@ def main() -> None:
         ours = Ours()
         count = sum(ours.flags(*row) for row in synthetic(draw.__name__, draw, length))
         name = draw.__name__.replace("_", " ")
-        result.add_samples(f"synthetic, {name}: hard in 1,000 steps", "steps", [1000 * count / length], at_most=0.1)
-    guarded = (runs.label_noise,) if options.quick else (runs.label_noise, runs.heavy_regression, runs.skip_grams)
+        result.add_samples(
+            f"synthetic, {name}: hard in 1,000 steps", "steps", [1000 * count / length], at_most=0.1
+        )
+    guarded = (
+        (runs.label_noise,)
+        if options.quick
+        else (runs.label_noise, runs.heavy_regression, runs.skip_grams)
+    )
     report_guarded(result, guarded, 1000)
     result.write()
 

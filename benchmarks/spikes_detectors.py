@@ -1,4 +1,6 @@
-"""The detectors compared, re-implemented in a few lines where they are not ours, and series made by chance."""
+"""The detectors compared, re-implemented in a few lines where they are not ours, and series made
+by chance.
+"""
 
 # ruff: noqa: D102 - `flags` takes one step and says if it is flagged, `suspects` if a state would not be called good now
 
@@ -16,7 +18,10 @@ Row = tuple[str, float, float]
 
 
 class Ours:
-    """The detector as a run with ``spike_action="skip"`` uses it; a step that is not finite is hard too."""
+    """The detector as a run with ``spike_action="skip"`` uses it.
+
+    A step that is not finite is hard too.
+    """
 
     def __init__(self, objective: Any = "minimize") -> None:
         self.detector = SpikeDetector(objective=objective)
@@ -25,7 +30,9 @@ class Ours:
         level = self.detector.judge(name, loss, norm)
         if level is not Level.HARD:
             self.detector.accepted(name, loss, norm)
-        return level in (Level.HARD, Level.DIVERGED) or not (math.isfinite(loss) and math.isfinite(norm))
+        return level in (Level.HARD, Level.DIVERGED) or not (
+            math.isfinite(loss) and math.isfinite(norm)
+        )
 
     def suspects(self) -> bool:
         return not self.detector.is_calm()
@@ -69,7 +76,11 @@ class Olmo:
         for kept, value in ((self.losses, loss), (self.norms, norm)):
             if len(kept) == 128:
                 sums, squares = sum(kept), sum(number * number for number in kept)
-                spread = math.sqrt(max(0.0, (squares - sums * sums / 128) / 127)) if squares < math.inf else math.nan
+                spread = (
+                    math.sqrt(max(0.0, (squares - sums * sums / 128) / 127))
+                    if squares < math.inf
+                    else math.nan
+                )
                 spiked = spiked or not value <= sums / 128 + 6 * spread
                 kept.pop(0)
             kept.append(value)
@@ -123,6 +134,8 @@ def exponential_of_student_3(chance: random.Random) -> tuple[float, float]:
 SYNTHETIC = (log_normal, student_2, student_3_around_zero, exponential_of_student_3)
 
 
-def synthetic(name: str, draw: Callable[[random.Random], tuple[float, float]], steps: int) -> list[Row]:
+def synthetic(
+    name: str, draw: Callable[[random.Random], tuple[float, float]], steps: int
+) -> list[Row]:
     chance = random.Random(name)
     return [("all", *draw(chance)) for _ in range(steps)]

@@ -1,6 +1,7 @@
 """Small trainings whose losses and gradient norms are rough although they are healthy.
 
-All are cheap, with batches of 1 to 4 samples. `DESIGN` was looked at while the detector's thresholds were chosen,
+All are cheap, with batches of 1 to 4 samples. `DESIGN` was looked at while the detector's
+thresholds were chosen,
 `HELD_OUT` only afterwards. No GPU, no downloads: text is the standard library's own source.
 """
 
@@ -31,9 +32,11 @@ class Training:
     """One training from its beginning."""
 
     model: nn.Module
-    players: dict[str, tuple[torch.optim.Optimizer, Callable[[Any], torch.Tensor]]]  # stepped in this order
+    # Stepped in this order
+    players: dict[str, tuple[torch.optim.Optimizer, Callable[[Any], torch.Tensor]]]
     batch: Callable[[int], Any]  # by its number
-    spoil: Callable[[Any], Any]  # what a broken pipeline makes of a batch: inputs or targets of a wrong scale
+    # What a broken pipeline makes of a batch: inputs or targets of a wrong scale
+    spoil: Callable[[Any], Any]
     lr_factor: Callable[[int], float] = _unchanged  # by step
 
 
@@ -46,11 +49,20 @@ def _inputs_times_1000(batch: Batch) -> Batch:
 
 
 def _single(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any], torch.Tensor],
-    batch: Callable[[int], Any], spoil: Callable[[Any], Any] = _inputs_times_1000,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Any], torch.Tensor],
+    batch: Callable[[int], Any],
+    spoil: Callable[[Any], Any] = _inputs_times_1000,
     lr_factor: Callable[[int], float] = _unchanged,
-) -> Training:  # fmt: skip
-    return Training(model=model, players={"all": (optimizer, loss)}, batch=batch, spoil=spoil, lr_factor=lr_factor)
+) -> Training:
+    return Training(
+        model=model,
+        players={"all": (optimizer, loss)},
+        batch=batch,
+        spoil=spoil,
+        lr_factor=lr_factor,
+    )
 
 
 def _targets_times_1000(batch: Batch) -> Batch:
@@ -110,7 +122,8 @@ class _Transformer(nn.Module):
         self.embed = nn.Embedding(96, width)
         self.place = nn.Parameter(torch.randn(64, width) * 0.02)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, batch_first=True, norm_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(width, 96)
 
@@ -143,7 +156,10 @@ class _Adder(nn.Module):
 
 
 def adding_rnn(seed: int) -> Training:
-    """The adding problem, 12 steps, a plain RNN, batches of 4; SGD with momentum: gradients explode now and then."""
+    """The adding problem, 12 steps, a plain RNN, batches of 4.
+
+    SGD with momentum: gradients explode now and then.
+    """
     model = _Adder()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
@@ -155,10 +171,14 @@ def adding_rnn(seed: int) -> Training:
         rows[..., 1].scatter_(1, marks, 1.0)
         return rows, (rows[..., 0] * rows[..., 1]).sum(1)
 
-    return _single(model, optimizer, lambda b: F.mse_loss(model(b[0]), b[1]), batch, _targets_times_1000)
+    return _single(
+        model, optimizer, lambda b: F.mse_loss(model(b[0]), b[1]), batch, _targets_times_1000
+    )
 
 
-def _blobs(seed: int, size: int, classes: int, wrong: float, width: int = 20) -> Callable[[int], Batch]:
+def _blobs(
+    seed: int, size: int, classes: int, wrong: float, width: int = 20
+) -> Callable[[int], Batch]:
     """Return batches of points around class centres; a share of the labels is wrong."""
     centres = torch.randn(classes, width, generator=_of(seed, -1)) * 1.5
 
@@ -225,11 +245,15 @@ def likelihood(seed: int) -> Training:
     return _single(model, optimizer, loss, batch, _targets_times_1000)
 
 
-# --- held out -----------------------------------------------------------------------------------------------
+# --- held out
+# ------------------------------------------------------------------------
 
 
 def char_lstm(seed: int) -> Training:
-    """Characters of another text, one piece of 4 to 48 at a time; SGD with momentum and no clipping."""
+    """Characters of another text, one piece of 4 to 48 at a time.
+
+    SGD with momentum and no clipping.
+    """
     model = _CharacterModel(nn.LSTM, 32)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     batch = _pieces(_text(torch.optim.lr_scheduler), seed, 1, 48)
@@ -237,7 +261,10 @@ def char_lstm(seed: int) -> Training:
 
 
 def curriculum(seed: int) -> Training:
-    """Two easy classes with clean labels for 1,500 steps, then ten with noisy ones; batches of 4; Adam."""
+    """Two easy classes with clean labels for 1,500 steps, then ten with noisy ones.
+
+    Batches of 4; Adam.
+    """
     model = _mlp(20, 10)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     easy, hard = _blobs(seed, 4, 10, 0.0), _blobs(seed, 4, 10, 0.1)
@@ -255,9 +282,15 @@ def curriculum(seed: int) -> Training:
 def small_images(seed: int) -> Training:
     """A convolutional net with BatchNorm on noisy patterns, batches of 4; SGD with momentum."""
     model = nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.Flatten(), nn.Linear(72, 6),
-    )  # fmt: skip
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(72, 6),
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9, weight_decay=1e-4)
     patterns = torch.randn(6, 1, 10, 10, generator=_of(seed, -1))
 
@@ -321,7 +354,10 @@ def variational(seed: int) -> Training:
 
 
 def heavy_squares(seed: int) -> Training:
-    """Regression with Student-t noise (3 degrees of freedom) and a squared loss; SGD with a cosine schedule."""
+    """Regression with Student-t noise (3 degrees of freedom) and a squared loss.
+
+    SGD with a cosine schedule.
+    """
     model = _mlp(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.003, momentum=0.9)
     loss = lambda b: F.mse_loss(model(b[0])[:, 0], b[1])  # noqa: E731
@@ -330,7 +366,10 @@ def heavy_squares(seed: int) -> Training:
 
 
 def gan(seed: int) -> Training:
-    """A generator against a discriminator on points around 8 centres: neither loss means anything by its level."""
+    """A generator against a discriminator on points around 8 centres.
+
+    Neither loss means anything by its level.
+    """
     generator, discriminator = _mlp(4, 2), _mlp(2, 1)
     model = nn.ModuleList([generator, discriminator])
     angles = torch.arange(8) * math.pi / 4
@@ -338,17 +377,25 @@ def gan(seed: int) -> Training:
 
     def batch(number: int) -> Batch:
         chance = _of(seed, number)
-        real = centres[torch.randint(8, (4,), generator=chance)] + 0.1 * torch.randn(4, 2, generator=chance)
+        real = centres[torch.randint(8, (4,), generator=chance)] + 0.1 * torch.randn(
+            4, 2, generator=chance
+        )
         return real, torch.randn(4, 4, generator=chance)
 
     def of_discriminator(b: Batch) -> torch.Tensor:
-        return F.softplus(-discriminator(b[0])).mean() + F.softplus(discriminator(generator(b[1]).detach())).mean()
+        return (
+            F.softplus(-discriminator(b[0])).mean()
+            + F.softplus(discriminator(generator(b[1]).detach())).mean()
+        )
 
     def of_generator(b: Batch) -> torch.Tensor:
         return F.softplus(-discriminator(generator(b[1]))).mean()
 
     players = {
-        "discriminator": (torch.optim.Adam(discriminator.parameters(), 2e-3, (0.5, 0.9)), of_discriminator),
+        "discriminator": (
+            torch.optim.Adam(discriminator.parameters(), 2e-3, (0.5, 0.9)),
+            of_discriminator,
+        ),
         "generator": (torch.optim.Adam(generator.parameters(), 1e-3, (0.5, 0.9)), of_generator),
     }
     return Training(model=model, players=players, batch=batch, spoil=_inputs_times_1000)
@@ -358,7 +405,8 @@ DESIGN = (char_gru, transformer, adding_rnn, label_noise, heavy_regression, like
 HELD_OUT = (char_lstm, curriculum, small_images, triplets, skip_grams, variational, heavy_squares)
 
 
-# --- faults ---------------------------------------------------------------------------------------------------
+# --- faults
+# ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

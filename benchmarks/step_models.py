@@ -20,7 +20,8 @@ class Job:
     """A model, AdamW, and one batch; the same for every call with the same arguments.
 
     Args:
-        kind: "tiny", "mlp", "mlp512", "mlp2048", "conv", or "wide_conv", which has large activations.
+        kind: "tiny", "mlp", "mlp512", "mlp2048", "conv", or "wide_conv", which has large
+            activations.
         batch_size: Samples.
         device: Where it lies.
     """
@@ -29,9 +30,14 @@ class Job:
         torch.manual_seed(0)
         self.device = device
         self.model = _make_model(kind).to(device)
-        # It learns: of a run that does not, the guard searches the cause, which is no cost of a step.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2 if kind == "tiny" else 1e-3)
-        shape = (_WIDTHS[kind],) if kind in _WIDTHS else (3, 32, 32) if kind == "conv" else (3, 64, 64)
+        # It learns: of a run that does not, the guard searches the cause, which is no cost of a
+        # step.
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-2 if kind == "tiny" else 1e-3
+        )
+        shape = (
+            (_WIDTHS[kind],) if kind in _WIDTHS else (3, 32, 32) if kind == "conv" else (3, 64, 64)
+        )
         inputs = torch.randn(batch_size, *shape, device=device)
         seen = inputs.flatten(1)[:, : 2 * _CLASSES]
         labels = (seen @ torch.randn(seen.shape[1], _CLASSES, device=device)).argmax(1)
@@ -76,7 +82,10 @@ class Size(NamedTuple):
 
 
 def find_batch_size(
-    kind: str, milliseconds: float, clock: Callable[[], float] = time.process_time, device: str = "cpu"
+    kind: str,
+    milliseconds: float,
+    clock: Callable[[], float] = time.process_time,
+    device: str = "cpu",
 ) -> Size:
     """Return the batch size with which one bare step takes about this long."""
     size, took = 16, 0.0

@@ -1,19 +1,26 @@
-"""What a guarded step costs over a plain loop with clipping: everything at its default, first steps too, and peers.
+"""What a guarded step costs over a plain loop with clipping.
 
-How: in a forked child two models of one kind, bare and guarded, each with a torch loader of its own, train in blocks
-of 20 steps that take turns, in random order; in every second child the guarded model is made first. Compared is the
-CPU time of all threads (user and system) of the two blocks of a pair, so saves beside the loop count. *First*: the
-first 400 steps of both, the very first included, as the ratio or difference of the sums, one sample for each child.
+Everything at its default, first steps too, and peers.
+
+How: in a forked child two models of one kind, bare and guarded, each with a torch loader of its
+    own, train in blocks
+of 20 steps that take turns, in random order; in every second child the guarded model is made first.
+Compared is the CPU time of all threads (user and system) of the two blocks of a pair, so saves
+beside the loop count. *First*: the first 400 steps of both, the very first included, as the ratio
+or difference of the sums, one sample for each child.
 *Warm*: after 500 steps, one sample for each pair of blocks.
 
-*Alone*: one loop in a child of its own, all with the guard's malloc setting; the CPU time of steps 401 to 800 of a
+*Alone*: one loop in a child of its own, all with the guard's malloc setting; the CPU time of steps
+    401 to 800 of a
 guarded child over that of the bare one started in the same round, in random order.
 
-*Peers*: bare loop, Guard, Accelerate, Lightning and transformers' Trainer in one child, the same model and AdamW for
-each, blocks in turn as above; those that own their loop wait in a callback, in a thread. They save nothing and log
-nothing; the Guard has its defaults.
+*Peers*: bare loop, Guard, Accelerate, Lightning and transformers' Trainer in one child, the same
+    model and AdamW for
+each, blocks in turn as above; those that own their loop wait in a callback, in a thread. They save
+nothing and log nothing; the Guard has its defaults.
 
-Memory: the peak of resident bytes in the third to fifth step over what was there before the model, guarded less bare.
+Memory: the peak of resident bytes in the third to fifth step over what was there before the model,
+    guarded less bare.
 """
 
 from __future__ import annotations
@@ -40,7 +47,8 @@ from holdfast.memory.host_memory import set_malloc_threshold
 
 _ENDLESS = 10**6
 _BLOCK, _FIRST, _WARM_AFTER = 20, 400, 500
-# Kind, milliseconds (None: a batch of 64 or 4), children, most at first and when warm: ratios, of tiny microseconds.
+# Kind, milliseconds (None: a batch of 64 or 4), children, most at first and when warm: ratios, of
+# tiny microseconds.
 _TIMED: tuple[tuple[str, float | None, int, float, float], ...] = (
     ("tiny", None, 6, 120.0, 80.0),
     ("mlp512", None, 3, 1.03, 1.015),
@@ -52,7 +60,8 @@ _MEMORY_CASES = (("mlp", 16384), ("wide_conv", 64), ("wide_conv", 256))
 
 Clock: TypeAlias = Callable[[], float]
 Loop: TypeAlias = Callable[[int], float]
-"""Makes so many steps, a multiple of the block, and returns their seconds, of CPU time if no clock is named."""
+"""Makes so many steps, a multiple of the block, and returns their seconds, of CPU time if no clock
+is named."""
 
 
 class _Same(torch.utils.data.Dataset[Any]):
@@ -72,7 +81,9 @@ def _loader(batch: Callable[[], Any]) -> Any:
     return torch.utils.data.DataLoader(_Same(batch), batch_size=None)
 
 
-def _stepping(step: Callable[[Any], Any], batches: Iterator[Any], clock: Clock = time.process_time) -> Loop:
+def _stepping(
+    step: Callable[[Any], Any], batches: Iterator[Any], clock: Clock = time.process_time
+) -> Loop:
     def run(steps: int) -> float:
         started = clock()
         for _ in range(steps):
@@ -94,14 +105,18 @@ def guarded(job: Job, clock: Clock = time.process_time) -> Loop:
         loader=_loader(lambda: job.batch),
         max_grad_norm=MAX_GRAD_NORM,
     )
-    return _stepping(lambda batch: guard.step(batch, job.loss), guard.batches(max_steps=_ENDLESS), clock)
+    return _stepping(
+        lambda batch: guard.step(batch, job.loss), guard.batches(max_steps=_ENDLESS), clock
+    )
 
 
 def accelerated(job: Job, clock: Clock = time.process_time) -> Loop:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=job.device == "cpu")
-    model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, _loader(lambda: job.batch))
+    model, optimizer, loader = accelerator.prepare(
+        job.model, job.optimizer, _loader(lambda: job.batch)
+    )
 
     def step(batch: Any) -> None:
         inputs, labels = batch
@@ -114,7 +129,9 @@ def accelerated(job: Job, clock: Clock = time.process_time) -> Loop:
 
 
 class _Turns:
-    """Lets a training that owns its loop go on for some steps at a time, in a thread that waits in between."""
+    """Lets a training that owns its loop go on for some steps at a time, in a thread that waits
+    in between.
+    """
 
     def __init__(self, train: Callable[[Callable[[], None]], None], clock: Clock) -> None:
         self._clock = clock
@@ -214,7 +231,9 @@ def transformers(job: Job, clock: Clock = time.process_time) -> Loop:
             use_cpu=job.device == "cpu",
         )
         constant = torch.optim.lr_scheduler.LambdaLR(job.optimizer, lambda _: 1.0)
-        Trains(Model(), arguments, callbacks=[Waits()], optimizers=(job.optimizer, constant)).train()
+        Trains(
+            Model(), arguments, callbacks=[Waits()], optimizers=(job.optimizer, constant)
+        ).train()
 
     return _Turns(train, clock).run
 
@@ -231,10 +250,15 @@ PEERS: dict[str, Callable[..., Loop]] = {
 def in_turns(made: Sequence[tuple[str, Loop]], pairs: int, seed: int) -> list[dict[str, float]]:
     """Return the CPU seconds of a step of each loop, for each round of blocks in random order."""
     chance = random.Random(seed)
-    return [{name: run(_BLOCK) / _BLOCK for name, run in chance.sample(made, len(made))} for _ in range(pairs)]
+    return [
+        {name: run(_BLOCK) / _BLOCK for name, run in chance.sample(made, len(made))}
+        for _ in range(pairs)
+    ]
 
 
-def compared(names: Sequence[str], kind: str, size: int, warm_pairs: int, seed: int) -> tuple[Any, Any]:
+def compared(
+    names: Sequence[str], kind: str, size: int, warm_pairs: int, seed: int
+) -> tuple[Any, Any]:
     """Return the rounds of blocks of the first 400 steps, and those after 500."""
     set_malloc_threshold("auto")  # as the guard does, for all
     order = list(names) if seed % 2 else list(names)[::-1]
@@ -266,13 +290,23 @@ def measure_time(result: Result, *, quick: bool) -> None:
         for seed in range(1 if quick else children):
             run = partial(compared, ("bare", "guarded"), kind, size, 4 if quick else 20, seed)
             found = value_in_a_fork(run, name)
-            first.append([sum(each[loop] for each in found[0]) / len(found[0]) for loop in ("bare", "guarded")])
+            first.append(
+                [
+                    sum(each[loop] for each in found[0]) / len(found[0])
+                    for loop in ("bare", "guarded")
+                ]
+            )
             warm += [(each["bare"], each["guarded"]) for each in found[1]]
         result.parameters[name] = {"batch_size": size}
-        for when, samples, most in (("first 400 steps", first, at_first), ("warm", warm, when_warm)):
+        for when, samples, most in (
+            ("first 400 steps", first, at_first),
+            ("warm", warm, when_warm),
+        ):
             if kind == "tiny":
                 added = [1e6 * (mine - plain) for plain, mine in samples]
-                result.add_samples(f"{name}, {when}: added to a step", "us", added, at_most=most, digits=1)
+                result.add_samples(
+                    f"{name}, {when}: added to a step", "us", added, at_most=most, digits=1
+                )
             else:
                 ratios = [mine / plain for plain, mine in samples]
                 what = f"{name}, {when}: CPU time of guarded over bare"
@@ -286,7 +320,9 @@ def measure_alone(result: Result, rounds: int) -> None:
         names = chance.sample(["bare", "guarded"], 2)
         found = {name: value_in_a_fork(partial(alone, name, "mlp512", 64), name) for name in names}
         ratios.append(found["guarded"] / found["bare"])
-    result.add_samples("mlp512, alone: CPU time of guarded over bare", "ratio", ratios, at_most=1.015)
+    result.add_samples(
+        "mlp512, alone: CPU time of guarded over bare", "ratio", ratios, at_most=1.015
+    )
 
 
 def measure_peers(result: Result, children: int, pairs: int) -> None:
@@ -295,15 +331,21 @@ def measure_peers(result: Result, children: int, pairs: int) -> None:
     for seed in range(children):
         found = value_in_a_fork(partial(compared, tuple(PEERS), "mlp512", 64, pairs, seed), "peers")
         for name in first:
-            first[name].append(sum(each[name] for each in found[0]) / sum(each["bare"] for each in found[0]))
+            first[name].append(
+                sum(each[name] for each in found[0]) / sum(each["bare"] for each in found[0])
+            )
             warm[name] += [each[name] / each["bare"] for each in found[1]]
     for when, samples in (("first 400 steps", first), ("warm", warm)):
         for name, ratios in samples.items():
-            result.add_samples(f"peers, mlp512, {when}: CPU time of {name} over bare", "ratio", ratios)
+            result.add_samples(
+                f"peers, mlp512, {when}: CPU time of {name} over bare", "ratio", ratios
+            )
 
 
 def peak_of_loop(kind: str, batch_size: int, name: str) -> tuple[int, int]:
-    """Return the peak of resident bytes of a loop beyond what was there before, and the bytes of mutable buffers."""
+    """Return the peak of resident bytes of a loop beyond what was there before, and the bytes of
+    mutable buffers.
+    """
     set_malloc_threshold("auto")
     before = resident_bytes()
     job = Job(kind, batch_size)
@@ -323,16 +365,24 @@ def measure_memory(result: Result, kind: str, batch_size: int, repetitions: int)
     extra = [after - before for before, after in zip(peaks["bare"], peaks["guarded"], strict=True)]
     beyond = [(more - buffers) / peak for more, peak in zip(extra, peaks["bare"], strict=True)]
     result.parameters[f"{name}: mutable_buffer_bytes"] = buffers
-    result.add_samples(f"{name}: peak of the bare loop", "MiB", [peak / 2**20 for peak in peaks["bare"]], digits=2)
-    result.add_samples(f"{name}: extra peak of the guarded loop", "MiB", [more / 2**20 for more in extra], digits=2)
-    result.add_samples(f"{name}: extra peak less mutable buffers, over bare peak", "ratio", beyond, at_most=0.01)
+    result.add_samples(
+        f"{name}: peak of the bare loop", "MiB", [peak / 2**20 for peak in peaks["bare"]], digits=2
+    )
+    result.add_samples(
+        f"{name}: extra peak of the guarded loop", "MiB", [more / 2**20 for more in extra], digits=2
+    )
+    result.add_samples(
+        f"{name}: extra peak less mutable buffers, over bare peak", "ratio", beyond, at_most=0.01
+    )
 
 
 def main() -> None:
     single_threaded()
     options = read_options("step_overhead", __doc__ or "")
     quick = options.quick
-    result = Result(options=options, parameters={"block": _BLOCK, "first": _FIRST, "warm_after": _WARM_AFTER})
+    result = Result(
+        options=options, parameters={"block": _BLOCK, "first": _FIRST, "warm_after": _WARM_AFTER}
+    )
     measure_time(result, quick=quick)
     measure_alone(result, 1 if quick else 5)
     measure_peers(result, 1 if quick else 2, 2 if quick else 20)

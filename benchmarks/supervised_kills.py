@@ -1,21 +1,29 @@
-"""Random kills of a supervised training: is anything left a second later, is a record lost, is the verdict right?
+"""Random kills of a supervised training.
 
-How: ``holdfast run`` supervises an unmodified script that trains a small model with two loader workers, about 200
-steps a second. At a random moment of its first two seconds one process is killed by SIGKILL: the supervisor, the
-trainer or a loader worker, in turn. In every fourth run a worker was stopped (SIGSTOP) before, which cannot notice
-anything; not where a worker is killed, since torch then waits for the other one for ever, which is another fault.
+Is anything left a second later, is a record lost, is the verdict right?
 
-Left a second later: trainer, workers, sentinel, and every process that carries the mark of the supervisor in its
-environment or descends from one that does, found by a scan of /proc that shares no code with the supervisor. Where a
-worker is killed the second begins when the trainer has ended of it. A record is lost if the ring of samples lacks a
-step that the script noted as made in a file of its own. The verdict of ``holdfast explain --json`` is right if it is:
+How: ``holdfast run`` supervises an unmodified script that trains a small model with two loader
+    workers, about 200
+steps a second. At a random moment of its first two seconds one process is killed by SIGKILL: the
+    supervisor, the
+trainer or a loader worker, in turn. In every fourth run a worker was stopped (SIGSTOP) before,
+which cannot notice anything; not where a worker is killed, since torch then waits for the other one
+for ever, which is another fault.
+
+Left a second later: trainer, workers, sentinel, and every process that carries the mark of the
+    supervisor in its
+environment or descends from one that does, found by a scan of /proc that shares no code with the
+supervisor. Where a worker is killed the second begins when the trainer has ended of it. A record is
+lost if the ring of samples lacks a step that the script noted as made in a file of its own. The
+verdict of ``holdfast explain --json`` is right if it is:
 
 - trainer killed: killed from outside (H1602)
-- worker killed: a worker was killed (H930), died (H929), or its tensors are gone with it (H939): torch raises one of
-  the three, whichever notices first
+- worker killed: a worker was killed (H930), died (H929), or its tensors are gone with it (H939):
+  torch raises one of the three, whichever notices first
 - supervisor killed: the supervisor was lost (H1616)
 
-Restarts are off, so that each run has one death. To reach: 0 of 100 with a process left, 0 of 100 with a lost record,
+Restarts are off, so that each run has one death. To reach: 0 of 100 with a process left, 0 of 100
+    with a lost record,
 100 of 100 verdicts right.
 """
 
@@ -67,9 +75,11 @@ class Outcome:
 
 
 def processes_of(supervisor: int, known: list[int]) -> set[int]:
-    """Return these if they live, and those whose environment or command line names the supervisor, with descendants.
+    """Return these if they live, and those whose environment or command line names the supervisor,
+    with descendants.
 
-    The command line is that of the sentinel. A process that is ending has no environment any more, but it is left.
+    The command line is that of the sentinel. A process that is ending has no environment any more,
+    but it is left.
     """
     parents: dict[int, int] = {}
     found: set[int] = set()
@@ -84,7 +94,9 @@ def processes_of(supervisor: int, known: list[int]) -> set[int]:
                 continue
             parents[int(name)] = int(stat[1])
             environment = (folder / "environ").read_bytes().split(b"\0")
-            marks = [each[len(_MARK) :].split(b",")[-1] for each in environment if each.startswith(_MARK)]
+            marks = [
+                each[len(_MARK) :].split(b",")[-1] for each in environment if each.startswith(_MARK)
+            ]
             words = (folder / "cmdline").read_bytes().split(b"\0")
             if int(name) in known or any(each.startswith(mark) for each in (*marks, *words)):
                 found.add(int(name))
@@ -97,15 +109,31 @@ def run_once(folder: Path, victim: str, chance: random.Random, *, stop_worker: b
     """Start a run, kill somebody, and look at what is left."""
     run, pids, steps = folder / "run", folder / "pids", folder / "steps"
     request = {
-        "steps": 10**6, "workers": 2, "step_seconds": 0.005, "pids": str(pids), "steps_file": str(steps),
+        "steps": 10**6,
+        "workers": 2,
+        "step_seconds": 0.005,
+        "pids": str(pids),
+        "steps_file": str(steps),
         "stop_worker": stop_worker,
-    }  # fmt: skip
-    command = [*_CLI, "run", "--run-dir", str(run), "--max-restarts", "0", "--quiet", "--", sys.executable]
+    }
+    command = [
+        *_CLI,
+        "run",
+        "--run-dir",
+        str(run),
+        "--max-restarts",
+        "0",
+        "--quiet",
+        "--",
+        sys.executable,
+    ]
     supervisor = subprocess.Popen(
         [*command, str(_SCRIPT), json.dumps(request)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     deadline = time.monotonic() + _START_SECONDS
     while not pids.exists():
         if supervisor.poll() is not None or time.monotonic() > deadline:
@@ -114,9 +142,14 @@ def run_once(folder: Path, victim: str, chance: random.Random, *, stop_worker: b
         time.sleep(0.005)
     known: dict[str, Any] = json.loads(pids.read_text())
     time.sleep(chance.random() * _LATEST_SECONDS)
-    target = {"supervisor": supervisor.pid, "trainer": known["trainer"], "worker": known["workers"][-1]}[victim]
+    target = {
+        "supervisor": supervisor.pid,
+        "trainer": known["trainer"],
+        "worker": known["workers"][-1],
+    }[victim]
     os.kill(target, signal.SIGKILL)
-    if victim == "worker":  # its death is noticed by the trainer, at its next look, which torch makes within 5 s
+    # Its death is noticed by the trainer, at its next look, which torch makes within 5 s
+    if victim == "worker":
         until = time.monotonic() + 30
         while _lives(known["trainer"]) and time.monotonic() < until:
             time.sleep(0.005)
@@ -145,7 +178,9 @@ def _look_at(run: Path, victim: str, left: int, *, made: int) -> Outcome:
     for folder, info in read_processes(run):
         if info.role == "trainer" and (folder / SAMPLES_FILE).exists():
             recorded += [sample.step for sample in read_samples(folder / SAMPLES_FILE)]
-    explained = subprocess.run([*_CLI, "explain", str(run), "--json"], capture_output=True, text=True, check=False)
+    explained = subprocess.run(
+        [*_CLI, "explain", str(run), "--json"], capture_output=True, text=True, check=False
+    )
     try:
         verdict = json.loads(explained.stdout)
         cause, family = verdict["cause"], verdict["family"]
@@ -161,7 +196,11 @@ def main(options: Options) -> None:
     chance = random.Random(5)
     result = Result(
         options=options,
-        parameters={"kills": kills, "latest_seconds": _LATEST_SECONDS, "looked_after_seconds": _AFTER_SECONDS},
+        parameters={
+            "kills": kills,
+            "latest_seconds": _LATEST_SECONDS,
+            "looked_after_seconds": _AFTER_SECONDS,
+        },
     )
     outcomes: list[Outcome] = []
     for number in range(kills):
@@ -170,12 +209,21 @@ def main(options: Options) -> None:
             stop = number % 4 == 3 and victim != "worker"
             outcomes.append(run_once(Path(folder), victim, chance, stop_worker=stop))
             print(f"  {number}: {outcomes[-1]}", flush=True)
-    result.add_count("runs with a process left after 1 s", sum(each.left > 0 for each in outcomes), kills, expected=0)
-    result.add_count("runs with a lost record", sum(each.lost > 0 for each in outcomes), kills, expected=0)
+    result.add_count(
+        "runs with a process left after 1 s",
+        sum(each.left > 0 for each in outcomes),
+        kills,
+        expected=0,
+    )
+    result.add_count(
+        "runs with a lost record", sum(each.lost > 0 for each in outcomes), kills, expected=0
+    )
     result.add_count("right verdicts", sum(each.right for each in outcomes), kills, expected=kills)
     for victim in _KINDS:
         ours = [each for each in outcomes if each.victim == victim]
-        result.add_count(f"right verdicts, {victim} killed", sum(each.right for each in ours), len(ours))
+        result.add_count(
+            f"right verdicts, {victim} killed", sum(each.right for each in ours), len(ours)
+        )
         result.samples[f"causes, {victim} killed"] = dict(Counter(each.cause for each in ours))
     result.samples["steps made"] = [each.made for each in outcomes]
     result.samples["records lost"] = [each.lost for each in outcomes]

@@ -10,7 +10,8 @@ _BESIDE = ("plain loop", "accelerate", "torch.save", "torch.load")
 
 
 def faults_table(results: Path) -> str:
-    """Return a Markdown table of what faults did to a training in each framework, with and without holdfast.
+    """Return a Markdown table of what faults did to a training in each framework, with and without
+    holdfast.
 
     Args:
         results: Folder of the result files.
@@ -30,7 +31,11 @@ def faults_table(results: Path) -> str:
 def _outcome(row: dict[str, Any]) -> str:
     if not row["survived"]:
         return "ends"
-    words = {"bit-identical": "same", "equal up to rounding": "same up to rounding", "NaN": "**NaN**"}
+    words = {
+        "bit-identical": "same",
+        "equal up to rounding": "same up to rounding",
+        "NaN": "**NaN**",
+    }
     again = f", {row['lost_steps']} again" if row["lost_steps"] else ""
     return words.get(row["result"], "**other weights**") + again
 
@@ -39,7 +44,11 @@ def is_shown(name: str, figure: dict[str, Any]) -> bool:
     """Say whether a figure is one to reach, or was measured beside one."""
     beside = figure["what"].startswith(_BESIDE) and "kills, of those" not in figure["what"]
     cost = name == "malloc_threshold" and figure["unit"] == "ratio"
-    exactness = name == "oom_recovery" and "bare gradient" in figure["what"] and "others" not in figure["what"]
+    exactness = (
+        name == "oom_recovery"
+        and "bare gradient" in figure["what"]
+        and "others" not in figure["what"]
+    )
     origins = name == "provenance" and "all three right" in figure["what"]
     estimates = name == "forecast_peers" and any(
         word in figure["what"] for word in ("95th percentile", "too low", "time of an estimate")

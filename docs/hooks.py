@@ -1,6 +1,9 @@
-"""What mkdocs calls while it builds the site: pages and tables made from the code, and links that leave docs/.
+"""What mkdocs calls while it builds the site.
 
-A page of docs/ may hold a directive, an HTML comment on a line of its own that other readers of the file do not see:
+Pages and tables made from the code, and links that leave docs/.
+
+A page of docs/ may hold a directive, an HTML comment on a line of its own that other readers of the
+file do not see:
 
     <!-- rules -->      every rule of the catalogue, each with its anchor, such as rules.md#h108
     <!-- policy -->     every field of `Policy`
@@ -11,11 +14,14 @@ A page of docs/ may hold a directive, an HTML comment on a line of its own that 
     <!-- faults -->     what faults do to a training in each framework
     <!-- scoreboard --> the same campaign of `holdfast chaos` over each framework
     <!-- figures: NAME  these figures of benchmarks/results/NAME.json, a line each; * is any text;
-    ...                 without a line: those with something to reach, and what was measured beside them
+    ...                 without a line: those with something to reach, and what was measured beside
+        them
     -->
 
-READMEs and other pages that lie elsewhere in the repository become pages of the site, and links to them lead there. A
-link to a file that is no page, such as a script, keeps its words and leads nowhere: the site is read without the
+READMEs and other pages that lie elsewhere in the repository become pages of the site, and links to
+them lead there. A
+link to a file that is no page, such as a script, keeps its words and leads nowhere: the site is
+    read without the
 repository. A link to a file that does not exist is a warning, which strict mode makes an error.
 """
 
@@ -39,10 +45,21 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# Results of the only look at programs that were held out: they describe the rules of that day and are never
-# measured again.
+# Results of the only look at programs that were held out: they describe the rules of that day and
+# are never measured again.
 FIRST_LOOKS = frozenset({"not_learning_held_out_2", "not_learning_held_out_3", "world_first_look"})
-RECIPES = ("tacotron2", "gan", "pegasus", "classifier", "separation", "asr", "gpt", "lora", "diffusion", "demo")
+RECIPES = (
+    "tacotron2",
+    "gan",
+    "pegasus",
+    "classifier",
+    "separation",
+    "asr",
+    "gpt",
+    "lora",
+    "diffusion",
+    "demo",
+)
 # Pages whose text lies elsewhere in the repository, by their place in the site.
 FROM_ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
@@ -60,15 +77,19 @@ STAND_INS = {
     **{f"recipes/{name}": f"recipes/{name}.md" for name in RECIPES},
 }
 _DIRECTIVE = re.compile(
-    r"^<!-- (rules|policy|presets|events|commands|modules|faults|scoreboard|figures: (?P<given>.*?))\s-->$",
+    r"^<!-- (rules|policy|presets|events|commands|modules|faults|scoreboard|figures:"
+    r" (?P<given>.*?))\s-->$",
     re.MULTILINE | re.DOTALL,
 )
-_LINK = re.compile(r"(?P<bang>!?)\[(?P<words>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
+_LINK = re.compile(
+    r"(?P<bang>!?)\[(?P<words>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)"
+)
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 _log = logging.getLogger("mkdocs.hooks.holdfast")
 
-# --- what mkdocs calls ------------------------------------------------------------------------------------------
+# --- what mkdocs calls
+# ------------------------------------------------------------------------
 
 
 def on_startup(**_: Any) -> None:
@@ -79,7 +100,9 @@ def on_startup(**_: Any) -> None:
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages whose text lies elsewhere in the repository."""
     for page, source in FROM_ELSEWHERE.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8"))
+        )
     return files
 
 
@@ -91,7 +114,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 class Doctests(griffe.Extension):
-    """Has the examples of docstrings drawn as Python: griffe knows the heading ``Examples`` only."""
+    """Has the examples of docstrings drawn as Python.
+
+    Griffe knows the heading ``Examples`` only.
+    """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rename the heading of a docstring."""
@@ -100,7 +126,9 @@ class Doctests(griffe.Extension):
 
 
 def tables_of_figures() -> str:
-    """Return docs/figures.md with its tables, for who reads the repository; kept as benchmarks/results/README.md.
+    """Return docs/figures.md with its tables, for who reads the repository.
+
+    Kept as benchmarks/results/README.md.
 
     ``python docs/hooks.py`` writes it.
     """
@@ -108,7 +136,8 @@ def tables_of_figures() -> str:
     return page.replace("](../benchmarks/", "](../").replace("](guide/", "](../../docs/guide/")
 
 
-# --- directives -------------------------------------------------------------------------------------------------
+# --- directives
+# ------------------------------------------------------------------------
 
 
 def expanded(markdown: str) -> str:
@@ -134,7 +163,10 @@ def expanded(markdown: str) -> str:
 
 
 def rules() -> str:
-    """Return a section for each rule of the catalogue: of errors, of runs that do not learn, of ways to end."""
+    """Return a section for each rule of the catalogue.
+
+    Of errors, of runs that do not learn, of ways to end.
+    """
     from holdfast.explain.rules import all_rules, catalogue
     from holdfast.explain.signatures import all_signatures
 
@@ -142,7 +174,9 @@ def rules() -> str:
     families: dict[str, list[str]] = {"Errors of holdfast": [], "Runs that do not learn": []}
     for rule_id in catalogue():
         if rule_id in texts:
-            families["Errors of holdfast" if int(rule_id[1:]) < 800 else "Runs that do not learn"].append(rule_id)
+            families[
+                "Errors of holdfast" if int(rule_id[1:]) < 800 else "Runs that do not learn"
+            ].append(rule_id)
         else:
             families.setdefault(f"Ways to end: {signatures[rule_id].family}", []).append(rule_id)
     lines = []
@@ -150,18 +184,25 @@ def rules() -> str:
         lines.append(f"## {family}\n")
         for rule_id in ids:
             rule = catalogue()[rule_id]
-            lines.append(f"### {rule_id}: {_as_text(rule.title)} {{#{rule_id.lower()}}}\n\n{_as_text(rule.text)}\n")
+            lines.append(
+                f"### {rule_id}: {_as_text(rule.title)}"
+                f" {{#{rule_id.lower()}}}\n\n{_as_text(rule.text)}\n"
+            )
     return "\n".join(lines)
 
 
 def policy_table() -> str:
-    """Return a table of the policy's fields: name, type, default, meaning with the source of the default."""
+    """Return a table of the policy's fields.
+
+    Name, type, default, meaning with the source of the default.
+    """
     from holdfast.core.policy import policy
     from holdfast.core.policy import sources as policy_sources
 
     meanings = policy_sources.meanings_of(Path(policy.__file__), "Policy")
     rows = [
-        f'| <span id="{field.name}"></span>`{field.name}` | `{field.default!r}` | {_cell(meanings[field.name])} |'
+        f'| <span id="{field.name}"></span>`{field.name}` | `{field.default!r}` |'
+        f" {_cell(meanings[field.name])} |"
         for field in dataclasses.fields(policy.Policy)
     ]
     return "\n".join(["| field | default | meaning |", "|---|---|---|", *rows])
@@ -189,14 +230,19 @@ def events_table() -> str:
     for module in (run_events, events, interval, process_events):
         for kind, each in events.KINDS.items():
             if each.__module__ == module.__name__:
-                fields = ", ".join(f"`{field.name}: {field.type}`" for field in dataclasses.fields(each))
+                fields = ", ".join(
+                    f"`{field.name}: {field.type}`" for field in dataclasses.fields(each)
+                )
                 meaning = _cell(str(each.__doc__).partition("\n\n")[0])
                 lines.append(f'| <span id="{kind}"></span>`{kind}` | {fields} | {meaning} |')
     return "\n".join(lines)
 
 
 def commands() -> str:
-    """Return a section for each command: what it does, how it is called, its arguments and options."""
+    """Return a section for each command.
+
+    What it does, how it is called, its arguments and options.
+    """
     import typer
 
     from holdfast.cli.main import COMMANDS, make_app
@@ -210,7 +256,9 @@ def commands() -> str:
         told = [parameter.get_help_record(context) for parameter in command.params]
         rows = [f"| `{call}` | {_cell(meaning)} |" for call, meaning in filter(None, told)]
         table = ["| argument or option | meaning |", "|---|---|", *rows]
-        parts.append(f"## {name}\n\n```sh\n{usage}\n```\n\n{_as_text(command.help)}\n\n" + "\n".join(table))
+        parts.append(
+            f"## {name}\n\n```sh\n{usage}\n```\n\n{_as_text(command.help)}\n\n" + "\n".join(table)
+        )
     return "\n\n".join(parts)
 
 
@@ -219,7 +267,8 @@ def figures(name: str, wanted: list[str]) -> str:
 
     Args:
         name: Of the file, without its ending.
-        wanted: Words of the figures, in order; ``*`` is any text. None: those that `is_shown` chooses.
+        wanted: Words of the figures, in order; ``*`` is any text. None: those that `is_shown`
+            chooses.
 
     Raises:
         LookupError: if there is no such figure, or no such file.
@@ -237,7 +286,11 @@ def figures(name: str, wanted: list[str]) -> str:
             raise LookupError(f"{name}.json has no figure {pattern!r}")
         chosen += found
     where = f"`{name}`, {result['date'][:10]}, commit {str(result['commit']['commit'])[:9]}"
-    lines = [f"| {where} | measured | to reach |", "|---|---|---|", *(f"| {row(each)} |" for each in chosen)]
+    lines = [
+        f"| {where} | measured | to reach |",
+        "|---|---|---|",
+        *(f"| {row(each)} |" for each in chosen),
+    ]
     if name in FIRST_LOOKS:
         lines += ["", "The first and only look at these programs; the rules have changed since."]
     return "\n".join(lines)
@@ -253,7 +306,13 @@ def modules() -> str:
         sentence = " ".join(docstring.split("\n\n")[0].split())
         if file.parent != folder:
             folder = file.parent
-            lines += ["", f"### {folder.relative_to(package.parent)}", "", "| module | holds |", "|---|---|"]
+            lines += [
+                "",
+                f"### {folder.relative_to(package.parent)}",
+                "",
+                "| module | holds |",
+                "|---|---|",
+            ]
         if file.name != "__init__.py":
             lines.append(f"| `{file.stem}` | {_cell(sentence)} |")
     return "\n".join(lines)
@@ -267,9 +326,16 @@ def faults_table() -> str:
 
 
 def scoreboard_table() -> str:
-    """Return the table of what came of each kind of fault in each framework, alone and with holdfast."""
+    """Return the table of what came of each kind of fault in each framework, alone and with
+    holdfast.
+    """
     result = json.loads((RESULTS / "scoreboard.json").read_text(encoding="utf-8"))
-    words = {"does not survive": "**dies**", "hangs": "**hangs**", "ends in NaN": "**NaN**", "work is lost": "*lost*"}
+    words = {
+        "does not survive": "**dies**",
+        "hangs": "**hangs**",
+        "ends in NaN": "**NaN**",
+        "work is lost": "*lost*",
+    }
     words |= {"another training": "*another*", "survives": "exact"}  # after a NaN that was left out
     kinds = result["parameters"]["kinds"]
     lines = [f"| | {' | '.join(kinds)} | same | again | seconds |", "|---" * (len(kinds) + 4) + "|"]
@@ -278,20 +344,31 @@ def scoreboard_table() -> str:
         cells = []
         for kind in kinds:
             shown = [
-                "exact¹" if "the last save into" in row["detail"] else words.get(row["result"], row["result"])
+                (
+                    "exact¹"
+                    if "the last save into" in row["detail"]
+                    else words.get(row["result"], row["result"])
+                )
                 for row in met
                 if row["kind"] == kind
             ]
             found = Counter(shown)
-            cells.append(", ".join(f"{count} {word}" if len(found) > 1 else word for word, count in found.items()))
+            cells.append(
+                ", ".join(
+                    f"{count} {word}" if len(found) > 1 else word for word, count in found.items()
+                )
+            )
         same, again = sum(row["passed"] for row in met), sum(row["steps_again"] for row in met)
         lost = sum(row["seconds_lost"] for row in met)
-        lines.append(f"| {title} | {' | '.join(cells)} | {same} of {len(met)} | {again} | {lost:.0f} |")
+        lines.append(
+            f"| {title} | {' | '.join(cells)} | {same} of {len(met)} | {again} | {lost:.0f} |"
+        )
     where = f"`scoreboard`, {result['date'][:10]}, commit {result['commit']['commit'][:9]}"
     return "\n\n".join(["\n".join(lines), where, *result["notes"]])
 
 
-# --- text -------------------------------------------------------------------------------------------------------
+# --- text
+# ------------------------------------------------------------------------
 
 
 def redirected(markdown: str, *, source: str, page: str) -> str:
@@ -316,7 +393,9 @@ def redirected(markdown: str, *, source: str, page: str) -> str:
             _log.warning("%s links to %s, which does not exist", source, place)
         return match["words"]
 
-    return "".join(part if code else _LINK.sub(one, part) for part, code in _pieces(markdown, _FENCED))
+    return "".join(
+        part if code else _LINK.sub(one, part) for part, code in _pieces(markdown, _FENCED)
+    )
 
 
 def _pieces(text: str, code: re.Pattern[str]) -> Iterator[tuple[str, bool]]:
@@ -327,7 +406,9 @@ def _pieces(text: str, code: re.Pattern[str]) -> Iterator[tuple[str, bool]]:
 
 def _as_text(text: str) -> str:
     """Return a text of ours in which ``<`` outside of code is no tag."""
-    lines = "".join(part if code else part.replace("<", "&lt;") for part, code in _pieces(text.strip(), _CODE))
+    lines = "".join(
+        part if code else part.replace("<", "&lt;") for part, code in _pieces(text.strip(), _CODE)
+    )
     return re.sub(
         r"^    .*$", lambda line: line[0].replace("&lt;", "<"), lines, flags=re.MULTILINE
     )  # code by indentation

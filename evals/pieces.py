@@ -1,4 +1,7 @@
-"""Results that add up: each run is a piece of one result file, written as it grows, and the figures are of all."""
+"""Results that add up.
+
+Each run is a piece of one result file, written as it grows, and the figures are of all.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,26 @@ def read_pieces(out: Path) -> list[dict[str, Any]]:
 
 
 def write_piece(out: Path, piece: dict[str, Any], count: Count) -> None:
-    """Put a piece into a result file, in the place of what was written of it before, and count all again."""
+    """Put a piece into a result file, in the place of what was written of it before, and count
+    all again.
+    """
     with out.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # pieces may run beside each other
         pieces = [*(each for each in read_pieces(out) if each["begun"] != piece["begun"]), piece]
         started = time.monotonic() - sum(each["seconds"] for each in pieces)
         options, samples = Options(name=out.stem, quick=False, out=out), {"pieces": pieces}
-        result = Result(options=options, parameters={"pieces": len(pieces)}, samples=samples, started=started)
+        result = Result(
+            options=options, parameters={"pieces": len(pieces)}, samples=samples, started=started
+        )
         count(result, pieces)
         result.write()
 
 
 def asked_to_end() -> Callable[[], bool]:
-    """Return whether SIGTERM or Ctrl-C came since: what was being done is then finished, and written."""
+    """Return whether SIGTERM or Ctrl-C came since.
+
+    What was being done is then finished, and written.
+    """
     came: list[int] = []
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda number, _: came.append(number))

@@ -1,1 +1,4 @@
-"""Systems that train for real under holdfast, from data that needs no download: ``python -m recipes.<name>``."""
+"""Systems that train for real under holdfast, from data that needs no download.
+
+``python -m recipes.<name>``.
+"""

@@ -1,11 +1,17 @@
-"""Options of a recipe: the fields of a dataclass, on the command line and in a YAML file, beside holdfast's policy.
+"""Options of a recipe.
 
-Strongest first: an option of the command line, the file of ``--config``, the default of the field. Those of the
-policy are read by `holdfast.Policy`: an option, ``HOLDFAST_*``, the file of ``--policy``, which is the recipe's own
-``policy.yaml`` unless another is given. What a recipe's own options mean for the policy has the strength of the place
+The fields of a dataclass, on the command line and in a YAML file, beside holdfast's policy.
+
+Strongest first: an option of the command line, the file of ``--config``, the default of the field.
+    Those of the
+policy are read by `holdfast.Policy`: an option, ``HOLDFAST_*``, the file of ``--policy``, which is
+    the recipe's own
+``policy.yaml`` unless another is given. What a recipe's own options mean for the policy has the
+strength of the place
 where they stand: `RunOptions.settle`.
 
-Values that make no training are refused here, before data are made or a run directory: `RunOptions.check`.
+Values that make no training are refused here, before data are made or a run directory:
+    `RunOptions.check`.
 """
 
 from __future__ import annotations
@@ -55,7 +61,10 @@ class Given:
     policy_file: str | None
 
     def stronger(self) -> set[str]:
-        """Return the fields of the policy that the command line or a variable sets: no file may change them."""
+        """Return the fields of the policy that the command line or a variable sets.
+
+        No file may change them.
+        """
         return {*self.fields, *variables()}
 
 
@@ -67,8 +76,8 @@ class RunOptions:
     """Directory of the run: checkpoints, records, report.html and result.json."""
 
     resume: bool = False
-    """Insist on a checkpoint in the run directory to go on from. Without it a run goes on if there is one, and begins
-    if there is none."""
+    """Insist on a checkpoint in the run directory to go on from. Without it a run goes on if there
+    is one, and begins if there is none."""
 
     max_steps: int = 1000
     """Optimizer steps, counted over all restarts of the run."""
@@ -85,7 +94,8 @@ class RunOptions:
     def check(self) -> None:
         """Look at each option by itself and beside the others; `read_options` does.
 
-        A recipe's own begins with ``RunOptions.check(self)``: super() does not know the class that slots=True makes.
+        A recipe's own begins with ``RunOptions.check(self)``: super() does not know the class that
+        slots=True makes.
 
         Raises:
             OptionError: One has a value that makes no training.
@@ -94,7 +104,11 @@ class RunOptions:
         self.at_most({"num_workers": _MOST_WORKERS})
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            self.insist(field.name, not isinstance(value, int) or value < _MOST, f"a number below {_MOST} is needed")
+            self.insist(
+                field.name,
+                not isinstance(value, int) or value < _MOST,
+                f"a number below {_MOST} is needed",
+            )
         is_folder = self.run_dir.is_dir() or not self.run_dir.exists()
         self.insist("run_dir", is_folder, "a directory is needed, and that is a file")
 
@@ -150,13 +164,18 @@ class _Parser(argparse.ArgumentParser):
     """Names the nearest option where one is misspelt, and may take its time to list all."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **settings)
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **settings
+        )
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # its own overloads say no more
+    # Its own overloads say no more
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            self.error(f"{unknown[0]!r} is not an option{_meant(unknown[0].partition('=')[0], known)}")
+            self.error(
+                f"{unknown[0]!r} is not an option{_meant(unknown[0].partition('=')[0], known)}"
+            )
         return found
 
     def error(self, message: str) -> NoReturn:
@@ -190,7 +209,8 @@ def insist_on_a_batch(batch_size: int, there: int, what: str) -> None:
 
 
 def insist_on_usable(troubles: Sequence[str], samples: int, quarantine: float) -> None:
-    """Refuse data of which more is known to be unusable than may be quarantined, before there is a run.
+    """Refuse data of which more is known to be unusable than may be quarantined, before there is a
+    run.
 
     Args:
         troubles: Why, of each sample that cannot be used.
@@ -204,9 +224,10 @@ def insist_on_usable(troubles: Sequence[str], samples: int, quarantine: float) -
     if len(troubles) > allowed:
         first, _, fix = troubles[0].partition("\nFix: ")
         raise OptionError(
-            f"{len(troubles)} of {samples} samples cannot be used, such as: {first}\n"
-            f"Limit: --quarantine {quarantine:g} sets {allowed} of these aside.\n"
-            f"Fix: {fix or 'repair them or leave them out.'} Or raise --quarantine, if you can do without them."
+            f"{len(troubles)} of {samples} samples cannot be used, such as: {first}\nLimit:"
+            f" --quarantine {quarantine:g} sets {allowed} of these aside.\nFix:"
+            f" {fix or 'repair them or leave them out.'} Or raise --quarantine, if you can do"
+            " without them."
         )
 
 
@@ -218,7 +239,9 @@ def insist_on_installed(extra: str, *packages: str) -> None:
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise OptionError(f"{', '.join(missing)}: not installed.\nFix: pip install 'torch-holdfast[{extra}]'")
+        raise OptionError(
+            f"{', '.join(missing)}: not installed.\nFix: pip install 'torch-holdfast[{extra}]'"
+        )
 
 
 def most_quarantined(quarantine: float, samples: int) -> int:
@@ -229,24 +252,39 @@ def most_quarantined(quarantine: float, samples: int) -> int:
 def read_options(
     cls: type[_Options], argv: Sequence[str] | None = None, *, policy_file: Path | None = None
 ) -> tuple[_Options, Policy]:
-    """Return a recipe's options and its policy; what cannot be used ends the process with a message and exit code 2.
+    """Return a recipe's options and its policy.
+
+    What cannot be used ends the process with a message and exit code 2.
 
     Args:
-        cls: Dataclass of the options, a text under each field being its help. Fields are int, float, str, bool, Path,
-            a Literal, or one of these or None.
+        cls: Dataclass of the options, a text under each field being its help. Fields are int,
+            float, str, bool, Path, a Literal, or one of these or None.
         argv: Arguments; None: those of the process.
         policy_file: Policy of the recipe.
     """
     module = inspect.getmodule(cls)
-    parser = _Parser(prog=f"python -m {module.__package__ if module else ''}", description=inspect.getdoc(cls))
-    parser.add_argument("--config", metavar="FILE", default=None, help="YAML file of these options, by name")
-    group, hints, meanings = parser.add_argument_group("recipe"), typing.get_type_hints(cls), _meanings(cls)
+    parser = _Parser(
+        prog=f"python -m {module.__package__ if module else ''}", description=inspect.getdoc(cls)
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", default=None, help="YAML file of these options, by name"
+    )
+    group, hints, meanings = (
+        parser.add_argument_group("recipe"),
+        typing.get_type_hints(cls),
+        _meanings(cls),
+    )
     for field in dataclasses.fields(cls):
-        settings: dict[str, Any] = {"type": _reader(hints[field.name]), "metavar": _shape(hints[field.name])}
+        settings: dict[str, Any] = {
+            "type": _reader(hints[field.name]),
+            "metavar": _shape(hints[field.name]),
+        }
         if hints[field.name] is bool:
             settings = {"action": argparse.BooleanOptionalAction}
         meaning = " ".join(meanings.get(field.name, "").split()).replace("%", "%%")
-        group.add_argument(_flag(field.name), default=field.default, help=meaning or None, **settings)
+        group.add_argument(
+            _flag(field.name), default=field.default, help=meaning or None, **settings
+        )
     Policy.add_arguments(parser)
     if policy_file is not None:
         parser.set_defaults(holdfast_policy=str(policy_file))
@@ -265,7 +303,9 @@ def read_options(
     return options, policy
 
 
-def _given(parser: _Parser, argv: Sequence[str] | None, found: argparse.Namespace, hints: Mapping[str, Any]) -> Given:
+def _given(
+    parser: _Parser, argv: Sequence[str] | None, found: argparse.Namespace, hints: Mapping[str, Any]
+) -> Given:
     nothing = object()
     names = [*hints, *(action.dest for action in parser._actions if action.dest != "help")]
     told = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, nothing)))
@@ -311,7 +351,10 @@ def _from_file(parser: _Parser, path: Path, hints: Mapping[str, Any]) -> dict[st
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         parser.error(f"--config {path} cannot be read: {error}")
     if not isinstance(given, dict):
-        parser.error(f"--config {path} holds {type(given).__name__}; a mapping of options to values is needed")
+        parser.error(
+            f"--config {path} holds {type(given).__name__}; a mapping of options to values is"
+            " needed"
+        )
     found = {}
     for key, value in given.items():
         name = str(key).replace("-", "_")
@@ -328,10 +371,16 @@ def _from_file(parser: _Parser, path: Path, hints: Mapping[str, Any]) -> dict[st
 
 
 def _of_yaml(value: Any, hint: Any) -> Any:
-    """Return what a value of a YAML file means; yes, no, on and off are truth values there, which are no texts."""
+    """Return what a value of a YAML file means.
+
+    Yes, no, on and off are truth values there, which are no texts.
+    """
     allowed, kind = _alternatives(hint), type(value)
     if kind in (list, dict) or (kind in (bool, type(None)) and kind not in allowed):
-        _refuse(str(value), f"one of {_shape(hint)} is needed; a text that YAML reads otherwise goes into quotes")
+        _refuse(
+            str(value),
+            f"one of {_shape(hint)} is needed; a text that YAML reads otherwise goes into quotes",
+        )
     return _reader(hint)("none" if value is None else str(value))
 
 
@@ -368,7 +417,8 @@ def _reader(hint: Any) -> Any:
                 continue
             if each is float and not math.isfinite(value):
                 _refuse(text, "it is not finite")
-            if each is Path:  # the shell does this where it reads the option, and a YAML file has none
+            # The shell does this where it reads the option, and a YAML file has none
+            if each is Path:
                 value = value.expanduser() if text else _refuse(text, "a path is needed")
             return value
         return _refuse(text, f"one of {_shape(hint)} is needed")

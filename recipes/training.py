@@ -1,8 +1,10 @@
-"""What all recipes do around their own loop: where to train, a bar while it goes, a report and figures at its end.
+"""What all recipes do around their own loop.
 
-Ctrl-C ends a loop at the end of the batch and with a checkpoint, and the process with exit code 130;
-an error of holdfast, or of data that cannot be read, ends it with the error's text and exit code 1. There is a report
-of both.
+Where to train, a bar while it goes, a report and figures at its end.
+
+Ctrl-C ends a loop at the end of the batch and with a checkpoint, and the process with exit code
+130; an error of holdfast, or of data that cannot be read, ends it with the error's text and exit
+code 1. There is a report of both.
 """
 
 from __future__ import annotations
@@ -44,18 +46,25 @@ def find_device(options: RunOptions) -> torch.device:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
         why = str(error).splitlines()[0]
-        print(f"--device {name} cannot be used: {why}\nFix: --device cpu, or auto.", file=sys.stderr)
+        print(
+            f"--device {name} cannot be used: {why}\nFix: --device cpu, or auto.", file=sys.stderr
+        )
         raise SystemExit(2) from None
     return torch.device(name)
 
 
 @contextlib.contextmanager
 def at_the_command_line() -> Iterator[None]:
-    """Return a context in which Ctrl-C ends the process with a line and exit code 130, where no loop takes it."""
+    """Return a context in which Ctrl-C ends the process with a line and exit code 130, where no
+    loop takes it.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted: the same command begins anew, or goes on from the newest checkpoint", file=sys.stderr)
+        print(
+            "interrupted: the same command begins anew, or goes on from the newest checkpoint",
+            file=sys.stderr,
+        )
         raise SystemExit(_INTERRUPTED) from None
 
 
@@ -65,9 +74,14 @@ def ending_clearly(kind: type[Exception], run_dir: Path | None = None) -> Iterat
 
     Args:
         kind: Of errors that the recipe has for its data.
-        run_dir: Of a training that runs, whose records tell more; None while nothing is lost, with exit code 2.
+        run_dir: Of a training that runs, whose records tell more; None while nothing is lost, with
+            exit code 2.
     """
-    kinds = (kind, HoldfastError) if run_dir is not None else (kind, HoldfastError, OptionError, OSError)
+    kinds = (
+        (kind, HoldfastError)
+        if run_dir is not None
+        else (kind, HoldfastError, OptionError, OSError)
+    )
     try:
         yield
     except kinds as error:
@@ -82,7 +96,9 @@ def _told_meanwhile(run_dir: Path) -> str:
 
 @contextlib.contextmanager
 def making_the_model() -> Iterator[None]:
-    """Return a context in which a model that is too large for this machine ends the process, with exit code 2."""
+    """Return a context in which a model that is too large for this machine ends the process,
+    with exit code 2.
+    """
     try:
         yield
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
@@ -90,14 +106,16 @@ def making_the_model() -> Iterator[None]:
             raise
         why = (str(error) or "no memory is left").splitlines()[0]
         told = (
-            f"a model of these sizes cannot be made here: {why}\nFix: smaller sizes; `holdfast plan` says what fits."
+            f"a model of these sizes cannot be made here: {why}\nFix: smaller sizes; `holdfast"
+            " plan` says what fits."
         )
         print(told, file=sys.stderr)
         raise SystemExit(2) from None
 
 
 class RecipeGuard(Guard):
-    """A guard that ends the process clearly where an error of holdfast leaves its ``with`` block, not in a notebook.
+    """A guard that ends the process clearly where an error of holdfast leaves its ``with`` block,
+    not in a notebook.
 
     Args:
         options: Of the recipe.
@@ -109,14 +127,18 @@ class RecipeGuard(Guard):
         super().__init__(options.run_dir, policy=policy, **parts)
         self._run_dir = options.run_dir
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
+    ) -> None:
         super().__exit__(kind, error, *rest)
         if not is_interactive():
             end_failed(self, self._run_dir, error)
 
 
 def end_failed(guard: Guard, run_dir: Path, error: BaseException | None) -> None:
-    """End the process with a report and the text of an error, if that is one of holdfast or of data; else return."""
+    """End the process with a report and the text of an error, if that is one of holdfast or of
+    data; else return.
+    """
     told = _told(error)
     if told is not None:
         why = error.what if isinstance(error, HoldfastError) else told.splitlines()[0]
@@ -128,7 +150,11 @@ def end_failed(guard: Guard, run_dir: Path, error: BaseException | None) -> None
 def end_interrupted(guard: Guard, run_dir: Path, *, saves: bool) -> NoReturn:
     """End the process after Ctrl-C, with a report, and say how to go on."""
     _write_what_there_is(guard, run_dir, "SIGINT")
-    how = "the same command, or with --resume, goes on from here" if saves else "this run saves no checkpoints"
+    how = (
+        "the same command, or with --resume, goes on from here"
+        if saves
+        else "this run saves no checkpoints"
+    )
     print(f"interrupted at step {guard.global_step}: {how}", file=sys.stderr)
     raise SystemExit(_INTERRUPTED) from None
 
@@ -141,22 +167,33 @@ def _write_what_there_is(guard: Guard, run_dir: Path, why: str) -> None:
 
 
 def _told(error: BaseException | None) -> str | None:
-    """Return what is said of an error of holdfast, or of data that holdfast's loader met; None for any other."""
+    """Return what is said of an error of holdfast, or of data that holdfast's loader met.
+
+    None for any other.
+    """
     if isinstance(error, HoldfastError):
         return str(error)
     notes = getattr(error, "__notes__", [])
-    if isinstance(error, (ValueError, OSError)) and notes and notes[-1].startswith("In holdfast.DataLoader"):
+    if (
+        isinstance(error, (ValueError, OSError))
+        and notes
+        and notes[-1].startswith("In holdfast.DataLoader")
+    ):
         return "\n".join([str(error), *notes[:-1]])  # without the traceback in a dataset
     return None
 
 
 def is_interactive() -> bool:
-    """Say whether this is a notebook or a prompt, where errors and Ctrl-C end a cell and not the process."""
+    """Say whether this is a notebook or a prompt, where errors and Ctrl-C end a cell and not the
+    process.
+    """
     return hasattr(sys, "ps1")
 
 
 def open_guard(options: RunOptions, policy: Policy, **parts: Any) -> RecipeGuard:
-    """Return the guard of a recipe; what holdfast refuses ends the process with its message and exit code 2.
+    """Return the guard of a recipe.
+
+    What holdfast refuses ends the process with its message and exit code 2.
 
     Args:
         options: Of the recipe.
@@ -179,7 +216,8 @@ def open_guard(options: RunOptions, policy: Policy, **parts: Any) -> RecipeGuard
         print(f"going on from step {guard.global_step} ({guard.resumed_from})", file=sys.stderr)
         if (used := _learning_rates(optimizers)) != asked:
             print(
-                f"the learning rate is the checkpoint's, {used}, not {asked}. Fix: another --run-dir begins anew.",
+                f"the learning rate is the checkpoint's, {used}, not {asked}. Fix: another"
+                " --run-dir begins anew.",
                 file=sys.stderr,
             )
     return guard
@@ -188,7 +226,9 @@ def open_guard(options: RunOptions, policy: Policy, **parts: Any) -> RecipeGuard
 def _learning_rates(optimizers: Iterable[Any]) -> str:
     """Return with which learning rates optimizers began, before any scheduler."""
     groups = [group for each in optimizers if each is not None for group in each.param_groups]
-    return ", ".join(dict.fromkeys(f"{float(group.get('initial_lr', group['lr'])):.6g}" for group in groups))
+    return ", ".join(
+        dict.fromkeys(f"{float(group.get('initial_lr', group['lr'])):.6g}" for group in groups)
+    )
 
 
 def tell_if_ended(step: int, most: int) -> bool:
@@ -206,7 +246,8 @@ class Training:
     Args:
         guard: Of the run.
         options: Of the recipe.
-        speaks: Whether this process shows and writes anything: of several ranks, the first one does.
+        speaks: Whether this process shows and writes anything: of several ranks, the first one
+            does.
     """
 
     def __init__(self, guard: RecipeGuard, options: RunOptions, *, speaks: bool = True) -> None:
@@ -217,11 +258,17 @@ class Training:
 
     def show(self, **values: float | str) -> None:
         """Show values beside the bar, such as ``loss=0.25``."""
-        shown = (f"{name} {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in values.items())
+        shown = (
+            f"{name} {value if isinstance(value, str) else f'{value:.4g}'}"
+            for name, value in values.items()
+        )
         self._told = "  ".join(shown)
 
     def batches(self) -> Iterator[Any]:
-        """Yield the guard's batches up to ``max_steps`` of the options; after Ctrl-C, end the process."""
+        """Yield the guard's batches up to ``max_steps`` of the options.
+
+        After Ctrl-C, end the process.
+        """
         try:
             yield from self._under_a_bar()
         except KeyboardInterrupt:
@@ -240,25 +287,38 @@ class Training:
             yield from guard.batches(max_steps=most)
             return
         console, last = Console(stderr=True, force_jupyter=False), time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         told = TextColumn("{task.fields[told]}")
-        # A thread of its own may not start where memory is short, and may hold a lock when workers are forked.
+        # A thread of its own may not start where memory is short, and may hold a lock when workers
+        # are forked.
         with Progress(*columns, told, console=console, transient=True, auto_refresh=False) as bar:
             console.show_cursor()  # a second Ctrl-C would leave the terminal without one
             task = bar.add_task("step", total=most, completed=guard.global_step, told="")
             for batch in guard.batches(max_steps=most):
                 yield batch
                 waited = time.monotonic() - last
-                if waited < (_SECONDS_BETWEEN_PICTURES if console.is_terminal else _SECONDS_BETWEEN_LINES):
+                if waited < (
+                    _SECONDS_BETWEEN_PICTURES if console.is_terminal else _SECONDS_BETWEEN_LINES
+                ):
                     continue
                 last += waited
                 if console.is_terminal:
                     bar.update(task, completed=guard.global_step, told=self._told, refresh=True)
                 else:
-                    print(f"step {guard.global_step} of {most}  {self._told}", file=sys.stderr, flush=True)
+                    print(
+                        f"step {guard.global_step} of {most}  {self._told}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
     def finish(self, model: torch.nn.Module, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Write ``result.json`` and ``report.html`` into the run directory, and say what came of the run.
+        """Write ``result.json`` and ``report.html`` into the run directory, and say what came of
+        the run.
 
         Args:
             model: Whose weights are digested, so that two runs can be compared.
@@ -272,9 +332,15 @@ class Training:
         return _write_end(self.guard, self.options.run_dir, figures, weights=digest(model))
 
 
-def _write_end(guard: Guard, run_dir: Path, figures: Mapping[str, Any], **more: str) -> dict[str, Any]:
+def _write_end(
+    guard: Guard, run_dir: Path, figures: Mapping[str, Any], **more: str
+) -> dict[str, Any]:
     """Write ``result.json`` and ``report.html``, and print the figures."""
-    result: dict[str, Any] = {"global_step": guard.global_step, "stopped": guard.stop_reason, **more}
+    result: dict[str, Any] = {
+        "global_step": guard.global_step,
+        "stopped": guard.stop_reason,
+        **more,
+    }
     result |= {"figures": dict(figures), "statistics": dataclasses.asdict(guard.statistics())}
     replace_file(run_dir / "result.json", json.dumps(result, indent=2, default=str).encode())
     for name, value in figures.items():
@@ -295,14 +361,18 @@ def _write_end(guard: Guard, run_dir: Path, figures: Mapping[str, Any], **more: 
 
 
 def found(guard: Guard) -> list[str]:
-    """Return what was found to be wrong, in the order of finding: rules, and events of bad samples and workers.
+    """Return what was found to be wrong, in the order of finding.
 
-    Workers that were replaced because the signal that ended the run came to them first are not among it.
+    Rules, and events of bad samples and workers.
+
+    Workers that were replaced because the signal that ended the run came to them first are not
+    among it.
     """
     names = (
         event.data["rule"] if event.kind in ("finding", "preflight") else event.kind
         for event in guard.events()
-        if event.kind in _TELLING and not (guard.stop_reason and guard.stop_reason in str(event.data.get("cause")))
+        if event.kind in _TELLING
+        and not (guard.stop_reason and guard.stop_reason in str(event.data.get("cause")))
     )
     return list(dict.fromkeys(names))
 

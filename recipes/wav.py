@@ -1,6 +1,9 @@
-"""Sound files of one channel: WAV and FLAC become samples, and samples WAV. libsndfile does it, by soundfile.
+"""Sound files of one channel: WAV and FLAC become samples, and samples WAV.
 
-To libsndfile a WAV file that was cut short is a shorter one. What its header promises is therefore looked up here.
+Libsndfile does it, by soundfile.
+
+To libsndfile a WAV file that was cut short is a shorter one. What its header promises is therefore
+looked up here.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SAMPLE_RATE = 22050
-_BYTES = {"PCM_S8": 1, "PCM_U8": 1, "PCM_16": 2, "PCM_24": 3, "PCM_32": 4, "FLOAT": 4, "DOUBLE": 8}  # of a sample
-_STREAMED = 0x7FFFF000  # into a pipe programs write that many bytes or more are to come: espeak-ng, SoX, ffmpeg
+# Of a sample
+_BYTES = {"PCM_S8": 1, "PCM_U8": 1, "PCM_16": 2, "PCM_24": 3, "PCM_32": 4, "FLOAT": 4, "DOUBLE": 8}
+# Into a pipe programs write that many bytes or more are to come: espeak-ng, SoX, ffmpeg
+_STREAMED = 0x7FFFF000
 _BLOCK = 2**20  # samples decoded at a time, so that a header that lies takes no memory
 
 
@@ -34,7 +39,9 @@ def _soundfile() -> Any:
     try:
         import soundfile
     except (ImportError, OSError) as error:  # the latter: it finds no libsndfile
-        raise OSError(f"soundfile cannot be imported ({error}).\nFix: pip install 'torch-holdfast[demo]'") from error
+        raise OSError(
+            f"soundfile cannot be imported ({error}).\nFix: pip install 'torch-holdfast[demo]'"
+        ) from error
     return soundfile
 
 
@@ -43,7 +50,8 @@ def check_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> int:
 
     Raises:
         WrongSampleRateError: It has another sample rate.
-        ValueError: What else is wrong with it, and what to do: it is no WAV or FLAC file, cut short, empty, not mono.
+        ValueError: What else is wrong with it, and what to do: it is no WAV or FLAC file, cut
+            short, empty, not mono.
         OSError: It cannot be read, or soundfile is not installed.
     """
     with _opened(path, sample_rate) as sound:
@@ -51,7 +59,10 @@ def check_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> int:
 
 
 def trouble_of(path: Path, sample_rate: int) -> ValueError | OSError | None:
-    """Return why a file cannot be used, as far as its header tells: `WrongSampleRateError` where that is why."""
+    """Return why a file cannot be used, as far as its header tells.
+
+    `WrongSampleRateError` where that is why.
+    """
     try:
         with _opened(path, sample_rate):
             return None
@@ -84,12 +95,15 @@ def _opened(path: Path, sample_rate: int) -> Iterator[Any]:
         try:
             sound = soundfile.SoundFile(source, closefd=False)
         except soundfile.LibsndfileError as error:
-            raise _unusable(path, f"is no WAV file, nor FLAC, that can be read ({error.error_string})") from error
+            raise _unusable(
+                path, f"is no WAV file, nor FLAC, that can be read ({error.error_string})"
+            ) from error
         with sound:
             if sound.samplerate != sample_rate:
                 wrong = WrongSampleRateError(
-                    f"{path} has {sound.samplerate} samples a second; {sample_rate} are needed.\n"
-                    f"Fix: resample all files once, for instance: sox in.wav -r {sample_rate} -c 1 -b 16 out.wav"
+                    f"{path} has {sound.samplerate} samples a second; {sample_rate} are"
+                    " needed.\nFix: resample all files once, for instance: sox in.wav -r"
+                    f" {sample_rate} -c 1 -b 16 out.wav"
                 )
                 wrong.sample_rate = sound.samplerate
                 raise wrong
@@ -99,12 +113,17 @@ def _opened(path: Path, sample_rate: int) -> Iterator[Any]:
             if sound.subtype not in _BYTES:
                 why = f"has samples of the sort {sound.subtype}; {', '.join(_BYTES)} are known"
                 raise _unusable(path, why, "convert it, for instance: sox in.wav -b 16 out.wav")
-            _insist_on_all(path, sound.frames, promised // _BYTES[sound.subtype] if promised else sound.frames)
+            _insist_on_all(
+                path, sound.frames, promised // _BYTES[sound.subtype] if promised else sound.frames
+            )
             yield sound
 
 
 def _promised(path: Path, raw: io.FileIO) -> int | None:
-    """Return how many bytes of samples a WAV file says it has, and stand behind it; None if it does not say."""
+    """Return how many bytes of samples a WAV file says it has, and stand behind it.
+
+    None if it does not say.
+    """
     begins = raw.read(4)
     if begins == b"fLaC":
         return None
@@ -120,7 +139,10 @@ def _promised(path: Path, raw: io.FileIO) -> int | None:
 
 
 def _until_its_end(raw: io.FileIO) -> io.BytesIO:
-    """Return a WAV file that promises no samples with a promise of too many: libsndfile reads what is there."""
+    """Return a WAV file that promises no samples with a promise of too many.
+
+    Libsndfile reads what is there.
+    """
     samples = raw.read()
     head = os.pread(raw.fileno(), raw.tell() - len(samples) - 4, 0)
     return io.BytesIO(head + b"\xff" * 4 + samples)
@@ -132,7 +154,9 @@ def _decoded(path: Path, sound: Any) -> NDArray[np.float32]:
         while len(block := sound.read(_BLOCK, dtype="float32")):
             blocks.append(block)
     except _soundfile().LibsndfileError as error:
-        raise _unusable(path, f"is cut short, damaged or written into a pipe ({error.error_string})") from error
+        raise _unusable(
+            path, f"is cut short, damaged or written into a pipe ({error.error_string})"
+        ) from error
     found = np.concatenate(blocks)
     _insist_on_all(path, len(found), sound.frames)
     return found
@@ -143,11 +167,15 @@ def _insist_on_all(path: Path, there: int, promised: int) -> None:
         raise _unusable(path, f"ends after {there} of {promised} samples")
 
 
-def _unusable(path: Path, why: str, fix: str = "take it from its source again, or leave its row out.") -> ValueError:
+def _unusable(
+    path: Path, why: str, fix: str = "take it from its source again, or leave its row out."
+) -> ValueError:
     return ValueError(f"{path} {why}.\nFix: {fix}")
 
 
-def write_wav(path: Path, wave: Tensor | NDArray[np.float32], sample_rate: int = SAMPLE_RATE) -> None:
+def write_wav(
+    path: Path, wave: Tensor | NDArray[np.float32], sample_rate: int = SAMPLE_RATE
+) -> None:
     """Write a mono WAV file of 16 bits; samples beyond -1 to 1 are clipped.
 
     Args:

@@ -1,4 +1,7 @@
-"""What every test may rely on: one thread, known random state, nothing left behind in the process."""
+"""What every test may rely on.
+
+One thread, known random state, nothing left behind in the process.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,30 @@ from pathlib import Path
 import pytest
 from tests.prepared import prepare_forecasts
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background
+# As a shell starts what it runs in the background
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 _HUGE_BYTES, _MADV_COLLAPSE = 2**21, 25  # uapi/asm-generic/mman-common.h
 _SLOW = (  # they start programs, frameworks, or trainings that take their time
-    "faults/", "integrations/", "docs/test_tutorial", "architecture/test_readme", "architecture/test_examples",
-    "recipes/test_gan", "recipes/test_speech", "unit/cli/test_explain_guarded", "unit/explain/test_logs",
-    "unit/forecast/test_stand_ins", "unit/guard/test_torn_steps", "unit/guard/test_unsaved", "unit/guard/test_window",
-    "unit/learning/test_repeated_batches", "unit/loader/test_drop_in", "unit/report/test_gathering",
-    "unit/supervise/test_stacks", "unit/supervise/test_watchdog",
-)  # fmt: skip
+    "faults/",
+    "integrations/",
+    "docs/test_tutorial",
+    "architecture/test_readme",
+    "architecture/test_examples",
+    "recipes/test_gan",
+    "recipes/test_speech",
+    "unit/cli/test_explain_guarded",
+    "unit/explain/test_logs",
+    "unit/forecast/test_stand_ins",
+    "unit/guard/test_torn_steps",
+    "unit/guard/test_unsaved",
+    "unit/guard/test_window",
+    "unit/learning/test_repeated_batches",
+    "unit/loader/test_drop_in",
+    "unit/report/test_gathering",
+    "unit/supervise/test_stacks",
+    "unit/supervise/test_watchdog",
+)
 
 
 def pytest_collectstart() -> None:
@@ -34,7 +51,10 @@ def pytest_collectstart() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files of slow tests if those are not asked for: with what they import a worker's forks are slower."""
+    """Leave out files of slow tests if those are not asked for.
+
+    With what they import a worker's forks are slower.
+    """
     name = collection_path.relative_to(Path(__file__).parent).as_posix()
     return True if name.startswith(_SLOW) and config.option.markexpr == "not slow" else None
 
@@ -46,7 +66,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def short_collections() -> None:
-    """What is loaded is neither looked through by each collection of garbage nor copied by a fork; the rest goes."""
+    """What is loaded is neither looked through by each collection of garbage nor copied by a
+    fork; the rest goes.
+    """
     from holdfast.memory.host_memory import trim_heap
 
     gc.collect()
@@ -56,7 +78,9 @@ def short_collections() -> None:
 
 
 def _use_huge_pages() -> None:
-    """Have the kernel move what is allocated into huge pages, if it can (Linux 6.1): a fork then copies few entries.
+    """Have the kernel move what is allocated into huge pages, if it can (Linux 6.1).
+
+    A fork then copies few entries.
 
     Half the time of the guard's tests would else be that of their forks: 30 ms each, not 10.
     """
@@ -70,7 +94,9 @@ def _use_huge_pages() -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+def clean_process(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
     import torch
 
     from holdfast.loader.random_state import seed_cpu
@@ -94,16 +120,23 @@ def clean_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 
 @pytest.fixture
 def unchecked_splits(clean_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No guard finds out in forks whether a step may be split and what else it changes, as beside an accelerator.
+    """No guard finds out in forks whether a step may be split and what else it changes, as beside
+    an accelerator.
 
-    They take longer than all else in a small run. For tests of what is saved and resumed, and others that say nothing
-    of either. Those that kill runs (`tests/faults/test_kills.py`) have the forks too.
+    They take longer than all else in a small run. For tests of what is saved and resumed, and
+    others that say nothing of either. Those that kill runs (`tests/faults/test_kills.py`) have the
+    forks too.
     """
     monkeypatch.setenv("HOLDFAST_CHECK_SPLIT", "false")
-    monkeypatch.setattr("holdfast.guard.splitting.split_safety.backward_works_in_a_copy", lambda: False)
+    monkeypatch.setattr(
+        "holdfast.guard.splitting.split_safety.backward_works_in_a_copy", lambda: False
+    )
 
 
 @pytest.fixture
 def prepared_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forecast's children are forked from a process that is prepared; tests of how one starts go without."""
+    """A forecast's children are forked from a process that is prepared.
+
+    Tests of how one starts go without.
+    """
     prepare_forecasts(monkeypatch)

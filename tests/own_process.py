@@ -1,6 +1,7 @@
 """Calls a function in a process of its own, for tests that count what lives in a process.
 
-Objects that other tests have left would be counted with it, and threads of theirs go on making some.
+Objects that other tests have left would be counted with it, and threads of theirs go on making
+some.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ _TIMEOUT_SECONDS = 280.0
 
 
 def in_own_process(function: Callable[..., Any], *given: Any) -> Any:
-    """Return what a function of a module returns, or raise what it raises, called where no other test has been."""
+    """Return what a function of a module returns, or raise what it raises, called where no other
+    test has been.
+    """
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "asked"), Path(folder, "answered")
         asked.write_bytes(pickle.dumps((function, given)))
-        ended = run_prepared(["-m", "tests.own_process", asked, answered], cwd=_ROOT, timeout=_TIMEOUT_SECONDS)
+        ended = run_prepared(
+            ["-m", "tests.own_process", asked, answered], cwd=_ROOT, timeout=_TIMEOUT_SECONDS
+        )
         assert ended.returncode == 0, ended.stderr
         error, result = pickle.loads(answered.read_bytes())
     if error is not None:

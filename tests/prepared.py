@@ -1,9 +1,14 @@
-"""Starts programs from a process that has loaded torch, for tests that start many: each import takes some seconds.
+"""Starts programs from a process that has loaded torch, for tests that start many.
 
-A started program is a process of its own, as `subprocess.Popen` starts it, with its own signals, streams, exit code
-and end of the interpreter. It is forked from one that has computed nothing, had no thread and seen no test. What it
-does not have of its own is what an interpreter settles at its start: ``PYTHON...`` variables, options and the seed of
-hashes. One that is observed is from where its script begins: torch is there already. A test that is about these, or
+Each import takes some seconds.
+
+A started program is a process of its own, as `subprocess.Popen` starts it, with its own signals,
+streams, exit code and end of the interpreter. It is forked from one that has computed nothing, had
+no thread and seen no test. What it
+does not have of its own is what an interpreter settles at its start: ``PYTHON...`` variables,
+    options and the seed of
+hashes. One that is observed is from where its script begins: torch is there already. A test that is
+    about these, or
 compares processes in which they should differ, starts one of them as usual.
 
     process = Prepared(["train.py", "--steps", "3"], stdout=subprocess.PIPE, text=True)
@@ -34,17 +39,26 @@ if TYPE_CHECKING:
     import pytest
 
 _LOADED = (
-    "torch", "numpy", "holdfast",
+    "torch",
+    "numpy",
+    "holdfast",
     "torch._dynamo",  # imported by the first step of an optimizer
     "holdfast.guard.guard",
-    "holdfast.forecast.job.building", "holdfast.forecast.fake.device", "holdfast.forecast.job.jobs",
-    "holdfast.forecast.trace.tracer", "holdfast.forecast.kernels.scratch_cpu",
-)  # fmt: skip
+    "holdfast.forecast.job.building",
+    "holdfast.forecast.fake.device",
+    "holdfast.forecast.job.jobs",
+    "holdfast.forecast.trace.tracer",
+    "holdfast.forecast.kernels.scratch_cpu",
+)
 FRAMEWORKS = (
     *_LOADED[:5],
-    "transformers.trainer", "holdfast.integrations.transformers.trainer",
-    "lightning.pytorch", "holdfast.integrations.lightning", "accelerate", "holdfast.integrations.accelerate",
-)  # fmt: skip
+    "transformers.trainer",
+    "holdfast.integrations.transformers.trainer",
+    "lightning.pytorch",
+    "holdfast.integrations.lightning",
+    "accelerate",
+    "holdfast.integrations.accelerate",
+)
 """What a process may have loaded that is started for a framework."""
 
 _starting = threading.Lock()
@@ -53,21 +67,43 @@ _starting = threading.Lock()
 class Prepared(subprocess.Popen[Any]):
     """A `subprocess.Popen` of Python with given arguments, started from a process that is prepared.
 
-    That has loaded some modules, as far as they are installed. `given` are ``stdin``, ``stdout``, ``stderr``,
-    ``env``, ``cwd``, ``text`` and ``start_new_session`` of `Popen`.
+    That has loaded some modules, as far as they are installed. `given` are ``stdin``, ``stdout``,
+    ``stderr``, ``env``, ``cwd``, ``text`` and ``start_new_session`` of `Popen`.
     """
 
-    def __init__(self, arguments: Sequence[object], *, loaded: tuple[str, ...] = _LOADED, **given: Any) -> None:
+    def __init__(
+        self, arguments: Sequence[object], *, loaded: tuple[str, ...] = _LOADED, **given: Any
+    ) -> None:
         self._loaded = loaded
         super().__init__(list(map(str, arguments)), **given)
 
-    def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, passed: Any, cwd: Any, env: Any,
-                       info: Any, flags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
-                       errread: int, errwrite: int, restore: Any, *rest: Any) -> None:  # fmt: skip
+    def _execute_child(
+        self,
+        args: Any,
+        executable: Any,
+        preexec: Any,
+        close: Any,
+        passed: Any,
+        cwd: Any,
+        env: Any,
+        info: Any,
+        flags: Any,
+        shell: Any,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        restore: Any,
+        *rest: Any,
+    ) -> None:
         """Have the prepared process fork, in place of forking here."""
         started_session = bool(rest[4])
         told, status = os.pipe()
-        standard = [own if own != -1 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
+        standard = [
+            own if own != -1 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))
+        ]
         request = {
             "arguments": args,
             "cwd": os.fspath(cwd or Path.cwd()),
@@ -90,7 +126,9 @@ class Prepared(subprocess.Popen[Any]):
 
     def _wait(self, timeout: float | None) -> int:
         if self.returncode is None:
-            if not select.select([self._told], [], [], None if timeout is None else max(0.0, timeout))[0]:
+            if not select.select(
+                [self._told], [], [], None if timeout is None else max(0.0, timeout)
+            )[0]:
                 assert timeout is not None
                 raise subprocess.TimeoutExpired(self.args, timeout)
             self.returncode = os.waitstatus_to_exitcode(int(self._told.readline()))
@@ -98,8 +136,13 @@ class Prepared(subprocess.Popen[Any]):
         return self.returncode
 
 
-def run_prepared(arguments: Sequence[object], *, timeout: float, **given: Any) -> subprocess.CompletedProcess[Any]:
-    """Run a program to its end, as `subprocess.run` with ``capture_output`` and ``text``; kill it at a timeout."""
+def run_prepared(
+    arguments: Sequence[object], *, timeout: float, **given: Any
+) -> subprocess.CompletedProcess[Any]:
+    """Run a program to its end, as `subprocess.run` with ``capture_output`` and ``text``.
+
+    Kill it at a timeout.
+    """
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Prepared(arguments, **{**streams, **given}) as process:
         try:
@@ -111,32 +154,49 @@ def run_prepared(arguments: Sequence[object], *, timeout: float, **given: Any) -
 
 
 def prepare_forecasts(patch: pytest.MonkeyPatch) -> None:
-    """Have the processes that `tracing.trace_job` starts forked from one that has loaded what they import."""
+    """Have the processes that `tracing.trace_job` starts forked from one that has loaded what
+    they import.
+    """
 
     def start(command: list[str], **given: Any) -> Prepared:
         assert command[0] == sys.executable
         return Prepared(command[1:], **given)
 
-    used = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    used = SimpleNamespace(
+        Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
     patch.setattr("holdfast.forecast.job.tracing.subprocess", used)
 
 
 @cache
 def _server(loaded: tuple[str, ...]) -> socket.socket:
-    """Return the connection to a prepared process; it ends when that is closed, as it is when this process ends."""
+    """Return the connection to a prepared process.
+
+    It ends when that is closed, as it is when this process ends.
+    """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with there:
         command = [sys.executable, __file__, str(there.fileno()), *loaded]
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")
+        }
         nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         subprocess.run(
-            command, cwd="/", env={**kept, "OMP_NUM_THREADS": "1"}, pass_fds=[there.fileno()], check=True, **nothing
+            command,
+            cwd="/",
+            env={**kept, "OMP_NUM_THREADS": "1"},
+            pass_fds=[there.fileno()],
+            check=True,
+            **nothing,
         )
     return here
 
 
 def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork for each request, and tell how each child ended; return in a child, with its request and streams."""
+    """Fork for each request, and tell how each child ended.
+
+    Return in a child, with its request and streams.
+    """
     if os.fork():
         os._exit(0)  # it is no child of the tests' process: tests look at that one's children
     os.setsid()  # Ctrl-C is for the tests
@@ -199,7 +259,9 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     sys.orig_argv = [sys.executable, *request["arguments"]]
     importlib.import_module("holdfast.supervise.injected.sitecustomize")._observe()
     what, *arguments = request["arguments"]
-    first = "" if what == "-c" else request["cwd"] if what == "-m" else str(Path(what).resolve().parent)
+    first = (
+        "" if what == "-c" else request["cwd"] if what == "-m" else str(Path(what).resolve().parent)
+    )
     sys.path[0] = first
     if what not in ("-c", "-m"):
         sys.argv = [what, *arguments]

@@ -1,1 +1,4 @@
-"""The figures that need a CUDA device. Without one each script says so and ends with exit code 0."""
+"""The figures that need a CUDA device.
+
+Without one each script says so and ends with exit code 0.
+"""

@@ -1,19 +1,24 @@
 """The forecast on a CUDA device: its error, and its verdict.
 
-How: every job of `forecast_models` is forecast in fp32 and bf16, in processes beside this one and without the
-device: traces at 2 and 4 samples give the largest power of two of samples that stays below 3 GiB, and a trace of that
+How: every job of `forecast_models` is forecast in fp32 and bf16, in processes beside this one and
+    without the
+device: traces at 2 and 4 samples give the largest power of two of samples that stays below 3 GiB,
+    and a trace of that
 many the forecast, as with ``holdfast plan``. Then it really
-trains for three steps, and ``max_memory_allocated`` and what the process takes of the device (all that is taken, so
-nobody else may use it) are compared with the forecast.
+trains for three steps, and ``max_memory_allocated`` and what the process takes of the device (all
+that is taken, so nobody else may use it) are compared with the forecast.
 
-Verdict: the job runs once more with no more memory for torch's allocator than it has on the smallest device that
-`check_fit` says it fits, with the default margin for a device of that size: it must run. And once more with 90 % of
+Verdict: the job runs once more with no more memory for torch's allocator than it has on the
+    smallest device that
+`check_fit` says it fits, with the default margin for a device of that size: it must run. And once
+    more with 90 % of
 the forecast of ``max_memory_allocated``: it must not.
 
-All forecasts are made first, then all runs, in fp32 first. The script ends after 4 minutes; what was not reached by
-then is said. Jobs that make their own step run in fp32 only.
+All forecasts are made first, then all runs, in fp32 first. The script ends after 4 minutes; what
+was not reached by then is said. Jobs that make their own step run in fp32 only.
 
-To reach: no job that is said to fit does not; error of ``max_memory_allocated`` for transformers at most 1.5 % in the
+To reach: no job that is said to fit does not; error of ``max_memory_allocated`` for transformers at
+    most 1.5 % in the
 median and 5 % in the 95th percentile, for CNNs and RNNs 10 % in the 95th.
 """
 
@@ -80,7 +85,10 @@ def jobs_of(models: list[Model], precisions: tuple[str, ...]) -> Iterator[tuple[
 
 
 def device_here() -> Device:
-    """Return what the forecast knows of the device of this machine: its entry, or that of a device of its size."""
+    """Return what the forecast knows of the device of this machine.
+
+    Its entry, or that of a device of its size.
+    """
     try:
         found = find_device(torch.cuda.get_device_name())
     except PolicyError:
@@ -89,13 +97,19 @@ def device_here() -> Device:
 
 
 def predict(name: str, precision: str, device: Device) -> Plan | str:
-    """Return a run of a job that needs about `_TARGET_BYTES`, with its forecast; a text says why there is none."""
+    """Return a run of a job that needs about `_TARGET_BYTES`, with its forecast.
+
+    A text says why there is none.
+    """
     try:
-        scaled = fit(trace_job(model_named(name).request(precision=precision, sizes=_TRACED)).traces)
+        scaled = fit(
+            trace_job(model_named(name).request(precision=precision, sizes=_TRACED)).traces
+        )
         size = _TRACED[0]
         while 2 * size <= _MOST_SAMPLES and live_peak(scaled.at(2 * size)) <= _TARGET_BYTES:
             size *= 2
-        traced = trace_job(model_named(name).request(precision=precision, sizes=(size,))).traces[0]  # as `plan` does
+        # As `plan` does
+        traced = trace_job(model_named(name).request(precision=precision, sizes=(size,))).traces[0]
     except HoldfastError as error:
         return without_paths(f"{type(error).__name__}: {error}".splitlines()[0])
     found = check_fit(*played(traced, 3), device, products=first_products(traced), margin_bytes=0)
@@ -110,7 +124,9 @@ def predict(name: str, precision: str, device: Device) -> Plan | str:
 
 
 def smallest_fitting(traced: Trace, device: Device) -> Device:
-    """Return the smallest device, of the kind of another and to 1 MiB, that a trace is said to fit."""
+    """Return the smallest device, of the kind of another and to 1 MiB, that a trace is said to
+    fit.
+    """
     trace, products = played(traced, 3), first_products(traced)
     too_small, enough = 0, device.usable_bytes
     while enough - too_small > GIB >> 10:
@@ -123,20 +139,34 @@ def smallest_fitting(traced: Trace, device: Device) -> Device:
 
 
 def measure(
-    device: Device, pool: ProcessPoolExecutor, models: list[Model], precisions: tuple[str, ...], started: float
+    device: Device,
+    pool: ProcessPoolExecutor,
+    models: list[Model],
+    precisions: tuple[str, ...],
+    started: float,
 ) -> list[Row]:
     """Forecast all jobs, then run them."""
     jobs = list(jobs_of(models, precisions))
     forecasts = [pool.submit(predict, model.name, precision, device) for model, precision in jobs]
     wait(forecasts, timeout=_SECONDS_TO_FORECAST)
-    print(f"  {sum(map(Future.done, forecasts))} of {len(jobs)} forecast in {time.monotonic() - started:.0f} s")
+    print(
+        f"  {sum(map(Future.done, forecasts))} of {len(jobs)} forecast in"
+        f" {time.monotonic() - started:.0f} s"
+    )
     rows: list[Row] = []
     for (model, precision), forecast in zip(jobs, forecasts, strict=True):
         if forecast.done() and time.monotonic() - started < _SECONDS:
             rows.append(_row(model, precision, forecast.result()))
             print(f"  {_told(rows[-1])}", flush=True)
         else:
-            rows.append(Row(model=model.name, family=model.family, precision=precision, failed="no time was left"))
+            rows.append(
+                Row(
+                    model=model.name,
+                    family=model.family,
+                    precision=precision,
+                    failed="no time was left",
+                )
+            )
     return rows
 
 
@@ -154,9 +184,10 @@ def _told(row: Row) -> str:
     if row.failed or row.plan is None or row.outcome is None:
         return f"{named}: {row.failed}"
     return (
-        f"{named}, {row.plan.micro_batch_size} samples: {row.outcome.allocated_bytes / GIB:.3f} GiB, error "
-        f"{row.error_percent('allocated_bytes'):+.2f} %, process {row.error_percent('process_bytes'):+.2f} %; "
-        f"with enough: {row.outcome.with_enough}, with too little: {row.outcome.with_too_little}"
+        f"{named}, {row.plan.micro_batch_size} samples: {row.outcome.allocated_bytes / GIB:.3f}"
+        f" GiB, error {row.error_percent('allocated_bytes'):+.2f} %, process"
+        f" {row.error_percent('process_bytes'):+.2f} %; with enough: {row.outcome.with_enough},"
+        f" with too little: {row.outcome.with_too_little}"
     )
 
 
@@ -166,10 +197,16 @@ def add_errors(every: list[Row], result: Result) -> None:
     result.add_count("forecast and run", len(rows), len(every), expected=len(every))
     outcomes = [row.outcome for row in rows if row.outcome is not None]
     wrong = [outcome for outcome in outcomes if outcome.with_enough != "done"]
-    result.add_count("said to fit, with the default margin, and does not", len(wrong), len(outcomes), expected=0)
+    result.add_count(
+        "said to fit, with the default margin, and does not", len(wrong), len(outcomes), expected=0
+    )
     ended = [outcome.with_too_little for outcome in outcomes]
-    result.add_count("out of memory with 90 % of the forecast", ended.count("out of memory"), len(ended),
-                     expected=len(ended))  # fmt: skip
+    result.add_count(
+        "out of memory with 90 % of the forecast",
+        ended.count("out of memory"),
+        len(ended),
+        expected=len(ended),
+    )
     for family, median, p95 in (
         ("transformer", 1.5, 5.0),
         ("CNN", None, 10.0),
@@ -177,19 +214,29 @@ def add_errors(every: list[Row], result: Result) -> None:
         ("other", None, None),
     ):
         of_family = [row for row in rows if row.family == family]
-        for what, title in (("allocated_bytes", "max_memory_allocated"), ("process_bytes", "process total")):
+        for what, title in (
+            ("allocated_bytes", "max_memory_allocated"),
+            ("process_bytes", "process total"),
+        ):
             errors = [row.error_percent(what) for row in of_family]
             result.add_samples(f"{family}: signed error of {title}", "%", errors, digits=3)
             sizes = sorted(map(abs, errors))
             if sizes:
                 goals = (median, p95) if what == "allocated_bytes" else (None, None)
                 result.add_samples(
-                    f"{family}: median error of {title}", "%", [statistics.median(sizes)], at_most=goals[0], digits=3
+                    f"{family}: median error of {title}",
+                    "%",
+                    [statistics.median(sizes)],
+                    at_most=goals[0],
+                    digits=3,
                 )
                 result.add_samples(
-                    f"{family}: 95th percentile of the error of {title}", "%", [percentile(sizes, 0.95)],
-                    at_most=goals[1], digits=3,
-                )  # fmt: skip
+                    f"{family}: 95th percentile of the error of {title}",
+                    "%",
+                    [percentile(sizes, 0.95)],
+                    at_most=goals[1],
+                    digits=3,
+                )
     result.samples["jobs"] = [asdict(row) for row in every]
 
 
@@ -209,11 +256,13 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # of those that forecast
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     try:
-        run(Plan(model="mlp", precision="fp32", micro_batch_size=2))  # the first step loads kernels, makes workspaces
+        # The first step loads kernels, makes workspaces
+        run(Plan(model="mlp", precision="fp32", micro_batch_size=2))
         rows = measure(device, pool, models, precisions, started)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():  # what they still compute, nobody will ask for
+        # What they still compute, nobody will ask for
+        for child in multiprocessing.active_children():
             child.terminate()
     add_errors(rows, result)
     result.write()

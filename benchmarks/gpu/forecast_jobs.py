@@ -26,7 +26,8 @@ class Plan:
         micro_batch_size: Samples.
         allocated_bytes: Forecast of ``max_memory_allocated``.
         process_bytes: Forecast of what the process takes of the device.
-        enough_bytes: What torch's allocator has on the smallest device that the job is said to fit; 0: do not try.
+        enough_bytes: What torch's allocator has on the smallest device that the job is said to fit;
+            0: do not try.
     """
 
     model: str
@@ -45,8 +46,8 @@ class Outcome:
         ended: ``"done"``, ``"out of memory"``, or the first line of another error.
         allocated_bytes: ``max_memory_allocated``.
         reserved_bytes: ``max_memory_reserved``.
-        process_bytes: What is taken of the device when the run has ended, context included: right if nobody else
-            uses it.
+        process_bytes: What is taken of the device when the run has ended, context included: right
+            if nobody else uses it.
         with_enough: How it ended with no more than `Plan.enough_bytes`; "" if that was not tried.
         with_too_little: The same with 90 % of `Plan.allocated_bytes`.
     """
@@ -65,7 +66,10 @@ def model_named(name: str) -> Model:
 
 
 def run(plan: Plan) -> Outcome:
-    """Train a job for a few steps in this process; then again, from its beginning, with memory limited."""
+    """Train a job for a few steps in this process.
+
+    Then again, from its beginning, with memory limited.
+    """
     _free_everything()
     job = build(plan)
     _free_everything()  # what building left behind is not the step's
@@ -107,7 +111,9 @@ def _with_no_more_than(bytes_: int, plan: Plan, job: Parts) -> str:
     for optimizer in optimizers_of(job):
         optimizer.state.clear()
     _free_everything()
-    torch.cuda.set_per_process_memory_fraction(bytes_ / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        bytes_ / torch.cuda.get_device_properties(0).total_memory
+    )
     try:
         return _trained(plan, job)
     finally:
@@ -116,13 +122,17 @@ def _with_no_more_than(bytes_: int, plan: Plan, job: Parts) -> str:
 
 def _free_everything() -> None:
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # a process that begins has none: where they lie, a segment stays
+    # A process that begins has none: where they lie, a segment stays
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
 
 def build(plan: Plan) -> Parts:
-    """Build a job as users do: on the host, then to the device; the batch is made there, where that is quick."""
+    """Build a job as users do: on the host, then to the device.
+
+    The batch is made there, where that is quick.
+    """
     torch.manual_seed(0)
     job = model_named(plan.model).build(2)
     for module in modules_of(job):

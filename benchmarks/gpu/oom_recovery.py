@@ -1,19 +1,26 @@
-"""Real out-of-memory errors of a CUDA device: how many steps are recovered, how exactly, and at what cost.
+"""Real out-of-memory errors of a CUDA device.
 
-How: the cases are those of ``benchmarks.oom_recovery`` with batches 8 times as large; every fourth is a wide network
-with AdamW, whose state is made in the step and does not fit beside the activations. For each case: a bare step
-without a limit gives the expected gradient, its peak and its time; a bare step with an eighth of the batch gives its
-peak. Then the process's share of the device's memory is limited (``torch.cuda.set_per_process_memory_fraction``) to a
-random point between what an eighth of the batch needs, with a quarter to spare, and 95 % of what the whole batch
-needs (with AdamW at least what forward and backward need without its state). Under it a bare step shows where a plain
-loop ends, and the guarded step is made. In every fifth case half of that memory is free only in pieces of at most 12
-MiB; of the ten processes that share the device two have expandable segments. TF32 is off. A step is recovered under
-the same conditions as in ``benchmarks.oom_recovery``, and a case counts if memory was really refused. A device whose
-context has died ends the script with what was found until then.
+How many steps are recovered, how exactly, and at what cost.
 
-Cost: wall time between synchronisations over (attempts x time of the bare step). What was there before the first case
-is left out of collections of garbage, which are most of it where steps take milliseconds; run directories are in
-memory. Ten processes at a time make it a rough figure.
+How: the cases are those of ``benchmarks.oom_recovery`` with batches 8 times as large; every fourth
+    is a wide network
+with AdamW, whose state is made in the step and does not fit beside the activations. For each case:
+    a bare step
+without a limit gives the expected gradient, its peak and its time; a bare step with an eighth of
+the batch gives its peak. Then the process's share of the device's memory is limited
+(``torch.cuda.set_per_process_memory_fraction``) to a random point between what an eighth of the
+batch needs, with a quarter to spare, and 95 % of what the whole batch needs (with AdamW at least
+what forward and backward need without its state). Under it a bare step shows where a plain loop
+ends, and the guarded step is made. In every fifth case half of that memory is free only in pieces
+of at most 12 MiB; of the ten processes that share the device two have expandable segments. TF32 is
+off. A step is recovered under the same conditions as in ``benchmarks.oom_recovery``, and a case
+counts if memory was really refused. A device whose context has died ends the script with what was
+found until then.
+
+Cost: wall time between synchronisations over (attempts x time of the bare step). What was there
+    before the first case
+is left out of collections of garbage, which are most of it where steps take milliseconds; run
+directories are in memory. Ten processes at a time make it a rough figure.
 
 To reach: 200 of 200 recovered.
 """
@@ -57,8 +64,10 @@ class Row:
         kind: Of model, or "adamw".
         memory: "whole", "in pieces" or "expandable".
         ended: "recovered", "inexact", "raised ..." or "fits".
-        plain: Where a bare step ends under the limit: "forward", "backward", "optimizer", or "" for not at all.
-        refused: The same of each attempt of the guard that failed; "before" if already the state did not fit.
+        plain: Where a bare step ends under the limit: "forward", "backward", "optimizer", or "" for
+            not at all.
+        refused: The same of each attempt of the guard that failed; "before" if already the state
+            did not fit.
         attempts: Made by the guard.
         difference: Relative L2 difference of the gradient.
         cost: Time over attempts x bare time.
@@ -105,7 +114,10 @@ class Measured:
         free_everything()
 
     def bare(self, share: int = 1, *, steps: bool = True) -> tuple[int, float, torch.Tensor]:
-        """Make a bare step with a share of the batch; return its peak of reserved bytes, seconds and gradient."""
+        """Make a bare step with a share of the batch.
+
+        Return its peak of reserved bytes, seconds and gradient.
+        """
         batch = tuple(tensor[: -(-len(tensor) // share)] for tensor in self.job.batch)
         started = synchronised_seconds()
         self.loss(batch).backward()  # type: ignore[no-untyped-call]
@@ -117,7 +129,10 @@ class Measured:
         return found
 
     def gradient_in_fp64(self) -> torch.Tensor:
-        """Return the gradient of the step in fp64, by eighths of the batch; this job is of no use afterwards."""
+        """Return the gradient of the step in fp64, by eighths of the batch.
+
+        This job is of no use afterwards.
+        """
         self.reset()
         self.job.model.double()
         inputs, labels = self.job.batch
@@ -151,19 +166,30 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def in_pieces(bytes_: float) -> list[torch.Tensor]:
-    """Return blocks of 8 MiB that leave so many bytes free in pieces of 12 MiB; segments are of 20 MiB."""
-    blocks = [torch.empty(8 * _MIB, dtype=torch.uint8, device=_DEVICE) for _ in range(2 * int(bytes_ / 12 / _MIB))]
+    """Return blocks of 8 MiB that leave so many bytes free in pieces of 12 MiB.
+
+    Segments are of 20 MiB.
+    """
+    blocks = [
+        torch.empty(8 * _MIB, dtype=torch.uint8, device=_DEVICE)
+        for _ in range(2 * int(bytes_ / 12 / _MIB))
+    ]
     return blocks[::2]
 
 
 def run_case(number: int, run_dir: Path, memory: str) -> Row:
     """Run one case."""
     case, adamw = draw_case(number), number // len(KINDS) % 4 == 3
-    wide = replace(_WIDE, number=number, batch_size=_WIDE.batch_size * (1 + number % 3), share=case.share)
+    wide = replace(
+        _WIDE, number=number, batch_size=_WIDE.batch_size * (1 + number % 3), share=case.share
+    )
     case = wide if adamw else replace(case, batch_size=_TIMES_THE_BATCH * case.batch_size)
     if memory == "whole" and number % 5 == 4:
         memory = "in pieces"
-    row, here = Row(kind="adamw" if adamw else case.kind, memory=memory), Measured(case, adamw=adamw)
+    row, here = (
+        Row(kind="adamw" if adamw else case.kind, memory=memory),
+        Measured(case, adamw=adamw),
+    )
     here.job.bare_step(here.job.small)  # a first step loads kernels
     here.reset()
     least, passes = here.bare(8)[0], here.bare(steps=False)[0] if adamw else 0
@@ -195,7 +221,9 @@ def run_case(number: int, run_dir: Path, memory: str) -> Row:
     return row
 
 
-def _guarded_step(here: Measured, run_dir: Path, row: Row, bare_seconds: float) -> torch.Tensor | None:
+def _guarded_step(
+    here: Measured, run_dir: Path, row: Row, bare_seconds: float
+) -> torch.Tensor | None:
     job = here.job
     guard = Guard(run_dir, model=job.model, optimizer=job.optimizer, save_interval_steps=None)
     if row.kind != "adamw":
@@ -219,7 +247,10 @@ def _guarded_step(here: Measured, run_dir: Path, row: Row, bare_seconds: float) 
 
 
 def collect(first: int, wanted: int, memory: str = "whole") -> tuple[list[Row], list[str]]:
-    """Run cases from a number on until enough of them count, or the device is dead; return notes too."""
+    """Run cases from a number on until enough of them count, or the device is dead.
+
+    Return notes too.
+    """
     logging.getLogger("holdfast").setLevel(logging.ERROR)
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -244,8 +275,11 @@ def collect(first: int, wanted: int, memory: str = "whole") -> tuple[list[Row], 
 
 def apart(first: int, wanted: int, memory: str = "whole") -> Future[tuple[list[Row], list[str]]]:
     """Run cases in a process of their own."""
-    os.environ.update(PYTORCH_ALLOC_CONF=f"expandable_segments:{memory == 'expandable'}", OMP_NUM_THREADS="1")
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))  # it starts with the first call
+    os.environ.update(
+        PYTORCH_ALLOC_CONF=f"expandable_segments:{memory == 'expandable'}", OMP_NUM_THREADS="1"
+    )
+    # It starts with the first call
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     return pool.submit(collect, first, wanted, memory)
 
 
@@ -259,17 +293,28 @@ def add_figures(result: Result, rows: list[Row]) -> None:
     for kind in (*KINDS, "adamw"):
         count(f"recovered: {kind}", [row.ended == "recovered" for row in rows if row.kind == kind])
     for memory in ("whole", "in pieces", "expandable"):
-        count(f"recovered: memory {memory}", [row.ended == "recovered" for row in rows if row.memory == memory])
-    for ended, times in sorted(Tally(row.ended for row in rows if row.ended != "recovered").items()):
+        count(
+            f"recovered: memory {memory}",
+            [row.ended == "recovered" for row in rows if row.memory == memory],
+        )
+    for ended, times in sorted(
+        Tally(row.ended for row in rows if row.ended != "recovered").items()
+    ):
         result.add_count(f"not recovered: {ended}", times, len(rows))
     for place in ("before", "forward", "backward", "optimizer"):
         count(f"a plain loop ends in: {place}", [row.plain == place for row in rows])
         count(f"first refused in: {place}", [row.refused[:1] == [place] for row in rows])
     recovered = [row for row in rows if row.ended == "recovered"]
     differences = [row.difference for row in recovered if row.difference is not None]
-    result.add_samples("relative L2 difference to the bare gradient", "ratio", differences, digits=10)
-    result.add_samples("attempts of a recovered step", "attempts", [row.attempts for row in recovered])
-    result.add_samples("time over attempts x bare time", "ratio", [row.cost for row in recovered if row.cost])
+    result.add_samples(
+        "relative L2 difference to the bare gradient", "ratio", differences, digits=10
+    )
+    result.add_samples(
+        "attempts of a recovered step", "attempts", [row.attempts for row in recovered]
+    )
+    result.add_samples(
+        "time over attempts x bare time", "ratio", [row.cost for row in recovered if row.cost]
+    )
     result.samples["cases"] = [asdict(row) for row in rows]
 
 
@@ -279,7 +324,11 @@ def main() -> None:
         print("skipped: no CUDA device")
         return
     each = 2 if options.quick else 20
-    parameters = {"processes": _PROCESSES, "cases of each": each, "times_the_batch": _TIMES_THE_BATCH}
+    parameters = {
+        "processes": _PROCESSES,
+        "cases of each": each,
+        "times_the_batch": _TIMES_THE_BATCH,
+    }
     result = Result(options=options, parameters=parameters)
     kinds = ["whole"] * (_PROCESSES - 2) + ["expandable"] * 2
     started = [apart(_NUMBERS * place, each, kind) for place, kind in enumerate(kinds)]

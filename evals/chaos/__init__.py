@@ -1,1 +1,4 @@
-"""Small trainings with one planted loss of exactness each, and exact ones: does `holdfast chaos` tell them apart?"""
+"""Small trainings with one planted loss of exactness each, and exact ones.
+
+Does `holdfast chaos` tell them apart?
+"""

@@ -1,9 +1,13 @@
-"""Little trainings with one planted loss of exactness, and exact ones: what `holdfast chaos` says of each.
+"""Little trainings with one planted loss of exactness, and exact ones.
 
-How: each program of ``programs`` runs with one mistake, or with none, in the campaign of `holdfast chaos`, with the
-kinds of faults that stand beside it. *Found* is a mistake if any trial says that the training is another one, lost
-work or does not survive; *named* if what differs first is what was planted. *Invented* is anything said of an exact
-program. The programs are forked from a process that has torch loaded; observer and faults are those of the command.
+What `holdfast chaos` says of each.
+
+How: each program of ``programs`` runs with one mistake, or with none, in the campaign of `holdfast
+    chaos`, with the
+kinds of faults that stand beside it. *Found* is a mistake if any trial says that the training is
+another one, lost work or does not survive; *named* if what differs first is what was planted.
+*Invented* is anything said of an exact program. The programs are forked from a process that has
+torch loaded; observer and faults are those of the command.
 
     python -m evals.chaos [--quick] [--only WORD]
 """
@@ -36,7 +40,10 @@ _USUAL = ("kill", "term", "first", "save", "eval")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A program, its mistake (empty, or after a `+`: none), what names it, and the faults that can show it."""
+    """A program, its mistake (empty, or after a `+`.
+
+    None), what names it, and the faults that can show it.
+    """
 
     program: str
     what: str
@@ -65,7 +72,8 @@ CASES = (
     Case("classifier", "shuffled anew", ("batch",)),
     Case("classifier", "older checkpoint", ("older",)),
     Case("classifier", "named by the time", ("older",), ("clock",)),
-    Case("classifier", "best instead of last", ("older",), _USUAL),  # shows where the last is not the best
+    # Shows where the last is not the best
+    Case("classifier", "best instead of last", ("older",), _USUAL),
     Case("classifier", "written in place", ("does not survive",), ("save",)),
     Case("language", "numpy state not saved", ("random", "inputs")),
     Case("language", "python state not saved", ("random", "inputs")),
@@ -80,13 +88,16 @@ CASES = (
     Case("augmented", "worker seeds", ("batch",)),
     Case("augmented", "sampler not re-seeded", ("batch",)),
     Case("augmented", "no timeout", ("hangs",), ("worker",)),
-    Case("augmented", "timeout only", ("hangs",), ("worker",)),  # taken for safe at first: what chaos said is true
+    # Taken for safe at first: what chaos said is true
+    Case("augmented", "timeout only", ("hangs",), ("worker",)),
     Case("scaled", "GradScaler state dropped", ("scale",)),
     Case("gan", "one of two optimizers dropped", ("optimizer",)),
     Case("gan", "generator of its own not saved", ("inputs", "losses")),
     Case("classifier", "", kinds=_USUAL),
     Case("classifier", "+saves when asked to end", kinds=_USUAL),
-    Case("classifier", "+checked", kinds=("kill", "save", "memory", "disk", "io", "clock", "damage")),
+    Case(
+        "classifier", "+checked", kinds=("kill", "save", "memory", "disk", "io", "clock", "damage")
+    ),
     Case("classifier", "+best beside last", kinds=("kill", "eval")),
     Case("language", "", kinds=(*_USUAL, "io", "clock")),
     Case("language", "+no weight decay", kinds=("kill", "term", "memory")),
@@ -100,31 +111,44 @@ CASES = (
 
 def start(command: list[str], **given: Any) -> Prepared:
     """Start what the bench starts, forked from a process that has torch loaded."""
-    return Prepared(command[7:], **given)  # without Python, -I -S, child_start, our pid, the program, ``python``
+    # Without Python, -I -S, child_start, our pid, the program, ``python``
+    return Prepared(command[7:], **given)
 
 
 def prepare() -> None:
     """Have the bench of this process start programs so."""
     trials.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
-        Popen=start, **{name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
+        Popen=start,
+        **{
+            name: getattr(subprocess, name)
+            for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")
+        },
     )
 
 
 def tried(case: Case, seed: int) -> Report:
     """Put one program to the test."""
-    command = [sys.executable, str(_PROGRAMS / f"{case.program}.py"), *([case.what] if case.what else [])]
+    command = [
+        sys.executable,
+        str(_PROGRAMS / f"{case.program}.py"),
+        *([case.what] if case.what else []),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         return Campaign(command, origin=Path(folder), only=case.kinds, seed=seed, restarts=2).run()
 
 
 def answers(report: Report) -> list[tuple[str, str]]:
-    """Return of each trial that did not pass what differs first, or how it ended, and the sentence."""
+    """Return of each trial that did not pass what differs first, or how it ended, and the
+    sentence.
+    """
     failed = [row for row in report.rows if row.tried and not row.passed]
     return [
         (
-            row.comparison["differences"][0]["what"]
-            if row.result in ("another training", "work is lost")
-            else row.result,
+            (
+                row.comparison["differences"][0]["what"]
+                if row.result in ("another training", "work is lost")
+                else row.result
+            ),
             row.detail,
         )
         for row in failed
@@ -132,7 +156,9 @@ def answers(report: Report) -> list[tuple[str, str]]:
 
 
 def watching_costs(result: Result, pairs: int, steps: int) -> None:
-    """Measure the CPU time of a training that is watched against the same that is not, each from its start."""
+    """Measure the CPU time of a training that is watched against the same that is not, each from
+    its start.
+    """
     ratios = []
     command = [sys.executable, str(_PROGRAMS / "sized.py"), str(steps)]
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +173,10 @@ def watching_costs(result: Result, pairs: int, steps: int) -> None:
             ratios.append((_cpu_seconds() - between) / (between - before))
         place.close()
     result.add_samples(
-        "CPU time of a training that is watched, against one that is not", "ratio", ratios, at_most=1.1
+        "CPU time of a training that is watched, against one that is not",
+        "ratio",
+        ratios,
+        at_most=1.1,
     )
 
 
@@ -160,7 +189,9 @@ def main() -> None:
     only = sys.argv.pop(sys.argv.index("--only") + 1) if "--only" in sys.argv else ""
     sys.argv = [each for each in sys.argv if each != "--only"]
     options = read_options("chaos", __doc__ or "")
-    cases = [each for each in CASES if only in f"{each.program} {each.what}"][:: 6 if options.quick else 1]
+    cases = [each for each in CASES if only in f"{each.program} {each.what}"][
+        :: 6 if options.quick else 1
+    ]
     result = Result(options=options, parameters={"seed": _SEED, "cases": len(cases)})
     if not only:
         watching_costs(result, 1 if options.quick else 2, 20 if options.quick else 60)
@@ -177,19 +208,29 @@ def main() -> None:
             met += sum(row.tried for row in report.rows)
             shares.append((report.seconds - report.seconds_of_runs) / report.seconds_of_runs)
             title = f"{case.program}: {case.what or 'exact'}"
-            result.samples[title] = {row.fault: f"{row.result}: {row.detail}" for row in report.rows}
-            print(f"{'  ' if right or not (case.planted or said) else '! '}{title}: {said[:1]}", flush=True)
+            result.samples[title] = {
+                row.fault: f"{row.result}: {row.detail}" for row in report.rows
+            }
+            print(
+                f"{'  ' if right or not (case.planted or said) else '! '}{title}: {said[:1]}",
+                flush=True,
+            )
     planted = sum(case.planted for case in cases)
     result.add_count("planted losses that were found", found, planted, expected=planted)
     result.add_count("of these, those named by what was planted", named, planted, expected=planted)
-    result.add_count("exact programs of which something was said", invented, len(cases) - planted, expected=0)
+    result.add_count(
+        "exact programs of which something was said", invented, len(cases) - planted, expected=0
+    )
     result.add_count(
         "trials in which the fault happened",
         met,
         sum(len(each) for each in result.samples.values() if isinstance(each, dict)),
     )
     result.add_samples(
-        "time of the campaign beside the runs, of a campaign over a tiny program", "share", shares, at_most=0.1
+        "time of the campaign beside the runs, of a campaign over a tiny program",
+        "share",
+        shares,
+        at_most=0.1,
     )
     result.write()
 

@@ -1,9 +1,11 @@
-"""Failures of training programs, recorded: what each printed, how it ended, and which signature is right for it.
+"""Failures of training programs, recorded.
 
-``recorded.jsonl`` has one failure a line, each really reproduced by a program of its own with torch 2.13 on Linux;
-``healthy.jsonl`` has outputs of programs that trained well. Paths of the machine are replaced, nothing else is. Where
-`Recorded.held_out`, its author had not seen the signatures and labelled from their titles alone. A new failure is
-recorded by ``python -m evals.failures.record``.
+What each printed, how it ended, and which signature is right for it.
+
+``recorded.jsonl`` has one failure a line, each really reproduced by a program of its own with torch
+2.13 on Linux; ``healthy.jsonl`` has outputs of programs that trained well. Paths of the machine are
+replaced, nothing else is. Where `Recorded.held_out`, its author had not seen the signatures and
+labelled from their titles alone. A new failure is recorded by ``python -m evals.failures.record``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Recorded:
         held_out: Whether its author had not seen the signatures.
         cause: Id of the signature that is right for it; ``"H1608"``: the exception itself.
         also: Ids that are as right.
-        exception: Of ``"H1608"``: the class and the first line of the exception that is to be named, if not the last.
+        exception: Of ``"H1608"``: the class and the first line of the exception that is to be
+            named, if not the last.
         status: Exit code, negative for a signal.
         silent: Whether the log says nothing of the cause, so that only the status does.
         program: Text of the program, if it is short.
@@ -62,4 +65,6 @@ def all_failures() -> list[Recorded]:
 
 def all_healthy() -> list[Healthy]:
     """Return every recorded output of a healthy program."""
-    return [Healthy(**json.loads(line)) for line in HEALTHY.read_text(encoding="utf-8").splitlines()]
+    return [
+        Healthy(**json.loads(line)) for line in HEALTHY.read_text(encoding="utf-8").splitlines()
+    ]

@@ -1,9 +1,13 @@
-"""Record a failure: run a program in an empty directory, and add what it left to ``recorded.jsonl``.
+"""Record a failure.
+
+Run a program in an empty directory, and add what it left to ``recorded.jsonl``.
 
     python -m evals.failures.record shapes.head_of_another_size H965 --author F program.py
 
-The program must end by its failure. It runs in a fresh process with `RLIMIT_DATA` of 4 GiB and without core dumps.
-Paths of this machine are replaced by those of a user: ``/home/user/train.py``, ``/home/user/.venv``.
+The program must end by its failure. It runs in a fresh process with `RLIMIT_DATA` of 4 GiB and
+without core dumps.
+Paths of this machine are replaced by those of a user: ``/home/user/train.py``,
+    ``/home/user/.venv``.
 """
 
 from __future__ import annotations
@@ -30,13 +34,19 @@ _MOST_OF_A_LOG = 16_000  # characters; of a longer one the beginning and the end
 
 def main() -> None:
     """Record what the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", help="family and what fails, such as shapes.head_of_another_size")
     parser.add_argument("cause", help="id of the right signature; H1608: the exception itself")
     parser.add_argument("program", type=Path)
     parser.add_argument("--author", required=True, help="a letter")
-    parser.add_argument("--held-out", action="store_true", help="the author has not seen the signatures")
-    parser.add_argument("--exception", default="", help="of H1608: the first line of the exception, if not the last")
+    parser.add_argument(
+        "--held-out", action="store_true", help="the author has not seen the signatures"
+    )
+    parser.add_argument(
+        "--exception", default="", help="of H1608: the first line of the exception, if not the last"
+    )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds")
     options = parser.parse_args()
     if options.cause not in all_signatures():
@@ -63,12 +73,16 @@ def main() -> None:
 
 
 def run_program(program: Path, *, timeout: float) -> tuple[str, int]:
-    """Return what a program printed, without paths of this machine, and its exit code, negative for a signal.
+    """Return what a program printed, without paths of this machine, and its exit code, negative for
+    a signal.
 
     Raises:
         TimeoutError: it did not end in time, and was killed with its children.
     """
-    with tempfile.TemporaryDirectory(prefix="failure-") as folder, tempfile.TemporaryFile() as output:
+    with (
+        tempfile.TemporaryDirectory(prefix="failure-") as folder,
+        tempfile.TemporaryFile() as output,
+    ):
         script = Path(folder, "train.py")
         script.write_bytes(program.read_bytes())
         child = subprocess.Popen(
@@ -98,7 +112,8 @@ def _limit() -> None:
 
 
 def without_places(log: str, folder: str) -> str:
-    """Return a log with neutral paths in the place of those of this machine, and cut in its middle if it is long.
+    """Return a log with neutral paths in the place of those of this machine, and cut in its middle
+    if it is long.
 
     Args:
         log: What the program printed.
@@ -114,7 +129,10 @@ def without_places(log: str, folder: str) -> str:
         log = log.replace(place, neutral)
     if len(log) <= _MOST_OF_A_LOG:
         return log
-    begin, end = log[: _MOST_OF_A_LOG // 2].rpartition("\n")[0], log[-_MOST_OF_A_LOG // 2 :].partition("\n")[2]
+    begin, end = (
+        log[: _MOST_OF_A_LOG // 2].rpartition("\n")[0],
+        log[-_MOST_OF_A_LOG // 2 :].partition("\n")[2],
+    )
     return f"{begin}\n{end}"
 
 

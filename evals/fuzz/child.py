@@ -1,7 +1,10 @@
-"""One input in a process of its own: bounded in memory and time, and watched for what it must not do.
+"""One input in a process of its own.
 
-An audit hook sees each file that is opened to write, renamed or removed, each process and each connection. What
-happens outside of the input's folder is a finding, and so is any error that is not a clear one.
+Bounded in memory and time, and watched for what it must not do.
+
+An audit hook sees each file that is opened to write, renamed or removed, each process and each
+connection. What happens outside of the input's folder is a finding, and so is any error that is not
+a clear one.
 """
 
 from __future__ import annotations
@@ -19,12 +22,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MOST_SECONDS, MOST_BYTES = 20, 1 << 30  # of processor time, and of memory beside what was there before
+# Of processor time, and of memory beside what was there before
+MOST_SECONDS, MOST_BYTES = 20, 1 << 30
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_MOVING = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
-           "os.chown", "shutil.rmtree", "shutil.move")  # fmt: skip
-_STARTING = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn", "socket.connect",
-             "pickle.find_class")  # fmt: skip
+_MOVING = (
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+    "os.chown",
+    "shutil.rmtree",
+    "shutil.move",
+)
+_STARTING = (
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "pty.spawn",
+    "socket.connect",
+    "pickle.find_class",
+)
 _ALLOWED = ("/dev/null", f"{tempfile.gettempdir()}/torchinductor_")
 
 
@@ -42,8 +64,13 @@ def watch(folder: Path) -> list[str]:
     inside, busy = f"{folder.resolve()}/", []
 
     def check(event: str, name: Any) -> None:
-        path = Path(os.fsdecode(name)).absolute() if isinstance(name, (str, bytes, os.PathLike)) else folder
-        # A link at the end counts by where it lies, since nothing of ours follows it; one before it is followed.
+        path = (
+            Path(os.fsdecode(name)).absolute()
+            if isinstance(name, (str, bytes, os.PathLike))
+            else folder
+        )
+        # A link at the end counts by where it lies, since nothing of ours follows it; one before it
+        # is followed.
         real = f"{path.parent.resolve() / path.name}/"
         if not real.startswith((inside, *_ALLOWED)):
             found.append(f"{event} {path} ({real})")
@@ -58,7 +85,11 @@ def watch(folder: Path) -> list[str]:
             if (given[2] or 0) & _WRITING or set(given[1] or "") & set("wax+"):
                 check(event, given[0])
         elif event in _MOVING:
-            for name in given[:2] if event in ("os.rename", "os.link") else given[event == "os.symlink" :][:1]:
+            for name in (
+                given[:2]
+                if event in ("os.rename", "os.link")
+                else given[event == "os.symlink" :][:1]
+            ):
                 check(event, name)
         busy.clear()
 
@@ -66,7 +97,9 @@ def watch(folder: Path) -> list[str]:
     return found
 
 
-def run(folder: Path, work: Callable[[], str], *, allowed: tuple[type[BaseException], ...]) -> dict[str, Any]:
+def run(
+    folder: Path, work: Callable[[], str], *, allowed: tuple[type[BaseException], ...]
+) -> dict[str, Any]:
     """Return what became of one input.
 
     Args:
@@ -78,19 +111,26 @@ def run(folder: Path, work: Callable[[], str], *, allowed: tuple[type[BaseExcept
     child = os.fork()
     if child == 0:
         try:
-            os.write(writing, _answer(folder, work, allowed).encode("utf-8", "replace")[:60_000])  # a pipe takes that
+            # A pipe takes that
+            os.write(writing, _answer(folder, work, allowed).encode("utf-8", "replace")[:60_000])
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        in_time = bool(select.select([pipe], [], [], 10 * MOST_SECONDS)[0])  # much of which others may have
+        # Much of which others may have
+        in_time = bool(select.select([pipe], [], [], 10 * MOST_SECONDS)[0])
         if not in_time:
             os.kill(child, signal.SIGKILL)
         kind, _, text = pipe.read().decode("utf-8", "replace").partition("\n")
     _, status, used = os.wait4(child, 0)
     if not kind:
         kind, text = ("died" if in_time else "hang"), f"status {status}"
-    return {"kind": kind, "text": text, "cpu": used.ru_utime + used.ru_stime, "resident": used.ru_maxrss << 10}
+    return {
+        "kind": kind,
+        "text": text,
+        "cpu": used.ru_utime + used.ru_stime,
+        "resident": used.ru_maxrss << 10,
+    }
 
 
 def _answer(folder: Path, work: Callable[[], str], allowed: tuple[type[BaseException], ...]) -> str:

@@ -1,4 +1,7 @@
-"""What is made hostile, and what reads it: each target takes a folder and its chance, and returns the reading."""
+"""What is made hostile, and what reads it.
+
+Each target takes a folder and its chance, and returns the reading.
+"""
 
 from __future__ import annotations
 
@@ -36,33 +39,132 @@ from holdfast.cli.main import make_app
 from holdfast.core.files import read_file
 from holdfast.recorder.black_box import BlackBox, StepMark
 
-COMMANDS = ("events", "explain", "watch --once", "metrics --jsonl /dev/null", "report", "checkpoints --verify")
+COMMANDS = (
+    "events",
+    "explain",
+    "watch --once",
+    "metrics --jsonl /dev/null",
+    "report",
+    "checkpoints --verify",
+)
 TEXTS = (
-    "</script><script>window.hacked=1</script>", '"><img src=x onerror=window.hacked=1>', "\x1b]0;x\x07\x1b[2J", "\0",
-    "../" * 12 + "etc/passwd", "/etc/passwd", "\u202e\u2066", "\ud800", "é" * 300, "A" * 100_000, "%s%n", "nan",
-    "1e999", "", "\r", "[bold]x[/bold]", "[/]", "--- holdfast: attempt 0 ---", "\u2028",
+    "</script><script>window.hacked=1</script>",
+    '"><img src=x onerror=window.hacked=1>',
+    "\x1b]0;x\x07\x1b[2J",
+    "\0",
+    "../" * 12 + "etc/passwd",
+    "/etc/passwd",
+    "\u202e\u2066",
+    "\ud800",
+    "é" * 300,
+    "A" * 100_000,
+    "%s%n",
+    "nan",
+    "1e999",
+    "",
+    "\r",
+    "[bold]x[/bold]",
+    "[/]",
+    "--- holdfast: attempt 0 ---",
+    "\u2028",
     "Traceback (most recent call last):",
-    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "Killed", "9" * 5000,
-)  # fmt: skip
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    "Killed",
+    "9" * 5000,
+)
 VALUES: tuple[Any, ...] = (
-    None, True, 0, -1, 2**31, 2**60, 2**64, -(2**63), 10**400, 1e308, math.nan, math.inf, 0.5, [], {}, [[]], [None],
-    {"": None}, [1, 2, 3], {"$": "dtype", "text": "load"}, {"$": "x"}, *TEXTS,
-)  # fmt: skip
+    None,
+    True,
+    0,
+    -1,
+    2**31,
+    2**60,
+    2**64,
+    -(2**63),
+    10**400,
+    1e308,
+    math.nan,
+    math.inf,
+    0.5,
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    [1, 2, 3],
+    {"$": "dtype", "text": "load"},
+    {"$": "x"},
+    *TEXTS,
+)
 LINES = (
-    '  File "train.py", line 3, in <module>', "    loss.backward()", "epoch 1: loss 0.5 lr 1e-3", "step=3 loss=nan",
-    "RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x80 and 128x256)", "{'loss': 1.5, 'step': 10}",
+    '  File "train.py", line 3, in <module>',
+    "    loss.backward()",
+    "epoch 1: loss 0.5 lr 1e-3",
+    "step=3 loss=nan",
+    "RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x80 and 128x256)",
+    "{'loss': 1.5, 'step': 10}",
     "During handling of the above exception, another exception occurred:",
     "[rank1]: Traceback (most recent call last)",
-    "terminate called after throwing an instance of 'c10::Error'", "Segmentation fault (core dumped)",
-    "Out of memory: Killed process 33 (python) total-vm:1kB", "  0%|          | 0/10 [00:00<?, ?it/s]\r",
-    '  | File "a", line 1, in b', "  + Exception Group Traceback (most recent call last):", "KeyboardInterrupt",
-    "Fatal Python error: Segmentation fault", "Thread 0x00007f (most recent call first):", *TEXTS,
-)  # fmt: skip
-YAML = ("max_grad_norm", ": ", "1.0", "\n", "- ", "[", "]", "{", "}", "&a ", "*a", "!!python/name:os.system ", "? ",
-        "'", "!!int ", "!!binary ", "!!timestamp ", "<<: ", "|\n ", '"', "#", "%YAML 9", "---", "recompute",
-        "frozen", "~",
-        "preset", "0x", "1_0", "1:2:3", "2001-99-99", ",", "  ", *TEXTS)  # fmt: skip
-NAMES = ("lock", "checkpoints", "recorder", "images", "best", "hosts", "supervisor", ".tmp-x", "-rf", "a\nb", "~")
+    "terminate called after throwing an instance of 'c10::Error'",
+    "Segmentation fault (core dumped)",
+    "Out of memory: Killed process 33 (python) total-vm:1kB",
+    "  0%|          | 0/10 [00:00<?, ?it/s]\r",
+    '  | File "a", line 1, in b',
+    "  + Exception Group Traceback (most recent call last):",
+    "KeyboardInterrupt",
+    "Fatal Python error: Segmentation fault",
+    "Thread 0x00007f (most recent call first):",
+    *TEXTS,
+)
+YAML = (
+    "max_grad_norm",
+    ": ",
+    "1.0",
+    "\n",
+    "- ",
+    "[",
+    "]",
+    "{",
+    "}",
+    "&a ",
+    "*a",
+    "!!python/name:os.system ",
+    "? ",
+    "'",
+    "!!int ",
+    "!!binary ",
+    "!!timestamp ",
+    "<<: ",
+    "|\n ",
+    '"',
+    "#",
+    "%YAML 9",
+    "---",
+    "recompute",
+    "frozen",
+    "~",
+    "preset",
+    "0x",
+    "1_0",
+    "1:2:3",
+    "2001-99-99",
+    ",",
+    "  ",
+    *TEXTS,
+)
+NAMES = (
+    "lock",
+    "checkpoints",
+    "recorder",
+    "images",
+    "best",
+    "hosts",
+    "supervisor",
+    ".tmp-x",
+    "-rf",
+    "a\nb",
+    "~",
+)
 MODULES = "modules"  # file with the names of all that were imported
 Work = Callable[[], str]
 
@@ -73,9 +175,13 @@ def train(run: Path, steps: int) -> str:
     model: Any = torch.nn.Linear(3, 2)
     model = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
     guard = holdfast.Guard(
-        run, model=model, optimizer=torch.optim.Adam(model.parameters(), 0.1), async_save=False,
-        save_interval_steps=2, loader=holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4),
-    )  # fmt: skip
+        run,
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), 0.1),
+        async_save=False,
+        save_interval_steps=2,
+        loader=holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4),
+    )
     try:
         for batch in guard.batches(max_steps=steps):
             guard.step(batch, lambda x: model(x).square().mean())
@@ -89,17 +195,24 @@ def train(run: Path, steps: int) -> str:
 
 
 def train_ranks(run: Path, steps: int) -> str:
-    """Train as two ranks; the error of the first is raised, what is no clear one of the other too."""
+    """Train as two ranks.
+
+    The error of the first is raised, what is no clear one of the other too.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     try:
-        init_process_group("gloo", f"file://{run.parent}/store", timedelta(seconds=30), 2, 0 if child else 1)
+        init_process_group(
+            "gloo", f"file://{run.parent}/store", timedelta(seconds=30), 2, 0 if child else 1
+        )
         found, error = train(run, steps), None
     except BaseException as raised:  # noqa: BLE001 - for whoever has called, or the other process
         found, error = "refused", raised
     if child == 0:
         bare = error is not None and not isinstance(error, holdfast.HoldfastError)
-        os.write(writing, "".join(traceback.format_exception(error)).encode()[-3000:] if bare else b"")
+        os.write(
+            writing, "".join(traceback.format_exception(error)).encode()[-3000:] if bare else b""
+        )
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
@@ -121,7 +234,10 @@ def make_base(base: Path) -> str:
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text(about)
     make_run(run, steps=20)  # after the file of a host, which would lead to another folder
-    write_events(run / "supervisor", *(happened(kind, 3, 3, path=str(run), why="x") for kind in ("guard", "hang")))
+    write_events(
+        run / "supervisor",
+        *(happened(kind, 3, 3, path=str(run), why="x") for kind in ("guard", "hang")),
+    )
     write_wav(data / "wavs" / "a.wav", np.sin(np.arange(4000) / 9))
     (data / "metadata.csv").write_text("a|Hello there|hello there\n")
     (data / "list.csv").write_text("ID,duration,wav,wrd\na,0.2,wavs/a.wav,HELLO\n")
@@ -148,7 +264,9 @@ def other_bytes(chance: Random, data: bytes) -> bytes:
     for _ in range(chance.choice((1, 1, 2, 5, 40))):
         at, size = chance.randrange(len(found) + 1), chance.choice((1, 4, 8, 64, 5000))
         text = chance.choice(TEXTS).encode("utf-8", "surrogatepass")
-        piece = chance.choice([bytes([chance.randrange(256)]) * size, chance.randbytes(size), b"\xff" * 8, text])
+        piece = chance.choice(
+            [bytes([chance.randrange(256)]) * size, chance.randbytes(size), b"\xff" * 8, text]
+        )
         how = chance.choice(("over", "over", "in", "out", "cut"))
         end = {"over": at + len(piece), "in": at, "out": at + size, "cut": len(found)}[how]
         found[at:end] = piece if how in ("over", "in") else b""
@@ -156,17 +274,26 @@ def other_bytes(chance: Random, data: bytes) -> bytes:
 
 
 def other_json(chance: Random, value: Any) -> Any:
-    """Return another value: at random places something of another type, or a key that is missing or foreign."""
+    """Return another value.
+
+    At random places something of another type, or a key that is missing or foreign.
+    """
     if chance.random() < 0.06:
         return chance.choice(VALUES)
     if isinstance(value, dict):
-        found = {key: other_json(chance, each) for key, each in value.items() if chance.random() > 0.03}
-        return found | ({chance.choice(TEXTS): chance.choice(VALUES)} if chance.random() < 0.05 else {})
+        found = {
+            key: other_json(chance, each) for key, each in value.items() if chance.random() > 0.03
+        }
+        return found | (
+            {chance.choice(TEXTS): chance.choice(VALUES)} if chance.random() < 0.05 else {}
+        )
     return [other_json(chance, each) for each in value] if isinstance(value, list) else value
 
 
 def other_place(chance: Random, value: Any) -> None:
-    """Change one place of a JSON value, however deep, so that what is read before it is as it was."""
+    """Change one place of a JSON value, however deep, so that what is read before it is as it
+    was.
+    """
     while isinstance(value, (dict, list)) and value:
         key = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
         if not (isinstance(value[key], (dict, list)) and value[key]) or chance.random() < 0.1:
@@ -179,7 +306,10 @@ def other_place(chance: Random, value: Any) -> None:
 
 
 def hurt(chance: Random, path: Path) -> None:
-    """Change a file, in its bytes or as JSON, or put something else in its place; a manifest is signed anew."""
+    """Change a file, in its bytes or as JSON, or put something else in its place.
+
+    A manifest is signed anew.
+    """
     data, how = read_file(path), chance.random()
     if how < 0.15:
         path.unlink()
@@ -195,7 +325,9 @@ def hurt(chance: Random, path: Path) -> None:
 
 def plant(chance: Random, path: Path) -> None:
     """Put something that is no ordinary file in a place that is free."""
-    kind = chance.choice(("/dev/zero", "/etc/passwd", "/tmp", path.name, "pipe", "folder", "hole", "socket"))
+    kind = chance.choice(
+        ("/dev/zero", "/etc/passwd", "/tmp", path.name, "pipe", "folder", "hole", "socket")
+    )
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
@@ -211,8 +343,12 @@ def plant(chance: Random, path: Path) -> None:
 
 
 def forge(folder: Path) -> None:
-    """Give a checkpoint whose files were changed the digests of what they hold now, as far as it still has a form."""
-    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    """Give a checkpoint whose files were changed the digests of what they hold now, as far as it
+    still has a form.
+    """
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
+    ):
         tree = json.loads(read_file(folder / FILE_NAME).partition(b"\n")[0])
         for name, extents in tree["files"].items():
             data = read_file(folder / name)
@@ -233,12 +369,15 @@ def command(path: Path, line: str) -> str:
     return f"{name} {result.exit_code}"
 
 
-# --- the targets ----------------------------------------------------------------------------------------------------
+# --- the targets
+# ------------------------------------------------------------------------
 
 
 def log(folder: Path, chance: Random) -> Work:
     """Let `explain` read a log."""
-    data = "\n".join(chance.choices(LINES, k=chance.choice((0, 1, 10, 200, 2000)))).encode("utf-8", "surrogatepass")
+    data = "\n".join(chance.choices(LINES, k=chance.choice((0, 1, 10, 200, 2000)))).encode(
+        "utf-8", "surrogatepass"
+    )
     (folder / "a.log").write_bytes(other_bytes(chance, data) if chance.random() < 0.6 else data)
     return lambda: command(folder / "a.log", "explain")
 
@@ -256,7 +395,10 @@ def checkpoint(folder: Path, chance: Random) -> Work:
 
 
 def ranks(folder: Path, chance: Random) -> Work:
-    """Go on as two ranks from a checkpoint, or files beside it, that were changed: both end, and in time."""
+    """Go on as two ranks from a checkpoint, or files beside it, that were changed.
+
+    Both end, and in time.
+    """
     run = folder / "ranks"
     newest, forging = max((run / "checkpoints").iterdir()), chance.random() < 0.7
     files = sorted(path for path in run.rglob("*") if path.is_file())
@@ -274,14 +416,26 @@ def ranks(folder: Path, chance: Random) -> Work:
 
 
 def detail(folder: Path, chance: Random) -> Work:
-    """Go on from, or read, a run in which a few places of one file of JSON are others, under a right digest."""
+    """Go on from, or read, a run in which a few places of one file of JSON are others, under a
+    right digest.
+    """
     run, training = folder / "run", chance.random() < 0.7
     newest = max((run / "checkpoints").iterdir())
-    files = sorted(each for each in run.rglob("*.json") if each.stat().st_size and "checkpoints" not in each.parts)
-    path = chance.choice((newest / "state.json", newest / "state.json", newest / FILE_NAME) if training else files)
-    value = json.loads(read_file(path).partition(b"\n")[0] if path.name == FILE_NAME else read_file(path))
+    files = sorted(
+        each
+        for each in run.rglob("*.json")
+        if each.stat().st_size and "checkpoints" not in each.parts
+    )
+    path = chance.choice(
+        (newest / "state.json", newest / "state.json", newest / FILE_NAME) if training else files
+    )
+    value = json.loads(
+        read_file(path).partition(b"\n")[0] if path.name == FILE_NAME else read_file(path)
+    )
     for _ in range(chance.choice((1, 1, 2, 4))):
-        other_place(chance, value["training"] if "training" in value and chance.random() < 0.7 else value)
+        other_place(
+            chance, value["training"] if "training" in value and chance.random() < 0.7 else value
+        )
     path.write_text(json.dumps(value))
     forge(newest)
     line = chance.choice((*COMMANDS, ""))
@@ -289,12 +443,19 @@ def detail(folder: Path, chance: Random) -> Work:
 
 
 def tree(folder: Path, chance: Random) -> Work:
-    """Read or continue a run whose files were changed, or replaced by links and pipes, also while it lives."""
+    """Read or continue a run whose files were changed, or replaced by links and pipes, also
+    while it lives.
+    """
     run = folder / "run"
-    files = sorted(path for path in run.rglob("*") if path.is_file() and "checkpoints" not in path.parts)
+    files = sorted(
+        path for path in run.rglob("*") if path.is_file() and "checkpoints" not in path.parts
+    )
     for path in chance.sample(files, chance.choice((1, 1, 2, 6))):
         hurt(chance, path)
-    folders = [run, *sorted(each for each in run.rglob("*") if each.is_dir() and not each.is_symlink())]
+    folders = [
+        run,
+        *sorted(each for each in run.rglob("*") if each.is_dir() and not each.is_symlink()),
+    ]
     for _ in range(chance.choice((0, 0, 1, 3))):
         place = chance.choice(folders) / chance.choice(NAMES)
         if not os.path.lexists(place):
@@ -304,7 +465,10 @@ def tree(folder: Path, chance: Random) -> Work:
     line, lives = chance.choice((*COMMANDS, "")), chance.random() < 0.1
 
     def work() -> str:
-        box, ends = BlackBox(folder / "run" / "recorder" / "rank7") if lives else None, threading.Event()
+        box, ends = (
+            BlackBox(folder / "run" / "recorder" / "rank7") if lives else None,
+            threading.Event(),
+        )
 
         def write() -> None:
             while box is not None and not ends.is_set():
@@ -339,13 +503,17 @@ def policy(folder: Path, chance: Random) -> Work:
 def recipes(folder: Path, chance: Random) -> Work:
     """Read sound files, tables and records of the recipes."""
     data = folder / "data"
-    for path in chance.sample(sorted(each for each in data.rglob("*") if each.is_file()), chance.choice((1, 2))):
+    for path in chance.sample(
+        sorted(each for each in data.rglob("*") if each.is_file()), chance.choice((1, 2))
+    ):
         path.write_bytes(other_bytes(chance, path.read_bytes()))
     readers: list[Callable[[], object]] = [
-        lambda: read_wav(data / "wavs" / "a.wav"), lambda: [each.size() for each in read_corpus(data)],
-        lambda: [each.size() for each in read_corpus(data / "list.csv")], lambda: SpeechFolder(data)[0],
+        lambda: read_wav(data / "wavs" / "a.wav"),
+        lambda: [each.size() for each in read_corpus(data)],
+        lambda: [each.size() for each in read_corpus(data / "list.csv")],
+        lambda: SpeechFolder(data)[0],
         lambda: JsonLines(data / "pairs.jsonl").sizes(100),
-    ]  # fmt: skip
+    ]
     reader = chance.choice(readers)
     return lambda: type(reader()).__name__
 
@@ -361,7 +529,13 @@ CLEAR: dict[str, tuple[type[BaseException], ...]] = {
 
 def make_input(base: Path, folder: Path, target: str, chance: Random) -> Work:
     """Copy what a target needs into a folder, and change it."""
-    needed = {"checkpoint": "run", "detail": "run", "tree": "run", "ranks": "ranks", "recipes": "data"}.get(target)
+    needed = {
+        "checkpoint": "run",
+        "detail": "run",
+        "tree": "run",
+        "ranks": "ranks",
+        "recipes": "data",
+    }.get(target)
     if needed is not None:
         shutil.copytree(base / needed, folder / needed)
     return TARGETS[target](folder, chance)

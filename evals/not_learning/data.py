@@ -1,4 +1,6 @@
-"""Small data sets, drawn from a seed or bundled with scikit-learn or Python, and ways to batch them."""
+"""Small data sets, drawn from a seed or bundled with scikit-learn or Python, and ways to batch
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Split(NamedTuple):
 
 
 def batches(data: tuple[Tensor, ...], size: int, steps: int) -> Iterator[Pair]:
-    """Yield whole shuffled batches of inputs and targets, epoch after epoch, until there were `steps` of them."""
+    """Yield whole shuffled batches of inputs and targets, epoch after epoch, until there were
+    `steps` of them.
+    """
     (x, y), given = data[:2], 0
     while True:
         for rows in torch.randperm(len(x)).split(size):
@@ -38,7 +42,10 @@ def batches(data: tuple[Tensor, ...], size: int, steps: int) -> Iterator[Pair]:
 
 
 def draws(data: Tensor | tuple[Tensor, ...], size: int, steps: int) -> Iterator[Any]:
-    """Yield batches of rows that are drawn at random; of a data set that is split, from its first half."""
+    """Yield batches of rows that are drawn at random.
+
+    Of a data set that is split, from its first half.
+    """
     for _ in range(steps):
         yield _rows(data, torch.randint(len(_first(data)), (size,)))
 
@@ -62,9 +69,13 @@ def _training(data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return data[:2] if isinstance(data, Split) else data
 
 
-def loader(*tensors: Tensor, size: int = 32, shuffle: bool = True, drop_last: bool = False) -> DataLoader[Any]:
+def loader(
+    *tensors: Tensor, size: int = 32, shuffle: bool = True, drop_last: bool = False
+) -> DataLoader[Any]:
     """Return a loader over tensors of one length."""
-    return DataLoader(TensorDataset(*tensors), batch_size=size, shuffle=shuffle, drop_last=drop_last)
+    return DataLoader(
+        TensorDataset(*tensors), batch_size=size, shuffle=shuffle, drop_last=drop_last
+    )
 
 
 def endless(batches: Iterable[Any], steps: int) -> Iterator[Any]:
@@ -92,7 +103,10 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def digits(seed: int) -> Split:
-    """Return 1,400 training and 397 validation digits: pixels in [0, 1] of shape (n, 64), labels of shape (n,)."""
+    """Return 1,400 training and 397 validation digits.
+
+    Pixels in [0, 1] of shape (n, 64), labels of shape (n,).
+    """
     x, y = _digits()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     train, rest = order[:1400], order[1400:]
@@ -101,7 +115,10 @@ def digits(seed: int) -> Split:
 
 @functools.cache
 def diabetes() -> tuple[Tensor, Tensor]:
-    """Return 442 patients: 10 standardised inputs each, and the unscaled target of shape (442, 1), 25 to 346."""
+    """Return 442 patients.
+
+    10 standardised inputs each, and the unscaled target of shape (442, 1), 25 to 346.
+    """
     from sklearn.datasets import load_diabetes
 
     bunch = load_diabetes(scaled=False)
@@ -111,8 +128,14 @@ def diabetes() -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def text() -> tuple[Tensor, int]:
-    """Return some 60,000 characters of Python's standard library as ids, and how many different ones there are."""
-    source = inspect.getsource(textwrap) + inspect.getsource(functools) + inspect.getsource(inspect)[:20_000]
+    """Return some 60,000 characters of Python's standard library as ids, and how many different
+    ones there are.
+    """
+    source = (
+        inspect.getsource(textwrap)
+        + inspect.getsource(functools)
+        + inspect.getsource(inspect)[:20_000]
+    )
     characters = sorted(set(source))
     place = {character: number for number, character in enumerate(characters)}
     return torch.tensor([place[character] for character in source]), len(characters)
@@ -124,8 +147,12 @@ def windows(ids: Tensor, length: int, batch_size: int) -> tuple[Tensor, Tensor]:
     return ids[starts], ids[starts + 1]
 
 
-def blobs(seed: int, samples: int = 2000, features: int = 20, classes: int = 5) -> tuple[Tensor, Tensor]:
-    """Return points around random centres that overlap somewhat, with the number of their centre."""
+def blobs(
+    seed: int, samples: int = 2000, features: int = 20, classes: int = 5
+) -> tuple[Tensor, Tensor]:
+    """Return points around random centres that overlap somewhat, with the number of their
+    centre.
+    """
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(classes, features, generator=generator)
     y = torch.randint(0, classes, (samples,), generator=generator)
@@ -133,7 +160,9 @@ def blobs(seed: int, samples: int = 2000, features: int = 20, classes: int = 5) 
 
 
 def spirals(seed: int, samples: int = 1500) -> tuple[Tensor, Tensor]:
-    """Return points of two interleaved spirals, shape (samples, 2), and which spiral they belong to."""
+    """Return points of two interleaved spirals, shape (samples, 2), and which spiral they belong
+    to.
+    """
     generator = torch.Generator().manual_seed(seed)
     angle = torch.rand(samples, generator=generator).sqrt() * 9
     y = torch.randint(0, 2, (samples,), generator=generator)
@@ -143,7 +172,9 @@ def spirals(seed: int, samples: int = 1500) -> tuple[Tensor, Tensor]:
 
 
 def curve(seed: int, samples: int = 1000, features: int = 8) -> tuple[Tensor, Tensor]:
-    """Return standard normal inputs and a smooth nonlinear target of shape (samples, 1) with variance about 1."""
+    """Return standard normal inputs and a smooth nonlinear target of shape (samples, 1) with
+    variance about 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, features, generator=generator)
     mixing = torch.randn(features, 1, generator=generator) / features**0.5
@@ -159,7 +190,10 @@ def _bundle(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def table(name: str, seed: int, *, raw: bool = False) -> Split:
-    """Return a shuffled (train x, train y, test x, test y) of a bundled table, 75 to 25; standardised unless raw."""
+    """Return a shuffled (train x, train y, test x, test y) of a bundled table, 75 to 25.
+
+    Standardised unless raw.
+    """
     features, targets = _bundle(name)
     order = np.random.default_rng(seed).permutation(len(features))
     x = torch.tensor(features[order], dtype=torch.float32)
@@ -179,21 +213,27 @@ def digit_images(seed: int) -> Split:
 
 @functools.cache
 def library_text() -> tuple[Tensor, int]:
-    """Return a module of the standard library as character ids ``(n,)``, and the size of the alphabet."""
+    """Return a module of the standard library as character ids ``(n,)``, and the size of the
+    alphabet.
+    """
     text = inspect.getsource(textwrap)
     alphabet = {char: index for index, char in enumerate(sorted(set(text)))}
     return torch.tensor([alphabet[char] for char in text]), len(alphabet)
 
 
 def text_windows(text: Tensor, count: int, length: int) -> Pair:
-    """Return `count` random windows of a text and the same one character later, both ``(count, length)``."""
+    """Return `count` random windows of a text and the same one character later, both ``(count,
+    length)``.
+    """
     starts = torch.randint(len(text) - length - 1, (count,))
     at = starts[:, None] + torch.arange(length)
     return text[at], text[at + 1]
 
 
 def discs(count: int, side: int = 16) -> Pair:
-    """Return noisy images ``(count, 1, side, side)`` with one bright disc each, and the masks of the discs."""
+    """Return noisy images ``(count, 1, side, side)`` with one bright disc each, and the masks of
+    the discs.
+    """
     grid = torch.arange(side, dtype=torch.float32)
     centre = torch.rand(count, 2, 1, 1) * (side - 6) + 3
     radius = torch.rand(count, 1, 1) * 2 + 2
@@ -207,7 +247,9 @@ def moons(count: int, noise: float = 0.08) -> Pair:
     labels = torch.randint(2, (count,))
     angle = torch.rand(count) * torch.pi
     sign = 1 - 2 * labels
-    points = torch.stack([sign * angle.cos() + labels - 0.5, sign * angle.sin() + 0.5 * labels - 0.25], 1)
+    points = torch.stack(
+        [sign * angle.cos() + labels - 0.5, sign * angle.sin() + 0.5 * labels - 0.25], 1
+    )
     return points + noise * torch.randn(count, 2), labels
 
 
@@ -218,7 +260,9 @@ def seasons(count: int, length: int) -> Tensor:
 
 
 def ratings(seed: int, users: int = 120, films: int = 80, count: int = 6000) -> tuple[Tensor, ...]:
-    """Return (user ids, film ids, ratings), each ``(count,)``, of a noisy product of three hidden tastes."""
+    """Return (user ids, film ids, ratings), each ``(count,)``, of a noisy product of three
+    hidden tastes.
+    """
     generator = torch.Generator().manual_seed(seed)
     taste = torch.randn(users, 3, generator=generator)
     film = torch.randn(films, 3, generator=generator)
@@ -229,7 +273,10 @@ def ratings(seed: int, users: int = 120, films: int = 80, count: int = 6000) -> 
 
 
 def community(seed: int, nodes: int = 180, groups: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a graph of communities: normalised adjacency ``(n, n)``, weak features ``(n, 16)``, labels ``(n,)``."""
+    """Return a graph of communities.
+
+    Normalised adjacency ``(n, n)``, weak features ``(n, 16)``, labels ``(n,)``.
+    """
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(nodes) % groups
     same = labels[:, None] == labels[None]
@@ -247,9 +294,16 @@ def picked(count: int, size: int) -> Tensor:
 
 
 def friedman(count: int, noise: float = 0.3) -> Pair:
-    """Return ten uniform features ``(count, 10)`` and Friedman's first function of five of them, standardised."""
+    """Return ten uniform features ``(count, 10)`` and Friedman's first function of five of them,
+    standardised.
+    """
     x = torch.rand(count, 10)
-    y = 10 * (torch.pi * x[:, 0] * x[:, 1]).sin() + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
+    y = (
+        10 * (torch.pi * x[:, 0] * x[:, 1]).sin()
+        + 20 * (x[:, 2] - 0.5) ** 2
+        + 10 * x[:, 3]
+        + 5 * x[:, 4]
+    )
     return 2 * x - 1, (y - 14.4) / 4.9 + noise * torch.randn(count)
 
 
@@ -260,7 +314,9 @@ def scaled_diabetes(seed: int) -> Split:
 
 
 def keyword_texts(count: int, length: int = 16, words: int = 40) -> Pair:
-    """Return sentences ``(count, length)`` padded by 0, and which of three keywords (1, 2, 3) occurs in each."""
+    """Return sentences ``(count, length)`` padded by 0, and which of three keywords (1, 2, 3)
+    occurs in each.
+    """
     labels = torch.randint(3, (count,))
     texts = torch.randint(4, words, (count, length))
     lengths = torch.randint(5, length + 1, (count,))

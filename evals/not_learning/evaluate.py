@@ -2,16 +2,19 @@
 
     python -m evals.not_learning.evaluate [--set NAME] [--seeds 3] [--only NAME] [--processes 1]
 
-How: every program of a set runs with every seed under the watch, and its findings are compared with what was planted.
-All counts are by program, so that no program weighs more for its seeds. A program is *detected* if most of its runs
-have an error or an advice among the ids that are right for it. Its cause *comes first* if in most of its runs the
-first error or advice names the cause; a program whose fault has no number in the catalogue can never reach this, and
-one whose fault shows no symptom that has a number can never be detected. It raises a false *alarm* if any of its runs
-has one. *Precision* is the share of right ones among all different pairs of a program and the id of an error or
-advice in any of its runs; in a healthy program every one is wrong. A program or a watch that raises counts as not
-detected, and in a healthy program as an alarm of level error.
+How: every program of a set runs with every seed under the watch, and its findings are compared with
+    what was planted.
+All counts are by program, so that no program weighs more for its seeds. A program is *detected* if
+most of its runs have an error or an advice among the ids that are right for it. Its cause *comes
+first* if in most of its runs the first error or advice names the cause; a program whose fault has
+no number in the catalogue can never reach this, and one whose fault shows no symptom that has a
+number can never be detected. It raises a false *alarm* if any of its runs has one. *Precision* is
+the share of right ones among all different pairs of a program and the id of an error or advice in
+any of its runs; in a healthy program every one is wrong. A program or a watch that raises counts as
+not detected, and in a healthy program as an alarm of level error.
 
-To reach: 0 errors in healthy programs, advice in at most 2 % of them; >= 85 % detected, >= 60 % with the cause
+To reach: 0 errors in healthy programs, advice in at most 2 % of them; >= 85 % detected, >= 60 %
+    with the cause
 first, precision >= 0.9.
 """
 
@@ -39,7 +42,8 @@ SETS = ("design", "held_out_2", "held_out_3")
 _LOUD = ("error", "advice")
 
 Row = dict[str, Any]
-"""One run: program, healthy, seed, causes, detects, found (pairs of id and severity, in order), crash."""
+"""One run: program, healthy, seed, causes, detects, found (pairs of id and severity, in order),
+crash."""
 
 
 def programs_of(corpus: str) -> list[Program]:
@@ -72,10 +76,15 @@ def run_once(program: Program, seed: int) -> Row:
         warnings.simplefilter("ignore")
         try:
             program.train(kept, seed)
-            found = [(finding.rule, finding.severity) for made in watches for finding in made.findings()]
+            found = [
+                (finding.rule, finding.severity) for made in watches for finding in made.findings()
+            ]
         except Exception as error:  # noqa: BLE001 - a crash is a result, and is reported as one
             last = traceback.extract_tb(error.__traceback__)[-1]
-            crash = f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}: {without_paths(str(error))}"
+            crash = (
+                f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}:"
+                f" {without_paths(str(error))}"
+            )
     return {
         "program": program.name,
         "healthy": program.healthy,
@@ -88,7 +97,10 @@ def run_once(program: Program, seed: int) -> Row:
 
 
 def evaluate(programs: Sequence[Program], seeds: Sequence[int], processes: int = 1) -> list[Row]:
-    """Run every program with every seed, so many at once; return a row for each run, program by program."""
+    """Run every program with every seed, so many at once.
+
+    Return a row for each run, program by program.
+    """
     pairs = [(program, seed) for program in programs for seed in seeds]
     if processes == 1:
         return [run_once(program, seed) for program, seed in pairs]
@@ -127,7 +139,10 @@ def judge_all(rows: Sequence[Row]) -> list[Row]:
 
 
 def line_of(verdict: Row) -> str:
-    """Return a line about one program: what was found in its first run, and what is wrong with that."""
+    """Return a line about one program.
+
+    What was found in its first run, and what is wrong with that.
+    """
     if verdict["healthy"]:
         mark = "ALARM " if verdict["error"] else "advice" if verdict["advice"] else "      "
     else:
@@ -152,7 +167,11 @@ def add_share(result: Result, what: str, count: int, of: int, at_least: float) -
         reached=share >= at_least,
     )
     result.figures.append(figure)
-    print(f"  {what}: {count} of {of} = {share:.3f}  {'reached' if figure.reached else 'NOT REACHED'}", flush=True)
+    print(
+        f"  {what}: {count} of {of} = {share:.3f} "
+        f" {'reached' if figure.reached else 'NOT REACHED'}",
+        flush=True,
+    )
 
 
 def add_totals(result: Result, verdicts: Sequence[Row]) -> None:
@@ -175,16 +194,22 @@ def add_totals(result: Result, verdicts: Sequence[Row]) -> None:
     crashed = sum(bool(verdict["crashes"]) for verdict in verdicts)
     result.add_count("programs that raised under the watch", crashed, len(verdicts), expected=0)
     for verdict in verdicts:
-        result.samples[verdict["program"]] = {key: value for key, value in verdict.items() if key != "program"}
+        result.samples[verdict["program"]] = {
+            key: value for key, value in verdict.items() if key != "program"
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--set", choices=SETS, default="held_out_2", help="whose programs")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each program")
     parser.add_argument("--only", help="one program, by name; nothing is written then")
     parser.add_argument("--processes", type=int, default=1, help="runs at once")
-    parser.add_argument("--quick", action="store_true", help="one seed; the result goes beside the full ones")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed; the result goes beside the full ones"
+    )
     given = parser.parse_args()
     single_threaded()
     seeds = range(1 if given.quick else given.seeds)

@@ -1,7 +1,9 @@
 """What a program of the corpus is, and the loop that most of them share.
 
-A set of programs is a class, a program is one of its methods: it builds data and model, trains them under the watch,
-and is nothing but what is wrong with it, or unusual about it. It takes some four seconds of one core at most.
+A set of programs is a class, a program is one of its methods: it builds data and model, trains them
+    under the watch,
+and is nothing but what is wrong with it, or unusual about it. It takes some four seconds of one
+core at most.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def faulty(causes: str, shows: str = "") -> Callable[[Train], Train]:
     """Mark a method as a program with a planted fault.
 
     Args:
-        causes: Ids of the rules that name what is wrong, such as ``"H836 H838"``; empty where no rule can.
+        causes: Ids of the rules that name what is wrong, such as ``"H836 H838"``; empty where no
+            rule can.
         shows: Ids of its legitimate symptoms; empty where training shows nothing of it.
     """
 
@@ -52,7 +55,9 @@ class Programs:
         self.watching: Any = None
         self.optimizer: Any = None
 
-    def watched(self, steps: Iterable[Any], model: Any, optimizer: Any, **options: Any) -> Iterator[Any]:
+    def watched(
+        self, steps: Iterable[Any], model: Any, optimizer: Any, **options: Any
+    ) -> Iterator[Any]:
         """Yield from an iterable inside ``watch(model, optimizer, **options)``."""
         self.optimizer, self.watching = optimizer, self.watch(model, optimizer, **options)
         with self.watching:
@@ -63,29 +68,47 @@ class Programs:
         return update(self.optimizer, loss, clip=clip)
 
     def descend(
-        self, model: nn.Module, optimizer: optim.Optimizer, batches: Iterable[Any], loss: Callable[..., Tensor],
-        *, clip: float | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        """Watch an ordinary loop: a step for each batch, whose parts are the arguments of the loss."""
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        batches: Iterable[Any],
+        loss: Callable[..., Tensor],
+        *,
+        clip: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Watch an ordinary loop.
+
+        A step for each batch, whose parts are the arguments of the loss.
+        """
         for batch in self.watched(batches, model, optimizer, **options):
             self.update(loss(*batch) if isinstance(batch, tuple | list) else loss(batch), clip=clip)
             if "scheduler" in options:
                 options["scheduler"].step()
 
     def fit(
-        self, model: nn.Module, optimizer: optim.Optimizer, batches: Iterable[Any], loss: Callable[..., Tensor],
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        batches: Iterable[Any],
+        loss: Callable[..., Tensor],
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Watch an ordinary loop over pairs of input and target."""
         self.descend(model, optimizer, batches, lambda x, y: loss(model(x), y), **options)
 
 
 def update(optimizer: optim.Optimizer, loss: Tensor, *, clip: float | None = None) -> Tensor:
-    """Clear the gradients, go back from a loss, clip the norm if asked, and step; return the loss."""
+    """Clear the gradients, go back from a loss, clip the norm if asked, and step.
+
+    Return the loss.
+    """
     optimizer.zero_grad()
     loss.backward()
     if clip is not None:
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+        nn.utils.clip_grad_norm_(
+            [p for group in optimizer.param_groups for p in group["params"]], clip
+        )
     optimizer.step()
     return loss
 
@@ -148,7 +171,11 @@ def programs_in(sets: Iterable[type[Programs]]) -> list[Program]:
             if hasattr(train, "causes"):
                 causes, shows = train.causes or (), train.shows or ()
                 program = Program(
-                    name=name, of=of, healthy=train.causes is None, causes=causes, detects=(*causes, *shows)
+                    name=name,
+                    of=of,
+                    healthy=train.causes is None,
+                    causes=causes,
+                    detects=(*causes, *shows),
                 )
                 if name in found:
                     raise ValueError(f"{name} occurs twice")

@@ -1,8 +1,10 @@
-"""The same campaign over one training in each framework, as its documentation recommends it, and with holdfast.
+"""The same campaign over one training in each framework, as its documentation recommends it, and
+with holdfast.
 
-``train.py`` trains the same classifier in each. It is put to `holdfast chaos` with the same seed and all kinds of
-faults, forked from a process that has torch and the framework loaded. What cannot be imported is left out, and the
-result says so; it is written after each campaign. ``make scoreboard`` gets what it needs.
+``train.py`` trains the same classifier in each. It is put to `holdfast chaos` with the same seed
+and all kinds of faults, forked from a process that has torch and the framework loaded. What cannot
+be imported is left out, and the result says so; it is written after each campaign. ``make
+scoreboard`` gets what it needs.
 
     python -m evals.scoreboard [--only WORD,WORD] [--seed 1] [--quick]
 """
@@ -26,24 +28,69 @@ _ROOT = Path(__file__).parents[2]
 _LOADED = ("torch", "numpy", "torch._dynamo", "evals.scoreboard.savers")
 # Name, function of train.py, distribution, what is loaded beside torch, and ways to run it.
 ENTRIES = (
-    ("PyTorch", "plain", "torch", ("torch.distributed.checkpoint", "holdfast.guard.guard"),
-     {"": "alone", "careful": "by hand with care", "dcp": "as torchtitan saves", "holdfast": "with holdfast"}),
-    ("HF Trainer", "trainer", "transformers", ("transformers.trainer", "holdfast.integrations.transformers"), {}),
-    ("Accelerate", "accelerate", "accelerate", ("accelerate", "holdfast.integrations.accelerate"), {}),
-    ("Lightning", "lightning", "lightning", ("lightning.pytorch", "holdfast.integrations.lightning"), {}),
-    ("Composer", "composer", "mosaicml", ("composer",), {"": "alone", "holdfast": "with the loader of holdfast"}),
-    ("SpeechBrain", "speechbrain", "speechbrain", ("speechbrain", "holdfast.integrations.speechbrain"), {}),
-)  # fmt: skip
+    (
+        "PyTorch",
+        "plain",
+        "torch",
+        ("torch.distributed.checkpoint", "holdfast.guard.guard"),
+        {
+            "": "alone",
+            "careful": "by hand with care",
+            "dcp": "as torchtitan saves",
+            "holdfast": "with holdfast",
+        },
+    ),
+    (
+        "HF Trainer",
+        "trainer",
+        "transformers",
+        ("transformers.trainer", "holdfast.integrations.transformers"),
+        {},
+    ),
+    (
+        "Accelerate",
+        "accelerate",
+        "accelerate",
+        ("accelerate", "holdfast.integrations.accelerate"),
+        {},
+    ),
+    (
+        "Lightning",
+        "lightning",
+        "lightning",
+        ("lightning.pytorch", "holdfast.integrations.lightning"),
+        {},
+    ),
+    (
+        "Composer",
+        "composer",
+        "mosaicml",
+        ("composer",),
+        {"": "alone", "holdfast": "with the loader of holdfast"},
+    ),
+    (
+        "SpeechBrain",
+        "speechbrain",
+        "speechbrain",
+        ("speechbrain", "holdfast.integrations.speechbrain"),
+        {},
+    ),
+)
 
 
 def tried(function, distribution, loaded, way, seed, kinds):
-    """Put one training to the test; return the version of its framework, and what is kept of each trial."""
+    """Put one training to the test.
+
+    Return the version of its framework, and what is kept of each trial.
+    """
     version = importlib.metadata.version(distribution).partition("+")[0]
     prepare()
     trials.subprocess.Popen = partial(start, loaded=(*_LOADED, *loaded))
     command = [sys.executable, str(Path(__file__).with_name("train.py")), function, way]
     with tempfile.TemporaryDirectory() as folder:
-        report = Campaign(command, origin=Path(folder), only=kinds, seed=seed, restarts=2, budget_seconds=1e6).run()
+        report = Campaign(
+            command, origin=Path(folder), only=kinds, seed=seed, restarts=2, budget_seconds=1e6
+        ).run()
     assert report.unsteady is None, f"two undisturbed runs differ: {report.unsteady}"
     assert report.steps == 30, f"the observer has seen {report.steps} steps of 30"
     same = ("kind", "fault", "result", "tried", "lost", "passed", "attempts")
@@ -62,7 +109,8 @@ def main():
     parser.add_argument("--seed", default=1, type=int)
     given, sys.argv[1:] = parser.parse_known_args()
     options = read_options("scoreboard", __doc__ or "")
-    kinds = ["first", "save"] if options.quick else [kind for kind in KINDS if kind != "rank"]  # one process
+    # One process
+    kinds = ["first", "save"] if options.quick else [kind for kind in KINDS if kind != "rank"]
     result = Result(options=options, parameters={"seed": given.seed, "kinds": kinds, "restarts": 2})
     os.environ["PYTHONPATH"] = f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of what is forked
     running = {}
@@ -70,7 +118,9 @@ def main():
         for name, function, distribution, loaded, ways in ENTRIES:
             for way, words in (ways or {"": "alone", "holdfast": "with holdfast"}).items():
                 if any(word in f"{name} {words}".lower() for word in given.only.split(",")):
-                    future = pool.submit(tried, function, distribution, loaded, way, given.seed, kinds)
+                    future = pool.submit(
+                        tried, function, distribution, loaded, way, given.seed, kinds
+                    )
                     running[future] = name, words
         for done in as_completed(running):
             name, words = running[done]

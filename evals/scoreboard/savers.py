@@ -1,4 +1,7 @@
-"""Loaded first where programs are forked: saves are seen by `holdfast chaos` also by names that were bound before."""
+"""Loaded first where programs are forked.
+
+Saves are seen by `holdfast chaos` also by names that were bound before.
+"""
 
 import importlib
 import os
@@ -9,7 +12,9 @@ from holdfast.chaos.inside import _SAVERS
 
 
 def _redirect(module, name):
-    """Put a function in its place, wherever it is bound, that calls whatever the module's own name has become."""
+    """Put a function in its place, wherever it is bound, that calls whatever the module's own
+    name has become.
+    """
     original, inside = getattr(module, name), []
 
     def call(*args, **kwargs):
@@ -30,4 +35,5 @@ def _redirect(module, name):
 for _module, _name in _SAVERS.items():
     if _module != "torch.serialization":  # which everybody calls as torch.save
         _redirect(importlib.import_module(_module), _name)
-os.register_at_fork(after_in_child=lambda: setattr(tempfile, "tempdir", None))  # it is another for each fork
+# It is another for each fork
+os.register_at_fork(after_in_child=lambda: setattr(tempfile, "tempdir", None))

@@ -1,6 +1,9 @@
-"""One training in each framework: a small classifier with all that a resume can lose, saved every few steps.
+"""One training in each framework.
 
-Settings are those that the documentation recommends for what can be interrupted: docs/scoreboard.md has the sources.
+A small classifier with all that a resume can lose, saved every few steps.
+
+Settings are those that the documentation recommends for what can be interrupted: docs/scoreboard.md
+    has the sources.
 
 python train.py FRAMEWORK [holdfast | careful | dcp]
 """
@@ -27,21 +30,32 @@ def seeded(seed):
 
 
 class Samples(Dataset):
-    """Points with noise that is drawn in the worker, as augmentation is, or that depends on epoch and index alone."""
+    """Points with noise that is drawn in the worker, as augmentation is, or that depends on
+    epoch and index alone.
+    """
 
     def __init__(self, count=BATCHES * SIZE, noise=0.1, epoch=None):
-        self.x, self.noise, self.epoch = torch.randn(count, 16, generator=seeded(count)), noise, epoch
+        self.x, self.noise, self.epoch = (
+            torch.randn(count, 16, generator=seeded(count)),
+            noise,
+            epoch,
+        )
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, index):
-        noise = torch.randn(16, generator=None if self.epoch is None else seeded(1000 * self.epoch + index))
+        noise = torch.randn(
+            16, generator=None if self.epoch is None else seeded(1000 * self.epoch + index)
+        )
         return {"x": self.x[index] + self.noise * noise, "labels": self.x[index, :4].argmax()}
 
 
 class StatefulSamples(Samples):
-    """Keeps its worker's random state: https://docs.pytorch.org/data/main/stateful_dataloader_tutorial.html."""
+    """Keeps its worker's random state.
+
+    Https://docs.pytorch.org/data/main/stateful_dataloader_tutorial.html.
+    """
 
     def state_dict(self):
         return {"random": torch.get_rng_state()}
@@ -57,7 +71,10 @@ class Net(nn.Module):
         self.body = nn.Sequential(*first, nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
 
     def forward(self, x, labels=None):
-        return {"loss": nn.functional.cross_entropy(logits := self.body(x), labels), "logits": logits}
+        return {
+            "loss": nn.functional.cross_entropy(logits := self.body(x), labels),
+            "logits": logits,
+        }
 
 
 HELD_OUT = DataLoader(Samples(3 * SIZE, noise=0.0), batch_size=SIZE)
@@ -86,8 +103,16 @@ def validate(model):
 
 
 def train_guarded(make, model, optimizer, scheduler, **given):
-    """Train as docs/guide/guard.md says, but with saves in this thread: what goes on beside one is not observed."""
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader(**given)}
+    """Train as docs/guide/guard.md says, but with saves in this thread.
+
+    What goes on beside one is not observed.
+    """
+    parts = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": loader(**given),
+    }
     guard = make(**parts, save_interval_steps=EVERY, async_save=False)
     for batch in guard.batches(max_epochs=EPOCHS):
         if guard.epochs_validated < guard.epoch:
@@ -97,7 +122,10 @@ def train_guarded(make, model, optimizer, scheduler, **given):
 
 
 def plain():
-    """PyTorch: as its tutorials do; `careful`: with what none of them asks for; `dcp`: as torchtitan saves."""
+    """PyTorch: as its tutorials do; `careful`: with what none of them asks for.
+
+    `dcp`: as torchtitan saves.
+    """
     torch.manual_seed(1)
     model = Net()
     optimizer, scheduler = optimizers(model)
@@ -110,20 +138,32 @@ def plain():
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     def state():
-        states = get_state_dict(model, optimizer) if WAY == "dcp" else (model.state_dict(), optimizer.state_dict())
+        states = (
+            get_state_dict(model, optimizer)
+            if WAY == "dcp"
+            else (model.state_dict(), optimizer.state_dict())
+        )
         other = torch.get_rng_state() if WAY == "careful" else pickle.dumps(data.state_dict())
         counts = {"epoch": epoch, "done": done, "step": step, "other": other}
-        return counts | {"model": states[0], "optimizer": states[1], "scheduler": scheduler.state_dict()}
+        return counts | {
+            "model": states[0],
+            "optimizer": states[1],
+            "scheduler": scheduler.state_dict(),
+        }
 
     def rest(epoch, done):
         order = torch.randperm(BATCHES * SIZE, generator=seeded(epoch))[done * SIZE :]
-        return DataLoader(Samples(epoch=epoch), SIZE, sampler=order.tolist(), num_workers=2, generator=seeded(0))
+        return DataLoader(
+            Samples(epoch=epoch), SIZE, sampler=order.tolist(), num_workers=2, generator=seeded(0)
+        )
 
     folders = sorted(path.parent for path in Path("saved").glob("*/.metadata"))
     if folders:
         saved = state()
         dcp.load(saved, checkpoint_id=folders[-1])
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
     elif Path("saved.pt").exists():
         saved = torch.load("saved.pt", weights_only=False)
         model.load_state_dict(saved["model"])
@@ -160,11 +200,24 @@ def trainer():
 
     set_seed(1)
     arguments = TrainingArguments(
-        "output", num_train_epochs=EPOCHS, per_device_train_batch_size=SIZE, learning_rate=RATE, warmup_steps=WARM_UP,
-        save_strategy="steps", save_steps=EVERY, save_total_limit=2, eval_strategy="epoch", dataloader_num_workers=2,
-        seed=1, data_seed=1, enable_jit_checkpoint=not GUARDED, use_cpu=True, report_to=[], disable_tqdm=True,
+        "output",
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=SIZE,
+        learning_rate=RATE,
+        warmup_steps=WARM_UP,
+        save_strategy="steps",
+        save_steps=EVERY,
+        save_total_limit=2,
+        eval_strategy="epoch",
+        dataloader_num_workers=2,
+        seed=1,
+        data_seed=1,
+        enable_jit_checkpoint=not GUARDED,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
         remove_unused_columns=False,
-    )  # fmt: skip
+    )
     made = Trainer(Net(), arguments, train_dataset=Samples(), eval_dataset=HELD_OUT.dataset)
     if GUARDED:
         made.get_train_dataloader = loader
@@ -187,12 +240,19 @@ def lightning():
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     pl.seed_everything(1, workers=True)
-    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     if GUARDED:
         from holdfast.integrations.lightning import HoldfastStrategy
 
         settings["strategy"] = HoldfastStrategy()
-    saves = ModelCheckpoint("saved", every_n_train_steps=EVERY, save_last=True, save_on_exception=not GUARDED)
+    saves = ModelCheckpoint(
+        "saved", every_n_train_steps=EVERY, save_last=True, save_on_exception=not GUARDED
+    )
     made = pl.Trainer(max_epochs=EPOCHS, callbacks=[saves], **settings)
     made.fit(Module(), loader(), HELD_OUT, ckpt_path="last")
 
@@ -203,13 +263,21 @@ def accelerate():
 
     set_seed(1)
     saving = ProjectConfiguration("output", automatic_checkpoint_naming=True, total_limit=2)
-    loading = DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=not GUARDED)
-    accelerator, model, step = Accelerator(cpu=True, dataloader_config=loading, project_config=saving), Net(), 0
+    loading = DataLoaderConfiguration(
+        use_seedable_sampler=True, use_stateful_dataloader=not GUARDED
+    )
+    accelerator, model, step = (
+        Accelerator(cpu=True, dataloader_config=loading, project_config=saving),
+        Net(),
+        0,
+    )
     model, optimizer, scheduler = accelerator.prepare(model, *optimizers(model))
     if GUARDED:
         from holdfast.integrations.accelerate import accelerate_guard
 
-        return train_guarded(partial(accelerate_guard, accelerator), model, optimizer, scheduler, device="cpu")
+        return train_guarded(
+            partial(accelerate_guard, accelerator), model, optimizer, scheduler, device="cpu"
+        )
     data = accelerator.prepare(DataLoader(StatefulSamples(), **LOADING))
     if saves := [int(path.name.split("_")[1]) for path in Path("output/checkpoints").glob("*")]:
         accelerator.load_state()
@@ -246,11 +314,22 @@ def composer():
     reproducibility.seed_all(1)
     model = Classifier()
     Trainer(
-        model=model, train_dataloader=loader() if GUARDED else DataLoader(Samples(), **LOADING), seed=1, device="cpu",
-        eval_dataloader=HELD_OUT, optimizers=optimizers(model)[0], max_duration=f"{EPOCHS}ep", progress_bar=False,
-        schedulers=LinearWithWarmupScheduler(f"{WARM_UP}ba"), callbacks=[NaNMonitor()], save_folder="saved",
-        save_interval=f"{EVERY}ba", save_num_checkpoints_to_keep=2, autoresume=True, run_name="run",
-    ).fit()  # fmt: skip
+        model=model,
+        train_dataloader=loader() if GUARDED else DataLoader(Samples(), **LOADING),
+        seed=1,
+        device="cpu",
+        eval_dataloader=HELD_OUT,
+        optimizers=optimizers(model)[0],
+        max_duration=f"{EPOCHS}ep",
+        progress_bar=False,
+        schedulers=LinearWithWarmupScheduler(f"{WARM_UP}ba"),
+        callbacks=[NaNMonitor()],
+        save_folder="saved",
+        save_interval=f"{EVERY}ba",
+        save_num_checkpoints_to_keep=2,
+        autoresume=True,
+        run_name="run",
+    ).fit()
 
 
 def speechbrain():
@@ -281,8 +360,14 @@ def speechbrain():
     seed_everything(1)
     net, counter, noam = Net(), EpochCounter(EPOCHS), NoamScheduler(RATE, WARM_UP)
     keeper = Checkpointer("saved", {"net": net, "counter": counter, "noam": noam})
-    options = {"noprogressbar": True, "ckpt_interval_steps": EVERY, "skip_nonfinite_grads": not GUARDED}
-    made = Classifier({"net": net}, lambda weights: torch.optim.AdamW(weights, lr=RATE), {}, options, keeper)
+    options = {
+        "noprogressbar": True,
+        "ckpt_interval_steps": EVERY,
+        "skip_nonfinite_grads": not GUARDED,
+    }
+    made = Classifier(
+        {"net": net}, lambda weights: torch.optim.AdamW(weights, lr=RATE), {}, options, keeper
+    )
     made.fit(counter, loader() if GUARDED else Samples(), HELD_OUT, train_loader_kwargs=LOADING)
 
 

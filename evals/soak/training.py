@@ -1,4 +1,7 @@
-"""The training of the soak: FOLDER RUN SEED; with a number of steps the bare loop that it must equal."""
+"""The training of the soak: FOLDER RUN SEED.
+
+With a number of steps the bare loop that it must equal.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def batch_of(samples: list[Any]) -> Any:
 def make_loader(seed: int, workers: int) -> DataLoader:
     """Return a loader over 3840 augmented images."""
     data = ConcatDataset([Augmented()] * 20)
-    return DataLoader(data, BATCH_SIZE, shuffle=True, seed=seed, num_workers=workers, collate_fn=batch_of)
+    return DataLoader(
+        data, BATCH_SIZE, shuffle=True, seed=seed, num_workers=workers, collate_fn=batch_of
+    )
 
 
 def train_bare(seed: int, steps: int) -> str:
@@ -42,14 +47,25 @@ def train_bare(seed: int, steps: int) -> str:
 
 
 def train(folder: Path, run: Path, seed: int) -> None:
-    """Train from wherever the run stands until FOLDER/stop is there; FOLDER/refuse has an allocation refused."""
+    """Train from wherever the run stands until FOLDER/stop is there.
+
+    FOLDER/refuse has an allocation refused.
+    """
     limit_memory(2**45)  # never met, but malloc is then set as under a limit from the beginning
     training, images = Training(), torch.ones(64, 1, 16, 16)
     guard = Guard(
-        run, model=training.model, optimizer=training.optimizer, scheduler=training.scheduler,
-        loader=make_loader(seed, 2), save_interval_steps=50,
-    )  # fmt: skip
-    status, ask, stop = os.open(folder / "status", os.O_CREAT | os.O_RDWR), folder / "refuse", folder / "stop"
+        run,
+        model=training.model,
+        optimizer=training.optimizer,
+        scheduler=training.scheduler,
+        loader=make_loader(seed, 2),
+        save_interval_steps=50,
+    )
+    status, ask, stop = (
+        os.open(folder / "status", os.O_CREAT | os.O_RDWR),
+        folder / "refuse",
+        folder / "stop",
+    )
 
     def loss(batch: Any) -> torch.Tensor:
         found = training.loss(batch)  # which has moved BatchNorm and random state
@@ -62,7 +78,10 @@ def train(folder: Path, run: Path, seed: int) -> None:
     for batch in guard.batches(max_steps=10**9):
         result = guard.step(batch, loss)
         os.pwrite(status, b"%12d %12d" % (guard.global_step, os.getpid()), 0)
-        print(f"step {guard.global_step}: loss {result.loss} of a batch of {BATCH_SIZE} images", flush=True)
+        print(
+            f"step {guard.global_step}: loss {result.loss} of a batch of {BATCH_SIZE} images",
+            flush=True,
+        )
         if guard.global_step % 100 == 0:
             with guard.evaluate():
                 sureness = float(training.model(images).softmax(-1).amax(-1).mean())

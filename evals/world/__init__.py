@@ -1,14 +1,20 @@
-"""Failures of other people's trainings, from public threads: what was pasted, and the cause that the thread found.
+"""Failures of other people's trainings, from public threads.
 
-One entry a line: the text, shortened; the link; the cause in one sentence, established by the thread and written
-down before any verdict was made. ``accept``: ids of signatures that state this cause; ``line``: words of the line of
-the log that states it by itself, if one does; ``classes``: classes of causes that a fair judge accepts.
-Rules were written from ``design.jsonl`` alone until ``sealed.jsonl.xz`` was unpacked and looked at, once; since those
-first figures rules know both. Split by project.
+What was pasted, and the cause that the thread found.
 
-Logs of runs that ended with status 0, one a line, shortened, judged by reading before any verdict was made, with why:
-``healthy.jsonl`` ended well, ``dead.jsonl`` did not; its status is what the log or the shell's last word leaves to
-assume. Without a link: the file is public, but its repository is not known (``unnamed``), or the log was written for
+One entry a line: the text, shortened; the link; the cause in one sentence, established by the
+    thread and written
+down before any verdict was made. ``accept``: ids of signatures that state this cause; ``line``:
+    words of the line of
+the log that states it by itself, if one does; ``classes``: classes of causes that a fair judge
+accepts. Rules were written from ``design.jsonl`` alone until ``sealed.jsonl.xz`` was unpacked and
+looked at, once; since those first figures rules know both. Split by project.
+
+Logs of runs that ended with status 0, one a line, shortened, judged by reading before any verdict
+was made, with why: ``healthy.jsonl`` ended well, ``dead.jsonl`` did not; its status is what the log
+or the shell's last word leaves to
+assume. Without a link: the file is public, but its repository is not known (``unnamed``), or the
+    log was written for
 this set in the format of a real one (``written``).
 """
 
@@ -68,13 +74,20 @@ class Ending:
 
 def all_endings(name: str) -> list[Ending]:
     """Return every run of ``"healthy"`` or ``"dead"``."""
-    return [Ending(**json.loads(line)) for line in (_HERE / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    return [
+        Ending(**json.loads(line))
+        for line in (_HERE / f"{name}.jsonl").read_text("utf-8").splitlines()
+    ]
 
 
 def all_reports(name: str = "design") -> list[Report]:
     """Return every report of one file, ``"design"`` or ``"sealed"``; nothing if it is not there."""
     file = _HERE / f"{name}.jsonl"
-    return [_report(json.loads(line)) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    return (
+        [_report(json.loads(line)) for line in file.read_text("utf-8").splitlines()]
+        if file.exists()
+        else []
+    )
 
 
 def _report(row: dict[str, object]) -> Report:

@@ -1,12 +1,16 @@
-"""Verdicts on failures from public threads, compared with the cause that the thread found, and with the last line.
+"""Verdicts on failures from public threads, compared with the cause that the thread found, and with
+the last line.
 
-*Right* is a verdict whose signature states the cause, or one that is itself a line of the log, where that line states
-it. *Right class* is one of which only the class is right; one that leaves the class open is *unknown*; all others are
-*wrong*. The baseline is the last line of the log that looks like an exception. Rules were written from the first half
-of ``design.jsonl`` and looked at on the second. Where ``sealed.jsonl`` is unpacked, the result is called
-``world_first_look``: it was opened once, after that, and the first figures are those that count. Since then rules
+*Right* is a verdict whose signature states the cause, or one that is itself a line of the log,
+where that line states it. *Right class* is one of which only the class is right; one that leaves
+the class open is *unknown*; all others are *wrong*. The baseline is the last line of the log that
+looks like an exception. Rules were written from the first half of ``design.jsonl`` and looked at on
+the second. Where ``sealed.jsonl`` is unpacked, the result is called
+``world_first_look``: it was opened once, after that, and the first figures are those that count.
+    Since then rules
 were written from it too.
-Calibration error: the mean distance of a stated confidence from the share that is right, over bands of a tenth.
+Calibration error: the mean distance of a stated confidence from the share that is right, over bands
+    of a tenth.
 """
 
 from __future__ import annotations
@@ -54,7 +58,10 @@ class Outcome:
 
 
 def quoted_by(verdict: Verdict) -> str:
-    """Return the text that a verdict quotes as the cause; empty where it says a cause in words of its own."""
+    """Return the text that a verdict quotes as the cause.
+
+    Empty where it says a cause in words of its own.
+    """
     text = verdict.evidence[0].text if verdict.evidence else ""
     return text if text.startswith(verdict.title.removesuffix("...")) else ""
 
@@ -71,10 +78,14 @@ def main() -> None:
         "design, first half": [each for each in all_reports() if not each.second_half],
         "sealed": sealed,
     }
-    result = Result(options=options, parameters={what: len(reports) for what, reports in parts.items()})
+    result = Result(
+        options=options, parameters={what: len(reports) for what, reports in parts.items()}
+    )
     for what, reports in parts.items():
         if reports:
-            outcomes = [Outcome(report=each, verdict=judged(each.log, each.status)) for each in reports]
+            outcomes = [
+                Outcome(report=each, verdict=judged(each.log, each.status)) for each in reports
+            ]
             _count(what, outcomes, result)
     _count_endings(result)
     _time_big_log(result)
@@ -87,7 +98,9 @@ def _count(what: str, outcomes: Sequence[Outcome], result: Result) -> None:
     scores = collections.Counter(each.score for each in outcomes)
     baseline = sum(each.by_last_line == "right" for each in outcomes)
     result.add_count(f"{what}: right cause", scores["right"], number)
-    result.add_count(f"{what}: right cause or right class", scores["right"] + scores["right class"], number)
+    result.add_count(
+        f"{what}: right cause or right class", scores["right"] + scores["right class"], number
+    )
     result.add_count(f"{what}: unknown", scores["unknown"], number)
     result.add_count(f"{what}: wrong", scores["wrong"], number)
     result.add_count(f"{what}: right cause by the last line of an exception", baseline, number)
@@ -99,10 +112,22 @@ def _count(what: str, outcomes: Sequence[Outcome], result: Result) -> None:
         result.add_count(f"{what}, {family}: right cause", right, len(group))
         by_line = sum(each.by_last_line == "right" for each in group)
         below += right < by_line
-        result.add_count(f"{what}, {family}: right cause by the last line of an exception", by_line, len(group))
-    result.add_count(f"{what}: families in which the last line is right more often", below, len(families), expected=0)
+        result.add_count(
+            f"{what}, {family}: right cause by the last line of an exception", by_line, len(group)
+        )
+    result.add_count(
+        f"{what}: families in which the last line is right more often",
+        below,
+        len(families),
+        expected=0,
+    )
     named = [each for each in outcomes if each.verdict.confidence > 0]
-    _calibration(f"{what}: cause", named, lambda each: (each.verdict.confidence, each.score == "right"), result)
+    _calibration(
+        f"{what}: cause",
+        named,
+        lambda each: (each.verdict.confidence, each.score == "right"),
+        result,
+    )
     classed = [each for each in outcomes if each.verdict.family != "unknown"]
     _calibration(
         f"{what}: class",
@@ -111,15 +136,26 @@ def _count(what: str, outcomes: Sequence[Outcome], result: Result) -> None:
         result,
     )
     result.samples[what] = [
-        [each.report.name, each.verdict.cause, each.score, each.verdict.confidence, each.verdict.class_confidence]
+        [
+            each.report.name,
+            each.verdict.cause,
+            each.score,
+            each.verdict.confidence,
+            each.verdict.class_confidence,
+        ]
         for each in outcomes
     ]
 
 
 def _calibration(
-    what: str, outcomes: Sequence[Outcome], answer: Callable[[Outcome], tuple[float, bool]], result: Result
+    what: str,
+    outcomes: Sequence[Outcome],
+    answer: Callable[[Outcome], tuple[float, bool]],
+    result: Result,
 ) -> None:
-    """Add the expected calibration error, and of each band how many were right with which mean confidence."""
+    """Add the expected calibration error, and of each band how many were right with which mean
+    confidence.
+    """
     bands: dict[int, list[tuple[float, bool]]] = collections.defaultdict(list)
     for each in outcomes:
         confidence, right = answer(each)
@@ -128,31 +164,53 @@ def _calibration(
     for band, rows in sorted(bands.items()):
         right, sure = sum(right for _, right in rows), sum(confidence for confidence, _ in rows)
         off += abs(right - sure)
-        result.add_count(f"{what}, confidence {band / 10:.1f} to {band / 10 + 0.1:.1f}: right", right, len(rows))
+        result.add_count(
+            f"{what}, confidence {band / 10:.1f} to {band / 10 + 0.1:.1f}: right", right, len(rows)
+        )
     error = round(off / max(len(outcomes), 1), 4)
     result.figures.append(
-        Figure(what=f"{what}: expected calibration error", unit="ratio", value=error, samples=len(outcomes))
+        Figure(
+            what=f"{what}: expected calibration error",
+            unit="ratio",
+            value=error,
+            samples=len(outcomes),
+        )
     )
     print(f"  {what}: expected calibration error {error:g} of {len(outcomes)}", flush=True)
 
 
 def _count_endings(result: Result) -> None:
-    """Add what runs that ended with status 0 are told, from the log with the status and from the bare log.
+    """Add what runs that ended with status 0 are told, from the log with the status and from the
+    bare log.
 
     A healthy run is never called a failure; one that is dead is not called well.
     """
     for name in ("healthy", "dead"):
         for grounds in ("with status 0", "bare"):
-            told: dict[str, list[str]] = {"well": [], "well, with a doubt": [], "unknown": [], "a failure": []}
+            told: dict[str, list[str]] = {
+                "well": [],
+                "well, with a doubt": [],
+                "unknown": [],
+                "a failure": [],
+            }
             for each in all_endings(name):
                 verdict = judged(each.log, each.status if grounds == "with status 0" else None)
                 said = {"ended well": "well", "unknown": "unknown"}.get(verdict.family, "a failure")
-                said = "well, with a doubt" if said == "well" and "ended well" not in verdict.title else said
+                said = (
+                    "well, with a doubt"
+                    if said == "well" and "ended well" not in verdict.title
+                    else said
+                )
                 told[said].append(f"{each.id}: {verdict.cause} {verdict.title[:80]}")
             wrong = "a failure" if name == "healthy" else "well"
             for said, runs in told.items():
                 what = f"{name} runs, {grounds}: told {said}"
-                result.add_count(what, len(runs), sum(map(len, told.values())), expected=0 if said == wrong else None)
+                result.add_count(
+                    what,
+                    len(runs),
+                    sum(map(len, told.values())),
+                    expected=0 if said == wrong else None,
+                )
             for line in told[wrong]:
                 print(f"    {line}")
             result.samples[f"{name} runs, {grounds}: told {wrong}"] = [told[wrong]]
@@ -160,15 +218,25 @@ def _count_endings(result: Result) -> None:
 
 def _time_big_log(result: Result) -> None:
     """Add the CPU seconds for 10 MB: progress, warnings that repeat, and a traceback at the end."""
-    lines = [f"epoch 1 step {number} loss 0.{number % 97:02d} lr 1e-4 12.3 it/s" for number in range(150_000)]
-    lines[::100] = [f"data.py:{number}: UserWarning: cannot read image {number}" for number in range(1500)]
-    end = "Traceback (most recent call last):\n  File \"train.py\", line 9, in <module>\n    main()\nKeyError: 'x'\n"
+    lines = [
+        f"epoch 1 step {number} loss 0.{number % 97:02d} lr 1e-4 12.3 it/s"
+        for number in range(150_000)
+    ]
+    lines[::100] = [
+        f"data.py:{number}: UserWarning: cannot read image {number}" for number in range(1500)
+    ]
+    end = (
+        'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n   '
+        " main()\nKeyError: 'x'\n"
+    )
     text = ("\n".join(lines) + "\n").encode()
     log = (text * (_BIG_LOG // len(text) + 1))[: _BIG_LOG - len(end)] + b"\n" + end.encode()
     judged("warm up\n")
     began = time.process_time()
     judge(collect_stream(io.BytesIO(log), name="run.log", status=1))
-    result.add_samples("a log of 10 MB", "s of CPU time", [time.process_time() - began], at_most=1.0)
+    result.add_samples(
+        "a log of 10 MB", "s of CPU time", [time.process_time() - began], at_most=1.0
+    )
 
 
 if __name__ == "__main__":

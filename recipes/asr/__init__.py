@@ -1,1 +1,4 @@
-"""Speech recognition: characters from speech by CTC, with a small convolutional and recurrent encoder."""
+"""Speech recognition.
+
+Characters from speech by CTC, with a small convolutional and recurrent encoder.
+"""

@@ -1,6 +1,9 @@
-"""From recordings and texts to batches: log-mel features, characters, and what is changed in each epoch anew.
+"""From recordings and texts to batches.
 
-A recording or a text that cannot be used raises an error that says why; the loader then sets that sample aside.
+Log-mel features, characters, and what is changed in each epoch anew.
+
+A recording or a text that cannot be used raises an error that says why; the loader then sets that
+sample aside.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ Sample = Mapping[str, torch.Tensor]
 CHARACTERS = " 'abcdefghijklmnopqrstuvwxyz"
 """What is recognised; the label of a character is its place here plus one, and 0 is CTC's blank."""
 _DASHES_AND_DOTS, _CURLY_QUOTE = "\u2013\u2014\u2026", "\u2019"
-_PUNCTUATION = str.maketrans(dict.fromkeys('.,;:!?()[]"-' + _DASHES_AND_DOTS, " ") | {_CURLY_QUOTE: "'"})
+_PUNCTUATION = str.maketrans(
+    dict.fromkeys('.,;:!?()[]"-' + _DASHES_AND_DOTS, " ") | {_CURLY_QUOTE: "'"}
+)
 _WINDOW_SECONDS, _HOP_SECONDS = 0.025, 0.010
 _SPEEDS = (0.95, 1.05)  # SpeechBrain's recipes choose among 95, 100 and 105 %
-_MASKS, _MASKED_FRAMES, _MASKED_MELS = 2, 12, 6  # SpecAugment (arXiv 1904.08779), for short sentences
+# SpecAugment (arXiv 1904.08779), for short sentences
+_MASKS, _MASKED_FRAMES, _MASKED_MELS = 2, 12, 6
 FRAMES_EACH = 2
 """Frames of the features for each frame of the model's output."""
 
@@ -55,7 +61,10 @@ class Sound:
         )
 
     def features(self, wave: NDArray[np.float32]) -> torch.Tensor:
-        """Return log-mel features, each band with mean 0 and variance 1 over the recording; ``(frames, n_mels)``."""
+        """Return log-mel features, each band with mean 0 and variance 1 over the recording.
+
+        ``(frames, n_mels)``.
+        """
         found = log_mel(wave, self.settings())
         return (found - found.mean(0)) / (found.std(0) + 1e-5)
 
@@ -69,9 +78,14 @@ def encode(text: str) -> torch.Tensor:
     plain = " ".join(text.lower().translate(_PUNCTUATION).split())
     strange = sorted(set(plain) - set(CHARACTERS))
     if strange:
-        raise ValueError(f"the text {text!r} holds {strange[0]!r}\nFix: write it out in letters from a to z.")
+        raise ValueError(
+            f"the text {text!r} holds {strange[0]!r}\nFix: write it out in letters from a to z."
+        )
     if not plain:
-        raise ValueError(f"the text {text!r} holds no letter\nFix: write down what is said, or leave the row out.")
+        raise ValueError(
+            f"the text {text!r} holds no letter\nFix: write down what is said, or leave the row"
+            " out."
+        )
     return torch.tensor([CHARACTERS.index(character) + 1 for character in plain])
 
 
@@ -81,13 +95,15 @@ def decode(labels: Sequence[int]) -> str:
 
 
 class Speech(Dataset[Sample]):
-    """Recordings with their texts; a sample has ``features`` ``(frames, n_mels)`` and ``labels`` ``(characters,)``.
+    """Recordings with their texts.
+
+    A sample has ``features`` ``(frames, n_mels)`` and ``labels`` ``(characters,)``.
 
     Args:
         utterances: Of a corpus.
         sound: How they become features.
-        augment: Whether speed, loudness of noise and masks are drawn anew each time, from torch's generator, which
-            the loader seeds for each sample and epoch.
+        augment: Whether speed, loudness of noise and masks are drawn anew each time, from torch's
+            generator, which the loader seeds for each sample and epoch.
     """
 
     def __init__(self, utterances: Sequence[Utterance], sound: Sound, *, augment: bool) -> None:
@@ -109,11 +125,13 @@ class Speech(Dataset[Sample]):
         labels = encode(utterance.text)
         wave = read_wav(utterance.path, self.sound.sample_rate)
         features = self.sound.features(_varied(wave) if self.augment else wave)
-        needed = len(labels) + int((labels[1:] == labels[:-1]).sum())  # a blank parts what is doubled
+        # A blank parts what is doubled
+        needed = len(labels) + int((labels[1:] == labels[:-1]).sum())
         if frames_out(len(features)) < needed:
             raise ValueError(
-                f"{utterance.path}: {len(labels)} characters in {len(wave) / self.sound.sample_rate:.2f} s\n"
-                "Fix: check that the text belongs to the recording; nobody speaks as fast."
+                f"{utterance.path}: {len(labels)} characters in"
+                f" {len(wave) / self.sound.sample_rate:.2f} s\nFix: check that the text belongs to"
+                " the recording; nobody speaks as fast."
             )
         return {"features": _masked(features) if self.augment else features, "labels": labels}
 

@@ -1,4 +1,6 @@
-"""The recogniser: two convolutions, recurrent blocks in both directions, one score for each character and frame."""
+"""The recogniser: two convolutions, recurrent blocks in both directions, one score for each
+character and frame.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,16 @@ class RecurrentBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-        """Return frames ``(batch, frames, channels)``; what lies behind the end of a row stays out of it."""
-        packed = pack_padded_sequence(self.norm(x), frames.cpu(), batch_first=True, enforce_sorted=False)
-        made, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=x.shape[1])
+        """Return frames ``(batch, frames, channels)``.
+
+        What lies behind the end of a row stays out of it.
+        """
+        packed = pack_padded_sequence(
+            self.norm(x), frames.cpu(), batch_first=True, enforce_sorted=False
+        )
+        made, _ = pad_packed_sequence(
+            self.gru(packed)[0], batch_first=True, total_length=x.shape[1]
+        )
         return x + self.dropout(made)
 
 
@@ -52,7 +61,9 @@ class Recogniser(nn.Module):
         self.norm = nn.LayerNorm(channels)
         self.out = nn.Linear(channels, len(CHARACTERS) + 1)
 
-    def forward(self, features: torch.Tensor, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, features: torch.Tensor, frames: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logarithms of probabilities, and how many frames of each row count.
 
         Args:
@@ -72,9 +83,14 @@ class Recogniser(nn.Module):
 
 
 def ctc(model: Recogniser, batch: dict[str, Any]) -> Loss:
-    """Return CTC's loss: a mean over characters, so that any division of a batch adds up to the same."""
+    """Return CTC's loss.
+
+    A mean over characters, so that any division of a batch adds up to the same.
+    """
     scores, frames = model(batch["features"], batch["frames"])
     scores = scores.transpose(0, 1)
-    total = functional.ctc_loss(scores, batch["labels"], frames, batch["characters"], blank=0, reduction="sum")
+    total = functional.ctc_loss(
+        scores, batch["labels"], frames, batch["characters"], blank=0, reduction="sum"
+    )
     characters = batch["characters"].sum()
     return Loss(total / characters, items=characters)

@@ -30,7 +30,9 @@ def best_path(scores: torch.Tensor, frames: torch.Tensor) -> list[str]:
 
 
 def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
-    """Return the edits from what was heard to what was said, as a share of the characters and words of the latter."""
+    """Return the edits from what was heard to what was said, as a share of the characters and
+    words of the latter.
+    """
     from torchmetrics.functional.text import char_error_rate, word_error_rate
 
     return {
@@ -56,11 +58,18 @@ def evaluate(model: Recogniser, batches: Iterable[dict[str, torch.Tensor]]) -> d
         heard += best_path(scores, frames)
     if not said:
         return {}
-    return {"held_out_loss": loss / characters, **error_rates(said, heard), "said": said[0], "heard": heard[0]}
+    return {
+        "held_out_loss": loss / characters,
+        **error_rates(said, heard),
+        "said": said[0],
+        "heard": heard[0],
+    }
 
 
 def picture(features: torch.Tensor, scores: torch.Tensor) -> NDArray[np.float32]:
-    """Return an image of a sentence's beginning: features above, probability of each label below, from 0 to 1.
+    """Return an image of a sentence's beginning.
+
+    Features above, probability of each label below, from 0 to 1.
 
     Args:
         features: Shape ``(frames, n_mels)``.

@@ -1,7 +1,9 @@
-"""A small corpus of made speech in LibriSpeech's layout: speaker/chapter/*.trans.txt, one WAV for each line.
+"""A small corpus of made speech in LibriSpeech's layout.
 
-It is spoken by ``voices``, which need nothing, or by espeak-ng. Everything follows from a few numbers, so that a
-corpus that was left half made is finished as it would have been.
+Speaker/chapter/*.trans.txt, one WAV for each line.
+
+It is spoken by ``voices``, which need nothing, or by espeak-ng. Everything follows from a few
+numbers, so that a corpus that was left half made is finished as it would have been.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _LIST = """
 """
 _WORDS = tuple(dict.fromkeys(_LIST.split()))  # every letter is in several of them
 Speaker = Literal["voices", "espeak"]
-_VARIANTS = ("m1", "m2", "m3", "m4", "m5", "m6", "m7", "f1", "f2", "f3", "f4")  # of espeak-ng's voices
+# Of espeak-ng's voices
+_VARIANTS = ("m1", "m2", "m3", "m4", "m5", "m6", "m7", "f1", "f2", "f3", "f4")
 _HELD_OUT_WORDS = 7  # each seventh word is never spoken in training
 
 
@@ -56,7 +59,8 @@ class Plan:
         words: In a sentence, at most; at least half of it, rounded up.
         sample_rate: Hz.
         seed: Of voices, sentences and how they are spoken.
-        held_out: Whether it is to test with: other speakers, who also say words that training never heard.
+        held_out: Whether it is to test with: other speakers, who also say words that training never
+            heard.
         spoken_by: What speaks: the voices of this package, or espeak-ng.
     """
 
@@ -81,12 +85,18 @@ def make_corpus(plan: Plan, parent: Path) -> Path:
         CorpusError: espeak-ng is to speak, and is not installed.
     """
     if plan.spoken_by == "espeak" and not espeak.is_installed():
-        raise CorpusError(f"espeak-ng is not installed\nFix: {espeak.INSTALL}, or take --spoken-by voices.")
+        raise CorpusError(
+            f"espeak-ng is not installed\nFix: {espeak.INSTALL}, or take --spoken-by voices."
+        )
     folder = parent / plan.name()
     numbers = range(plan.speakers)
-    due = [number for number in numbers if not _transcript(folder, _speaker(plan, number)).is_file()]
+    due = [
+        number for number in numbers if not _transcript(folder, _speaker(plan, number)).is_file()
+    ]
     console = Console(stderr=True, force_jupyter=False)
-    for number in track(due, "making speech", console=console, transient=True, disable=not console.is_terminal):
+    for number in track(
+        due, "making speech", console=console, transient=True, disable=not console.is_terminal
+    ):
         _make_speaker(plan, number, folder)
     return folder
 
@@ -113,26 +123,40 @@ def _make_speaker(plan: Plan, number: int, folder: Path) -> None:
         if plan.spoken_by == "espeak":
             _spoken_by_espeak(text, path, variant, voice, plan.sample_rate)
         else:
-            write_wav(path, speak(text, voice, sample_rate=plan.sample_rate, random=random), plan.sample_rate)
+            write_wav(
+                path,
+                speak(text, voice, sample_rate=plan.sample_rate, random=random),
+                plan.sample_rate,
+            )
         lines.append(f"{name} {text.upper()}\n")
-    replace_file(transcript, "".join(lines).encode())  # last: a speaker with a transcript is complete
+    # Last: a speaker with a transcript is complete
+    replace_file(transcript, "".join(lines).encode())
 
 
 def _spoken_by_espeak(text: str, path: Path, variant: str, voice: Voice, sample_rate: int) -> None:
     """Have espeak-ng speak a text, as high and as fast as a voice does, at another sample rate."""
     pitch = round(min(99.0, max(0.0, (voice.pitch - 80) / 1.4)))
-    espeak.speak(text, path, voice=f"en-us+{variant}", words_per_minute=round(165 / voice.rate), pitch=pitch)
+    espeak.speak(
+        text, path, voice=f"en-us+{variant}", words_per_minute=round(165 / voice.rate), pitch=pitch
+    )
     write_wav(path, resampled(read_wav(path, SAMPLE_RATE), SAMPLE_RATE, sample_rate), sample_rate)
 
 
 def resampled(wave: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
-    """Return a wave at another sample rate, without what that rate cannot hold: by its Fourier transform."""
+    """Return a wave at another sample rate, without what that rate cannot hold.
+
+    By its Fourier transform.
+    """
     samples = round(len(wave) * wanted / rate)
     spectrum = np.fft.rfft(wave)[: samples // 2 + 1]
     return (np.fft.irfft(spectrum, samples) * (samples / len(wave))).astype(np.float32)
 
 
 def _sentence(plan: Plan, random: np.random.Generator) -> str:
-    words = _WORDS if plan.held_out else [word for place, word in enumerate(_WORDS) if place % _HELD_OUT_WORDS]
+    words = (
+        _WORDS
+        if plan.held_out
+        else [word for place, word in enumerate(_WORDS) if place % _HELD_OUT_WORDS]
+    )
     many = int(random.integers((plan.words + 1) // 2, plan.words + 1))
     return " ".join(words[int(place)] for place in random.integers(0, len(words), size=many))

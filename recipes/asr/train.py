@@ -1,4 +1,7 @@
-"""Trains the recogniser: ``python -m recipes.asr``, with speech that it makes, or ``--data`` of your own."""
+"""Trains the recogniser.
+
+``python -m recipes.asr``, with speech that it makes, or ``--data`` of your own.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,22 @@ _MOST_MELS = 256  # that a picture of a run has room for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(SpeechOptions):
-    """Train a recogniser of characters by CTC, on speech that is made here or on a corpus of yours."""
+    """Train a recogniser of characters by CTC, on speech that is made here or on a corpus of
+    yours.
+    """
 
     run_dir: Path = Path("runs/asr")
-    """Directory of the run: checkpoints, records, report.html and result.json, and the speech that is made."""
+    """Directory of the run.
+
+    Checkpoints, records, report.html and result.json, and the speech that is made.
+    """
 
     max_steps: int = 600
     """Optimizer steps, counted over all restarts of the run."""
 
     data: Path | None = None
-    """Corpus to learn: a folder as LibriSpeech's or LJSpeech's with WAV or FLAC files, or a CSV file as
-    SpeechBrain's (ID, duration, wav, wrd). none: speech is made."""
+    """Corpus to learn: a folder as LibriSpeech's or LJSpeech's with WAV or FLAC files, or a CSV
+    file as SpeechBrain's (ID, duration, wav, wrd). none: speech is made."""
 
     held_out: Path | None = None
     """Corpus to test with, in the same forms. none: each 20th utterance of --data."""
@@ -66,7 +74,10 @@ class Options(SpeechOptions):
     """Whether speed, noise and masks are drawn anew for each sample in each epoch."""
 
     quarantine: float = 0.01
-    """Most samples that may be quarantined because they cannot be read: a share below 1, or a number."""
+    """Most samples that may be quarantined because they cannot be read.
+
+    A share below 1, or a number.
+    """
 
     eval_interval_steps: int = 100
     """Steps between tests on what is held out."""
@@ -88,15 +99,23 @@ class Options(SpeechOptions):
         """
         SpeechOptions.check(self)
         self.at_least({"n_mels": 1, "channels": 2, "blocks": 0})
-        self.insist("channels", self.channels % 2 == 0, "an even number is needed: half of them for each direction")
+        self.insist(
+            "channels",
+            self.channels % 2 == 0,
+            "an even number is needed: half of them for each direction",
+        )
         self.insist("dropout", 0 <= self.dropout < 1, "a share from 0 to below 1 is needed")
         most = min(_MOST_MELS, Sound(sample_rate=self.sample_rate, n_mels=1).settings().n_fft // 2)
-        self.insist("n_mels", self.n_mels <= most, f"at {self.sample_rate} Hz there are at most {most}")
+        self.insist(
+            "n_mels", self.n_mels <= most, f"at {self.sample_rate} Hz there are at most {most}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
-    options, policy = read_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
+    options, policy = read_options(
+        Options, argv, policy_file=Path(__file__).with_name("policy.yaml")
+    )
     device = find_device(options)
     with ending_clearly(CorpusError):
         insist_on_installed("demo,integrations", "torchmetrics", "transformers")
@@ -113,20 +132,28 @@ def _train(
     torch.manual_seed(options.seed)
     with making_the_model():
         model = Recogniser(
-            n_mels=options.n_mels, channels=options.channels, blocks=options.blocks, dropout=options.dropout
+            n_mels=options.n_mels,
+            channels=options.channels,
+            blocks=options.blocks,
+            dropout=options.dropout,
         ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.max_steps)
     )
-    guard = open_guard(options, policy, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    guard = open_guard(
+        options, policy, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader
+    )
     test = _Test(guard, model, held_out)
     training = Training(guard, options)
     with guard:
         for batch in training.batches():
             result = guard.step(batch, lambda batch: ctc(model, batch))
             training.show(loss=float(result.loss), **test.shown)
-            if guard.global_step % options.eval_interval_steps == 0 or guard.global_step == options.max_steps:
+            if (
+                guard.global_step % options.eval_interval_steps == 0
+                or guard.global_step == options.max_steps
+            ):
                 test.run()
         figures = test.found or test.run()
     return training.finish(model, figures)
@@ -160,9 +187,13 @@ def _corpora(options: Options) -> tuple[list[Utterance], list[Utterance]]:
     """Return what is learnt and what is held out."""
     if options.data is not None:
         found = read_corpus(options.data)
-        both = hold_out(found) if options.held_out is None else (found, read_corpus(options.held_out))
+        both = (
+            hold_out(found) if options.held_out is None else (found, read_corpus(options.held_out))
+        )
         for part in both:
-            insist_on_recordings([(each.path,) for each in part], options.sample_rate, options.quarantine)
+            insist_on_recordings(
+                [(each.path,) for each in part], options.sample_rate, options.quarantine
+            )
         insist_on_a_batch(options.batch_size, len(both[0]), "utterances")
         return both
     if options.held_out is not None:
@@ -180,12 +211,19 @@ def _corpora(options: Options) -> tuple[list[Utterance], list[Utterance]]:
         )
         for held_out in (False, True)
     )
-    training, held_out = (read_corpus(make_corpus(plan, options.place_of_speech())) for plan in plans)
+    training, held_out = (
+        read_corpus(make_corpus(plan, options.place_of_speech())) for plan in plans
+    )
     return training, held_out
 
 
-def _loader(utterances: list[Utterance], options: Options, device: torch.device, *, training: bool) -> DataLoader:
-    """Return a loader of batches of about equal lengths: at random, or to test the longest first, always the same."""
+def _loader(
+    utterances: list[Utterance], options: Options, device: torch.device, *, training: bool
+) -> DataLoader:
+    """Return a loader of batches of about equal lengths.
+
+    At random, or to test the longest first, always the same.
+    """
     sound, sampler = Sound(sample_rate=options.sample_rate, n_mels=options.n_mels), None
     if training:
         sampler = LengthBucketed(np.array([each.size() for each in utterances]))

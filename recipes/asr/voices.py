@@ -1,7 +1,11 @@
-"""Speech made from nothing: a buzz and a hiss (source), shaped by moving resonances (filter), letter by letter.
+"""Speech made from nothing.
 
-Each letter is sounded by itself, as in a language whose spelling is its pronunciation; a voice has a pitch, a length
-of its vocal tract, a rate and a breath of its own. It is speech in what matters here: harmonics, formants, noise and
+A buzz and a hiss (source), shaped by moving resonances (filter), letter by letter.
+
+Each letter is sounded by itself, as in a language whose spelling is its pronunciation; a voice has
+a pitch, a length
+of its vocal tract, a rate and a breath of its own. It is speech in what matters here: harmonics,
+    formants, noise and
 silence in an order that text decides, other in each voice and each time it is spoken.
 
 Does not: write files or choose texts, see ``speech``.
@@ -53,29 +57,51 @@ def _hum(first: float, second: float, third: float) -> tuple[_Sound, ...]:
     return (_Sound(80, 0.45, 0.0, (first, second, third)),)
 
 
-def _fricative(centre: float, width: float, *, buzz: float = 0.0, hiss: float = 0.5) -> tuple[_Sound, ...]:
+def _fricative(
+    centre: float, width: float, *, buzz: float = 0.0, hiss: float = 0.5
+) -> tuple[_Sound, ...]:
     return (_Sound(90, buzz, hiss, (300.0, 1500.0, 2500.0), centre, width),)
 
 
-def _stop(centre: float, width: float, *, buzz: float = 0.0, burst: float = 25) -> tuple[_Sound, ...]:
+def _stop(
+    centre: float, width: float, *, buzz: float = 0.0, burst: float = 25
+) -> tuple[_Sound, ...]:
     closed = _Sound(50, buzz, 0.0, (250.0, centre, 2500.0))
     return closed, _Sound(burst, 2 * buzz, 0.7, (400.0, centre, 2500.0), centre, width)
 
 
-# Formants of vowels lie near those of Peterson and Barney (1952); the rest is set so that no two letters are alike.
+# Formants of vowels lie near those of Peterson and Barney (1952); the rest is set so that no two
+# letters are alike.
 _LETTERS: dict[str, tuple[_Sound, ...]] = {
-    "a": _vowel(750, 1200, 2500), "e": _vowel(500, 1850, 2550), "i": _vowel(290, 2300, 3000),
-    "o": _vowel(500, 880, 2500), "u": _vowel(310, 700, 2300), "y": _vowel(300, 1700, 2150),
-    "m": _hum(250, 950, 2200), "n": _hum(250, 1650, 2600), "l": _hum(380, 1200, 2900),
-    "r": _hum(420, 1250, 1600), "w": _hum(300, 620, 2200),
-    "f": _fricative(2200, 3500, hiss=0.25), "s": _fricative(6000, 1500), "x": _fricative(1400, 600),
-    "c": _fricative(3200, 900), "h": _fricative(900, 2500, hiss=0.2),
-    "v": _fricative(2200, 3500, buzz=0.35, hiss=0.2), "z": _fricative(6000, 1500, buzz=0.35),
+    "a": _vowel(750, 1200, 2500),
+    "e": _vowel(500, 1850, 2550),
+    "i": _vowel(290, 2300, 3000),
+    "o": _vowel(500, 880, 2500),
+    "u": _vowel(310, 700, 2300),
+    "y": _vowel(300, 1700, 2150),
+    "m": _hum(250, 950, 2200),
+    "n": _hum(250, 1650, 2600),
+    "l": _hum(380, 1200, 2900),
+    "r": _hum(420, 1250, 1600),
+    "w": _hum(300, 620, 2200),
+    "f": _fricative(2200, 3500, hiss=0.25),
+    "s": _fricative(6000, 1500),
+    "x": _fricative(1400, 600),
+    "c": _fricative(3200, 900),
+    "h": _fricative(900, 2500, hiss=0.2),
+    "v": _fricative(2200, 3500, buzz=0.35, hiss=0.2),
+    "z": _fricative(6000, 1500, buzz=0.35),
     "j": _fricative(3200, 900, buzz=0.4, hiss=0.35),
-    "p": _stop(800, 500), "t": _stop(4500, 1200), "k": _stop(1900, 500), "q": _stop(2900, 700, burst=60),
-    "b": _stop(800, 500, buzz=0.2), "d": _stop(4500, 1200, buzz=0.2), "g": _stop(1900, 500, buzz=0.2),
-    "'": (_Sound(40, 0.0, 0.0),), " ": (_Sound(1000 * _PAUSE_SECONDS, 0.0, 0.0),),
-}  # fmt: skip
+    "p": _stop(800, 500),
+    "t": _stop(4500, 1200),
+    "k": _stop(1900, 500),
+    "q": _stop(2900, 700, burst=60),
+    "b": _stop(800, 500, buzz=0.2),
+    "d": _stop(4500, 1200, buzz=0.2),
+    "g": _stop(1900, 500, buzz=0.2),
+    "'": (_Sound(40, 0.0, 0.0),),
+    " ": (_Sound(1000 * _PAUSE_SECONDS, 0.0, 0.0),),
+}
 ALPHABET = "".join(sorted(_LETTERS))
 """What can be spoken: letters, the apostrophe and the space."""
 
@@ -98,7 +124,9 @@ class Voice:
 
     @classmethod
     def drawn(cls, random: np.random.Generator) -> Voice:
-        """Return somebody: pitch and tract of adults, the shorter tract mostly with the higher pitch."""
+        """Return somebody: pitch and tract of adults, the shorter tract mostly with the higher
+        pitch.
+        """
         height = random.uniform()
         return cls(
             pitch=90.0 * 2.4**height,
@@ -108,7 +136,9 @@ class Voice:
         )
 
 
-def speak(text: str, voice: Voice, *, sample_rate: int, random: np.random.Generator) -> NDArray[np.float32]:
+def speak(
+    text: str, voice: Voice, *, sample_rate: int, random: np.random.Generator
+) -> NDArray[np.float32]:
     """Return a text as one voice speaks it this time.
 
     Args:
@@ -135,13 +165,18 @@ def speak(text: str, voice: Voice, *, sample_rate: int, random: np.random.Genera
     voiced = _resonances(tract[:, 2:5] * voice.tract, frequencies) / (1 + frequencies / _TILT_HERTZ)
     noisy = np.exp(-0.5 * ((frequencies - tract[:, 5:6] * voice.tract) / tract[:, 6:7]) ** 2)
     breath = voice.breath * tract[:, :1] * voiced
-    wave = _filtered(buzz, tract[:, :1] * voiced, hop) + _filtered(hiss, 0.3 * tract[:, 1:2] * noisy + breath, hop)
+    wave = _filtered(buzz, tract[:, :1] * voiced, hop) + _filtered(
+        hiss, 0.3 * tract[:, 1:2] * noisy + breath, hop
+    )
     scale: Floats = wave * (_LOUDNESS / max(float(np.sqrt(np.mean(wave**2))), 1e-9))
     return scale.astype(np.float32)
 
 
 def _tract(text: str, voice: Voice, random: np.random.Generator) -> Floats:
-    """Return the settings of the vocal tract, shape ``(frames, 7)``: buzz, hiss, three formants, centre, width."""
+    """Return the settings of the vocal tract, shape ``(frames, 7)``.
+
+    Buzz, hiss, three formants, centre, width.
+    """
     rows: list[tuple[float, ...]] = []
     for letter in f" {text} ":
         for sound in _LETTERS[letter]:
@@ -167,7 +202,9 @@ def _melody(frames: int, voice: Voice, random: np.random.Generator) -> Floats:
 
 
 def _pulses(pitch: Floats, sample_rate: int) -> Floats:
-    """Return a train of pulses that holds all harmonics below half of the sample rate, and nothing above."""
+    """Return a train of pulses that holds all harmonics below half of the sample rate, and
+    nothing above.
+    """
     phase = np.cumsum(pitch / sample_rate)
     harmonics = int(sample_rate / 2 / pitch.max())
     angle = np.pi * phase
@@ -193,7 +230,9 @@ def _filtered(source: Floats, response: Floats, hop: int) -> Floats:
     size = 2 * (response.shape[1] - 1)
     window = np.hanning(size + 1)[:-1]
     padded = np.pad(source, (size // 2, size))
-    frames = np.lib.stride_tricks.sliding_window_view(padded, size)[: len(source) : hop][: len(response)]
+    frames = np.lib.stride_tricks.sliding_window_view(padded, size)[: len(source) : hop][
+        : len(response)
+    ]
     shaped = np.fft.irfft(np.fft.rfft(frames * window) * response, n=size) * window
     found = np.zeros(len(padded) + size)
     for number, frame in enumerate(shaped):

@@ -1,4 +1,7 @@
-"""``python -m recipes.classifier``; a module of its own, since workers that are spawned import it again."""
+"""``python -m recipes.classifier``.
+
+A module of its own, since workers that are spawned import it again.
+"""
 
 from recipes.classifier.train import main
 from recipes.training import at_the_command_line

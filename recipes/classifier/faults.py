@@ -1,6 +1,8 @@
-"""What can be made wrong with the training, one thing at a time, and by which rule or event holdfast names it.
+"""What can be made wrong with the training, one thing at a time, and by which rule or event
+holdfast names it.
 
-Most are settings that somebody has really used by mistake; the others change what is read, or hurt a loader worker.
+Most are settings that somebody has really used by mistake; the others change what is read, or hurt
+a loader worker.
 """
 
 from __future__ import annotations
@@ -59,9 +61,12 @@ class Fault:
 
 
 _MANY_WORKERS = 4 * (os.cpu_count() or 1)
-_PATIENCE_SECONDS = 2  # of the loop with a worker that hangs, so that nobody waits a minute to see it
+# Of the loop with a worker that hangs, so that nobody waits a minute to see it
+_PATIENCE_SECONDS = 2
 FAULTS: Mapping[FaultName, Fault] = {
-    "unscaled-inputs": Fault(named_by="H856", options={"scale_inputs": False}, policy={"max_grad_norm": None}),
+    "unscaled-inputs": Fault(
+        named_by="H856", options={"scale_inputs": False}, policy={"max_grad_norm": None}
+    ),
     "lr-too-high": Fault(named_by="H825", options={"lr": 10.0}),
     "lr-too-low": Fault(named_by="H824", options={"lr": 1e-6}),
     "momentum-too-high": Fault(named_by="H825", options={"lr": 1.0, "momentum": 0.999}),
@@ -88,7 +93,8 @@ CUT_OFF = (7, 77, 177)
 """Training images of which the second half is missing, under ``corrupt-samples``."""
 NOT_A_NUMBER = (70,)
 """Training images that hold NaN, under ``nan-inputs``."""
-_HURTS = 100  # the training image at which a worker dies, stops or hangs, the first time that it is read
+# The training image at which a worker dies, stops or hangs, the first time that it is read
+_HURTS = 100
 
 
 class Altered:
@@ -109,7 +115,10 @@ class Altered:
             self.labels = [source.labels[index] for index in self._order]
         elif fault == "shuffled-labels":
             chance = torch.Generator().manual_seed(seed)
-            self.labels = [source.labels[i] for i in torch.randperm(len(source.labels), generator=chance).tolist()]
+            self.labels = [
+                source.labels[i]
+                for i in torch.randperm(len(source.labels), generator=chance).tolist()
+            ]
 
     def name(self, index: int) -> str:
         """Return what an image is called."""
@@ -130,7 +139,9 @@ class Altered:
 
 
 class Hurting(Dataset[Any]):
-    """A dataset with one bad image: NaN in it, or something that the worker does when it first comes to it.
+    """A dataset with one bad image.
+
+    NaN in it, or something that the worker does when it first comes to it.
 
     Args:
         samples: The sound dataset.
@@ -148,11 +159,15 @@ class Hurting(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         image, label = self._samples[index]
         if self._fault == "nan-inputs" and index in NOT_A_NUMBER:
-            image = torch.full_like(image, float("nan"))  # as from a division by the spread of a blank page
+            # As from a division by the spread of a blank page
+            image = torch.full_like(image, float("nan"))
         elif index == _HURTS and get_worker_info() is not None and not self._mark.exists():
             self._mark.touch()
             if self._fault == "slow-worker":
                 time.sleep(600)
             elif self._fault in ("dead-worker", "stopped-worker"):
-                os.kill(os.getpid(), signal.SIGSTOP if self._fault == "stopped-worker" else signal.SIGKILL)
+                os.kill(
+                    os.getpid(),
+                    signal.SIGSTOP if self._fault == "stopped-worker" else signal.SIGKILL,
+                )
         return image, label

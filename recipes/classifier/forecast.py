@@ -1,4 +1,7 @@
-"""Will this classifier fit, and how: ``holdfast plan recipes/classifier/forecast.py:build --device T4``."""
+"""Will this classifier fit, and how.
+
+``holdfast plan recipes/classifier/forecast.py:build --device T4``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from recipes.classifier.model import Classifier
 
 
-def build(micro_batch_size: int = 32, pixels: int = 28, width: int = 24, depth: int = 2) -> dict[str, Any]:
+def build(
+    micro_batch_size: int = 32, pixels: int = 28, width: int = 24, depth: int = 2
+) -> dict[str, Any]:
     """Return model, optimizer, loss function and a sample batch.
 
     Args:
@@ -19,7 +24,9 @@ def build(micro_batch_size: int = 32, pixels: int = 28, width: int = 24, depth: 
         width: Channels.
         depth: Convolutions after the first.
     """
-    model = Classifier(10, width=width, depth=depth, activation="relu", init_scale=1.0, detached=False)
+    model = Classifier(
+        10, width=width, depth=depth, activation="relu", init_scale=1.0, detached=False
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
 
     def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

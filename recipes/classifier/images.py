@@ -1,9 +1,11 @@
 """Images from files: a folder of pictures for each class, or the IDX files that MNIST comes in.
 
 ``train/<class>/<any name>.png`` and ``test/...`` (also .jpg, .bmp, .gif; read in grey), or
-``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-...``, ``t10k-labels-...``, also with ``.gz``.
+``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-...``, ``t10k-labels-...``,
+also with ``.gz``.
 
-Without any data, `write_digits` makes such a folder from the 1,797 real handwritten digits of scikit-learn.
+Without any data, `write_digits` makes such a folder from the 1,797 real handwritten digits of
+scikit-learn.
 Does not: scale, augment or collate (see ``samples``).
 """
 
@@ -68,11 +70,14 @@ def find_source(root: Path, *, train: bool) -> Source:
     folder, prefix = _PARTS[train]
     if (root / folder).is_dir():
         return Folder.of(root / folder, None if train else root / _PARTS[True][0])
-    images, labels = (_idx_file(root, f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+    images, labels = (
+        _idx_file(root, f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1")
+    )
     if images is None or labels is None:
         raise DataError(
-            f"{root} holds neither {folder}/<class>/*.png nor {prefix}-images-idx3-ubyte[.gz] with its labels.\n"
-            "Fix: name a directory of one of these two formats with --data-dir, or leave it out."
+            f"{root} holds neither {folder}/<class>/*.png nor {prefix}-images-idx3-ubyte[.gz] with"
+            " its labels.\nFix: name a directory of one of these two formats with --data-dir, or"
+            " leave it out."
         )
     return Idx.of(images, labels)
 
@@ -87,17 +92,20 @@ def check_classes(test: Source, classes: int) -> None:
     if highest >= classes:
         name = test.name(list(test.labels).index(highest))
         raise DataError(
-            f"{name} of the test images is of class {highest}, and the training images are of 0 to {classes - 1}.\n"
-            "Fix: training and test images of one data set."
+            f"{name} of the test images is of class {highest}, and the training images are of 0 to"
+            f" {classes - 1}.\nFix: training and test images of one data set."
         )
 
 
-def shape_of_all(source: Source, quarantine: float, needed: tuple[int, ...] | None = None) -> tuple[int, ...]:
+def shape_of_all(
+    source: Source, quarantine: float, needed: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
     """Return the height and width that images have, by their headers.
 
     Args:
         source: Of the images.
-        quarantine: What may be quarantined, as `holdfast.DataLoader` takes it: so many may have another size.
+        quarantine: What may be quarantined, as `holdfast.DataLoader` takes it: so many may have
+            another size.
         needed: Height and width that they must have; None: those that most of them have.
 
     Raises:
@@ -107,8 +115,14 @@ def shape_of_all(source: Source, quarantine: float, needed: tuple[int, ...] | No
     shapes = [source.shape(index) for index in range(len(source.labels))]
     counted = Counter(shape for shape in shapes if shape is not None).most_common()
     if not counted:
-        raise DataError(f"none of the images such as {source.name(0)} can be read.\nFix: look at one of them.")
-    unreadable = [f"{source.name(index)} cannot be read" for index, shape in enumerate(shapes) if shape is None]
+        raise DataError(
+            f"none of the images such as {source.name(0)} can be read.\nFix: look at one of them."
+        )
+    unreadable = [
+        f"{source.name(index)} cannot be read"
+        for index, shape in enumerate(shapes)
+        if shape is None
+    ]
     insist_on_usable(unreadable, len(shapes), quarantine)
     needed = needed or counted[0][0]
     others = [index for index, shape in enumerate(shapes) if shape not in (None, needed)]
@@ -121,10 +135,11 @@ def shape_of_all(source: Source, quarantine: float, needed: tuple[int, ...] | No
             f"mogrify -resize '{_pixels(needed)}!' copy/*/*/*"
         )
         raise DataError(
-            f"{len(others)} of {len(shapes)} images have another size than {_pixels(needed)} (width x height), such "
-            f"as {source.name(others[0])}, which has shape {shapes[others[0]]}. There are {sizes}{more}.\n"
-            f"Limit: all are of one size; --quarantine {quarantine:g} sets {allowed} of these aside.\n"
-            f"Fix: {fix if isinstance(source, Folder) else 'training and test images of one data set'}"
+            f"{len(others)} of {len(shapes)} images have another size than {_pixels(needed)} (width"
+            f" x height), such as {source.name(others[0])}, which has shape {shapes[others[0]]}."
+            f" There are {sizes}{more}.\nLimit: all are of one size; --quarantine {quarantine:g}"
+            f" sets {allowed} of these aside.\nFix:"
+            f" {fix if isinstance(source, Folder) else 'training and test images of one data set'}"
         )
     return needed
 
@@ -146,26 +161,36 @@ class Folder:
 
         Args:
             root: Holds a folder for each class.
-            training: The directory of the training images, where these are others: it says which number a class has,
-                also where some have no pictures here.
+            training: The directory of the training images, where these are others: it says which
+                number a class has, also where some have no pictures here.
 
         Raises:
-            DataError: There are none, or to train on of one class only; or the training images lack a class.
+            DataError: There are none, or to train on of one class only; or the training images lack
+                a class.
         """
         _check_installed("PIL", "pillow")
         found = _pictures_below(root)
-        names = sorted(found if training is None or not training.is_dir() else _pictures_below(training))
+        names = sorted(
+            found if training is None or not training.is_dir() else _pictures_below(training)
+        )
         if len(names) < 2:
             raise DataError(
-                f"{training or root} holds pictures of fewer than two classes: {', '.join(names) or 'none at all'}.\n"
-                "Fix: a folder for each, such as train/cat/1.png and train/dog/1.png."
+                f"{training or root} holds pictures of fewer than two classes:"
+                f" {', '.join(names) or 'none at all'}.\nFix: a folder for each, such as"
+                " train/cat/1.png and train/dog/1.png."
             )
         strange = sorted(set(found) - set(names))
         if strange or not found:
             place = root / strange[0] if strange else root
-            what = f"is a class that {training} has no pictures of" if strange else "holds no pictures"
-            raise DataError(f"{place} {what}.\nFix: pictures in folders that are called as those to train on.")
-        of_all = [(path, number) for number, name in enumerate(names) for path in found.get(name, ())]
+            what = (
+                f"is a class that {training} has no pictures of" if strange else "holds no pictures"
+            )
+            raise DataError(
+                f"{place} {what}.\nFix: pictures in folders that are called as those to train on."
+            )
+        of_all = [
+            (path, number) for number, name in enumerate(names) for path in found.get(name, ())
+        ]
         return cls(paths=[path for path, _ in of_all], labels=[label for _, label in of_all])
 
     def name(self, index: int) -> str:
@@ -173,7 +198,10 @@ class Folder:
         return str(self.paths[index])
 
     def shape(self, index: int) -> tuple[int, ...] | None:
-        """Return height and width as the header of the file has them; None where it cannot be read."""
+        """Return height and width as the header of the file has them.
+
+        None where it cannot be read.
+        """
         try:
             with _opened(self.paths[index]) as picture:
                 return picture.height, picture.width
@@ -207,9 +235,15 @@ class Idx:
         """
         found, given = _read_idx(images, _IMAGES), _read_idx(labels, _LABELS)
         if len(found) != len(given):
-            raise DataError(f"{images} holds {len(found)} images and {labels} {len(given)} labels.\nFix: both anew.")
+            raise DataError(
+                f"{images} holds {len(found)} images and {labels} {len(given)} labels.\nFix: both"
+                " anew."
+            )
         if not found.size:
-            raise DataError(f"{images} holds images of shape {found.shape}: no pixel at all.\nFix: fetch it again.")
+            raise DataError(
+                f"{images} holds images of shape {found.shape}: no pixel at all.\nFix: fetch it"
+                " again."
+            )
         return cls(images=found, labels=given.tolist(), path=images)
 
     def name(self, index: int) -> str:
@@ -231,7 +265,10 @@ class Idx:
 
 @contextmanager
 def _opened(file: Path | io.BytesIO) -> Iterator[Any]:
-    """Open a picture, of which Pillow reads no more than its header; what it then raises is a ValueError."""
+    """Open a picture, of which Pillow reads no more than its header.
+
+    What it then raises is a ValueError.
+    """
     from PIL import Image
 
     try:
@@ -267,22 +304,29 @@ def _read_idx(path: Path, magic: int) -> np.ndarray:
     dimensions = 3 if magic == _IMAGES else 1
     head = 4 + 4 * dimensions
     if len(data) < head or struct.unpack(">I", data[:4])[0] != magic:
-        raise DataError(f"{path} is no IDX file of {dimensions} dimension(s) of bytes.\nFix: fetch it again.")
+        raise DataError(
+            f"{path} is no IDX file of {dimensions} dimension(s) of bytes.\nFix: fetch it again."
+        )
     shape = struct.unpack(f">{dimensions}I", data[4:head])
     if len(data) != head + int(np.prod(shape)):
-        raise DataError(f"{path} has {len(data)} bytes and announces {shape}.\nFix: fetch it again: it is cut off.")
+        raise DataError(
+            f"{path} has {len(data)} bytes and announces {shape}.\nFix: fetch it again: it is cut"
+            " off."
+        )
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
 
 
 def _check_installed(module: str, package: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise DataError(
-            f"{package} is not installed, which these images need.\nFix: pip install 'torch-holdfast[demo]'"
+            f"{package} is not installed, which these images need.\nFix: pip install"
+            " 'torch-holdfast[demo]'"
         )
 
 
 def write_digits(root: Path) -> None:
-    """Write scikit-learn's handwritten digits as PNG files, 1,437 to train on and 360 to test with, or nothing.
+    """Write scikit-learn's handwritten digits as PNG files, 1,437 to train on and 360 to test with,
+    or nothing.
 
     Raises:
         DataError: A package that this needs is not installed.
@@ -307,5 +351,8 @@ def write_digits(root: Path) -> None:
 def write_idx(path: Path, values: np.ndarray) -> None:
     """Write bytes as an IDX file; a name that ends in ``.gz`` is compressed."""
     magic = _IMAGES if values.ndim == 3 else _LABELS
-    data = struct.pack(f">{1 + values.ndim}I", magic, *values.shape) + values.astype(np.uint8).tobytes()
+    data = (
+        struct.pack(f">{1 + values.ndim}I", magic, *values.shape)
+        + values.astype(np.uint8).tobytes()
+    )
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)

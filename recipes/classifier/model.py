@@ -35,7 +35,14 @@ class Classifier(nn.Module):
     """
 
     def __init__(
-        self, classes: int, *, width: int, depth: int, activation: str, init_scale: float, detached: bool
+        self,
+        classes: int,
+        *,
+        width: int,
+        depth: int,
+        activation: str,
+        init_scale: float,
+        detached: bool,
     ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, width, 3, padding=1)

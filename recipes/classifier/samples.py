@@ -28,7 +28,9 @@ class Scale:
 
     @classmethod
     def of(cls, source: Source, shape: tuple[int, ...]) -> Scale:
-        """Measure some images, evenly spread; those that cannot be read, or have another shape, are passed over here.
+        """Measure some images, evenly spread.
+
+        Those that cannot be read, or have another shape, are passed over here.
 
         Raises:
             DataError: None of them can be read.
@@ -43,7 +45,10 @@ class Scale:
             if image.shape == shape:
                 found.append(image)
         if not found:
-            raise DataError(f"none of the images such as {source.name(0)} can be read.\nFix: look at one of them.")
+            raise DataError(
+                f"none of the images such as {source.name(0)} can be read.\nFix: look at one of"
+                " them."
+            )
         values = np.stack(found)
         return cls(mean=float(values.mean()), spread=float(values.std()) or 1.0, shape=shape)
 
@@ -60,7 +65,13 @@ class Samples(Dataset[Any]):
     """
 
     def __init__(
-        self, source: Source, scale: Scale | None, *, shape: tuple[int, ...], classes: int, shift: bool
+        self,
+        source: Source,
+        scale: Scale | None,
+        *,
+        shape: tuple[int, ...],
+        classes: int,
+        shift: bool,
     ) -> None:
         self.source, self.classes = source, classes
         self._scale, self._shape, self._shift = scale, shape, shift
@@ -76,8 +87,8 @@ class Samples(Dataset[Any]):
         label = int(self.source.labels[index])
         if image.shape != self._shape or not 0 <= label < self.classes:
             raise ValueError(
-                f"{self.source.name(index)} has shape {image.shape} and label {label}; needed are {self._shape} and "
-                f"a label below {self.classes}"
+                f"{self.source.name(index)} has shape {image.shape} and label {label}; needed are"
+                f" {self._shape} and a label below {self.classes}"
             )
         values = torch.from_numpy(image.astype(np.float32)).unsqueeze(0)
         if self._scale is not None:

@@ -1,7 +1,10 @@
-"""A classifier of digits under a guard: warm-up, validation that drives the learning rate, and faults on request.
+"""A classifier of digits under a guard.
+
+Warm-up, validation that drives the learning rate, and faults on request.
 
     python -m recipes.classifier
-    python -m recipes.classifier --fault lr-too-high --run-dir runs/stuck; holdfast explain runs/stuck
+    python -m recipes.classifier --fault lr-too-high --run-dir runs/stuck; holdfast explain
+    runs/stuck
 
 Does not: read images (see ``images``) or make them samples (see ``samples``).
 """
@@ -32,7 +35,14 @@ from recipes.classifier.images import (
 from recipes.classifier.model import Classifier
 from recipes.classifier.samples import Samples, Scale
 from recipes.options import Given, RunOptions, insist_on_a_batch, read_options
-from recipes.training import Training, ending_clearly, find_device, found, making_the_model, open_guard
+from recipes.training import (
+    Training,
+    ending_clearly,
+    find_device,
+    found,
+    making_the_model,
+    open_guard,
+)
 
 POLICY = Path(__file__).parent / "policy.yaml"
 
@@ -45,8 +55,11 @@ class ClassifierOptions(RunOptions):
     """Directory of the run: checkpoints, records, report.html and result.json."""
 
     data_dir: Path | None = None
-    """Images of one size: train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST. None: the digits of
-    scikit-learn are written as PNG files to <run-dir>/data."""
+    """Images of one size: train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST.
+
+    None: the digits of
+    scikit-learn are written as PNG files to <run-dir>/data.
+    """
 
     fault: FaultName | None = None
     """What shall be wrong with this training. The table in the README says how it is named."""
@@ -64,7 +77,8 @@ class ClassifierOptions(RunOptions):
     """Of SGD."""
 
     warmup_steps: int = 50
-    """Optimizer steps over which the learning rate rises from a tenth; skipped steps do not count."""
+    """Optimizer steps over which the learning rate rises from a tenth; skipped steps do not count.
+    """
 
     patience: int = 3
     """Validations without a better loss after which the learning rate is multiplied by 0.3."""
@@ -91,16 +105,24 @@ class ClassifierOptions(RunOptions):
     """Whether each epoch has an order of its own."""
 
     quarantine: float = 0.001
-    """Most images that may be quarantined because they cannot be read: a share below 1, or a number."""
+    """Most images that may be quarantined because they cannot be read.
+
+    A share below 1, or a number.
+    """
 
     def settle(self, given: Given) -> tuple[Self, Policy]:
-        """Return options and policy with what the fault sets; what the command line or a variable says stays."""
+        """Return options and policy with what the fault sets.
+
+        What the command line or a variable says stays.
+        """
         options, policy = RunOptions.settle(self, given)
         if self.fault is None:
             return options, policy
         fault = FAULTS[self.fault]
         wrong = {name: value for name, value in fault.options.items() if name not in given.options}
-        fields = {name: value for name, value in fault.policy.items() if name not in given.stronger()}
+        fields = {
+            name: value for name, value in fault.policy.items() if name not in given.stronger()
+        }
         return dataclasses.replace(options, **wrong), policy.replace(**fields)
 
     def check(self) -> None:
@@ -112,7 +134,14 @@ class ClassifierOptions(RunOptions):
         RunOptions.check(self)
         self.at_least({"batch_size": 1, "validate_steps": 1, "width": 1, "quarantine": 0})
         self.at_least(
-            {"depth": 0, "patience": 0, "warmup_steps": 0, "weight_decay": 0, "momentum": 0, "init_scale": 0}
+            {
+                "depth": 0,
+                "patience": 0,
+                "warmup_steps": 0,
+                "weight_decay": 0,
+                "momentum": 0,
+                "init_scale": 0,
+            }
         )
         self.above_zero("lr")
         self.insist("momentum", self.momentum < 1, "less than 1 is needed")
@@ -182,7 +211,10 @@ def make_job(options: ClassifierOptions) -> Job:
             detached=options.fault == "frozen-layer",
         ).to(device)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
+        model.parameters(),
+        lr=options.lr,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
     )
     first = 0.1 if options.warmup_steps else 1.0  # else it would stay at a tenth
     warm_up = LinearLR(optimizer, start_factor=first, total_iters=options.warmup_steps)
@@ -191,10 +223,15 @@ def make_job(options: ClassifierOptions) -> Job:
         optimizer=optimizer,
         schedulers={
             "warm-up": warm_up,  # by steps that were really made
-            "plateau": ReduceLROnPlateau(optimizer, factor=0.3, patience=options.patience),  # by guard.validated
+            # By guard.validated
+            "plateau": ReduceLROnPlateau(optimizer, factor=0.3, patience=options.patience),
         },
         training=DataLoader(
-            Hurting(samples, options.fault, options.run_dir / "faults") if options.fault else samples,
+            (
+                Hurting(samples, options.fault, options.run_dir / "faults")
+                if options.fault
+                else samples
+            ),
             batch_size=options.batch_size,
             shuffle=options.shuffle,
             drop_last=True,
@@ -236,7 +273,11 @@ def train(job: Job, options: ClassifierOptions, policy: Policy) -> dict[str, Any
                 training.show(loss=loss, accuracy=accuracy)
     with guard.evaluate():
         loss, accuracy = job.test_loss()
-    figures = {"test_loss": loss, "test_accuracy": accuracy, "learning_rate": job.optimizer.param_groups[0]["lr"]}
+    figures = {
+        "test_loss": loss,
+        "test_accuracy": accuracy,
+        "learning_rate": job.optimizer.param_groups[0]["lr"],
+    }
     return training.finish(job.model, {**figures, "found": found(guard)})
 
 

@@ -1,1 +1,4 @@
-"""A training on real data through real faults, each promise held against its reference: `make demo` runs it."""
+"""A training on real data through real faults, each promise held against its reference.
+
+`make demo` runs it.
+"""

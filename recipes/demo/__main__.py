@@ -1,4 +1,7 @@
-"""``python -m recipes.demo``: train on real data through real faults; each promise is held against its reference."""
+"""``python -m recipes.demo``: train on real data through real faults.
+
+Each promise is held against its reference.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ from holdfast.core.errors import PolicyError
 from recipes.demo.small_disk import command_with_small_disk
 
 app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -44,7 +49,10 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a digit classifier through real faults, and check every promise. Exit code 1 if one is broken."""
+    """Train a digit classifier through real faults, and check every promise.
+
+    Exit code 1 if one is broken.
+    """
     with failing_clearly(as_json=as_json):
         _check_extras()
         started = time.monotonic()
@@ -77,25 +85,44 @@ def _campaign(seed: int, *, quiet: bool) -> dict[str, Any]:
     disk.mkdir()
     command = [sys.executable, "-m", "recipes.demo.campaign", str(work)]
     mounted = command_with_small_disk(disk, [*command, str(disk), str(seed)])
-    output = (sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL) if quiet else None  # it says what it does
+    # It says what it does
+    output = (sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL) if quiet else None
     ended = subprocess.run(mounted or [*command, "", str(seed)], stdout=output, check=False)  # noqa: S603
     report = work / "report.json"
     if ended.returncode != 0 or not report.exists():
-        raise OSError(f"the demo could not be carried out (exit code {ended.returncode}); its files are in {work}")
+        raise OSError(
+            f"the demo could not be carried out (exit code {ended.returncode}); its files are in"
+            f" {work}"
+        )
     found: dict[str, Any] = json.loads(report.read_text())
     shutil.rmtree(work, ignore_errors=True)
     return found
 
 
 def _print(report: dict[str, Any], seconds: float) -> None:
-    table = Table("fault", "what happened", "remedy", "what it promises", "held", "cost", box=SIMPLE, show_lines=True)
+    table = Table(
+        "fault",
+        "what happened",
+        "remedy",
+        "what it promises",
+        "held",
+        "cost",
+        box=SIMPLE,
+        show_lines=True,
+    )
     for row in report["rows"]:
         cost = f"{row['lost_steps']} steps, {row['seconds']:.1f} s"
-        held = f"[green]yes[/]: {row['evidence']}" if row["held"] else f"[red]NO[/], checked: {row['evidence']}"
+        held = (
+            f"[green]yes[/]: {row['evidence']}"
+            if row["held"]
+            else f"[red]NO[/], checked: {row['evidence']}"
+        )
         table.add_row(row["fault"], row["happened"], row["remedy"], row["promise"], held, cost)
     out = console()
     out.print(table)
-    out.print("bit-identical: equal digests of all weights and momenta after every step\n", style="dim")
+    out.print(
+        "bit-identical: equal digests of all weights and momenta after every step\n", style="dim"
+    )
     reference, disturbed = report["accuracy"]
     broken = sum(not row["held"] for row in report["rows"])
     out.print(

@@ -1,10 +1,12 @@
-"""One attempt of the demo's training, in a process of its own, with the faults that must be injected from inside.
+"""One attempt of the demo's training, in a process of its own, with the faults that must be
+injected from inside.
 
-    python -m recipes.demo.attempt '{"run_dir": ..., "trace": ..., "memory": {...}, "sample": {...}, "disk": {...},
+    python -m recipes.demo.attempt '{"run_dir": ..., "trace": ..., "memory": {...}, "sample": {...},
+    "disk": {...},
                                       "workers": "folder for marks"}'
 
-After each step it appends step and a digest of all weights and momenta to the trace, so that two runs can be compared
-step by step, also when one of them was killed.
+After each step it appends step and a digest of all weights and momenta to the trace, so that two
+runs can be compared step by step, also when one of them was killed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from recipes.demo.digits import Job, train, train_bare
 
 _DAMAGED = 700
 _NEVER_MET = 2**45
-# What a step needs beyond the base differs by 30 MiB from run to run; splitting must not be the first answer.
+# What a step needs beyond the base differs by 30 MiB from run to run; splitting must not be the
+# first answer.
 _FIRST_HEADROOM_BYTES = 88 * 2**20
 _LESS_EACH_STEP_BYTES = 4 * 2**20
 _GIVEN_BACK_BYTES = 32 * 2**20  # a save's threads come and go: stacks of mostly 8 MiB, and arenas
@@ -54,7 +57,9 @@ def digest(job: Job) -> str:
 
 
 class DamagedSample:
-    """A sample whose pixels are NaN from one step on, until a batch was passed over because of it."""
+    """A sample whose pixels are NaN from one step on, until a batch was passed over because of
+    it.
+    """
 
     def __init__(self, job: Job, from_step: int, *, over: bool) -> None:
         self._images, self._from_step, self._over = job.data.images, from_step, over
@@ -84,7 +89,8 @@ def _raise() -> NoReturn:
 
 
 class OnceFaulty:
-    """A dataset of which three samples do something to the worker that reads them, each the first time only.
+    """A dataset of which three samples do something to the worker that reads them, each the first
+    time only.
 
     `marks` is the folder in which it is noted what has happened.
     """
@@ -99,7 +105,11 @@ class OnceFaulty:
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample, unless it is the first time for one of three."""
-        faults: dict[int, Callable[[], object]] = {100: _kill, 200: threading.Event().wait, 300: _raise}
+        faults: dict[int, Callable[[], object]] = {
+            100: _kill,
+            200: threading.Event().wait,
+            300: _raise,
+        }
         mark = self._marks / str(index)
         if index in faults and multiprocessing.parent_process() is not None and not mark.exists():
             mark.touch()
@@ -108,17 +118,22 @@ class OnceFaulty:
 
 
 class ShrinkingMemory:
-    """Less memory after each step, until the guard has answered with a certain decision; then some is given back.
+    """Less memory after each step, until the guard has answered with a certain decision.
 
-    Else the next save would need what is not there, and force a further decision, which promises less.
+    Then some is given back.
+
+    Else the next save would need what is not there, and force a further decision, which promises
+    less.
     """
 
     def __init__(self, from_step: int, until: str) -> None:
-        limit_memory(_NEVER_MET)  # a guard that is made under a limit has malloc give back what is freed
+        # A guard that is made under a limit has malloc give back what is freed
+        limit_memory(_NEVER_MET)
         self._from_step, self._until = from_step, until
         self._headroom = _FIRST_HEADROOM_BYTES
         self._answered = False
-        self._base: int | None = None  # counted from one moment on: what a writer holds just now is no measure
+        # Counted from one moment on: what a writer holds just now is no measure
+        self._base: int | None = None
 
     def after_step(self, guard: Guard) -> None:
         """Set the limit for the next step."""
@@ -131,11 +146,14 @@ class ShrinkingMemory:
             limit_memory(self._base + self._headroom - now)
 
 
-def full_disk(guard: Guard, store: Store, first_step: int, last_step: int, filler: str | None) -> None:
-    """Let no file be written from one step to another, at whose end the older checkpoints must verify.
+def full_disk(
+    guard: Guard, store: Store, first_step: int, last_step: int, filler: str | None
+) -> None:
+    """Let no file be written from one step to another, at whose end the older checkpoints must
+    verify.
 
-    `filler` is the file that fills a small disk; None: the system refuses files above 64 KiB instead, where nobody
-    may mount a small disk.
+    `filler` is the file that fills a small disk; None: the system refuses files above 64 KiB
+    instead, where nobody may mount a small disk.
     """
     if guard.global_step == first_step:
         if filler is None:
@@ -146,7 +164,9 @@ def full_disk(guard: Guard, store: Store, first_step: int, last_step: int, fille
         for entry in store.entries():
             entry.verify()  # raises, and the attempt ends without a last line in its trace
         if filler is None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
         else:
             Path(filler).unlink()
 
@@ -188,7 +208,11 @@ def _train_guarded(request: dict[str, Any], write: Write) -> tuple[Job, int]:
     if "workers" in request:
         marks = Path(request["workers"])
         marks.mkdir(exist_ok=True)
-        options = {"wrap": lambda samples: OnceFaulty(samples, marks), "num_workers": 2, "timeout": _TIMEOUT_SECONDS}
+        options = {
+            "wrap": lambda samples: OnceFaulty(samples, marks),
+            "num_workers": 2,
+            "timeout": _TIMEOUT_SECONDS,
+        }
     return train(run_dir, after_step, **options), last_step
 
 

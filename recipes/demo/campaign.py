@@ -1,7 +1,10 @@
-"""Put the demo's training through real faults, and hold every promise against the run that it promises to equal.
+"""Put the demo's training through real faults, and hold every promise against the run that it
+promises to equal.
 
-Each scenario is a run of its own in processes of its own; two go on at a time. The last scenario is one run that
-meets all faults. Nothing here is simulated: memory is refused by the kernel, the process gets a SIGKILL, a bit of a
+Each scenario is a run of its own in processes of its own; two go on at a time. The last scenario is
+one run that
+meets all faults. Nothing here is simulated: memory is refused by the kernel, the process gets a
+    SIGKILL, a bit of a
 file is flipped, a disk is full.
 """
 
@@ -25,7 +28,8 @@ from recipes.demo.demo_run import DemoRun
 
 _SAMPLE = {"from_step": 12}
 _WORKER_FAULTS = 3
-_ROUNDING = 1e-4  # fp32 rounds a weight to 6e-8 of itself, and an update here is about 1 % of a weight
+# Fp32 rounds a weight to 6e-8 of itself, and an update here is about 1 % of a weight
+_ROUNDING = 1e-4
 _WITHOUT_BATCH = "bit-identical to a plain loop without this batch"
 
 
@@ -47,7 +51,9 @@ def flip_random_bit(directory: Path, chance: random.Random) -> tuple[Path, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one scenario has shown: what was done to the run, what it recorded, and whether the promise held.
+    """What one scenario has shown.
+
+    What was done to the run, what it recorded, and whether the promise held.
 
     `lost_steps` were made again or left out; `seconds` are what it cost in time, noise included.
     """
@@ -65,8 +71,8 @@ class Row:
 class Campaign:
     """All scenarios of the demo, whose runs, traces and outputs lie in a directory.
 
-    `small_disk` is an empty disk of some MiB that may be filled, None if there is none; `seed` decides the step of
-    the SIGKILL and the bit that is flipped.
+    `small_disk` is an empty disk of some MiB that may be filled, None if there is none; `seed`
+    decides the step of the SIGKILL and the bit that is flipped.
     """
 
     def __init__(self, directory: Path, *, small_disk: Path | None, seed: int) -> None:
@@ -78,12 +84,14 @@ class Campaign:
         """Run every scenario and return what they have shown, as JSON values.
 
         Returns:
-            ``rows`` as in `Row`; ``accuracy`` on the test images of the plain loop and of the run with all faults,
-            None if the training did not come to its end; ``seed``.
+            ``rows`` as in `Row`; ``accuracy`` on the test images of the plain loop and of the run
+            with all faults, None if the training did not come to its end; ``seed``.
         """
         with ThreadPoolExecutor(max_workers=2) as pool:
             plain = pool.submit(self._reference, "reference")
-            without = pool.submit(self._reference, "reference-without-the-damaged-batch", sample=_SAMPLE)
+            without = pool.submit(
+                self._reference, "reference-without-the-damaged-batch", sample=_SAMPLE
+            )
             reference, skipping = plain.result(), without.result()
             last = self._new("all", on_small_disk=True)
             scenarios: dict[str, Callable[[], Sequence[Row]]] = {
@@ -95,7 +103,9 @@ class Campaign:
                 "full disk": lambda: self._disk(reference),
                 "killed and stuck workers": lambda: self._workers(reference),
             }
-            found = [pool.submit(_carried_out, fault, scenario) for fault, scenario in scenarios.items()]
+            found = [
+                pool.submit(_carried_out, fault, scenario) for fault, scenario in scenarios.items()
+            ]
             everything, *rows = [future.result() for future in found]
         return {
             "rows": [asdict(row) for each in (*rows, everything) for row in each],
@@ -106,7 +116,9 @@ class Campaign:
     def _chance(self, scenario: str) -> random.Random:
         return random.Random(f"{self._seed} {scenario}")  # noqa: S311 - chance, not secrets
 
-    def _new(self, name: str, *, on_small_disk: bool = False, keep_weights: bool = False) -> DemoRun:
+    def _new(
+        self, name: str, *, on_small_disk: bool = False, keep_weights: bool = False
+    ) -> DemoRun:
         base = self._directory / name
         base.mkdir(parents=True)
         disk = self._small_disk if on_small_disk else None
@@ -130,7 +142,11 @@ class Campaign:
         recomputed, split = run.events("recompute"), run.events("split")
         if not recomputed or not split:
             raise RuntimeError("memory never ran short: the demo's limit does not fit this machine")
-        first, before, differs = recomputed[0].global_step + 1, split[0].global_step, run.first_difference(reference)
+        first, before, differs = (
+            recomputed[0].global_step + 1,
+            split[0].global_step,
+            run.first_difference(reference),
+        )
         rounding = run.difference_of_update(reference, before + 1)
         recompute = Row(
             fault="memory limit",
@@ -158,7 +174,9 @@ class Campaign:
         skipped = run.events("skip_step")
         row = Row(
             fault="NaN pixels in a sample",
-            happened=f"non-finite loss in step {skipped[0].global_step + 1}" if skipped else "nothing",
+            happened=(
+                f"non-finite loss in step {skipped[0].global_step + 1}" if skipped else "nothing"
+            ),
             remedy="skip the step",
             promise="changes training, by this batch",
             held=len(skipped) == 1 and run.same_as(skipping),
@@ -188,9 +206,17 @@ class Campaign:
         return [row]
 
     def _kill_one(
-        self, run: DemoRun, step: int, chance: random.Random, event: str | None = None, **request: Any
+        self,
+        run: DemoRun,
+        step: int,
+        chance: random.Random,
+        event: str | None = None,
+        **request: Any,
     ) -> int:
-        """Start an attempt, kill it at a random moment after a step and an event; return its last step."""
+        """Start an attempt, kill it at a random moment after a step and an event.
+
+        Return its last step.
+        """
         process = run.start(**request)
         run.wait_for_step(process, step, event)
         time.sleep(chance.random() * 0.2)
@@ -220,7 +246,11 @@ class Campaign:
         return [row]
 
     def _disk(self, reference: DemoRun) -> list[Row]:
-        disk = "a small disk" if self._small_disk else "RLIMIT_FSIZE, since no small disk may be mounted here"
+        disk = (
+            "a small disk"
+            if self._small_disk
+            else "RLIMIT_FSIZE, since no small disk may be mounted here"
+        )
         say(f"full disk: {disk}")
         run = self._new("disk", on_small_disk=True)
         run.finish(run.start(disk=self._disk_fault("disk", 25, 45)))
@@ -230,7 +260,9 @@ class Campaign:
             happened=f"{len(failed)} saves failed in steps 26 to 45",
             remedy="train on, save again later",
             promise="bit-exact, older checkpoints intact",
-            held=bool(failed) and run.events("checkpoint_saved")[-1].global_step > 45 and run.same_as(reference),
+            held=bool(failed)
+            and run.events("checkpoint_saved")[-1].global_step > 45
+            and run.same_as(reference),
             evidence="old checkpoints verified meanwhile; bit-identical to the plain loop",
             seconds=sum(event.data.get("seconds") or 0.0 for event in failed),
         )
@@ -246,7 +278,9 @@ class Campaign:
             fault="killed and stuck workers",
             happened="; ".join(str(event.data["cause"]) for event in recovered),
             remedy="new workers go on where the last batch was given out",
-            held=len(list(marks.iterdir())) == _WORKER_FAULTS and bool(recovered) and run.same_as(reference),
+            held=len(list(marks.iterdir())) == _WORKER_FAULTS
+            and bool(recovered)
+            and run.same_as(reference),
             evidence="bit-identical to the plain loop, which loads without workers",
             seconds=sum(float(event.data["seconds"]) for event in recovered),
         )
@@ -261,15 +295,22 @@ class Campaign:
         chance = self._chance("all")
         memory = {"from_step": 14, "until": "recompute"}
         # When memory falls short depends on what malloc still holds: 14 to 33 steps.
-        self._kill_one(run, chance.randrange(32, 42), chance, "recompute", sample=_SAMPLE, memory=memory)
+        self._kill_one(
+            run, chance.randrange(32, 42), chance, "recompute", sample=_SAMPLE, memory=memory
+        )
         flip_random_bit(Store(run.run_dir / "checkpoints").entries()[0].path, chance)
         run.finish(run.start(sample=_SAMPLE, disk=self._disk_fault("all", 45, 57)))
         lost, seconds = run.cost_of_restart()
-        skipped, failed, recomputed = (run.events(kind) for kind in ("skip_step", "save_failed", "recompute"))
+        skipped, failed, recomputed = (
+            run.events(kind) for kind in ("skip_step", "save_failed", "recompute")
+        )
         row = Row(
             fault="all of these in one run",
-            happened=f"{_attempts(run)} attempts, {len(recomputed)} recompute, {len(run.events('split'))} split, "
-            f"{len(skipped)} NaN batch, {len(failed)} failed saves",
+            happened=(
+                f"{_attempts(run)} attempts, {len(recomputed)} recompute,"
+                f" {len(run.events('split'))} split, {len(skipped)} NaN batch, {len(failed)} failed"
+                " saves"
+            ),
             remedy="all of the above",
             promise="changes training, by the NaN batch",
             held=bool(recomputed and failed) and len(skipped) == 1 and run.same_as(skipping),
@@ -285,7 +326,10 @@ def _attempts(run: DemoRun) -> int:
 
 
 def _carried_out(fault: str, scenario: Callable[[], Sequence[Row]]) -> Sequence[Row]:
-    """Return the rows of a scenario; one that could not be carried out has shown nothing, so it has not held."""
+    """Return the rows of a scenario.
+
+    One that could not be carried out has shown nothing, so it has not held.
+    """
     started = time.monotonic()
     try:
         return scenario()
@@ -293,13 +337,23 @@ def _carried_out(fault: str, scenario: Callable[[], Sequence[Row]]) -> Sequence[
         evidence, seconds = f"{type(error).__name__}: {error}"[:300], time.monotonic() - started
         happened = "the scenario could not be carried out"
         return [
-            Row(fault=fault, happened=happened, remedy="none", promise="none", held=False, evidence=evidence,
-                seconds=seconds)
-        ]  # fmt: skip
+            Row(
+                fault=fault,
+                happened=happened,
+                remedy="none",
+                promise="none",
+                held=False,
+                evidence=evidence,
+                seconds=seconds,
+            )
+        ]
 
 
 def say(text: str) -> None:
-    """Print a line, in one piece: two scenarios go on at a time, and the other would write between it and its end."""
+    """Print a line, in one piece.
+
+    Two scenarios go on at a time, and the other would write between it and its end.
+    """
     print(f"{text}\n", end="", flush=True)
 
 

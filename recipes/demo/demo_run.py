@@ -1,4 +1,7 @@
-"""One run of the demo over all its attempts: start them, follow their trace, compare it with that of another run."""
+"""One run of the demo over all its attempts.
+
+Start them, follow their trace, compare it with that of another run.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ _STANDSTILL_SECONDS = 150.0
 class DemoRun:
     """A run of the training, over all its processes: where they write, and what they wrote.
 
-    `digests` are step and digest of all state, in the order in which the steps were made; `accuracy` that
-    on the test images, once the training has ended.
+    `digests` are step and digest of all state, in the order in which the steps were made;
+    `accuracy` that on the test images, once the training has ended.
     """
 
     run_dir: Path
@@ -52,11 +55,16 @@ class DemoRun:
             )
 
     def finish(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for the end of the training: RuntimeError if it ends before, TimeoutError (killed) if it hangs."""
+        """Wait for the end of the training.
+
+        RuntimeError if it ends before, TimeoutError (killed) if it hangs.
+        """
         self._follow(process, lambda: False)
         if self.accuracy is None:
             tail = self.output.read_text(errors="replace").strip().splitlines()[-1:]
-            raise RuntimeError(f"the training ended with exit code {process.returncode}: {''.join(tail)}")
+            raise RuntimeError(
+                f"the training ended with exit code {process.returncode}: {''.join(tail)}"
+            )
 
     def read(self) -> None:
         """Read what the trace holds by now."""
@@ -66,8 +74,13 @@ class DemoRun:
         for entry in entries:
             self.accuracy = entry.get("accuracy", self.accuracy)
 
-    def wait_for_step(self, process: subprocess.Popen[bytes], step: int, event: str | None = None) -> None:
-        """Wait until a step was made and, if one is named, an event was recorded; errors as `finish`."""
+    def wait_for_step(
+        self, process: subprocess.Popen[bytes], step: int, event: str | None = None
+    ) -> None:
+        """Wait until a step was made and, if one is named, an event was recorded.
+
+        Errors as `finish`.
+        """
 
         def is_reached() -> bool:
             made = bool(self.digests) and self.digests[-1][0] >= step
@@ -78,7 +91,10 @@ class DemoRun:
             raise RuntimeError(f"the training did not reach {goal}: see {self.output}")
 
     def _follow(self, process: subprocess.Popen[bytes], is_enough: Callable[[], bool]) -> bool:
-        """Read the trace until it is enough, or the process has ended; return whether it is enough."""
+        """Read the trace until it is enough, or the process has ended.
+
+        Return whether it is enough.
+        """
         length, since = -1, time.monotonic()
         while not is_enough():
             ended = process.poll() is not None
@@ -91,7 +107,9 @@ class DemoRun:
             elif time.monotonic() - since > _STANDSTILL_SECONDS:
                 process.kill()
                 process.wait()
-                raise TimeoutError(f"the training made no step for {_STANDSTILL_SECONDS:g} s: see {self.output}")
+                raise TimeoutError(
+                    f"the training made no step for {_STANDSTILL_SECONDS:g} s: see {self.output}"
+                )
             time.sleep(0.02)
         return True
 
@@ -108,7 +126,9 @@ class DemoRun:
         return self.run_dir / "recorder" / "rank0"
 
     def difference_of_update(self, reference: DemoRun, step: int) -> float:
-        """Return the relative L2 difference of the updates that two runs made in one step from equal weights."""
+        """Return the relative L2 difference of the updates that two runs made in one step from
+        equal weights.
+        """
         assert self.weights is not None
         assert reference.weights is not None
         before, expected, found = (
@@ -123,10 +143,14 @@ class DemoRun:
 
     def same_as(self, reference: DemoRun) -> bool:
         """Say whether this run had the state of its reference at every step, and came as far."""
-        return self.first_difference(reference) is None and self.digests[-1] == reference.digests[-1]
+        return (
+            self.first_difference(reference) is None and self.digests[-1] == reference.digests[-1]
+        )
 
     def first_difference(self, reference: DemoRun) -> int | None:
-        """Return the first step that left another state than the reference had after as many steps, if any did."""
+        """Return the first step that left another state than the reference had after as many
+        steps, if any did.
+        """
         expected = dict(reference.digests)
         return next((step for step, digest in self.digests if expected.get(step) != digest), None)
 
@@ -134,10 +158,14 @@ class DemoRun:
         """Return how much longer a step took than the others, failed attempts included."""
         committed = self.steps(StepMark.COMMITTED)
         typical = statistics.median(record.seconds for record in committed)
-        return max(0.0, sum(record.seconds for record in committed if record.global_step == step) - typical)
+        return max(
+            0.0, sum(record.seconds for record in committed if record.global_step == step) - typical
+        )
 
     def cost_of_restart(self) -> tuple[int, float]:
-        """Return the steps that were made twice, and the time until the run was back where it was killed."""
+        """Return the steps that were made twice, and the time until the run was back where it
+        was killed.
+        """
         committed = self.steps(StepMark.COMMITTED)
         resumed = self.events("resumed")[0]
         before = [record for record in committed if record.unix_seconds < resumed.unix_seconds]

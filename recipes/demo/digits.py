@@ -1,7 +1,9 @@
-"""The main job of the demo: a convolutional classifier on the 1,797 real handwritten digits of scikit-learn.
+"""The main job of the demo.
 
-`train` is a user's own loop under a guard; `train_bare` is the same loop in plain PyTorch, the reference that
-every promise is held against.
+A convolutional classifier on the 1,797 real handwritten digits of scikit-learn.
+
+`train` is a user's own loop under a guard; `train_bare` is the same loop in plain PyTorch, the
+reference that every promise is held against.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from holdfast.guard.result import StepResult
 from holdfast.loader.loader import DataLoader
 
 EPOCHS = 30
-BATCH_SIZE = 719  # two batches an epoch, whose activations are large enough to run out of memory with
+# Two batches an epoch, whose activations are large enough to run out of memory with
+BATCH_SIZE = 719
 _CHANNELS = 24
 _TEST_SAMPLES = 360
 
 
 class Digits(Dataset[Any]):
-    """Images of 8 x 8 pixels from 0 to 1 with their labels: 1,437, shifted at random by up to one pixel, to train.
+    """Images of 8 x 8 pixels from 0 to 1 with their labels.
+
+    1,437, shifted at random by up to one pixel, to train.
 
     The last 360, which are not shifted, are for the test.
     """
@@ -89,7 +94,9 @@ class Job:
             nn.Linear(4 * _CHANNELS, 10),
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=2 * EPOCHS)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, T_max=2 * EPOCHS
+        )
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the mean cross-entropy of images and labels, shape ``()``."""
@@ -110,7 +117,9 @@ def train(
     wrap: Callable[[Any], Any] = lambda samples: samples,
     **loading: Any,
 ) -> Job:
-    """Train under a guard, from wherever the run directory stands; `after_step` may look, and inject faults.
+    """Train under a guard, from wherever the run directory stands.
+
+    `after_step` may look, and inject faults.
 
     `wrap` puts something around the dataset, and the loader gets further arguments.
     """

@@ -1,4 +1,7 @@
-"""A disk of a few MiB that may be filled: a tmpfs in a mount namespace of its own, so nobody else sees it."""
+"""A disk of a few MiB that may be filled.
+
+A tmpfs in a mount namespace of its own, so nobody else sees it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ _WAYS = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mou
 _MOUNT_AND_RUN = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
 
 
-def command_with_small_disk(directory: Path, command: Sequence[str], size: str = "16m") -> list[str] | None:
-    """Return a command that runs another one with a small disk mounted on a directory, for it alone.
+def command_with_small_disk(
+    directory: Path, command: Sequence[str], size: str = "16m"
+) -> list[str] | None:
+    """Return a command that runs another one with a small disk mounted on a directory, for it
+    alone.
 
     None where neither root nor an unprivileged user may mount one.
     """

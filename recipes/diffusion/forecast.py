@@ -14,7 +14,9 @@ from recipes.diffusion.train import noise_loss
 
 
 def build(micro_batch_size: int = 64, size: int = 32, width: int = 128) -> dict[str, Any]:
-    """Return model, optimizer, loss function and a sample batch; wider than the recipe, of larger images.
+    """Return model, optimizer, loss function and a sample batch.
+
+    Wider than the recipe, of larger images.
 
     Args:
         micro_batch_size: Images in the sample batch.

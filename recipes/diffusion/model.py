@@ -1,4 +1,6 @@
-"""A small UNet that tells the noise in an image, and the schedule of that noise (DDPM, arXiv 2006.11239)."""
+"""A small UNet that tells the noise in an image, and the schedule of that noise (DDPM, arXiv
+2006.11239).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,17 @@ LEVELS = 100  # of noise; a thousand in the paper, for larger images
 
 
 class Residual(nn.Module):
-    """Two convolutions that know the level of noise, added to what comes in. GroupNorm mixes no samples."""
+    """Two convolutions that know the level of noise, added to what comes in.
+
+    GroupNorm mixes no samples.
+    """
 
     def __init__(self, given: int, channels: int, level: int) -> None:
         super().__init__()
-        self.first_norm, self.second_norm = nn.GroupNorm(math.gcd(8, given), given), nn.GroupNorm(8, channels)
+        self.first_norm, self.second_norm = (
+            nn.GroupNorm(math.gcd(8, given), given),
+            nn.GroupNorm(8, channels),
+        )
         self.first, self.second = (
             nn.Conv2d(given, channels, 3, padding=1),
             nn.Conv2d(channels, channels, 3, padding=1),
@@ -45,7 +53,8 @@ class UNet(nn.Module):
         sizes = (width, 2 * width, 2 * width)
         self.stem = nn.Conv2d(1, width, 3, padding=1)
         self.down = nn.ModuleList(
-            Residual(given, size, level) for given, size in zip((width, *sizes), sizes, strict=False)
+            Residual(given, size, level)
+            for given, size in zip((width, *sizes), sizes, strict=False)
         )
         self.middle = Residual(sizes[-1], sizes[-1], level)
         given = (sizes[2] + sizes[2], sizes[2] + sizes[1], sizes[1] + sizes[0])
@@ -56,9 +65,14 @@ class UNet(nn.Module):
         self._width = width
 
     def forward(self, images: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """Return the noise in images, shape ``(batch, 1, height, width)``, of levels, shape ``(batch,)``."""
+        """Return the noise in images, shape ``(batch, 1, height, width)``, of levels, shape
+        ``(batch,)``.
+        """
         powers = torch.exp(
-            -math.log(10000.0) * torch.arange(self._width // 2, device=images.device) / self._width * 2
+            -math.log(10000.0)
+            * torch.arange(self._width // 2, device=images.device)
+            / self._width
+            * 2
         )
         angles = levels[:, None] * powers
         level = self.level(torch.cat([angles.sin(), angles.cos()], dim=1))
@@ -74,7 +88,9 @@ class UNet(nn.Module):
 
 
 def kept(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the share of an image's power that each level leaves, shape ``(LEVELS,)`` (cosine, arXiv 2102.09672)."""
+    """Return the share of an image's power that each level leaves, shape ``(LEVELS,)`` (cosine,
+    arXiv 2102.09672).
+    """
     place = torch.linspace(0, 1, LEVELS + 1, device=device)[1:]
     return torch.cos((place + 0.008) / 1.008 * math.pi / 2).square().clamp(1e-3, 0.9999)
 
@@ -86,8 +102,12 @@ def noised(images: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> t
 
 
 @torch.no_grad()
-def drawn(model: nn.Module, count: int, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return new images, shape ``(count, 1, *size)``, mean 0, from noise and level by level (DDPM's sampler)."""
+def drawn(
+    model: nn.Module, count: int, size: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """Return new images, shape ``(count, 1, *size)``, mean 0, from noise and level by level
+    (DDPM's sampler).
+    """
     shares = kept(device)
     x = torch.randn(count, 1, *size, device=device)
     for level in range(LEVELS - 1, -1, -1):

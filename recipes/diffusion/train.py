@@ -1,4 +1,6 @@
-"""Trains the UNet: ``python -m recipes.diffusion``, on scikit-learn's digits or on images of yours."""
+"""Trains the UNet: ``python -m recipes.diffusion``, on scikit-learn's digits or on images of
+yours.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader, Policy
-from recipes.classifier.images import DIGITS_TO_TRAIN, DataError, find_source, shape_of_all, write_digits
+from recipes.classifier.images import (
+    DIGITS_TO_TRAIN,
+    DataError,
+    find_source,
+    shape_of_all,
+    write_digits,
+)
 from recipes.classifier.samples import Samples, Scale
 from recipes.diffusion.model import LEVELS, UNet, drawn, noised
 from recipes.gan.quality import Judge
@@ -32,7 +40,8 @@ class DiffusionOptions(RunOptions):
     """Directory of the run: checkpoints, records, report.html and result.json."""
 
     data_dir: Path | None = None
-    """Images as the classifier's recipe takes them. None: the digits of scikit-learn, written to <run-dir>/data."""
+    """Images as the classifier's recipe takes them. None: the digits of scikit-learn, written to
+    <run-dir>/data."""
 
     batch_size: int = 64
     """Images in a step."""
@@ -50,7 +59,10 @@ class DiffusionOptions(RunOptions):
     """Steps between tests on what is held out."""
 
     quarantine: float = 0.001
-    """Most images that may be quarantined because they cannot be read: a share below 1, or a number."""
+    """Most images that may be quarantined because they cannot be read.
+
+    A share below 1, or a number.
+    """
 
     def check(self) -> None:
         """Look at each option.
@@ -68,8 +80,8 @@ class DiffusionOptions(RunOptions):
 class Noised(Dataset[tuple[torch.Tensor, ...]]):
     """Images, each with noise and a level of it: ``(1, height, width)``, the same, and ``()``.
 
-    Both are drawn where the sample is made, seeded by epoch and index. So a batch that is cut into parts has the very
-    numbers of the whole one, which it would not if the loss function drew them.
+    Both are drawn where the sample is made, seeded by epoch and index. So a batch that is cut into
+    parts has the very numbers of the whole one, which it would not if the loss function drew them.
     """
 
     def __init__(self, images: Samples) -> None:
@@ -91,7 +103,9 @@ def noise_loss(model: torch.nn.Module, batch: Sequence[torch.Tensor]) -> torch.T
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
-    options, policy = read_options(DiffusionOptions, argv, policy_file=Path(__file__).with_name("policy.yaml"))
+    options, policy = read_options(
+        DiffusionOptions, argv, policy_file=Path(__file__).with_name("policy.yaml")
+    )
     with ending_clearly(DataError):
         insist_on_installed("demo", "torchmetrics")
         sets = _sets(options)
@@ -110,25 +124,38 @@ def _sets(options: DiffusionOptions) -> tuple[Samples, Samples]:
     shape = shape_of_all(sources[0], options.quarantine)
     shape_of_all(sources[1], options.quarantine, shape)
     scale, classes = Scale.of(sources[0], shape), max(sources[0].labels) + 1
-    training, test = (Samples(each, scale, shape=scale.shape, classes=classes, shift=False) for each in sources)
+    training, test = (
+        Samples(each, scale, shape=scale.shape, classes=classes, shift=False) for each in sources
+    )
     return training, test
 
 
-def _train(options: DiffusionOptions, policy: Policy, images: Samples, held_out: Samples) -> dict[str, Any]:
+def _train(
+    options: DiffusionOptions, policy: Policy, images: Samples, held_out: Samples
+) -> dict[str, Any]:
     device = find_device(options)
     torch.manual_seed(options.seed)
     on_gpu = device if device.type != "cpu" else None
     loader = DataLoader(
-        Noised(images), batch_size=options.batch_size, shuffle=True, drop_last=True, seed=options.seed,
-        num_workers=options.num_workers, quarantine=options.quarantine, device=on_gpu,
-    )  # fmt: skip
+        Noised(images),
+        batch_size=options.batch_size,
+        shuffle=True,
+        drop_last=True,
+        seed=options.seed,
+        num_workers=options.num_workers,
+        quarantine=options.quarantine,
+        device=on_gpu,
+    )
     alike = {"batch_size": 256, "quarantine": options.quarantine}
-    test = list(DataLoader(Noised(held_out), device=on_gpu, **alike))  # once: the same noise at each test
+    # Once: the same noise at each test
+    test = list(DataLoader(Noised(held_out), device=on_gpu, **alike))
     with making_the_model():
         model = UNet(options.width).to(device)
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    guard = open_guard(options, policy, model=model, optimizer=optimizer, loader=loader, state={"ema": averaged})
+    guard = open_guard(
+        options, policy, model=model, optimizer=optimizer, loader=loader, state={"ema": averaged}
+    )
     training = Training(guard, options)
 
     def tested() -> float:
@@ -155,7 +182,11 @@ def _train(options: DiffusionOptions, policy: Policy, images: Samples, held_out:
     judge = Judge(real, labels)
     quality, noise = judge.measure(made), judge.measure(torch.randn(made.shape))
     guard.log({"Frechet distance": quality.frechet, "classes drawn": quality.classes})
-    figures |= {"frechet": quality.frechet, "classes": quality.classes, "frechet_of_noise": noise.frechet}
+    figures |= {
+        "frechet": quality.frechet,
+        "classes": quality.classes,
+        "frechet_of_noise": noise.frechet,
+    }
     return training.finish(model, figures)
 
 

@@ -1,11 +1,13 @@
-"""`FeatureCache`: features that are computed once, and then read from a file that verifies every item.
+"""`FeatureCache`: features that are computed once, and then read from a file that verifies every
+item.
 
-How items are stored is in ``files`` and ``items``. What the features are made from is stated by the caller, as a
+How items are stored is in ``files`` and ``items``. What the features are made from is stated by the
+caller, as a
 version and parameters: nothing here looks into the function.
 
-Each item has its own random numbers, from (seed, index), and one thread, so it is the same whatever the number of
-workers. Workers that are lost are replaced, as those of every `DataLoader`; only an item that ends or blocks its
-worker each time ends the build.
+Each item has its own random numbers, from (seed, index), and one thread, so it is the same whatever
+the number of workers. Workers that are lost are replaced, as those of every `DataLoader`; only an
+item that ends or blocks its worker each time ends the build.
 """
 
 from __future__ import annotations
@@ -30,27 +32,39 @@ from holdfast.core.warned import ignoring
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.fetch import as_is
-from recipes.features.files import Contents, Draft, failure, missing, open_finished, read_item, require_h5py
+from recipes.features.files import (
+    Contents,
+    Draft,
+    failure,
+    missing,
+    open_finished,
+    read_item,
+    require_h5py,
+)
 from recipes.features.items import decode, digest_of, encode
 
 _PREFETCHED = 16
-"""Items for each worker that may be under way or wait for a slower one before them; it bounds the memory."""
+"""Items for each worker that may be under way or wait for a slower one before them; it bounds the
+memory."""
 _DRAWN = 100
 """Times that the progress bar is drawn in a build, at most."""
 
 
 class FeatureCache(Dataset[Any]):
-    """The features of a dataset, in a file: a map-style dataset of what ``fn`` returned for each sample.
+    """The features of a dataset, in a file.
 
-    Items are read one by one, with their types, shapes and every bit as they were; tensors are on the CPU. Any number
-    of processes may read, forked or spawned, and each item is checked against its digest when it is read.
+    A map-style dataset of what ``fn`` returned for each sample.
+
+    Items are read one by one, with their types, shapes and every bit as they were; tensors are on
+    the CPU. Any number of processes may read, forked or spawned, and each item is checked against
+    its digest when it is read.
 
     Args:
         path: A file that `build` has finished.
 
     Raises:
-        LoaderError: H620 for another kind of file, H621 for one that is not finished, H622 for a damaged one, H624
-            for one that cannot be read, H625 if there is none.
+        LoaderError: H620 for another kind of file, H621 for one that is not finished, H622 for a
+            damaged one, H624 for one that cannot be read, H625 if there is none.
 
     Example:
         >>> import tempfile; path = tempfile.mkdtemp() + "/squares.h5"
@@ -80,34 +94,45 @@ class FeatureCache(Dataset[Any]):
     ) -> Self:
         """Compute ``fn(dataset[index])`` for each index that is not in the file yet, and open it.
 
-        Killed or stopped at any moment, the next call continues, and the file is the same to the last byte as that of
-        a build that nothing happened to. It gets its name when it is complete, and is never changed again.
+        Killed or stopped at any moment, the next call continues, and the file is the same to the
+        last byte as that of a build that nothing happened to. It gets its name when it is complete,
+        and is never changed again.
 
-        A finished file is opened, and an unfinished one continued, only if it was made with the same `version`,
-        `parameters` and `seed` from as many samples. Neither the code of ``fn`` nor the samples are compared: change
+        A finished file is opened, and an unfinished one continued, only if it was made with the
+        same `version`,
+        `parameters` and `seed` from as many samples. Neither the code of ``fn`` nor the samples are
+            compared: change
         `version` when ``fn`` changes, and name what else decides the features in `parameters`.
 
         Args:
             dataset: Map-style, with a length.
-            fn: Returns the features of a sample: a tensor, numpy array, number or text, or a tuple, list or dict of
-                these. Items may differ in shape.
+            fn: Returns the features of a sample: a tensor, numpy array, number or text, or a tuple,
+                list or dict of these. Items may differ in shape.
             path: The file; beside it, ``<path>.building`` holds what is not finished.
             version: Of ``fn`` and of the data, such as ``1`` or ``"mel-2, corpus of May"``.
-            parameters: What decides the features, by name: numbers, text, and lists and dicts of these. For instance
-                the sample rate, or the digest of a file that ``fn`` opens.
-            num_workers: Processes that compute; 0 computes here, None takes one for each usable processor.
-            multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for python's default.
+            parameters: What decides the features, by name: numbers, text, and lists and dicts of
+                these. For instance the sample rate, or the digest of a file that ``fn`` opens.
+            num_workers: Processes that compute; 0 computes here, None takes one for each usable
+                processor.
+            multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for python's
+                default.
             seed: Decides, with the index, the random numbers that a sample and ``fn`` draw.
             progress: Whether to draw a bar on stderr.
 
         Raises:
-            LoaderError: H620 if the file was made from something else, H621 if somebody else is building it, H622 if
-                it is damaged, H623 if an item cannot be computed, H624 if the disk refuses, H625 for a dataset,
-                version or parameters that cannot be used.
+            LoaderError: H620 if the file was made from something else, H621 if somebody else is
+                building it, H622 if it is damaged, H623 if an item cannot be computed, H624 if the
+                disk refuses, H625 for a dataset, version or parameters that cannot be used.
         """
         require_h5py()
-        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or not len(dataset):
-            raise _unusable(f"dataset={type(dataset).__name__}", "it needs __len__ and __getitem__, and an item")
+        if (
+            not isinstance(dataset, Sized)
+            or not hasattr(dataset, "__getitem__")
+            or not len(dataset)
+        ):
+            raise _unusable(
+                f"dataset={type(dataset).__name__}", "it needs __len__ and __getitem__, and an item"
+            )
         place, draft = Path(path).absolute(), Draft(Path(path).absolute())
         key = _key(version, parameters, seed, len(dataset))
         if _is_finished(draft, key):
@@ -120,13 +145,18 @@ class FeatureCache(Dataset[Any]):
                     workers = max(1, int(cpu_quota())) if num_workers is None else num_workers
                     items, method = _Computed(dataset, fn), multiprocessing_context
                     _fill(
-                        draft, len(dataset), lambda left: _compute(items, left, seed, workers, method), shown=progress
+                        draft,
+                        len(dataset),
+                        lambda left: _compute(items, left, seed, workers, method),
+                        shown=progress,
                     )
                     draft.finish(key)
             finally:
                 draft.release()
         except OSError as error:
-            raise failure(f"feature cache {place}: {error.strerror or error}", rule="H624") from error
+            raise failure(
+                f"feature cache {place}: {error.strerror or error}", rule="H624"
+            ) from error
         return cls(place)
 
     def __len__(self) -> int:
@@ -148,7 +178,8 @@ class FeatureCache(Dataset[Any]):
             if contents.identity != self._contents.identity:
                 os.close(descriptor)
                 raise failure(
-                    f"feature cache {self.path} was replaced by another one since it was opened", rule="H620"
+                    f"feature cache {self.path} was replaced by another one since it was opened",
+                    rule="H620",
                 )
             self._descriptor = descriptor
         return self._descriptor
@@ -181,15 +212,21 @@ def _opened(path: Path) -> tuple[int, Contents]:
 
 
 def _unusable(what: str, limit: str) -> LoaderError:
-    return LoaderError(what, limit=limit, fix="pass what FeatureCache.build describes.", rule="H625")
+    return LoaderError(
+        what, limit=limit, fix="pass what FeatureCache.build describes.", rule="H625"
+    )
 
 
 def _key(version: Any, parameters: Any, seed: int, length: int) -> dict[str, str]:
     """Return what decides the features, by name."""
     if type(version) not in (int, str):
-        raise _unusable(f"version={version!r}", "a number or text says which version of fn and the data this is")
+        raise _unusable(
+            f"version={version!r}", "a number or text says which version of fn and the data this is"
+        )
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise _unusable(f"parameters={parameters!r}", 'it names values, such as {"sample_rate": 16000}')
+        raise _unusable(
+            f"parameters={parameters!r}", 'it names values, such as {"sample_rate": 16000}'
+        )
     key = {"version": json.dumps(version)}
     for name, value in (parameters or {}).items():
         try:
@@ -230,10 +267,21 @@ def _prepare(draft: Draft, key: dict[str, str]) -> None:
 
 
 def _fill(
-    draft: Draft, total: int, computed: Callable[[range], Generator[tuple[bytes, bytes]]], *, shown: bool
+    draft: Draft,
+    total: int,
+    computed: Callable[[range], Generator[tuple[bytes, bytes]]],
+    *,
+    shown: bool,
 ) -> None:
-    """Add every item that is not there yet. The bar has no thread of its own: that is a danger to forked workers."""
-    quiet: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+    """Add every item that is not there yet.
+
+    The bar has no thread of its own: that is a danger to forked workers.
+    """
+    quiet: dict[str, Any] = {
+        "auto_refresh": False,
+        "redirect_stdout": False,
+        "redirect_stderr": False,
+    }
     bar = Progress(console=Console(stderr=True), disable=not shown, **quiet)
     task, every = bar.add_task(draft.path.name, total=total), max(1, total // _DRAWN)
     with bar:
@@ -285,7 +333,9 @@ def _compute(
     if num_workers:
         how |= {"multiprocessing_context": method, "prefetch_factor": _PREFETCHED}
     with ignoring(UserWarning):  # of more workers than processors: the loader itself says so
-        loader = DataLoader(computed, sampler=indices, seed=seed, quarantine=0, rank=0, world_size=1, **how)
+        loader = DataLoader(
+            computed, sampler=indices, seed=seed, quarantine=0, rank=0, world_size=1, **how
+        )
     items: Any = iter(loader)
     with contextlib.closing(items):
         for index in indices:
@@ -296,8 +346,13 @@ def _compute(
             except Exception as error:
                 raise LoaderError(
                     f"a worker process cannot be started ({type(error).__name__}: {error})",
-                    limit='with "spawn" and "forkserver" the dataset and fn must be names of a module',
-                    fix='define them in a module, or pass multiprocessing_context="fork" or num_workers=0.',
+                    limit=(
+                        'with "spawn" and "forkserver" the dataset and fn must be names of a module'
+                    ),
+                    fix=(
+                        'define them in a module, or pass multiprocessing_context="fork" or'
+                        " num_workers=0."
+                    ),
                     rule="H625",
                 ) from error
             if isinstance(item, _Failure):

@@ -6,10 +6,14 @@
         data                   64 KiB of nothing, then of each item: length, digest, bytes
     features.h5                finished; never changed again
 
-HDF5 keeps its structure in blocks all over a file, and one that was open for writing when its process was killed may
-not open again. So nothing is written through HDF5 until the last item is there: ``data`` only grows, a kill leaves a
-prefix, and the items whose digests match are kept. At the end HDF5 writes a twin with the same structure, whose
-dataset ``data`` is contiguous and still a hole. All of the twin but the hole is copied around the items: ``data``
+HDF5 keeps its structure in blocks all over a file, and one that was open for writing when its
+process was killed may
+not open again. So nothing is written through HDF5 until the last item is there: ``data`` only
+    grows, a kill leaves a
+prefix, and the items whose digests match are kept. At the end HDF5 writes a twin with the same
+structure, whose
+dataset ``data`` is contiguous and still a hole. All of the twin but the hole is copied around the
+    items: ``data``
 becomes a HDF5 file without moving a byte of theirs, and is renamed.
 
     /data    uint8, contiguous at byte 65536: the items
@@ -41,7 +45,8 @@ _HEAD = struct.Struct(f"<Q{DIGEST_BYTES}s")
 _ROW = struct.Struct(f"<QQ{DIGEST_BYTES}s")
 _MARK = "holdfast_feature_cache"
 _DATA_AT = 65536
-"""Where the items begin. HDF5 aligns what is at least so large to multiples of it, so ``data`` begins there too."""
+"""Where the items begin. HDF5 aligns what is at least so large to multiples of it, so ``data``
+begins there too."""
 _LIMITS = {
     "H620": "a cache is read and continued only as what it is",
     "H621": "it has one writer, and can be read when all items are there",
@@ -50,12 +55,22 @@ _LIMITS = {
     "H624": "the file and a folder beside it must be readable, and writable while it is built",
 }
 _FIXES = {
-    "H620": "use another path, or remove the file, and the folder <path>.building, to compute it anew.",
-    "H621": "wait until that build is done, or call FeatureCache.build with the same arguments: it continues.",
+    "H620": (
+        "use another path, or remove the file, and the folder <path>.building, to compute it anew."
+    ),
+    "H621": (
+        "wait until that build is done, or call FeatureCache.build with the same arguments: it"
+        " continues."
+    ),
     "H622": "copy the file again from where it came, or remove it and build it anew.",
-    "H623": "correct the sample or fn and build again: what came before is kept. If fn computes other features now, "
-    "pass another version=.",
-    "H624": "free some space or give permission, then call FeatureCache.build again: what was computed is kept.",
+    "H623": (
+        "correct the sample or fn and build again: what came before is kept. If fn computes other"
+        " features now, pass another version=."
+    ),
+    "H624": (
+        "free some space or give permission, then call FeatureCache.build again: what was computed"
+        " is kept."
+    ),
 }
 
 
@@ -65,7 +80,10 @@ def failure(what: str, *, rule: str) -> LoaderError:
 
 
 class Contents(NamedTuple):
-    """What a finished file holds, and where; `identity` is a digest that distinguishes it from every other."""
+    """What a finished file holds, and where.
+
+    `identity` is a digest that distinguishes it from every other.
+    """
 
     length: int
     key: dict[str, str]
@@ -76,7 +94,10 @@ class Contents(NamedTuple):
 
 
 class Draft:
-    """A feature cache at a path that is being built. Items are added in order; `acquire` first, `release` last."""
+    """A feature cache at a path that is being built.
+
+    Items are added in order; `acquire` first, `release` last.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,9 +131,12 @@ class Draft:
             try:
                 return self._lock.acquire()
             except LockHeldError as error:
-                raise failure(f"feature cache {self.path} is being written by {error.holder}", rule="H621") from error
+                raise failure(
+                    f"feature cache {self.path} is being written by {error.holder}", rule="H621"
+                ) from error
             except FileNotFoundError:
-                continue  # a builder that has just finished removed the directory between our two lines
+                # A builder that has just finished removed the directory between our two lines
+                continue
 
     def release(self) -> None:
         """Close the file and give the lock back. What was added stays."""
@@ -126,17 +150,25 @@ class Draft:
         for name in ("key.json", "data"):  # the key first: without it nothing is continued
             (self.directory / name).unlink(missing_ok=True)
         (self.directory / "data").touch()
-        replace_file(self.directory / "key.json", json.dumps({"format": _FORMAT, "key": key}).encode())
+        replace_file(
+            self.directory / "key.json", json.dumps({"format": _FORMAT, "key": key}).encode()
+        )
 
     def resume(self) -> Iterator[int]:
-        """Open the file for adding behind the items that verify; yield the number of each. The rest is cut off."""
+        """Open the file for adding behind the items that verify; yield the number of each.
+
+        The rest is cut off.
+        """
         self._data = os.open(self.directory / "data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._index = bytearray()
         size = os.fstat(self._data).st_size - _DATA_AT
         while (begin := self._end + _HEAD.size) <= size:
             length, digest = _HEAD.unpack(_read_at(self._data, _HEAD.size, _DATA_AT + self._end))
             whole = length <= size - begin
-            if not whole or digest_of(self.length, _read_at(self._data, length, _DATA_AT + begin)) != digest:
+            if (
+                not whole
+                or digest_of(self.length, _read_at(self._data, length, _DATA_AT + begin)) != digest
+            ):
                 break
             self._index += _ROW.pack(begin, begin + length, digest)
             yield self.length
@@ -152,9 +184,17 @@ class Draft:
         """Make the draft a HDF5 file, flush it, and give it its name."""
         data_bytes, index = max(self._end, _DATA_AT), hashlib.sha256(self._index).hexdigest()
         # The digest of the index makes one of the same key with other features another file.
-        about = {"format": _FORMAT, "length": self.length, "data_bytes": data_bytes, "index": index, "key": key}
+        about = {
+            "format": _FORMAT,
+            "length": self.length,
+            "data_bytes": data_bytes,
+            "index": index,
+            "key": key,
+        }
         if free_bytes(self.directory) < (needed := 2 * len(self._index) + 2**20):
-            raise OSError(errno.ENOSPC, f"no space left on device, the index needs {needed} bytes more")
+            raise OSError(
+                errno.ENOSPC, f"no space left on device, the index needs {needed} bytes more"
+            )
         twin = self.directory / "twin"
         try:
             self._write_twin(twin, json.dumps(about).encode(), data_bytes)
@@ -171,7 +211,10 @@ class Draft:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _write_twin(self, twin: Path, about: bytes, data_bytes: int) -> None:
-        """Let HDF5 write a file of this structure in which ``data`` is a hole. The same items give the same bytes."""
+        """Let HDF5 write a file of this structure in which ``data`` is a hole.
+
+        The same items give the same bytes.
+        """
         h5py = require_h5py()
         how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         how.set_layout(h5py.h5d.CONTIGUOUS)
@@ -183,12 +226,14 @@ class Draft:
         with h5py.File(twin, "w", libver=("v108", "v110"), locking=False, **aligned) as h5:
             space, kind = h5py.h5s.create_simple((data_bytes,)), h5py.h5t.STD_U8LE
             data = h5py.h5d.create(h5.id, b"data", kind, space, how)
-            assert data.get_offset() == _DATA_AT, f"HDF5 has put the items at byte {data.get_offset()}"
+            assert data.get_offset() == _DATA_AT, (
+                f"HDF5 has put the items at byte {data.get_offset()}"
+            )
             rows = np.frombuffer(self._index, "<u8").reshape(-1, _ROW.size // 8)
             h5.create_dataset("index", data=rows, dtype="<u8", track_times=False)
             h5.create_dataset("about", data=np.frombuffer(about, "u1"), track_times=False)
-            # Of fixed length, so that it lies in a header: strings of any length go to a heap without checksums, and
-            # a flipped bit there can keep HDF5 busy for ever.
+            # Of fixed length, so that it lies in a header: strings of any length go to a heap
+            # without checksums, and a flipped bit there can keep HDF5 busy for ever.
             h5.attrs[_MARK] = np.bytes_(hashlib.sha256(about).hexdigest())
 
 
@@ -198,7 +243,9 @@ def require_h5py() -> Any:
         import h5py
     except ImportError as error:
         fix = "install the extra: pip install 'torch-holdfast[features]'."
-        raise LoaderError("h5py is not installed", limit="features are kept in HDF5", fix=fix, rule="H625") from error
+        raise LoaderError(
+            "h5py is not installed", limit="features are kept in HDF5", fix=fix, rule="H625"
+        ) from error
     return h5py
 
 
@@ -210,14 +257,18 @@ def missing(path: Path) -> LoaderError:
     if draft.key() is not None:
         return failure(f"feature cache {path} is not finished: its build was stopped", rule="H621")
     fix = "call FeatureCache.build(dataset, fn, path, version=...), or correct the path."
-    return LoaderError(f"there is no feature cache {path}", limit="it is built first", fix=fix, rule="H625")
+    return LoaderError(
+        f"there is no feature cache {path}", limit="it is built first", fix=fix, rule="H625"
+    )
 
 
 def open_finished(path: Path) -> tuple[int, Contents]:
-    """Open a finished cache; return a descriptor, for threads and after a fork too, and what the file holds.
+    """Open a finished cache.
 
-    H620 for another kind of HDF5 file or a newer format, H622 for a damaged one, H624 for one that cannot be opened;
-    FileNotFoundError if there is none.
+    Return a descriptor, for threads and after a fork too, and what the file holds.
+
+    H620 for another kind of HDF5 file or a newer format, H622 for a damaged one, H624 for one that
+    cannot be opened; FileNotFoundError if there is none.
     """
     h5py = require_h5py()
     try:
@@ -231,7 +282,9 @@ def open_finished(path: Path) -> tuple[int, Contents]:
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, (OSError, RuntimeError, KeyError, TypeError)):
-            raise failure(f"feature cache {path}: HDF5 cannot read it ({error})", rule="H622") from error
+            raise failure(
+                f"feature cache {path}: HDF5 cannot read it ({error})", rule="H622"
+            ) from error
         raise
 
 
@@ -242,13 +295,21 @@ def _contents(descriptor: int, path: Path, h5py: Any) -> Contents:
         about = h5["about"][:].tobytes()
         identity = hashlib.sha256(about).hexdigest()
         if h5.attrs[_MARK] != identity.encode():
-            raise failure(f"feature cache {path}: its description does not match its digest", rule="H622")
+            raise failure(
+                f"feature cache {path}: its description does not match its digest", rule="H622"
+            )
         found = json.loads(about)
         if found["format"] != _FORMAT:
-            raise failure(f"{path} has format {found['format']}; this holdfast reads {_FORMAT}", rule="H620")
+            raise failure(
+                f"{path} has format {found['format']}; this holdfast reads {_FORMAT}", rule="H620"
+            )
         data_at, index_at = (h5[name].id.get_offset() for name in ("data", "index"))
-    contents = Contents(found["length"], found["key"], identity, data_at, found["data_bytes"], index_at)
-    if os.fstat(descriptor).st_size < max(data_at + contents.data_bytes, index_at + _ROW.size * contents.length):
+    contents = Contents(
+        found["length"], found["key"], identity, data_at, found["data_bytes"], index_at
+    )
+    if os.fstat(descriptor).st_size < max(
+        data_at + contents.data_bytes, index_at + _ROW.size * contents.length
+    ):
         raise failure(f"feature cache {path} is shorter than it should be", rule="H622")
     return contents
 
@@ -256,13 +317,17 @@ def _contents(descriptor: int, path: Path, h5py: Any) -> Contents:
 def read_item(descriptor: int, contents: Contents, path: Path, index: int) -> bytearray:
     """Return the bytes of one item; H622 if they are not what was written."""
     try:
-        begin, end, digest = _ROW.unpack(_read_at(descriptor, _ROW.size, contents.index_at + index * _ROW.size))
+        begin, end, digest = _ROW.unpack(
+            _read_at(descriptor, _ROW.size, contents.index_at + index * _ROW.size)
+        )
         if begin <= end <= contents.data_bytes:
             data = _read_at(descriptor, end - begin, contents.data_at + begin)
             if digest_of(index, data) == digest:
                 return data
     except (OSError, EOFError) as error:
-        raise failure(f"feature cache {path}: item {index} cannot be read ({error})", rule="H622") from error
+        raise failure(
+            f"feature cache {path}: item {index} cannot be read ({error})", rule="H622"
+        ) from error
     raise failure(f"feature cache {path}: item {index} does not match its digest", rule="H622")
 
 

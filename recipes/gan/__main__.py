@@ -1,4 +1,7 @@
-"""``python -m recipes.gan``; a module of its own, since workers that are spawned import it again."""
+"""``python -m recipes.gan``.
+
+A module of its own, since workers that are spawned import it again.
+"""
 
 from recipes.gan.train import main
 from recipes.training import at_the_command_line

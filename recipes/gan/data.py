@@ -1,7 +1,7 @@
 """Real images and the noise that goes with each: one sample is an image and two draws of noise.
 
-The noise belongs to the sample, and not to the loss function, so that a batch that is split into micro-batches meets
-the same noise, and so does a run that goes on in another process.
+The noise belongs to the sample, and not to the loss function, so that a batch that is split into
+micro-batches meets the same noise, and so does a run that goes on in another process.
 
 Does not: read files (``recipes.classifier.images`` does, for both recipes).
 """
@@ -20,7 +20,8 @@ from recipes.gan.model import SMALLEST
 
 
 class Images(Dataset[Any]):
-    """Images of shape ``(1, size, size)``, float32 from -1 (black) to 1, each with two draws of noise.
+    """Images of shape ``(1, size, size)``, float32 from -1 (black) to 1, each with two draws of
+    noise.
 
     Args:
         source: Where they are read from.
@@ -52,10 +53,14 @@ class Images(Dataset[Any]):
         """
         stored = self.source.decode(self.source.read(index))
         if stored.shape != self.shape:
-            raise ValueError(f"{self.source.name(index)} has shape {stored.shape}; the others have {self.shape}")
+            raise ValueError(
+                f"{self.source.name(index)} has shape {stored.shape}; the others have {self.shape}"
+            )
         up, left = ((self.size - side) // 2 for side in self.shape)
         canvas = np.full((1, self.size, self.size), -1.0, np.float32)
-        canvas[0, up : up + self.shape[0], left : left + self.shape[1]] = stored / np.float32(127.5) - 1
+        canvas[0, up : up + self.shape[0], left : left + self.shape[1]] = (
+            stored / np.float32(127.5) - 1
+        )
         return torch.from_numpy(canvas)
 
     def some(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +80,7 @@ class Images(Dataset[Any]):
             labels.append(int(self.source.labels[index]))
         if len(images) < 2:
             raise DataError(
-                f"of {len(self)} images such as {self.source.name(0)} {len(images)} can be used{why}; two are needed."
-                "\nFix: look at them."
+                f"of {len(self)} images such as {self.source.name(0)} {len(images)} can be"
+                f" used{why}; two are needed.\nFix: look at them."
             )
         return torch.stack(images), torch.tensor(labels)

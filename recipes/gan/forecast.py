@@ -25,7 +25,10 @@ def build(micro_batch_size: int = 16, size: int = 64, width: int = 64) -> dict[s
         width: Channels at full size.
     """
     players = Players(size=size, device=torch.device("cpu"), latent=_LATENT, width=width)
-    batch = (torch.zeros(micro_batch_size, 1, size, size), *torch.randn(2, micro_batch_size, _LATENT))
+    batch = (
+        torch.zeros(micro_batch_size, 1, size, size),
+        *torch.randn(2, micro_batch_size, _LATENT),
+    )
 
     def step(guard: Any, batch: Any) -> None:
         play(guard, players, batch)

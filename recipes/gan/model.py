@@ -1,7 +1,8 @@
 """The two networks: blocks that double the size of an image, and blocks that halve it.
 
-As in DCGAN (arXiv 1511.06434) a strided convolution changes the size; a second one follows in each block. With a
-``norm`` of "group" no sample touches another, so that a batch may be split exactly; "batch" is DCGAN's own.
+As in DCGAN (arXiv 1511.06434) a strided convolution changes the size; a second one follows in each
+block. With a ``norm`` of "group" no sample touches another, so that a batch may be split exactly;
+"batch" is DCGAN's own.
 
 Does not: know losses or optimizers (see ``players``).
 """
@@ -23,7 +24,11 @@ _DCGAN_STD = 0.02  # of convolutions that a BatchNorm follows, which undoes any 
 
 
 def _norm(kind: Norm, channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(math.gcd(8, channels), channels)
+    return (
+        nn.BatchNorm2d(channels)
+        if kind == "batch"
+        else nn.GroupNorm(math.gcd(8, channels), channels)
+    )
 
 
 def _widths(size: int, width: int) -> list[int]:
@@ -65,7 +70,8 @@ class Down(nn.Module):
 
 
 class Generator(nn.Module):
-    """From noise, shape ``(batch, latent)``, to images from -1 to 1, shape ``(batch, 1, size, size)``.
+    """From noise, shape ``(batch, latent)``, to images from -1 to 1, shape ``(batch, 1, size,
+    size)``.
 
     Args:
         latent: Numbers that an image is made from.
@@ -92,7 +98,8 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """From images, shape ``(batch, 1, size, size)``, to a logit that each is real, shape ``(batch,)``.
+    """From images, shape ``(batch, 1, size, size)``, to a logit that each is real, shape
+    ``(batch,)``.
 
     Args:
         size: Pixels a side, a power of two.

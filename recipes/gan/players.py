@@ -51,13 +51,19 @@ class Players:
         self._r1_weight = r1_weight if regularizer == "r1" else 0.0
         self.latent = latent
         self.generator = Generator(latent=latent, size=size, width=width, norm=norm).to(device)
-        self.discriminator = Discriminator(size=size, width=width, spectral=regularizer == "spectral").to(device)
+        self.discriminator = Discriminator(
+            size=size, width=width, spectral=regularizer == "spectral"
+        ).to(device)
         average = get_ema_multi_avg_fn(ema_decay)
         self.average = AveragedModel(self.generator, multi_avg_fn=average, use_buffers=True).eval()
-        # DCGAN's first decay rate, 0.5; the second of StyleGAN (0.99), which follows changing players faster
+        # DCGAN's first decay rate, 0.5; the second of StyleGAN (0.99), which follows changing
+        # players faster
         self.optimizers = {
             name: torch.optim.Adam(model.parameters(), lr=lr, betas=(0.5, 0.99))
-            for name, model in (("discriminator", self.discriminator), ("generator", self.generator))
+            for name, model in (
+                ("discriminator", self.discriminator),
+                ("generator", self.generator),
+            )
         }
 
     @property
@@ -78,7 +84,8 @@ class Players:
         images, noise, _ = self._to_device(batch)
         with torch.no_grad():  # no graph of the generator is built that nobody would free
             drawn = self.generator(noise)
-        images = images.detach().requires_grad_(self._r1_weight > 0)  # the batch itself stays as it is
+        # The batch itself stays as it is
+        images = images.detach().requires_grad_(self._r1_weight > 0)
         real = self.discriminator(images)
         loss = F.softplus(-real).mean() + F.softplus(self.discriminator(drawn)).mean()
         if self._r1_weight > 0:
@@ -87,19 +94,28 @@ class Players:
         return loss
 
     def generator_loss(self, batch: Batch) -> torch.Tensor:
-        """Return the loss of being told from real images, a mean over samples; it does not saturate."""
+        """Return the loss of being told from real images, a mean over samples.
+
+        It does not saturate.
+        """
         _, _, noise = self._to_device(batch)
         return F.softplus(-self.discriminator(self.generator(noise))).mean()
 
     def draw(self, count: int) -> torch.Tensor:
-        """Return images of the averaged generator from noise that is always the same, shape ``(count, 1, s, s)``."""
+        """Return images of the averaged generator from noise that is always the same, shape
+        ``(count, 1, s, s)``.
+        """
         noise = torch.randn(count, self.latent, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             device = self.generator.project.weight.device
-            return torch.cat([self.average(part.to(device)).float().cpu() for part in noise.split(64)])
+            return torch.cat(
+                [self.average(part.to(device)).float().cpu() for part in noise.split(64)]
+            )
 
 
-def play(guard: holdfast.Guard, players: Players, batch: Batch) -> tuple[holdfast.StepResult, holdfast.StepResult]:
+def play(
+    guard: holdfast.Guard, players: Players, batch: Batch
+) -> tuple[holdfast.StepResult, holdfast.StepResult]:
     """Make one step of each player on a batch; gradients of one reach nothing of the other."""
     told = guard.step(batch, players.discriminator_loss, optimizer="discriminator")
     fooled = guard.step(batch, players.generator_loss, optimizer="generator")
@@ -109,7 +125,9 @@ def play(guard: holdfast.Guard, players: Players, batch: Batch) -> tuple[holdfas
 
 
 def rescale(optimizer: torch.optim.Optimizer, old_batch: int, new_batch: int) -> Advice:
-    """Change an optimizer's rate, decay rates and eps by the rule that is published for its kind, and return it."""
+    """Change an optimizer's rate, decay rates and eps by the rule that is published for its
+    kind, and return it.
+    """
     advice = holdfast.advise_learning_rate(optimizer, old_batch, new_batch, by="batch")
     for number, group in enumerate(optimizer.param_groups):
         group["lr"] *= advice.factor

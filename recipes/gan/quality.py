@@ -1,8 +1,10 @@
-"""How good drawn images are: the Fréchet distance of features, and how many of the classes are drawn.
+"""How good drawn images are.
 
-As FID (arXiv 1706.08500), with other features: those of a small classifier that is trained on the real images on the
-spot, which takes seconds and is the same in every process. So the figures of one data set compare with each other,
-and with no published FID.
+The Fréchet distance of features, and how many of the classes are drawn.
+
+As FID (arXiv 1706.08500), with other features: those of a small classifier that is trained on the
+real images on the spot, which takes seconds and is the same in every process. So the figures of one
+data set compare with each other, and with no published FID.
 """
 
 from __future__ import annotations
@@ -50,18 +52,27 @@ class Judge:
         self._distance.update(images, real=True)
 
     def measure(self, images: torch.Tensor) -> Quality:
-        """Return how good images are, shape ``(n, 1, size, size)``; of few the distance is larger."""
+        """Return how good images are, shape ``(n, 1, size, size)``.
+
+        Of few the distance is larger.
+        """
         with torch.no_grad():
             kinds = self._classify(self._features(images)).argmax(dim=1)
         shares = torch.bincount(kinds, minlength=self._classes) / len(images)
         self._distance.reset()
         self._distance.update(images, real=False)
-        return Quality(frechet=float(self._distance.compute()), classes=int((shares >= _LEAST_SHARE).sum()))
+        return Quality(
+            frechet=float(self._distance.compute()), classes=int((shares >= _LEAST_SHARE).sum())
+        )
 
 
 def _fit(images: torch.Tensor, labels: torch.Tensor) -> tuple[nn.Module, nn.Module]:
     features = nn.Sequential(
-        nn.Flatten(), nn.Linear(images[0].numel(), 128), nn.ReLU(), nn.Linear(128, _FEATURES), nn.ReLU()
+        nn.Flatten(),
+        nn.Linear(images[0].numel(), 128),
+        nn.ReLU(),
+        nn.Linear(128, _FEATURES),
+        nn.ReLU(),
     )
     features.num_features = _FEATURES  # which torchmetrics asks for
     classify = nn.Linear(_FEATURES, int(labels.max()) + 1)
@@ -72,4 +83,6 @@ def _fit(images: torch.Tensor, labels: torch.Tensor) -> tuple[nn.Module, nn.Modu
             optimizer.zero_grad()
             F.cross_entropy(classify(features(images[chosen])), labels[chosen]).backward()
             optimizer.step()
-    return features.requires_grad_(requires_grad=False), classify.requires_grad_(requires_grad=False)
+    return features.requires_grad_(requires_grad=False), classify.requires_grad_(
+        requires_grad=False
+    )

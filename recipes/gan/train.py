@@ -18,7 +18,13 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from holdfast import DataLoader, Guard, Policy
 from holdfast.guard.images import MOST_PIXEL_BYTES
-from recipes.classifier.images import DIGITS_TO_TRAIN, DataError, find_source, shape_of_all, write_digits
+from recipes.classifier.images import (
+    DIGITS_TO_TRAIN,
+    DataError,
+    find_source,
+    shape_of_all,
+    write_digits,
+)
 from recipes.gan.data import Images
 from recipes.gan.model import Norm
 from recipes.gan.players import Players, Regularizer, play, rescale
@@ -40,18 +46,22 @@ class GanOptions(RunOptions):
     """Directory of the run: checkpoints, records, images, report.html and result.json."""
 
     max_steps: int = 4000
-    """Optimizer steps, counted over all restarts of the run; each batch makes two, one of each player."""
+    """Optimizer steps, counted over all restarts of the run; each batch makes two, one of each
+    player."""
 
     data_dir: Path | None = None
-    """Images in grey, of one size: train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST. None: the
-    digits of scikit-learn are written as PNG files to <run-dir>/data."""
+    """Images in grey, of one size.
+
+    Train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST. None: the
+    digits of scikit-learn are written as PNG files to <run-dir>/data.
+    """
 
     batch_size: int = 64
     """Images in a step."""
 
     base_batch_size: int = 64
-    """The batch that --lr is meant for. With another --batch-size rate, decay rates and eps follow by the rule that
-    holdfast.advise_learning_rate names."""
+    """The batch that --lr is meant for. With another --batch-size rate, decay rates and eps follow
+    by the rule that holdfast.advise_learning_rate names."""
 
     lr: float = 1e-3
     """Learning rate of both players."""
@@ -63,12 +73,15 @@ class GanOptions(RunOptions):
     """Channels at full size."""
 
     norm: Norm = "group"
-    """What follows a convolution of the generator. With "batch" a batch is not split, since that would change
-    training."""
+    """What follows a convolution of the generator. With "batch" a batch is not split, since that
+    would change training."""
 
     regularizer: Regularizer = "r1"
-    """What keeps the discriminator smooth: a penalty on its gradient at real images, spectral normalisation, or
-    nothing."""
+    """What keeps the discriminator smooth.
+
+    A penalty on its gradient at real images, spectral normalisation, or
+    nothing.
+    """
 
     r1_weight: float = 1.0
     """Of the penalty."""
@@ -80,7 +93,10 @@ class GanOptions(RunOptions):
     """Optimizer steps between grids of drawn images."""
 
     quarantine: float = 0.001
-    """Most images that may be quarantined because they cannot be read: a share below 1, or a number."""
+    """Most images that may be quarantined because they cannot be read.
+
+    A share below 1, or a number.
+    """
 
     def check(self) -> None:
         """Look at each option.
@@ -89,7 +105,9 @@ class GanOptions(RunOptions):
             OptionError: One has a value that makes no training.
         """
         RunOptions.check(self)
-        self.at_least({"batch_size": 1, "base_batch_size": 1, "latent": 1, "width": 1, "sample_steps": 1})
+        self.at_least(
+            {"batch_size": 1, "base_batch_size": 1, "latent": 1, "width": 1, "sample_steps": 1}
+        )
         self.at_least({"r1_weight": 0, "ema_decay": 0, "quarantine": 0})
         self.above_zero("lr")
         self.insist("ema_decay", self.ema_decay < 1, "less than 1 is needed: an average that moves")
@@ -144,7 +162,10 @@ def make_job(options: GanOptions) -> Job:
     device = find_device(options)
     with making_the_model():
         players = make_players(options, images.size, device)
-    _, advice = (rescale(each, options.base_batch_size, options.batch_size) for each in players.optimizers.values())
+    _, advice = (
+        rescale(each, options.base_batch_size, options.batch_size)
+        for each in players.optimizers.values()
+    )
     return Job(
         players=players,
         training=DataLoader(
@@ -167,7 +188,9 @@ def make_job(options: GanOptions) -> Job:
 
 
 def grid_of(images: torch.Tensor) -> torch.Tensor:
-    """Return images, shape ``(n, 1, s, s)`` from -1 to 1, side by side: shape ``(height, width)`` from 0 to 1.
+    """Return images, shape ``(n, 1, s, s)`` from -1 to 1, side by side.
+
+    Shape ``(height, width)`` from 0 to 1.
 
     Rows are full, and there are as many images as the report takes.
     """

@@ -9,8 +9,12 @@ import torch
 from recipes.gpt.model import GPT, next_token_loss
 
 
-def build(micro_batch_size: int = 16, context: int = 1024, width: int = 768, depth: int = 12) -> dict[str, Any]:
-    """Return model, optimizer, loss function and a sample batch; by default of the sizes of GPT-2's smallest.
+def build(
+    micro_batch_size: int = 16, context: int = 1024, width: int = 768, depth: int = 12
+) -> dict[str, Any]:
+    """Return model, optimizer, loss function and a sample batch.
+
+    By default of the sizes of GPT-2's smallest.
 
     Args:
         micro_batch_size: Windows in the sample batch.

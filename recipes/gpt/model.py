@@ -1,4 +1,7 @@
-"""A decoder as GPT-2's: LayerNorm before attention and MLP, learnt positions, the embedding also as output."""
+"""A decoder as GPT-2's.
+
+LayerNorm before attention and MLP, learnt positions, the embedding also as output.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,22 @@ class Block(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the next block is given."""
         batch, time, width = x.shape
-        parts = self.attend(self.before_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
+        parts = self.attend(self.before_attention(x)).view(
+            batch, time, 3, self.heads, width // self.heads
+        )
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
-        x = x + F.dropout(self.project(seen.transpose(1, 2).reshape(x.shape)), self.dropout, self.training)
+        x = x + F.dropout(
+            self.project(seen.transpose(1, 2).reshape(x.shape)), self.dropout, self.training
+        )
         return x + F.dropout(self.mlp(self.before_mlp(x)), self.dropout, self.training)
 
 
@@ -42,7 +51,9 @@ class GPT(nn.Module):
         dropout: Probability.
     """
 
-    def __init__(self, tokens: int, *, context: int, width: int, heads: int, depth: int, dropout: float) -> None:
+    def __init__(
+        self, tokens: int, *, context: int, width: int, heads: int, depth: int, dropout: float
+    ) -> None:
         super().__init__()
         self.context = context
         self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(context, width)
@@ -50,11 +61,14 @@ class GPT(nn.Module):
         self.last = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                into_sum = name.endswith(("project.weight", "mlp.2.weight"))  # of which 2 * depth are added up
+                # Of which 2 * depth are added up
+                into_sum = name.endswith(("project.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if into_sum else 0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return scores, shape ``(batch, time, tokens)``, of token numbers, shape ``(batch, time)``."""
+        """Return scores, shape ``(batch, time, tokens)``, of token numbers, shape ``(batch,
+        time)``.
+        """
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

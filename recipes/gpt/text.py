@@ -24,7 +24,10 @@ class Characters:
         self._number = {character: number for number, character in enumerate(self.all)}
 
     def encode(self, text: str) -> torch.Tensor:
-        """Return the numbers, shape ``(len(text),)``; characters that are not known are left out."""
+        """Return the numbers, shape ``(len(text),)``.
+
+        Characters that are not known are left out.
+        """
         known = (self._number[each] for each in text if each in self._number)
         return torch.tensor(list(known), dtype=torch.long)
 
@@ -39,7 +42,8 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     Args:
         numbers: Of the text.
         context: Characters of a stretch.
-        shifted: Whether each begins anywhere in its place, anew in each epoch (the loader seeds that).
+        shifted: Whether each begins anywhere in its place, anew in each epoch (the loader seeds
+            that).
     """
 
     def __init__(self, numbers: torch.Tensor, context: int, *, shifted: bool) -> None:
@@ -53,11 +57,16 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         if self._shifted:
             begin += int(torch.randint(self._context, ()))
         begin = min(begin, len(self._numbers) - self._context - 1)
-        return self._numbers[begin : begin + self._context], self._numbers[begin + 1 : begin + self._context + 1]
+        return (
+            self._numbers[begin : begin + self._context],
+            self._numbers[begin + 1 : begin + self._context + 1],
+        )
 
 
 def read_text(path: Path | None) -> str:
-    """Return the text of a file; without one, the topics of Python's ``help()``, 460 thousand characters.
+    """Return the text of a file.
+
+    Without one, the topics of Python's ``help()``, 460 thousand characters.
 
     Raises:
         TextError: It cannot be read.
@@ -69,7 +78,9 @@ def read_text(path: Path | None) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"--text {path} cannot be read: {error}\nFix: name a file of text in UTF-8.") from error
+        raise TextError(
+            f"--text {path} cannot be read: {error}\nFix: name a file of text in UTF-8."
+        ) from error
 
 
 def split_numbers(numbers: torch.Tensor, context: int) -> tuple[Windows, Windows]:
@@ -85,7 +96,9 @@ def split_numbers(numbers: torch.Tensor, context: int) -> tuple[Windows, Windows
     end = len(numbers) * 9 // 10
     if len(numbers) - end < context + 1:
         raise TextError(
-            f"the text has {len(numbers)} tokens; a tenth must be longer than --context {context}.\n"
-            "Fix: a longer text, or a shorter context."
+            f"the text has {len(numbers)} tokens; a tenth must be longer than --context"
+            f" {context}.\nFix: a longer text, or a shorter context."
         )
-    return Windows(numbers[:end], context, shifted=True), Windows(numbers[end:], context, shifted=False)
+    return Windows(numbers[:end], context, shifted=True), Windows(
+        numbers[end:], context, shifted=False
+    )

@@ -1,4 +1,7 @@
-"""``python -m recipes.lora``; a module of its own, since workers that are spawned import it again."""
+"""``python -m recipes.lora``.
+
+A module of its own, since workers that are spawned import it again.
+"""
 
 from recipes.lora.train import main
 from recipes.training import at_the_command_line

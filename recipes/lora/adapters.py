@@ -1,4 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): a product of two thin matrices is learnt beside a frozen layer."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685).
+
+A product of two thin matrices is learnt beside a frozen layer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 
 class Adapted(nn.Module):
-    """A linear layer that stays as it is, and what is learnt beside it: ``scale * B @ A``, which begins as 0.
+    """A linear layer that stays as it is, and what is learnt beside it.
+
+    ``scale * B @ A``, which begins as 0.
 
     Args:
         inner: The layer.
@@ -34,7 +39,9 @@ class Adapted(nn.Module):
         return self.inner(x) + self.scale * F.linear(thin, self.b)
 
 
-def adapt(model: nn.Module, names: Sequence[str], *, rank: int, alpha: float, dropout: float) -> list[str]:
+def adapt(
+    model: nn.Module, names: Sequence[str], *, rank: int, alpha: float, dropout: float
+) -> list[str]:
     """Freeze a model, and put adapters around the linear layers of some names.
 
     Args:
@@ -63,7 +70,11 @@ def adapt(model: nn.Module, names: Sequence[str], *, rank: int, alpha: float, dr
 
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights of the adapters alone, by name."""
-    return {name: value.detach().cpu() for name, value in model.named_parameters() if value.requires_grad}
+    return {
+        name: value.detach().cpu()
+        for name, value in model.named_parameters()
+        if value.requires_grad
+    }
 
 
 @torch.no_grad()

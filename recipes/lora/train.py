@@ -28,23 +28,33 @@ _MOST_SOURCE = 400_000  # characters of the standard library
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions(RunOptions):
-    """Fine-tune a language model by low-rank adapters: by default from Python's reference to Python's source code."""
+    """Fine-tune a language model by low-rank adapters.
+
+    By default from Python's reference to Python's source code.
+    """
 
     run_dir: Path = Path("runs/lora")
-    """Directory of the run: checkpoints, records, report.html, result.json and adapter.safetensors."""
+    """Directory of the run.
+
+    Checkpoints, records, report.html, result.json and adapter.safetensors.
+    """
 
     max_steps: int = 300
     """Optimizer steps of the adapters, counted over all restarts of the run."""
 
     pretrained: Path | None = None
-    """Folder of a causal language model of transformers with its tokenizer. none: a small Llama over characters,
-    first trained on Python's reference, into <run-dir>/base/model."""
+    """Folder of a causal language model of transformers with its tokenizer.
+
+    None: a small Llama over characters,
+    first trained on Python's reference, into <run-dir>/base/model.
+    """
 
     base_steps: int = 600
     """Optimizer steps of that first training."""
 
     text: Path | None = None
-    """A file in UTF-8 to fine-tune on, whose last tenth is held out. none: source code of the standard library."""
+    """A file in UTF-8 to fine-tune on, whose last tenth is held out. none: source code of the
+    standard library."""
 
     targets: str = "q_proj,v_proj"
     """Linear layers that get an adapter, by the last part of their names."""
@@ -77,14 +87,25 @@ class LoraOptions(RunOptions):
             OptionError: One has a value that makes no training.
         """
         RunOptions.check(self)
-        self.at_least({"batch_size": 1, "context": 1, "rank": 1, "eval_steps": 1, "base_steps": 0, "dropout": 0})
+        self.at_least(
+            {
+                "batch_size": 1,
+                "context": 1,
+                "rank": 1,
+                "eval_steps": 1,
+                "base_steps": 0,
+                "dropout": 0,
+            }
+        )
         self.above_zero("learning_rate")
         self.insist("dropout", self.dropout < 1, "a share from 0 to below 1 is needed")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
-    options, policy = read_options(LoraOptions, argv, policy_file=Path(__file__).with_name("policy.yaml"))
+    options, policy = read_options(
+        LoraOptions, argv, policy_file=Path(__file__).with_name("policy.yaml")
+    )
     device = find_device(options)
     with ending_clearly(TextError):
         text = _source_code() if options.text is None else read_text(options.text)
@@ -94,10 +115,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         with making_the_model():
             torch.manual_seed(options.seed)
             names = [name.strip() for name in options.targets.split(",")]
-            found = adapt(model, names, rank=options.rank, alpha=options.alpha, dropout=options.dropout)
+            found = adapt(
+                model, names, rank=options.rank, alpha=options.alpha, dropout=options.dropout
+            )
         if not found:
             raise TextError(
-                f"--targets {options.targets}: no linear layer has such a name.\nFix: name some that it has."
+                f"--targets {options.targets}: no linear layer has such a name.\nFix: name some"
+                " that it has."
             )
     with ending_clearly(TextError, options.run_dir):
         before = _held_out_loss(model.eval(), held_out, device)
@@ -106,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             after = _held_out_loss(model, held_out, device)
         state = adapter_state(model)
         save_file(state, options.run_dir / "adapter.safetensors")
-        share = sum(each.numel() for each in state.values()) / sum(each.numel() for each in model.parameters())
+        share = sum(each.numel() for each in state.values()) / sum(
+            each.numel() for each in model.parameters()
+        )
         figures = {"held_out_loss_before": before, "held_out_loss": after, "trained_share": share}
         return training.finish(model, figures)
 
@@ -119,8 +145,15 @@ def _base(options: LoraOptions, policy: Policy, device: torch.device) -> tuple[A
     folder = options.pretrained or options.run_dir / "base" / "model"
     if options.pretrained is None and not folder.is_dir():
         torch.manual_seed(options.seed)
-        sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = LlamaConfig(vocab_size=len(characters.all), max_position_embeddings=options.context, **sizes)
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        config = LlamaConfig(
+            vocab_size=len(characters.all), max_position_embeddings=options.context, **sizes
+        )
         model = LlamaForCausalLM(config).to(device)
         steps = {"run_dir": folder.parent, "max_steps": options.base_steps, "resume": False}
         given = dataclasses.replace(options, learning_rate=3e-3, **steps)
@@ -141,19 +174,35 @@ def _base(options: LoraOptions, policy: Policy, device: torch.device) -> tuple[A
             f"{folder} cannot be used: {error}\nFix: name the folder of a causal language model."
         ) from error
     if model.config.vocab_size != len(characters.all):
-        raise TextError(f"{folder} has no tokenizer.\nFix: save it there too, by tokenizer.save_pretrained.")
+        raise TextError(
+            f"{folder} has no tokenizer.\nFix: save it there too, by tokenizer.save_pretrained."
+        )
     return model, characters.encode
 
 
 def _trained(
-    options: LoraOptions, policy: Policy, model: Any, windows: Windows, held_out: Windows, device: torch.device
+    options: LoraOptions,
+    policy: Policy,
+    model: Any,
+    windows: Windows,
+    held_out: Windows,
+    device: torch.device,
 ) -> tuple[Any, Training]:
-    """Train what is to be trained of a model; return the guard, closed, and what wrote beside it."""
+    """Train what is to be trained of a model.
+
+    Return the guard, closed, and what wrote beside it.
+    """
     loader = DataLoader(
-        windows, batch_size=options.batch_size, shuffle=True, drop_last=True, seed=options.seed,
-        num_workers=options.num_workers, quarantine=0.001,
-    )  # fmt: skip
-    learnt = [each for each in model.parameters() if each.requires_grad]  # no moments for what is frozen
+        windows,
+        batch_size=options.batch_size,
+        shuffle=True,
+        drop_last=True,
+        seed=options.seed,
+        num_workers=options.num_workers,
+        quarantine=0.001,
+    )
+    # No moments for what is frozen
+    learnt = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(learnt, lr=options.learning_rate, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.max_steps)
@@ -163,7 +212,9 @@ def _trained(
         tokens, targets = (part.to(device) for part in batch)
         return next_token_loss(model(input_ids=tokens, use_cache=False).logits, targets)
 
-    guard = open_guard(options, policy, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    guard = open_guard(
+        options, policy, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader
+    )
     training = Training(guard, options)
     with guard:
         for batch in training.batches():

@@ -1,4 +1,7 @@
-"""What a run is made of: options, data, model, optimizer, loader. Either loop begins with the same."""
+"""What a run is made of: options, data, model, optimizer, loader.
+
+Either loop begins with the same.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ from recipes.pegasus.scoring import HeldOut, summarise
 from recipes.pegasus.vocabulary import load_tokenizer
 from recipes.training import find_device, making_the_model
 
-_TRAINED_ON = (
-    "stdlib,accelerate,h5py,hypothesis,lightning,matplotlib,mpmath,numpy,rich,scipy,selenium,sympy,torch,transformers"
-)
+_TRAINED_ON = "stdlib,accelerate,h5py,hypothesis,lightning,matplotlib,mpmath,numpy,rich,scipy,selenium,sympy,torch,transformers"
 _CHARACTERS_PER_TOKEN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PegasusOptions(RunOptions):
-    """Train Pegasus to summarise, on docstrings of the installed packages or on records of your own."""
+    """Train Pegasus to summarise, on docstrings of the installed packages or on records of your
+    own.
+    """
 
     run_dir: Path = Path("runs/pegasus")
     """Directory of the run: checkpoints, records, vocabulary, report.html and result.json."""
@@ -43,8 +46,8 @@ class PegasusOptions(RunOptions):
     """Config of the model: one that learns on two CPU cores, or that of google/pegasus-large."""
 
     pretrained: Path | None = None
-    """Folder of a model of transformers with its tokenizer, such as a copy of google/pegasus-large: it is fine-tuned.
-    None: a new model, with a tokenizer of its own."""
+    """Folder of a model of transformers with its tokenizer, such as a copy of google/pegasus-large:
+    it is fine-tuned. None: a new model, with a tokenizer of its own."""
 
     save_pretrained: bool = True
     """Whether the trained model is written to <run-dir>/model, for from_pretrained."""
@@ -74,8 +77,11 @@ class PegasusOptions(RunOptions):
     """Where the docstrings are kept, for other runs too."""
 
     quarantine: float = 0.001
-    """Most records that may be quarantined because they cannot be used: a share below 1, of which at least 1 may, or
-    a number."""
+    """Most records that may be quarantined because they cannot be used.
+
+    A share below 1, of which at least 1 may, or
+    a number.
+    """
 
     vocab_size: int = 4000
     """Most pieces of words that the tokenizer knows."""
@@ -90,14 +96,15 @@ class PegasusOptions(RunOptions):
     """Tokens that a summary is cut to."""
 
     copied: float = 0.0
-    """Share of the samples whose target is how the document begins, marked by <mask_1>, so that copying is learnt.
-    With --pretrained there are none."""
+    """Share of the samples whose target is how the document begins, marked by <mask_1>, so that
+    copying is learnt. With --pretrained there are none."""
 
     batch_size: int = 16
     """Records in an update, also where it is made in several micro-batches."""
 
     gradient_accumulation_steps: int = 1
-    """Micro-batches that an update is made of from the start; each counts by the tokens of its summaries."""
+    """Micro-batches that an update is made of from the start; each counts by the tokens of its
+    summaries."""
 
     learning_rate: float = 2e-3
     """Highest rate of AdamW."""
@@ -109,7 +116,8 @@ class PegasusOptions(RunOptions):
     """Probability. The default run sees hardly a record twice."""
 
     num_beams: int = 4
-    """Beginnings of a summary that are kept while it is written; 1: always the most probable next token."""
+    """Beginnings of a summary that are kept while it is written; 1: always the most probable next
+    token."""
 
     eval_steps: int = 1000
     """Steps between evaluations on what is held out."""
@@ -124,9 +132,14 @@ class PegasusOptions(RunOptions):
             OptionError: One has a value that makes no training.
         """
         RunOptions.check(self)
-        self.at_least({"batch_size": 1, "gradient_accumulation_steps": 1, "num_beams": 1, "eval_steps": 1})
-        # A tokenizer ends each text with a mark, beside which a word needs room; its alphabet needs some pieces.
-        self.at_least({"max_source_length": 2, "max_target_length": 2, "eval_records": 2, "vocab_size": 50})
+        self.at_least(
+            {"batch_size": 1, "gradient_accumulation_steps": 1, "num_beams": 1, "eval_steps": 1}
+        )
+        # A tokenizer ends each text with a mark, beside which a word needs room; its alphabet needs
+        # some pieces.
+        self.at_least(
+            {"max_source_length": 2, "max_target_length": 2, "eval_records": 2, "vocab_size": 50}
+        )
         self.at_least({"warmup_steps": 0})
         for name in ("quarantine", "copied", "dropout"):
             self.at_least({name: 0})
@@ -136,7 +149,11 @@ class PegasusOptions(RunOptions):
         endless = self.loop == "trainer" and self.max_steps == 0  # it would take its three epochs
         self.insist("max_steps", not endless, "--loop trainer makes at least one step")
         whole = self.batch_size % self.gradient_accumulation_steps == 0
-        self.insist("gradient_accumulation_steps", whole, f"a divisor of --batch-size {self.batch_size} is needed")
+        self.insist(
+            "gradient_accumulation_steps",
+            whole,
+            f"a divisor of --batch-size {self.batch_size} is needed",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,20 +175,32 @@ class Job:
         return loss_of(self.model, batch)
 
     def summaries(self) -> list[str]:
-        """Return what the model writes about the held-out documents; it must be in evaluation mode."""
+        """Return what the model writes about the held-out documents.
+
+        It must be in evaluation mode.
+        """
         options = self.options
         return summarise(
-            self.model, self.tokenizer, self.held_out.documents,
-            max_source_length=options.max_source_length, max_target_length=options.max_target_length,
+            self.model,
+            self.tokenizer,
+            self.held_out.documents,
+            max_source_length=options.max_source_length,
+            max_target_length=options.max_target_length,
             num_beams=options.num_beams,
-        )  # fmt: skip
+        )
 
     def held_out_loss(self) -> float:
-        """Return the mean over the tokens of the held-out summaries; the model must be in evaluation mode."""
+        """Return the mean over the tokens of the held-out summaries.
+
+        The model must be in evaluation mode.
+        """
         total = items = 0.0
         for batch in self.scored:
             found = self.loss(batch)
-            total, items = total + float(found.mean) * float(found.items), items + float(found.items)
+            total, items = (
+                total + float(found.mean) * float(found.items),
+                items + float(found.items),
+            )
         return total / items
 
 
@@ -190,17 +219,28 @@ def make_job(options: PegasusOptions) -> Job:
         tokenizer, model = _model(options, train)
         model.to(device).train()  # as it is loaded it would have no dropout
     optimizer, scheduler = build_optimizer(
-        model, learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, max_steps=options.max_steps
+        model,
+        learning_rate=options.learning_rate,
+        warmup_steps=options.warmup_steps,
+        max_steps=options.max_steps,
     )
     held_out = HeldOut.of(validation, options.eval_records)
     torch.manual_seed(options.seed)  # dropout is that of the seed, however the weights were drawn
     return Job(
-        options=options, device=device, tokenizer=tokenizer, model=model, optimizer=optimizer, scheduler=scheduler,
-        loader=_loader(train, tokenizer, options, device), held_out=held_out,
+        options=options,
+        device=device,
+        tokenizer=tokenizer,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=_loader(train, tokenizer, options, device),
+        held_out=held_out,
         scored=DataLoader(
-            tokenized(held_out.pairs(), tokenizer, options), batch_size=50, **_batches(tokenizer, device)
+            tokenized(held_out.pairs(), tokenizer, options),
+            batch_size=50,
+            **_batches(tokenizer, device),
         ),
-    )  # fmt: skip
+    )
 
 
 def _model(options: PegasusOptions, train: JsonLines) -> tuple[Any, Any]:
@@ -211,21 +251,26 @@ def _model(options: PegasusOptions, train: JsonLines) -> tuple[Any, Any]:
         most = model.config.max_position_embeddings
         if positions > most:
             lengths = (
-                f"--max-source-length {options.max_source_length}, --max-target-length {options.max_target_length}"
+                f"--max-source-length {options.max_source_length}, --max-target-length"
+                f" {options.max_target_length}"
             )
             raise ValueError(
-                f"{lengths}: the model in {options.pretrained} has {most} positions, and summaries need one more.\n"
-                "Fix: shorter ones."
+                f"{lengths}: the model in {options.pretrained} has {most} positions, and summaries"
+                " need one more.\nFix: shorter ones."
             )
         return tokenizer, model
     kept = options.run_dir / "vocabulary.json"
     tokenizer = load_tokenizer(kept, train, options.vocab_size, lowercase=options.lowercase)
-    return tokenizer, build_model(options.size, tokenizer, positions=positions, dropout=options.dropout)
+    return tokenizer, build_model(
+        options.size, tokenizer, positions=positions, dropout=options.dropout
+    )
 
 
 def _files(options: PegasusOptions) -> tuple[Path, Path]:
     if (options.train_file is None) != (options.validation_file is None):
-        raise RecordError("--train-file and --validation-file belong together.\nFix: name both, or neither.")
+        raise RecordError(
+            "--train-file and --validation-file belong together.\nFix: name both, or neither."
+        )
     if options.train_file is not None and options.validation_file is not None:
         return options.train_file, options.validation_file
     train, held_out = (
@@ -236,7 +281,10 @@ def _files(options: PegasusOptions) -> tuple[Path, Path]:
         missing = [name for name in train if not is_installed(name)]
         train = [name for name in train if name not in missing]
         if missing:
-            print(f"not installed, so their docstrings are left out: {', '.join(missing)}", file=sys.stderr)
+            print(
+                f"not installed, so their docstrings are left out: {', '.join(missing)}",
+                file=sys.stderr,
+            )
     return collect(options.corpus_dir, train, held_out)
 
 
@@ -249,29 +297,46 @@ def _records(path: Path, options: PegasusOptions) -> JsonLines:
     except OSError as error:
         option = "--train-file" if path == options.train_file else "--validation-file"
         fix = "name a file of JSON lines, each an object with a document and its summary"
-        raise RecordError(f"{option} {path} cannot be read: {error.strerror}\nFix: {fix}.") from error
+        raise RecordError(
+            f"{option} {path} cannot be read: {error.strerror}\nFix: {fix}."
+        ) from error
 
 
-def _loader(records: JsonLines, tokenizer: Any, options: PegasusOptions, device: torch.device) -> DataLoader:
+def _loader(
+    records: JsonLines, tokenizer: Any, options: PegasusOptions, device: torch.device
+) -> DataLoader:
     """Return batches of records of about the same length, whole ones only."""
     micro_batch_size = options.batch_size // options.gradient_accumulation_steps
     lengths, troubles = records.sizes(_CHARACTERS_PER_TOKEN * options.max_source_length)
     insist_on_usable(troubles, len(records), options.quarantine)
     return DataLoader(
-        tokenized(records, tokenizer, options, copied=options.copied if options.pretrained is None else 0.0),
+        tokenized(
+            records,
+            tokenizer,
+            options,
+            copied=options.copied if options.pretrained is None else 0.0,
+        ),
         sampler=LengthBucketed(lengths, group=options.batch_size),
         batch_size=micro_batch_size if options.loop == "trainer" else options.batch_size,
-        drop_last=True, seed=options.seed, quarantine=options.quarantine, num_workers=options.num_workers,
+        drop_last=True,
+        seed=options.seed,
+        quarantine=options.quarantine,
+        num_workers=options.num_workers,
         **_batches(tokenizer, device),
-    )  # fmt: skip
+    )
 
 
-def tokenized(records: Records, tokenizer: Any, options: PegasusOptions, *, copied: float = 0.0) -> TokenizedRecords:
+def tokenized(
+    records: Records, tokenizer: Any, options: PegasusOptions, *, copied: float = 0.0
+) -> TokenizedRecords:
     """Return records as the model is given them."""
     return TokenizedRecords(
-        records, tokenizer, copied=copied,
-        max_source_length=options.max_source_length, max_target_length=options.max_target_length,
-    )  # fmt: skip
+        records,
+        tokenizer,
+        copied=copied,
+        max_source_length=options.max_source_length,
+        max_target_length=options.max_target_length,
+    )
 
 
 def _batches(tokenizer: Any, device: torch.device) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Documents and summaries in a file of JSON lines, read one by one from their byte offsets, and made into tokens.
+"""Documents and summaries in a file of JSON lines, read one by one from their byte offsets, and
+made into tokens.
 
-Nothing of the file but the offsets stays in memory, 8 bytes for a record, and workers share no position in it. A
-record that cannot be used is a `RecordError`, which a `holdfast.DataLoader` sets aside.
+Nothing of the file but the offsets stays in memory, 8 bytes for a record, and workers share no
+position in it. A record that cannot be used is a `RecordError`, which a `holdfast.DataLoader` sets
+aside.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from torch.utils.data import Dataset
 Records: TypeAlias = "JsonLines | list[tuple[str, str]]"
 _LOOKED_AT = 100  # records, for their keys
 _LEADING_WORDS = 10  # as many as a summary has
-_HALF = re.compile(r"[\ud800-\udfff]")  # JSON may spell one half of a pair alone, at which tokenizers fail
+# JSON may spell one half of a pair alone, at which tokenizers fail
+_HALF = re.compile(r"[\ud800-\udfff]")
 
 
 class RecordError(ValueError):
@@ -36,7 +39,8 @@ class JsonLines(Dataset[tuple[str, str]]):
         path: The file: on each line an object. Lines with nothing but blanks do not count.
         text_column: Key of the document.
         summary_column: Key of the summary.
-        title_column: Key of a title, which is put before the document as its first line, empty where a record has
+        title_column: Key of a title, which is put before the document as its first line, empty
+            where a record has
             none. None: documents are left as they are.
 
     Raises:
@@ -82,14 +86,22 @@ class JsonLines(Dataset[tuple[str, str]]):
         found = [record.get(column) for column in self._columns]
         for column, value in zip(self._columns, found, strict=True):
             if not isinstance(value, str) or not value.strip():
-                what = "is missing" if value is None else "is empty" if value in ("", [], {}) else f"is {value!r:.40}"
+                what = (
+                    "is missing"
+                    if value is None
+                    else "is empty"
+                    if value in ("", [], {})
+                    else f"is {value!r:.40}"
+                )
                 raise self._error(index, f"{column!r} {what}; a text is needed")
         document, summary = str(found[0]), str(found[1])
         if self._title_column is not None:
             title = record.get(self._title_column)
             document = f"{' '.join(title.split()) if isinstance(title, str) else ''}\n{document}"
         if _HALF.search(document) or _HALF.search(summary):
-            raise self._error(index, "half a character (\\ud800 to \\udfff, alone), which no encoding has")
+            raise self._error(
+                index, "half a character (\\ud800 to \\udfff, alone), which no encoding has"
+            )
         return document, summary
 
     def sizes(self, longest: int) -> tuple[NDArray[np.int64], list[str]]:
@@ -119,7 +131,8 @@ class JsonLines(Dataset[tuple[str, str]]):
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
-        line = os.pread(self._file, end - begin, begin)  # moves no position, which a forked worker would share
+        # Moves no position, which a forked worker would share
+        line = os.pread(self._file, end - begin, begin)
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -129,7 +142,8 @@ class JsonLines(Dataset[tuple[str, str]]):
         return record
 
     def _check_columns(self) -> None:
-        """Tell at once, and not by setting everything aside, that the keys are called something else.
+        """Tell at once, and not by setting everything aside, that the keys are called something
+        else.
 
         The first records are looked at, and those that cannot be used among them are passed over.
         """
@@ -141,28 +155,38 @@ class JsonLines(Dataset[tuple[str, str]]):
             except RecordError as error:
                 why = why or error
         if why is not None and not keys:
-            fix = "one JSON object a line is needed, as datasets' to_json writes them, in UTF-8 and unpacked"
+            fix = (
+                "one JSON object a line is needed, as datasets' to_json writes them, in UTF-8 and"
+                " unpacked"
+            )
             raise RecordError(f"{why}\nFix: {fix}.")
         columns = (*self._columns, self._title_column)
-        for column, option in zip(columns, ("--text-column", "--summary-column", "--title-column"), strict=True):
+        for column, option in zip(
+            columns, ("--text-column", "--summary-column", "--title-column"), strict=True
+        ):
             if column is not None and column not in keys:
                 there = ", ".join(map(repr, keys))
-                raise self._error(0, f"no key {column!r} among {there}; name the right one with {option}")
+                raise self._error(
+                    0, f"no key {column!r} among {there}; name the right one with {option}"
+                )
 
     def _error(self, index: int, what: str) -> RecordError:
         return RecordError(f"{self.path}, record {index} at byte {self._offsets[index]}: {what}")
 
 
 class TokenizedRecords(Dataset[dict[str, list[int]]]):
-    """What the model is given of each record: ``input_ids``, ``attention_mask`` and ``labels``, each a list.
+    """What the model is given of each record.
+
+    ``input_ids``, ``attention_mask`` and ``labels``, each a list.
 
     Args:
         records: Pairs of texts.
         tokenizer: A tokenizer of transformers.
         max_source_length: Tokens that a document is cut to.
         max_target_length: Tokens that a summary is cut to.
-        copied: Share of the times that a record is read in which its target is how its document begins, which then
-            has ``<mask_1>`` before it. It is PEGASUS's pre-training by gap sentences (arXiv 1912.08777), the leading
+        copied: Share of the times that a record is read in which its target is how its document
+            begins, which then has ``<mask_1>`` before it. It is PEGASUS's pre-training by gap
+            sentences (arXiv 1912.08777), the leading
             ones, left in the text: that teaches to copy, which summaries alone do slowly.
     """
 
@@ -191,7 +215,8 @@ class TokenizedRecords(Dataset[dict[str, list[int]]]):
             RecordError: if it cannot be used.
         """
         document, summary = self._records[index]
-        if self._copied and float(torch.rand(())) < self._copied:  # the loader seeds it by epoch and index
+        # The loader seeds it by epoch and index
+        if self._copied and float(torch.rand(())) < self._copied:
             document, summary = f"<mask_1> {document}", " ".join(document.split()[:_LEADING_WORDS])
         source = self._tokenizer(document, truncation=True, max_length=self._lengths[0])
         target = self._tokenizer(text_target=summary, truncation=True, max_length=self._lengths[1])

@@ -1,10 +1,14 @@
-"""What summaries are worth: ROUGE of what the model writes about held-out documents, and of what needs no model.
+"""What summaries are worth.
 
-copied       the first words of what the model is given: of the title, if there is one, and of the document
+ROUGE of what the model writes about held-out documents, and of what needs no model.
+
+copied       the first words of what the model is given: of the title, if there is one, and of the
+    document
 body         the first words of the document, without its title
 title        the title alone
 random       as many words of what the model is given, drawn
-exchanged    the model's own summaries, each of another document: what is left of the score if it reads none
+exchanged    the model's own summaries, each of another document: what is left of the score if it
+reads none
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ class HeldOut:
 
     @classmethod
     def of(cls, records: JsonLines, most: int) -> HeldOut:
-        """Return some records, spread over the file, the same every time; those that cannot be used are left out.
+        """Return some records, spread over the file, the same every time.
+
+        Those that cannot be used are left out.
 
         Args:
             records: All of them.
@@ -71,10 +77,12 @@ class HeldOut:
                 bad += 1
         if len(found) < 2:
             raise RecordError(
-                f"{records.path}: {len(found)} usable records to hold out and {bad} others; 2 are needed.\n"
-                "Fix: name a file with more of them, or a larger --eval-records."
+                f"{records.path}: {len(found)} usable records to hold out and {bad} others; 2 are"
+                " needed.\nFix: name a file with more of them, or a larger --eval-records."
             )
-        return cls([document for document, _ in found], [summary for _, summary in found], records.titled)
+        return cls(
+            [document for document, _ in found], [summary for _, summary in found], records.titled
+        )
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return document and summary of each."""
@@ -97,7 +105,9 @@ class HeldOut:
         return found
 
     def figures(self, written: Sequence[str]) -> dict[str, float]:
-        """Return the scores of what a model has written about the documents, and of the baselines beside it."""
+        """Return the scores of what a model has written about the documents, and of the
+        baselines beside it.
+        """
         others = {**self.baselines(), "exchanged": [*written[1:], written[0]]}
         scores = rouge(written, self.summaries)
         return scores | {
@@ -116,7 +126,9 @@ def summarise(
     max_target_length: int,
     num_beams: int,
 ) -> list[str]:
-    """Return what the model writes about each document: the most probable text that a search by beams finds.
+    """Return what the model writes about each document.
+
+    The most probable text that a search by beams finds.
 
     Args:
         model: Pegasus, in evaluation mode.
@@ -131,12 +143,18 @@ def summarise(
     for start in range(0, len(documents), 50):
         batch = tokenizer(
             list(documents[start : start + 50]),
-            truncation=True, max_length=max_source_length, padding=True, return_tensors="pt",
-        ).to(device)  # fmt: skip
+            truncation=True,
+            max_length=max_source_length,
+            padding=True,
+            return_tensors="pt",
+        ).to(device)
         with torch.no_grad():
             tokens = model.generate(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
-                max_length=max_target_length + 1, num_beams=num_beams, do_sample=False,
-            )  # fmt: skip
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_length=max_target_length + 1,
+                num_beams=num_beams,
+                do_sample=False,
+            )
         written += tokenizer.batch_decode(tokens, skip_special_tokens=True)
     return written

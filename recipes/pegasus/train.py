@@ -1,9 +1,12 @@
-"""Trains Pegasus to summarise: in a loop of our own under a `holdfast.Guard`, or in that of Seq2SeqTrainer.
+"""Trains Pegasus to summarise.
+
+In a loop of our own under a `holdfast.Guard`, or in that of Seq2SeqTrainer.
 
     python -m recipes.pegasus
     python -m recipes.pegasus --loop trainer --run-dir runs/pegasus-trainer
 
-Does not: make the corpus (see ``corpus``), read records (see ``records``) or build what is trained (see ``job``).
+Does not: make the corpus (see ``corpus``), read records (see ``records``) or build what is trained
+    (see ``job``).
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from recipes.pegasus.scoring import rouge
 from recipes.training import Training, ending_clearly, open_guard
 
 POLICY = Path(__file__).with_name("policy.yaml")
-_CHECKPOINTS = {"plain": "checkpoints/*-step*", "trainer": "trainer/checkpoint-*"}  # of a run in either loop
+# Of a run in either loop
+_CHECKPOINTS = {"plain": "checkpoints/*-step*", "trainer": "trainer/checkpoint-*"}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -34,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         insist_on_installed("demo,integrations", "accelerate", "torchmetrics", "transformers")
         if any(options.run_dir.glob(others)):
             raise RecordError(
-                f"{options.run_dir} is a run of the other --loop.\nFix: give this one a --run-dir of its own."
+                f"{options.run_dir} is a run of the other --loop.\nFix: give this one a --run-dir"
+                " of its own."
             )
         job = make_job(options)
     _show_bars_on_terminals_only()
@@ -63,7 +68,11 @@ class Curve:
 
     def newest(self) -> dict[str, float]:
         """Return what is worth showing of the last one."""
-        return {name: self.points[-1][name] for name in ("held_out_loss", "rouge1")} if self.points else {}
+        return (
+            {name: self.points[-1][name] for name in ("held_out_loss", "rouge1")}
+            if self.points
+            else {}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return them."""
@@ -80,9 +89,14 @@ def train(job: Job, policy: Policy) -> dict[str, Any]:
     if parts > 1 and policy.micro_batch_size in ("auto", None):
         policy = policy.replace(micro_batch_size=job.options.batch_size // parts)
     guard = open_guard(
-        job.options, policy,
-        model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, loader=job.loader, state={"curve": curve},
-    )  # fmt: skip
+        job.options,
+        policy,
+        model=job.model,
+        optimizer=job.optimizer,
+        scheduler=job.scheduler,
+        loader=job.loader,
+        state={"curve": curve},
+    )
     training = Training(guard, job.options)
     with guard:
         for batch in training.batches():
@@ -120,7 +134,11 @@ def finished(job: Job) -> dict[str, float]:
         job.model.save_pretrained(job.options.run_dir / "model")
         job.tokenizer.save_pretrained(job.options.run_dir / "model")
     records = float(len(written))
-    return {"records": records, "held_out_loss": job.held_out_loss(), **job.held_out.figures(written)}
+    return {
+        "records": records,
+        "held_out_loss": job.held_out_loss(),
+        **job.held_out.figures(written),
+    }
 
 
 def _advise(job: Job) -> None:
@@ -129,7 +147,8 @@ def _advise(job: Job) -> None:
     advice = advise_learning_rate(job.optimizer, usual, chosen, by="batch")
     if advice.factor != 1:
         print(
-            f"--batch-size {chosen}: the learning rate that suits {usual} would be multiplied by "
-            f"{advice.factor:.3g} ({advice.rule} rule, {advice.source}); it is left at {job.options.learning_rate}",
+            f"--batch-size {chosen}: the learning rate that suits {usual} would be multiplied by"
+            f" {advice.factor:.3g} ({advice.rule} rule, {advice.source}); it is left at"
+            f" {job.options.learning_rate}",
             file=sys.stderr,
         )

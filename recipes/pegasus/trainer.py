@@ -1,7 +1,8 @@
-"""The same training in the loop of transformers' Seq2SeqTrainer, whose every step is holdfast's transaction.
+"""The same training in the loop of transformers' Seq2SeqTrainer, whose every step is holdfast's
+transaction.
 
-It has the loop, the evaluations, the logs and the checkpoints; batches, optimizer and schedule are those of the plain
-loop, so that both end with the same weights.
+It has the loop, the evaluations, the logs and the checkpoints; batches, optimizer and schedule are
+those of the plain loop, so that both end with the same weights.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _NAMES = {"step": "step", "held_out_loss": "eval_loss"} | {name: f"eval_{name}" 
 
 
 def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
-    """Train to the end, and return what result.json holds; what ends it early ends the process, as in the plain loop.
+    """Train to the end, and return what result.json holds.
+
+    What ends it early ends the process, as in the plain loop.
 
     Raises:
         HoldfastError: H312 for checkpoints none of which is whole.
@@ -46,7 +49,8 @@ def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
         if tell_if_ended(int(step), options.max_steps):
             trainer.pop_callback(ProgressCallback)  # of a bar without a step
     _train(trainer, newest, options.run_dir)
-    trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)  # else bf16 would go on in its forward
+    # Else bf16 would go on in its forward
+    trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)
     job.model.eval()
     with torch.no_grad():
         figures = finished(job)
@@ -56,7 +60,9 @@ def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
 
 
 def _train(trainer: Any, newest: str | None, run_dir: Path) -> None:
-    """Train; Ctrl-C ends the process after the step and with a checkpoint, an error of holdfast with a report."""
+    """Train; Ctrl-C ends the process after the step and with a checkpoint, an error of holdfast
+    with a report.
+    """
     try:
         trainer.train(resume_from_checkpoint=newest)
     except KeyboardInterrupt:
@@ -73,9 +79,10 @@ def make_trainer(job: Job, policy: Policy) -> Any:
     """Return a Seq2SeqTrainer of a job.
 
     Args:
-        job: Its loader, optimizer and schedule are used; ``gradient_accumulation_steps`` of its batches
-            are one update.
-        policy: What TrainingArguments have too is set there: clipping, precision, the saving of checkpoints.
+        job: Its loader, optimizer and schedule are used; ``gradient_accumulation_steps`` of its
+            batches are one update.
+        policy: What TrainingArguments have too is set there: clipping, precision, the saving of
+            checkpoints.
     """
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -89,7 +96,9 @@ def make_trainer(job: Job, policy: Policy) -> Any:
         trained_by: Any = None
 
         def get_train_dataloader(self) -> Any:
-            """Return the loader of the plain loop, with its order, its quarantine and its workers that heal."""
+            """Return the loader of the plain loop, with its order, its quarantine and its
+            workers that heal.
+            """
             return job.loader
 
         def _holdfast_open(self, model: torch.nn.Module) -> Any:
@@ -98,7 +107,10 @@ def make_trainer(job: Job, policy: Policy) -> Any:
             return self.trained_by
 
         def _run_epoch(self, *arguments: Any, **named: Any) -> Any:
-            """Begin no epoch where all steps are made: transformers 5.17 would make one more at each start."""
+            """Begin no epoch where all steps are made.
+
+            Transformers 5.17 would make one more at each start.
+            """
             if self.state.global_step < self.args.max_steps:
                 return super()._run_epoch(*arguments, **named)
             self.control.should_training_stop = True
@@ -117,29 +129,50 @@ def make_trainer(job: Job, policy: Policy) -> Any:
             return found
 
     arguments = Seq2SeqTrainingArguments(
-        output_dir=str(options.run_dir / "trainer"), max_steps=options.max_steps, seed=options.seed,
+        output_dir=str(options.run_dir / "trainer"),
+        max_steps=options.max_steps,
+        seed=options.seed,
         per_device_train_batch_size=options.batch_size // options.gradient_accumulation_steps,
-        gradient_accumulation_steps=options.gradient_accumulation_steps, per_device_eval_batch_size=50,
-        max_grad_norm=policy.max_grad_norm or 0.0, bf16=policy.precision == "bf16", fp16=policy.precision == "fp16",
-        eval_strategy="steps", eval_steps=options.eval_steps, predict_with_generate=True,
-        generation_max_length=options.max_target_length + 1, generation_num_beams=options.num_beams,
-        save_strategy="no" if saves is None else "steps", save_total_limit=policy.keep_latest_k,
-        save_steps=saves if isinstance(saves, int) else _USUAL_SAVE_STEPS, logging_steps=50, report_to="none",
-        remove_unused_columns=False, use_cpu=job.device.type == "cpu", disable_tqdm=not sys.stderr.isatty(),
-    )  # fmt: skip
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        per_device_eval_batch_size=50,
+        max_grad_norm=policy.max_grad_norm or 0.0,
+        bf16=policy.precision == "bf16",
+        fp16=policy.precision == "fp16",
+        eval_strategy="steps",
+        eval_steps=options.eval_steps,
+        predict_with_generate=True,
+        generation_max_length=options.max_target_length + 1,
+        generation_num_beams=options.num_beams,
+        save_strategy="no" if saves is None else "steps",
+        save_total_limit=policy.keep_latest_k,
+        save_steps=saves if isinstance(saves, int) else _USUAL_SAVE_STEPS,
+        logging_steps=50,
+        report_to="none",
+        remove_unused_columns=False,
+        use_cpu=job.device.type == "cpu",
+        disable_tqdm=not sys.stderr.isatty(),
+    )
     trainer = SummaryTrainer(
-        model=job.model, args=arguments, processing_class=job.tokenizer, data_collator=job.loader.collate_fn,
-        train_dataset=job.loader.dataset, eval_dataset=tokenized(job.held_out.pairs(), job.tokenizer, options),
-        compute_metrics=lambda found: _metrics(job, found.predictions), optimizers=(job.optimizer, job.scheduler),
-        holdfast_policy=policy.replace(save_interval_steps=None), holdfast_run_dir=str(options.run_dir),
-    )  # fmt: skip
+        model=job.model,
+        args=arguments,
+        processing_class=job.tokenizer,
+        data_collator=job.loader.collate_fn,
+        train_dataset=job.loader.dataset,
+        eval_dataset=tokenized(job.held_out.pairs(), job.tokenizer, options),
+        compute_metrics=lambda found: _metrics(job, found.predictions),
+        optimizers=(job.optimizer, job.scheduler),
+        holdfast_policy=policy.replace(save_interval_steps=None),
+        holdfast_run_dir=str(options.run_dir),
+    )
     torch.manual_seed(options.seed)  # as in the plain loop: making a Trainer draws
     _give_the_bar_a_width(trainer)
     return trainer
 
 
 def _give_the_bar_a_width(trainer: Any) -> None:
-    """Draw the Trainer's bar on terminals that tell no width too, as those of `script` or `docker exec -t`."""
+    """Draw the Trainer's bar on terminals that tell no width too, as those of `script` or
+    `docker exec -t`.
+    """
     from transformers import ProgressCallback
 
     class Bar(ProgressCallback):
@@ -159,4 +192,6 @@ def _give_the_bar_a_width(trainer: Any) -> None:
 def _metrics(job: Job, predictions: Any) -> dict[str, float]:
     """Return the scores of generated tokens, of which the Trainer fills up rows with -100."""
     tokens = np.where(predictions < 0, job.tokenizer.pad_token_id, predictions)
-    return rouge(job.tokenizer.batch_decode(tokens, skip_special_tokens=True), job.held_out.summaries)
+    return rouge(
+        job.tokenizer.batch_decode(tokens, skip_special_tokens=True), job.held_out.summaries
+    )

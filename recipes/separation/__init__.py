@@ -1,1 +1,4 @@
-"""Speech separation: the voices of a mixture, each by itself, by a small Conv-TasNet (arXiv 1809.07454)."""
+"""Speech separation.
+
+The voices of a mixture, each by itself, by a small Conv-TasNet (arXiv 1809.07454).
+"""

@@ -1,7 +1,10 @@
-"""Samples to train with: mixtures made on the fly of single speakers, or cut out of mixtures that lie on a disk.
+"""Samples to train with.
 
-All that is random is drawn from torch's generator inside ``__getitem__``, which the loader seeds for each sample and
-epoch. A recording that cannot be used raises an error that says why; the loader then sets that sample aside.
+Mixtures made on the fly of single speakers, or cut out of mixtures that lie on a disk.
+
+All that is random is drawn from torch's generator inside ``__getitem__``, which the loader seeds
+for each sample and epoch. A recording that cannot be used raises an error that says why; the loader
+then sets that sample aside.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ _TRIES = 5  # to find a second speaker whose recording can be read
 
 
 class MixedOnTheFly(Dataset[Sample]):
-    """Each recording with one of another speaker, drawn anew each time, as are their levels and what is cut out.
+    """Each recording with one of another speaker, drawn anew each time, as are their levels and
+    what is cut out.
 
-    A sample is the mixture ``(samples,)`` and its sources ``(2, samples)``. Only its first recording counts as its
-    own: where the second cannot be read, another one is drawn, or one bad file would spoil many samples.
+    A sample is the mixture ``(samples,)`` and its sources ``(2, samples)``. Only its first
+    recording counts as its
+    own: where the second cannot be read, another one is drawn, or one bad file would spoil many
+        samples.
 
     Args:
         utterances: Of two speakers or more.
@@ -81,7 +87,9 @@ class CutMixtures(Dataset[Sample]):
         samples: Of what is cut out; None: all of it.
     """
 
-    def __init__(self, mixtures: Sequence[Mixture], *, sample_rate: int, samples: int | None) -> None:
+    def __init__(
+        self, mixtures: Sequence[Mixture], *, sample_rate: int, samples: int | None
+    ) -> None:
         self.mixtures = mixtures
         self.sample_rate = sample_rate
         self.samples = samples
@@ -101,8 +109,8 @@ class CutMixtures(Dataset[Sample]):
         lengths = {len(wave) for wave in waves}
         if len(lengths) > 1:
             raise ValueError(
-                f"{found.path} and its sources have {', '.join(str(len(wave)) for wave in waves)} samples\n"
-                "Fix: mix them again; they belong to one stretch of time."
+                f"{found.path} and its sources have {', '.join(str(len(wave)) for wave in waves)}"
+                " samples\nFix: mix them again; they belong to one stretch of time."
             )
         together = np.stack(waves)
         cut = together if self.samples is None else _cut(together, self.samples)
@@ -110,7 +118,10 @@ class CutMixtures(Dataset[Sample]):
 
 
 def _cut(wave: Waves, samples: int) -> Waves:
-    """Return a stretch of so many samples, over the last dimension; silence follows what is shorter."""
+    """Return a stretch of so many samples, over the last dimension.
+
+    Silence follows what is shorter.
+    """
     room = wave.shape[-1] - samples
     if room <= 0:
         return np.pad(wave, [(0, 0)] * (wave.ndim - 1) + [(0, -room)])

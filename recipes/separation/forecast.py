@@ -1,4 +1,6 @@
-"""Will training a Conv-TasNet of the paper's size fit, and how: a forecast, without a GPU and without data.
+"""Will training a Conv-TasNet of the paper's size fit, and how.
+
+A forecast, without a GPU and without data.
 
     holdfast plan recipes/separation/forecast.py:build --device T4 --global-batch-size 32
 

@@ -1,4 +1,6 @@
-"""Conv-TasNet: waves to frames, a mask for each source by a temporal convolutional network, frames to waves."""
+"""Conv-TasNet: waves to frames, a mask for each source by a temporal convolutional network,
+frames to waves.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _EPSILON = 1e-8
 
 
 class Block(nn.Module):
-    """A convolution over time, by channel and dilated, between two over channels; added to what came in.
+    """A convolution over time, by channel and dilated, between two over channels.
+
+    Added to what came in.
 
     Args:
         channels: Of input and output.
@@ -25,7 +29,8 @@ class Block(nn.Module):
         self.layers = nn.Sequential(
             nn.Conv1d(channels, hidden, 1),
             nn.PReLU(),
-            nn.GroupNorm(1, hidden, eps=_EPSILON),  # the paper's global layer norm: over one sample, all channels
+            # The paper's global layer norm: over one sample, all channels
+            nn.GroupNorm(1, hidden, eps=_EPSILON),
             nn.Conv1d(hidden, hidden, _KERNEL, dilation=dilation, padding=reach, groups=hidden),
             nn.PReLU(),
             nn.GroupNorm(1, hidden, eps=_EPSILON),
@@ -38,7 +43,9 @@ class Block(nn.Module):
 
 
 class ConvTasNet(nn.Module):
-    """Separates a mixture; no layer mixes samples of a batch. The names of the sizes are those of the paper.
+    """Separates a mixture; no layer mixes samples of a batch.
+
+    The names of the sizes are those of the paper.
 
     Args:
         filters: N, of encoder and decoder.
@@ -51,7 +58,15 @@ class ConvTasNet(nn.Module):
     """
 
     def __init__(
-        self, *, filters: int, length: int, bottleneck: int, hidden: int, blocks: int, repeats: int, sources: int = 2
+        self,
+        *,
+        filters: int,
+        length: int,
+        bottleneck: int,
+        hidden: int,
+        blocks: int,
+        repeats: int,
+        sources: int = 2,
     ) -> None:
         super().__init__()
         self.stride, self.sources = length // 2, sources
@@ -64,7 +79,9 @@ class ConvTasNet(nn.Module):
         self.decoder = nn.ConvTranspose1d(filters, 1, length, stride=self.stride, bias=False)
 
     def forward(self, mixture: torch.Tensor) -> torch.Tensor:
-        """Return the sources, shape ``(batch, sources, samples)``, of mixtures ``(batch, samples)``."""
+        """Return the sources, shape ``(batch, sources, samples)``, of mixtures ``(batch,
+        samples)``.
+        """
         samples = mixture.shape[1]
         rest = -samples % self.stride
         padded = functional.pad(mixture, (self.stride, self.stride + rest))
@@ -73,6 +90,8 @@ class ConvTasNet(nn.Module):
         for block in self.blocks:
             x = block(x)
         masks = functional.relu(self.masks(x)).unflatten(1, (self.sources, -1))
-        waves = self.decoder((masks * frames[:, None]).flatten(0, 1)).unflatten(0, (-1, self.sources))
+        waves = self.decoder((masks * frames[:, None]).flatten(0, 1)).unflatten(
+            0, (-1, self.sources)
+        )
         found: torch.Tensor = waves[:, :, 0, self.stride : self.stride + samples]
         return found

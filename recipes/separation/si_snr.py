@@ -1,4 +1,6 @@
-"""The scale-invariant signal-to-noise ratio, and the loss that asks for it in the best order of the sources."""
+"""The scale-invariant signal-to-noise ratio, and the loss that asks for it in the best order of
+the sources.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def si_snr(estimate: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def best_order(estimates: torch.Tensor, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean ratio of each sample in the order of the estimates that is best, and that order.
+    """Return the mean ratio of each sample in the order of the estimates that is best, and that
+    order.
 
     Args:
         estimates: Shape ``(batch, sources, samples)``.
@@ -32,7 +35,9 @@ def best_order(estimates: torch.Tensor, sources: torch.Tensor) -> tuple[torch.Te
     """
     from torchmetrics.functional.audio import permutation_invariant_training
 
-    found: tuple[torch.Tensor, torch.Tensor] = permutation_invariant_training(estimates, sources, si_snr)
+    found: tuple[torch.Tensor, torch.Tensor] = permutation_invariant_training(
+        estimates, sources, si_snr
+    )
     return found
 
 
@@ -44,9 +49,12 @@ def separation_loss(
     Args:
         model: That separates.
         batch: Mixtures ``(batch, samples)``, and their sources ``(batch, sources, samples)``.
-        threshold: SpeechBrain's gate: a sample whose loss is below has no gradient. There the mean is over the
-            others; here over all, so that a step always has one, and any division of a batch adds up to the same.
+        threshold: SpeechBrain's gate: a sample whose loss is below has no gradient. There the mean
+            is over the others; here over all, so that a step always has one, and any division of a
+            batch adds up to the same.
     """
     mixture, sources = batch
     losses = -best_order(model(mixture).float(), sources)[0]
-    return Loss((losses if threshold is None else losses.clamp(min=threshold)).mean(), items=len(mixture))
+    return Loss(
+        (losses if threshold is None else losses.clamp(min=threshold)).mean(), items=len(mixture)
+    )

@@ -1,4 +1,7 @@
-"""Trains the separator: ``python -m recipes.separation``, with voices that it makes, or with data of your own."""
+"""Trains the separator.
+
+``python -m recipes.separation``, with voices that it makes, or with data of your own.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,32 @@ _LEARNT = "recordings or mixtures"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(SpeechOptions):
-    """Train a Conv-TasNet to separate two voices, made here, mixed of your recordings, or mixed on your disk."""
+    """Train a Conv-TasNet to separate two voices, made here, mixed of your recordings, or mixed
+    on your disk.
+    """
 
     run_dir: Path = Path("runs/separation")
-    """Directory of the run: checkpoints, records, report.html, result.json, examples, and the speech that is made."""
+    """Directory of the run.
+
+    Checkpoints, records, report.html, result.json, examples, and the speech that is made.
+    """
 
     max_steps: int = 500
     """Optimizer steps, counted over all restarts of the run."""
 
     data: Path | None = None
-    """Mixtures to learn: a folder as WSJ0-2mix's or LibriMix's (mix, s1, s2), or a CSV file as SpeechBrain's (ID,
-    duration, mix_wav, s1_wav, s2_wav)."""
+    """Mixtures to learn.
+
+    A folder as WSJ0-2mix's or LibriMix's (mix, s1, s2), or a CSV file as SpeechBrain's (ID,
+    duration, mix_wav, s1_wav, s2_wav).
+    """
 
     speakers_dir: Path | None = None
-    """Recordings to mix on the fly instead: a folder with one folder of WAV or FLAC files for each speaker, as
-    LibriSpeech's. none, and no --data: voices are made and mixed."""
+    """Recordings to mix on the fly instead.
+
+    A folder with one folder of WAV or FLAC files for each speaker, as
+    LibriSpeech's. none, and no --data: voices are made and mixed.
+    """
 
     held_out: Path | None = None
     """Mixtures to test with, in the forms of --data; needed with data of yours."""
@@ -58,8 +72,11 @@ class Options(SpeechOptions):
     """Highest rate of Adam; it rises over the first tenth of the steps and falls to 0."""
 
     threshold: float | None = -30.0
-    """Gate of SpeechBrain's recipes: mixtures that are separated better than this, a loss in dB, are not learnt from.
-    none: all are."""
+    """Gate of SpeechBrain's recipes.
+
+    Mixtures that are separated better than this, a loss in dB, are not learnt from.
+    none: all are.
+    """
 
     filters: int = 64
     """N of the paper, which has 512."""
@@ -80,7 +97,10 @@ class Options(SpeechOptions):
     """R; the paper has 3."""
 
     quarantine: float = 0.01
-    """Most samples that may be quarantined because they cannot be read: a share below 1, or a number."""
+    """Most samples that may be quarantined because they cannot be read.
+
+    A share below 1, or a number.
+    """
 
     eval_interval_steps: int = 100
     """Steps between tests on what is held out."""
@@ -102,17 +122,29 @@ class Options(SpeechOptions):
         """
         SpeechOptions.check(self)
         self.at_least(
-            dict.fromkeys(("filters", "bottleneck", "hidden", "blocks", "repeats"), 1) | {"length": 2, "speakers": 2}
+            dict.fromkeys(("filters", "bottleneck", "hidden", "blocks", "repeats"), 1)
+            | {
+                "length": 2,
+                "speakers": 2,
+            }
         )
         self.at_most({"seconds": 600})
-        self.insist("length", self.length % 2 == 0, "an even number is needed: filters overlap by half")
+        self.insist(
+            "length", self.length % 2 == 0, "an even number is needed: filters overlap by half"
+        )
         shortest = self.length / self.sample_rate
-        self.insist("seconds", self.seconds >= shortest, f"at least {shortest:g} are needed, the length of a filter")
+        self.insist(
+            "seconds",
+            self.seconds >= shortest,
+            f"at least {shortest:g} are needed, the length of a filter",
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
-    options, policy = read_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
+    options, policy = read_options(
+        Options, argv, policy_file=Path(__file__).with_name("policy.yaml")
+    )
     device = find_device(options)
     with ending_clearly(CorpusError):
         insist_on_installed("demo", "torchmetrics")
@@ -127,10 +159,18 @@ def _loaders(options: Options, device: torch.device) -> tuple[DataLoader, DataLo
     insist_on_a_batch(options.batch_size, len(training_set), _LEARNT)
     to_device = None if device.type == "cpu" else device
     loader = DataLoader(
-        training_set, batch_size=options.batch_size, shuffle=True, drop_last=True, num_workers=options.num_workers,
-        seed=options.seed, quarantine=options.quarantine, device=to_device,
-    )  # fmt: skip
-    return loader, DataLoader(held_out, batch_size=1, quarantine=options.quarantine, device=to_device)
+        training_set,
+        batch_size=options.batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=options.num_workers,
+        seed=options.seed,
+        quarantine=options.quarantine,
+        device=to_device,
+    )
+    return loader, DataLoader(
+        held_out, batch_size=1, quarantine=options.quarantine, device=to_device
+    )
 
 
 def _train(
@@ -141,21 +181,32 @@ def _train(
     torch.manual_seed(options.seed)
     with making_the_model():
         model = ConvTasNet(
-            filters=options.filters, length=options.length, bottleneck=options.bottleneck, hidden=options.hidden,
-            blocks=options.blocks, repeats=options.repeats,
-        ).to(device)  # fmt: skip
+            filters=options.filters,
+            length=options.length,
+            bottleneck=options.bottleneck,
+            hidden=options.hidden,
+            blocks=options.blocks,
+            repeats=options.repeats,
+        ).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.max_steps)
     )
-    guard = open_guard(options, policy, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    guard = open_guard(
+        options, policy, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader
+    )
     test = _Test(guard, model, held_out, options)
     training = Training(guard, options)
     with guard:
         for batch in training.batches():
-            result = guard.step(batch, lambda batch: separation_loss(model, batch, options.threshold))
+            result = guard.step(
+                batch, lambda batch: separation_loss(model, batch, options.threshold)
+            )
             training.show(loss=float(result.loss), **test.shown)
-            if guard.global_step % options.eval_interval_steps == 0 or guard.global_step == options.max_steps:
+            if (
+                guard.global_step % options.eval_interval_steps == 0
+                or guard.global_step == options.max_steps
+            ):
                 test.run()
         figures = test.found or test.run()
     return training.finish(model, figures)
@@ -164,7 +215,9 @@ def _train(
 class _Test:
     """The test on what is held out, and what it found last."""
 
-    def __init__(self, guard: Guard, model: ConvTasNet, loader: DataLoader, options: Options) -> None:
+    def __init__(
+        self, guard: Guard, model: ConvTasNet, loader: DataLoader, options: Options
+    ) -> None:
         self._guard = guard
         self._model = model
         self._options = options
@@ -177,7 +230,9 @@ class _Test:
         with self._guard.evaluate():
             self.found, example = evaluate(self._model, self._loader)
         self._guard.validated(-self.found["si_snr_db"])
-        self._guard.log({"SI-SNR gained, dB": self.found["si_snr_improvement_db"]}, split="held out")
+        self._guard.log(
+            {"SI-SNR gained, dB": self.found["si_snr_improvement_db"]}, split="held out"
+        )
         self._guard.add_image("separated", picture(example))
         write_example(example, Path(self._options.run_dir) / "examples", self._options.sample_rate)
         self.shown = {"held-out SI-SNR gained, dB": self.found["si_snr_improvement_db"]}
@@ -189,18 +244,29 @@ def _data(options: Options) -> tuple[MixedOnTheFly | CutMixtures, CutMixtures]:
     rate, samples = options.sample_rate, round(options.seconds * options.sample_rate)
     if options.data is None and options.speakers_dir is None:
         if options.held_out is not None:
-            raise CorpusError("--held-out without --data or --speakers-dir\nFix: name one of them too, or neither.")
+            raise CorpusError(
+                "--held-out without --data or --speakers-dir\nFix: name one of them too, or"
+                " neither."
+            )
         return _made(options, samples)
     if options.data is not None and options.speakers_dir is not None:
-        raise CorpusError("--data and --speakers-dir both name what is learnt\nFix: leave one of them out.")
+        raise CorpusError(
+            "--data and --speakers-dir both name what is learnt\nFix: leave one of them out."
+        )
     if options.held_out is None:
-        raise CorpusError("no mixtures to test with\nFix: name some that training does not see: --held-out.")
+        raise CorpusError(
+            "no mixtures to test with\nFix: name some that training does not see: --held-out."
+        )
     mixtures = read_mixtures(options.held_out)
-    insist_on_recordings([(each.path, *each.sources) for each in mixtures], rate, options.quarantine)
+    insist_on_recordings(
+        [(each.path, *each.sources) for each in mixtures], rate, options.quarantine
+    )
     held_out = CutMixtures(mixtures, sample_rate=rate, samples=None)
     if options.data is not None:
         mixtures = read_mixtures(options.data)
-        insist_on_recordings([(each.path, *each.sources) for each in mixtures], rate, options.quarantine)
+        insist_on_recordings(
+            [(each.path, *each.sources) for each in mixtures], rate, options.quarantine
+        )
         return CutMixtures(mixtures, sample_rate=rate, samples=samples), held_out
     assert options.speakers_dir is not None
     utterances = read_speakers(options.speakers_dir)
@@ -210,7 +276,8 @@ def _data(options: Options) -> tuple[MixedOnTheFly | CutMixtures, CutMixtures]:
 
 def _made(options: Options, samples: int) -> tuple[MixedOnTheFly, CutMixtures]:
     """Return voices that are made here, and mixtures of other voices."""
-    insist_on_a_batch(options.batch_size, options.speakers * options.sentences, _LEARNT)  # before they are made
+    # Before they are made
+    insist_on_a_batch(options.batch_size, options.speakers * options.sentences, _LEARNT)
     place = options.place_of_speech()
     training, others = (
         make_corpus(
@@ -229,9 +296,12 @@ def _made(options: Options, samples: int) -> tuple[MixedOnTheFly, CutMixtures]:
     )
     many = max(2, options.speakers)
     mixtures = make_mixtures(
-        read_speakers(others), place / f"{others.name}-mixed", many=many, sample_rate=options.sample_rate,
+        read_speakers(others),
+        place / f"{others.name}-mixed",
+        many=many,
+        sample_rate=options.sample_rate,
         seed=options.seed,
-    )  # fmt: skip
+    )
     return (
         MixedOnTheFly(read_speakers(training), sample_rate=options.sample_rate, samples=samples),
         CutMixtures(read_mixtures(mixtures), sample_rate=options.sample_rate, samples=None),

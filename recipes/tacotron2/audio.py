@@ -44,7 +44,9 @@ class MelSettings:
 
 @functools.lru_cache(maxsize=8)
 def mel_filters(settings: MelSettings) -> Tensor:
-    """Return the triangles of the mel bands, each of area 1 in Hz; shape ``(n_mels, n_fft // 2 + 1)``.
+    """Return the triangles of the mel bands, each of area 1 in Hz.
+
+    Shape ``(n_mels, n_fft // 2 + 1)``.
 
     The mel scale is that of Slaney's Auditory Toolbox, linear up to 1000 Hz.
 
@@ -54,9 +56,14 @@ def mel_filters(settings: MelSettings) -> Tensor:
     from transformers.audio_utils import mel_filter_bank
 
     filters = mel_filter_bank(
-        settings.n_fft // 2 + 1, settings.n_mels, settings.fmin, settings.fmax, settings.sample_rate,
-        norm="slaney", mel_scale="slaney",
-    )  # fmt: skip
+        settings.n_fft // 2 + 1,
+        settings.n_mels,
+        settings.fmin,
+        settings.fmax,
+        settings.sample_rate,
+        norm="slaney",
+        mel_scale="slaney",
+    )
     return torch.from_numpy(filters.T.astype(np.float32))
 
 
@@ -75,18 +82,29 @@ def log_mel(wave: Tensor | NDArray[np.float32], settings: MelSettings = MelSetti
     """
     samples = torch.as_tensor(wave)
     if samples.shape[0] <= settings.n_fft // 2:
-        raise ValueError(f"{samples.shape[0]} samples are too few; more than {settings.n_fft // 2} are needed.")
+        raise ValueError(
+            f"{samples.shape[0]} samples are too few; more than {settings.n_fft // 2} are needed."
+        )
     magnitudes = _stft(samples, settings).abs()
     return (mel_filters(settings) @ magnitudes).clamp(min=settings.floor).log().T.contiguous()
 
 
 def _stft(wave: Tensor, settings: MelSettings) -> Tensor:
-    sizes = settings.n_fft, settings.hop_length, settings.win_length, torch.hann_window(settings.win_length)
+    sizes = (
+        settings.n_fft,
+        settings.hop_length,
+        settings.win_length,
+        torch.hann_window(settings.win_length),
+    )
     return torch.stft(wave, *sizes, pad_mode="reflect", return_complex=True)
 
 
-def griffin_lim(spectrogram: Tensor, settings: MelSettings = MelSettings(), *, rounds: int = 60) -> Tensor:
-    """Return a wave with about this log-mel spectrogram (Griffin and Lim, 1984): audible, not a vocoder.
+def griffin_lim(
+    spectrogram: Tensor, settings: MelSettings = MelSettings(), *, rounds: int = 60
+) -> Tensor:
+    """Return a wave with about this log-mel spectrogram (Griffin and Lim, 1984).
+
+    Audible, not a vocoder.
 
     Args:
         spectrogram: Shape ``(frames, n_mels)``.
@@ -94,15 +112,23 @@ def griffin_lim(spectrogram: Tensor, settings: MelSettings = MelSettings(), *, r
         rounds: Of setting magnitudes and keeping phases; phases begin at random, always the same.
 
     Returns:
-        Shape ``(samples,)``, ``hop_length`` for each frame after the first, and as many for a single one; its loudest
-        sample at 0.95 if it was beyond 1.
+        Shape ``(samples,)``, ``hop_length`` for each frame after the first, and as many for a
+        single one; its loudest sample at 0.95 if it was beyond 1.
     """
-    frames, least = len(spectrogram), settings.n_fft // 2 // settings.hop_length + 2  # that a transform can be of
+    # That a transform can be of
+    frames, least = len(spectrogram), settings.n_fft // 2 // settings.hop_length + 2
     silence = torch.full((max(0, least - frames), settings.n_mels), math.log(settings.floor))
     bands = torch.cat((spectrogram.detach().float().cpu(), silence)).T.exp()
     magnitudes = (torch.linalg.pinv(mel_filters(settings)) @ bands).clamp(min=0)
-    sizes = settings.n_fft, settings.hop_length, settings.win_length, torch.hann_window(settings.win_length)
-    angles = torch.rand(magnitudes.shape, generator=torch.Generator().manual_seed(0)) * (2 * torch.pi)
+    sizes = (
+        settings.n_fft,
+        settings.hop_length,
+        settings.win_length,
+        torch.hann_window(settings.win_length),
+    )
+    angles = torch.rand(magnitudes.shape, generator=torch.Generator().manual_seed(0)) * (
+        2 * torch.pi
+    )
     phases = torch.polar(torch.ones_like(angles), angles)
 
     def inverse(spectrum: Tensor) -> Tensor:

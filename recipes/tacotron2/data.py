@@ -1,4 +1,6 @@
-"""From a folder to batches: spectrograms computed once into a file, samples, padding, and who is held out.
+"""From a folder to batches.
+
+Spectrograms computed once into a file, samples, padding, and who is held out.
 
 Not here: what is in the folder (``folder``), how a spectrogram is made (``audio``).
 """
@@ -29,7 +31,9 @@ _MANY = 1000  # utterances from which on several processes compute features
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MelFeatures:
-    """Computes ``mel`` of a sample of a folder; of one without sound, ``error`` says why, for the loader to raise.
+    """Computes ``mel`` of a sample of a folder.
+
+    Of one without sound, ``error`` says why, for the loader to raise.
 
     Args:
         settings: Of the spectrogram.
@@ -62,7 +66,9 @@ def compute_features(folder: SpeechFolder, path: Path, settings: MelSettings) ->
     workers = None if len(folder) >= _MANY else 0
     about = {"folder": folder.digest, **dataclasses.asdict(settings)}
     features = MelFeatures(settings=settings)
-    return FeatureCache.build(folder, features, path, version=_VERSION, parameters=about, num_workers=workers)
+    return FeatureCache.build(
+        folder, features, path, version=_VERSION, parameters=about, num_workers=workers
+    )
 
 
 class Utterances(Dataset[dict[str, Tensor]]):
@@ -119,7 +125,9 @@ class Padded:
     frames_per_step: int
 
     def __call__(self, utterances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return ``text`` ``(batch, symbols)``, ``mel`` ``(batch, frames, n_mels)``, and their lengths."""
+        """Return ``text`` ``(batch, symbols)``, ``mel`` ``(batch, frames, n_mels)``, and their
+        lengths.
+        """
         texts, mels = [each["text"] for each in utterances], [each["mel"] for each in utterances]
         frames = max(len(mel) for mel in mels)
         frames += -frames % self.frames_per_step
@@ -135,11 +143,16 @@ class Padded:
 
 
 def how_many_apart(utterances: int, held_out: int) -> int:
-    """Return how many utterances `divide` holds out: as many as asked for, a tenth at most and one at least."""
+    """Return how many utterances `divide` holds out.
+
+    As many as asked for, a tenth at most and one at least.
+    """
     return max(1, min(held_out, utterances // 10))
 
 
-def divide(folder: SpeechFolder, features: FeatureCache, held_out: int) -> tuple[Utterances, Utterances]:
+def divide(
+    folder: SpeechFolder, features: FeatureCache, held_out: int
+) -> tuple[Utterances, Utterances]:
     """Return what is trained on and what is held out: see `how_many_apart`.
 
     Held out are utterances evenly from the whole folder, none of them unreadable.
@@ -174,7 +187,9 @@ def make_loader(
     quarantine: float,
     device: torch.device,
 ) -> DataLoader:
-    """Return a loader of batches of about equally long utterances, in another order in each epoch."""
+    """Return a loader of batches of about equally long utterances, in another order in each
+    epoch.
+    """
     on_gpu = device.type == "cuda"
     lengths = [utterances.samples(index) for index in range(len(utterances))]
     return DataLoader(

@@ -1,4 +1,5 @@
-"""The decoder: location-sensitive attention (Chorowski et al., arXiv 1506.07503) between two recurrent cells.
+"""The decoder: location-sensitive attention (Chorowski et al., arXiv 1506.07503) between two
+recurrent cells.
 
 Not here: encoder and post-net (``model``), free running (``synthesis``).
 """
@@ -42,7 +43,8 @@ class Read(NamedTuple):
 
 
 class PreNet(nn.Module):
-    """Two layers between the last frame and the decoder, whose dropout is never off, not in synthesis either.
+    """Two layers between the last frame and the decoder, whose dropout is never off, not in
+    synthesis either.
 
     Args:
         sizes: Of the model.
@@ -51,7 +53,10 @@ class PreNet(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            [nn.Linear(sizes.n_mels, sizes.prenet, bias=False), nn.Linear(sizes.prenet, sizes.prenet, bias=False)]
+            [
+                nn.Linear(sizes.n_mels, sizes.prenet, bias=False),
+                nn.Linear(sizes.prenet, sizes.prenet, bias=False),
+            ]
         )
         self._rate = sizes.prenet_dropout
         for layer in self.layers:
@@ -65,7 +70,8 @@ class PreNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Weights over the text from what is asked for and from where the attention was, now and in all steps before.
+    """Weights over the text from what is asked for and from where the attention was, now and in all
+    steps before.
 
     Args:
         sizes: Of the model.
@@ -76,7 +82,11 @@ class Attention(nn.Module):
         self.query = nn.Linear(sizes.attention_rnn, sizes.attention, bias=False)
         self.keys = nn.Linear(sizes.embedding, sizes.attention, bias=False)
         self.location_filters = nn.Conv1d(
-            2, sizes.location_filters, sizes.location_kernel, padding=sizes.location_kernel // 2, bias=False
+            2,
+            sizes.location_filters,
+            sizes.location_kernel,
+            padding=sizes.location_kernel // 2,
+            bias=False,
         )
         self.location = nn.Linear(sizes.location_filters, sizes.attention, bias=False)
         self.energy = nn.Linear(sizes.attention, 1, bias=False)
@@ -88,14 +98,17 @@ class Attention(nn.Module):
     def forward(self, query: Tensor, read: Read, weights: Tensor, weights_so_far: Tensor) -> Tensor:
         """Return weights, shape ``(batch, symbols)``, 0 on padding."""
         where = self.location_filters(torch.stack((weights, weights_so_far), dim=1)).transpose(1, 2)
-        energies = self.energy(torch.tanh(self.query(query).unsqueeze(1) + read.keys + self.location(where)))
+        energies = self.energy(
+            torch.tanh(self.query(query).unsqueeze(1) + read.keys + self.location(where))
+        )
         return energies.squeeze(2).masked_fill(read.padding, -torch.inf).softmax(dim=1)
 
 
 class Recurrence(nn.Module):
     """Steps of the decoder, one after another: the part whose activations fill the memory.
 
-    It is called once for each segment of an utterance, so that with ``recompute: [decoder.recurrence]`` in the policy
+    It is called once for each segment of an utterance, so that with ``recompute:
+        [decoder.recurrence]`` in the policy
     the activations of one segment at a time are held.
 
     Args:
@@ -116,7 +129,9 @@ class Recurrence(nn.Module):
         widths = (queries, queries, hidden, hidden, width, symbols, symbols)
         return DecoderState(*(memory.new_zeros(batch, each) for each in widths))
 
-    def forward(self, frames: Tensor, state: DecoderState, read: Read) -> tuple[Tensor, Tensor, DecoderState]:
+    def forward(
+        self, frames: Tensor, state: DecoderState, read: Read
+    ) -> tuple[Tensor, Tensor, DecoderState]:
         """Make as many steps as there are frames.
 
         Args:
@@ -125,8 +140,8 @@ class Recurrence(nn.Module):
             read: What is attended to.
 
         Returns:
-            What frames are made of, shape ``(steps, batch, decoder_rnn + embedding)``; the attention, shape
-            ``(steps, batch, symbols)``; the state after the last step.
+            What frames are made of, shape ``(steps, batch, decoder_rnn + embedding)``; the
+            attention, shape ``(steps, batch, symbols)``; the state after the last step.
         """
         query, query_cell, hidden, hidden_cell, context, weights, so_far = state
         outputs, attentions = [], []
@@ -143,10 +158,16 @@ class Recurrence(nn.Module):
         after = DecoderState(query, query_cell, hidden, hidden_cell, context, weights, so_far)
         return torch.stack(outputs), torch.stack(attentions), after
 
-    def _regularised(self, new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return hidden and cell state, some units of which stay as they were (zoneout) or are dropped (dropout)."""
+    def _regularised(
+        self, new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return hidden and cell state, some units of which stay as they were (zoneout) or are
+        dropped (dropout).
+        """
         if self._zoneout:
-            hidden, cell = (self._zoned(made, before) for made, before in zip(new, old, strict=True))
+            hidden, cell = (
+                self._zoned(made, before) for made, before in zip(new, old, strict=True)
+            )
         else:
             hidden, cell = new
         return F.dropout(hidden, self._dropout, self.training) if self._dropout else hidden, cell
@@ -186,14 +207,17 @@ class Decoder(nn.Module):
 
         Args:
             read: From `read`.
-            mel: True frames, shape ``(batch, frames, n_mels)``, as many as steps have, or a multiple.
+            mel: True frames, shape ``(batch, frames, n_mels)``, as many as steps have, or a
+                multiple.
             segment_steps: Steps of a segment; 0: one segment. Alone it changes no result.
-            truncate: Whether the state is detached between segments: truncated backpropagation through time.
+            truncate: Whether the state is detached between segments: truncated backpropagation
+                through time.
 
         Returns:
             Shapes ``(batch, frames, n_mels)``, ``(batch, steps)`` and ``(batch, steps, symbols)``.
         """
-        said = mel[:, self.frames_per_step - 1 :: self.frames_per_step]  # the last frame of each step
+        # The last frame of each step
+        said = mel[:, self.frames_per_step - 1 :: self.frames_per_step]
         before = torch.cat((torch.zeros_like(said[:, :1]), said[:, :-1]), dim=1).transpose(0, 1)
         state, outputs, attentions = self.recurrence.begin(read.memory), [], []
         for segment in self.prenet(before).split(segment_steps or len(before)):
@@ -205,6 +229,8 @@ class Decoder(nn.Module):
         return frames, stop, torch.cat(attentions).transpose(0, 1)
 
     def frames_of(self, made: Tensor) -> tuple[Tensor, Tensor]:
-        """Return frames and stop logits of what the recurrence has made, shape ``(batch, steps, …)``."""
+        """Return frames and stop logits of what the recurrence has made, shape ``(batch, steps,
+        …)``.
+        """
         frames = self.projection(made)
         return frames.reshape(len(made), -1, self.n_mels), self.gate(made).squeeze(2)

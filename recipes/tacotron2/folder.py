@@ -1,7 +1,10 @@
-"""A folder in the format of LJSpeech: ``metadata.csv`` with ``name|text|normalised text``, and ``wavs/<name>.wav``.
+"""A folder in the format of LJSpeech.
 
-All that can be known without reading the sound is checked first, so that a mistake is told in the first second and
-not in the third hour. A file that turns out to be no sound is the loader's business: it sets such samples aside.
+``metadata.csv`` with ``name|text|normalised text``, and ``wavs/<name>.wav``.
+
+All that can be known without reading the sound is checked first, so that a mistake is told in the
+first second and not in the third hour. A file that turns out to be no sound is the loader's
+business: it sets such samples aside.
 """
 
 from __future__ import annotations
@@ -54,15 +57,23 @@ class SpeechFolder:
         self.path, self.sample_rate = Path(path), sample_rate
         metadata = self.path / "metadata.csv"
         if not metadata.is_file():
-            raise ValueError(f"{self.path} holds no metadata.csv.\nFix: name a folder in which {_FORMAT}.")
+            raise ValueError(
+                f"{self.path} holds no metadata.csv.\nFix: name a folder in which {_FORMAT}."
+            )
         raw = metadata.read_bytes()
         try:
             lines = raw.decode("utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{metadata} is not UTF-8 ({error}).\nFix: convert it with iconv.") from error
+            raise ValueError(
+                f"{metadata} is not UTF-8 ({error}).\nFix: convert it with iconv."
+            ) from error
         self._mistakes: list[str] = []
         self._fixes: dict[str, None] = {}  # of mistakes that rows are not to blame for
-        self.rows = [row for number, line in enumerate(lines, 1) if (row := self._row(number, line.rstrip("\r")))]
+        self.rows = [
+            row
+            for number, line in enumerate(lines, 1)
+            if (row := self._row(number, line.rstrip("\r")))
+        ]
         self._complain(metadata)
         sizes = "".join(f"{row.name} {row.path.stat().st_size}\n" for row in self.rows)
         self.digest = hashlib.sha256(raw + sizes.encode()).hexdigest()
@@ -70,7 +81,10 @@ class SpeechFolder:
 
     @property
     def unreadable(self) -> list[Row]:
-        """Return the rows whose file cannot be used: the loader will set them aside, or stop if they are too many."""
+        """Return the rows whose file cannot be used.
+
+        The loader will set them aside, or stop if they are too many.
+        """
         return [row for row in self.rows if not row.samples]
 
     def __len__(self) -> int:
@@ -89,14 +103,17 @@ class SpeechFolder:
         if not line.strip():
             return None
         name, *texts = (part.strip() for part in line.split("|"))
-        text = next((each for each in reversed(texts) if each), "")  # the normalised one, if there is one
+        # The normalised one, if there is one
+        text = next((each for each in reversed(texts) if each), "")
         path = self.path / "wavs" / f"{name}.wav"
         if len(texts) not in (1, 2):
             self._mistakes.append(f"line {number} has {len(texts) + 1} columns: {line[:60]!r}")
         elif not name or Path(name).name != name:
             self._mistakes.append(f"line {number}: {name!r} is no name of a file in wavs/")
         elif not numbers_of(text):
-            self._mistakes.append(f"line {number}: the text {text[:60]!r} of {name!r} has no letter in it")
+            self._mistakes.append(
+                f"line {number}: the text {text[:60]!r} of {name!r} has no letter in it"
+            )
         elif not path.is_file():
             self._mistakes.append(f"line {number}: there is no {path}")
         else:
@@ -117,13 +134,19 @@ class SpeechFolder:
             return 0, str(error)
 
     def _complain(self, metadata: Path) -> None:
-        twice = [name for name, times in Counter(row.name for row in self.rows).items() if times > 1]
+        twice = [
+            name for name, times in Counter(row.name for row in self.rows).items() if times > 1
+        ]
         if twice:
             self._mistakes.append(f"names that occur more than once: {', '.join(twice[:_NAMED])}")
         if not self._mistakes and not self.rows:
             self._mistakes.append("it has no rows")
         if self._mistakes:
-            more = [f"... and {len(self._mistakes) - _NAMED} more"] if len(self._mistakes) > _NAMED else []
+            more = (
+                [f"... and {len(self._mistakes) - _NAMED} more"]
+                if len(self._mistakes) > _NAMED
+                else []
+            )
             listed = "\n  ".join([*self._mistakes[:_NAMED], *more])
             fixes = [*self._fixes, f"correct or remove these rows; {_FORMAT}."]
             raise ValueError(f"{metadata} cannot be used:\n  {listed}\nFix: {'; or '.join(fixes)}")

@@ -2,7 +2,8 @@
 
     holdfast plan recipes.tacotron2.forecast:build --device T4 --precision fp32
 
-Does not: train. A length is one of frames, of 256 samples each; a text has a symbol for every six of them. Each
+Does not: train. A length is one of frames, of 256 samples each; a text has a symbol for every six
+    of them. Each
 decoder step is traced, so that a plan takes time in proportion to the length.
 """
 
@@ -17,7 +18,8 @@ from recipes.tacotron2.losses import Weights, losses_of
 from recipes.tacotron2.model import Tacotron2
 from recipes.tacotron2.sizes import PAPER
 
-LJSPEECH_FRAMES = 870  # no clip of LJSpeech lasts longer than 10.1 s: what `build_longest` plans for
+# No clip of LJSpeech lasts longer than 10.1 s: what `build_longest` plans for
+LJSPEECH_FRAMES = 870
 FRAMES_PER_SYMBOL = 6  # about: LJSpeech reads 14 characters in a second of 86 frames
 _FRAMES = 200
 _SEGMENT_STEPS = 50

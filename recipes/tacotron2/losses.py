@@ -1,4 +1,5 @@
-"""The losses of a batch, each a mean over what it is about, so that long utterances count for more than short ones.
+"""The losses of a batch, each a mean over what it is about, so that long utterances count for more
+than short ones.
 
 Not here: why an alignment failed (rule H852).
 """
@@ -34,7 +35,9 @@ class Weights:
 
 
 def losses_of(spoken: Spoken, batch: Mapping[str, Tensor], weights: Weights) -> dict[str, Loss]:
-    """Return the losses by name: ``coarse`` and ``mel`` over frames, ``stop`` and ``guided`` over decoder steps.
+    """Return the losses by name.
+
+    ``coarse`` and ``mel`` over frames, ``stop`` and ``guided`` over decoder steps.
 
     Args:
         spoken: What the model has made.
@@ -69,7 +72,9 @@ def _distance(made: Tensor, target: Tensor, lengths: Tensor) -> Loss:
 def _stopping(logits: Tensor, steps: Tensor, weights: Weights) -> Loss:
     last = torch.arange(logits.shape[1], device=steps.device) == steps.unsqueeze(1) - 1
     emphasis = torch.tensor(weights.last_step, device=logits.device)
-    each = F.binary_cross_entropy_with_logits(logits.float(), last.float(), reduction="none", pos_weight=emphasis)
+    each = F.binary_cross_entropy_with_logits(
+        logits.float(), last.float(), reduction="none", pos_weight=emphasis
+    )
     return _mean(each, steps, weights.stop)
 
 

@@ -19,8 +19,8 @@ from recipes.tacotron2.sizes import Sizes
 class Spoken(NamedTuple):
     """What the model makes of a text.
 
-    Shapes ``(batch, frames, n_mels)`` for the frames before and after the post-net, ``(batch, steps)`` for the
-    logits of stopping, ``(batch, steps, symbols)`` for the attention.
+    Shapes ``(batch, frames, n_mels)`` for the frames before and after the post-net, ``(batch,
+    steps)`` for the logits of stopping, ``(batch, steps, symbols)`` for the attention.
     """
 
     coarse: Tensor
@@ -35,7 +35,9 @@ def padding_of(lengths: Tensor, size: int) -> Tensor:
 
 
 class ConvolutionBlock(nn.Module):
-    """A convolution over time, batch normalisation, an activation, dropout. Padding goes in as zeros.
+    """A convolution over time, batch normalisation, an activation, dropout.
+
+    Padding goes in as zeros.
 
     Args:
         width_in: Channels.
@@ -54,7 +56,13 @@ class ConvolutionBlock(nn.Module):
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         """Return shape ``(batch, width_out, time)``; `padding` has shape ``(batch, time)``."""
         x = self.norm(self.convolution(x.masked_fill(padding.unsqueeze(1), 0.0)))
-        x = x if self._activation == "linear" else x.relu() if self._activation == "relu" else x.tanh()
+        x = (
+            x
+            if self._activation == "linear"
+            else x.relu()
+            if self._activation == "relu"
+            else x.tanh()
+        )
         return F.dropout(x, self._rate, self.training)
 
 
@@ -69,9 +77,12 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(sizes.symbols, sizes.embedding)
         self.blocks = nn.ModuleList(
-            ConvolutionBlock(sizes.embedding, sizes.embedding, sizes, "relu") for _ in range(sizes.encoder_layers)
+            ConvolutionBlock(sizes.embedding, sizes.embedding, sizes, "relu")
+            for _ in range(sizes.encoder_layers)
         )
-        self.lstm = nn.LSTM(sizes.embedding, sizes.embedding // 2, batch_first=True, bidirectional=True)
+        self.lstm = nn.LSTM(
+            sizes.embedding, sizes.embedding // 2, batch_first=True, bidirectional=True
+        )
         nn.init.xavier_uniform_(self.embedding.weight)
 
     def forward(self, text: Tensor, lengths: Tensor, padding: Tensor) -> Tensor:
@@ -79,8 +90,12 @@ class Encoder(nn.Module):
         x = self.embedding(text).transpose(1, 2)
         for block in self.blocks:
             x = block(x, padding)
-        packed = pack_padded_sequence(x.transpose(1, 2), lengths.cpu(), batch_first=True, enforce_sorted=False)
-        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=text.shape[1])[0]
+        packed = pack_padded_sequence(
+            x.transpose(1, 2), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        return pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=text.shape[1]
+        )[0]
 
 
 class PostNet(nn.Module):
@@ -95,7 +110,8 @@ class PostNet(nn.Module):
         widths = [sizes.n_mels, *[sizes.postnet] * (sizes.postnet_layers - 1), sizes.n_mels]
         kinds = ["tanh"] * (sizes.postnet_layers - 1) + ["linear"]
         self.blocks = nn.ModuleList(
-            ConvolutionBlock(widths[place], widths[place + 1], sizes, kind) for place, kind in enumerate(kinds)
+            ConvolutionBlock(widths[place], widths[place + 1], sizes, kind)
+            for place, kind in enumerate(kinds)
         )
 
     def forward(self, mel: Tensor, padding: Tensor) -> Tensor:
@@ -122,7 +138,9 @@ class Tacotron2(nn.Module):
         self.postnet = PostNet(sizes)
         self.segment_steps, self.truncate = segment_steps, truncate
 
-    def forward(self, text: Tensor, text_lengths: Tensor, mel: Tensor, mel_lengths: Tensor) -> Spoken:
+    def forward(
+        self, text: Tensor, text_lengths: Tensor, mel: Tensor, mel_lengths: Tensor
+    ) -> Spoken:
         """Return what is said with the true frames given.
 
         Args:
@@ -131,12 +149,19 @@ class Tacotron2(nn.Module):
             mel: True frames, shape ``(batch, frames, n_mels)``.
             mel_lengths: Shape ``(batch,)``.
         """
-        unwritten, unsaid = padding_of(text_lengths, text.shape[1]), padding_of(mel_lengths, mel.shape[1])
+        unwritten, unsaid = (
+            padding_of(text_lengths, text.shape[1]),
+            padding_of(mel_lengths, mel.shape[1]),
+        )
         read = self.decoder.read(self.encoder(text, text_lengths, unwritten), unwritten)
-        coarse, stop, attention = self.decoder(read, mel, segment_steps=self.segment_steps, truncate=self.truncate)
+        coarse, stop, attention = self.decoder(
+            read, mel, segment_steps=self.segment_steps, truncate=self.truncate
+        )
         return Spoken(coarse, coarse + self.postnet(coarse, unsaid), stop, attention)
 
     def start_at(self, mean: Tensor) -> None:
-        """Let frames begin at the mean of the data, shape ``(n_mels,)``, so that no step is lost in finding it."""
+        """Let frames begin at the mean of the data, shape ``(n_mels,)``, so that no step is lost
+        in finding it.
+        """
         with torch.no_grad():
             self.decoder.projection.bias.copy_(mean.repeat(self.decoder.frames_per_step))

@@ -1,6 +1,9 @@
-"""Weights of the well-known public implementation (NVIDIA/tacotron2, torch.hub): same shapes, other names.
+"""Weights of the well-known public implementation (NVIDIA/tacotron2, torch.hub).
 
-Its LSTMs were trained with dropout of 0.1 on their outputs, so train on with ``zoneout=0, recurrent_dropout=0.1``.
+Same shapes, other names.
+
+Its LSTMs were trained with dropout of 0.1 on their outputs, so train on with ``zoneout=0,
+recurrent_dropout=0.1``.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ def named_as_here(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_public_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights of a published file, ``{"state_dict": …}`` or the state itself; no code in it is run.
+    """Return the weights of a published file, ``{"state_dict": …}`` or the state itself.
+
+    No code in it is run.
 
     Raises:
         ValueError: It holds no weights, or code.
@@ -53,7 +58,9 @@ def read_public_weights(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as error:  # a file of something else makes the unpickler do anything
         why = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path} holds no weights that can be read, or more than weights: {why}") from error
+        raise ValueError(
+            f"{path} holds no weights that can be read, or more than weights: {why}"
+        ) from error
     state = found.get("state_dict", found) if isinstance(found, dict) else None
     if not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} holds no weights by name.")

@@ -25,11 +25,13 @@ class Sizes:
         postnet: Filters of the post-net.
         postnet_layers: Its convolutions.
         n_mels: Bands of a frame.
-        frames_per_step: Frames that one decoder step makes; the paper's is 1 (more: Tacotron, arXiv 1703.10135).
+        frames_per_step: Frames that one decoder step makes; the paper's is 1 (more: Tacotron, arXiv
+            1703.10135).
         dropout: After each convolution.
         prenet_dropout: Of the pre-net, in synthesis too.
         zoneout: Share of recurrent units that keep their state in a step (arXiv 1606.01305).
-        recurrent_dropout: Dropout of the cells' output, which public implementations have in place of zoneout.
+        recurrent_dropout: Dropout of the cells' output, which public implementations have in place
+            of zoneout.
     """
 
     symbols: int = len(SYMBOLS)
@@ -54,11 +56,26 @@ class Sizes:
 
 PAPER = Sizes()
 SMALL = Sizes(
-    embedding=128, prenet=64, attention=64, location_filters=16, location_kernel=15, attention_rnn=192,
-    decoder_rnn=192, postnet=96, frames_per_step=2, zoneout=0.05,
-)  # fmt: skip
+    embedding=128,
+    prenet=64,
+    attention=64,
+    location_filters=16,
+    location_kernel=15,
+    attention_rnn=192,
+    decoder_rnn=192,
+    postnet=96,
+    frames_per_step=2,
+    zoneout=0.05,
+)
 TINY = Sizes(
-    embedding=32, prenet=16, attention=16, location_filters=4, location_kernel=7, attention_rnn=32, decoder_rnn=32,
-    postnet=16, frames_per_step=4,
-)  # fmt: skip
+    embedding=32,
+    prenet=16,
+    attention=16,
+    location_filters=4,
+    location_kernel=7,
+    attention_rnn=32,
+    decoder_rnn=32,
+    postnet=16,
+    frames_per_step=4,
+)
 SIZES = {"paper": PAPER, "small": SMALL, "tiny": TINY}

@@ -1,4 +1,6 @@
-"""Free-running inference: each step hears the step before it. It ends by the gate or at a limit, and keeps nothing.
+"""Free-running inference: each step hears the step before it.
+
+It ends by the gate or at a limit, and keeps nothing.
 
 Not here: teacher forcing (``decoder``), the way from a spectrogram to a wave (``audio``).
 """
@@ -41,7 +43,8 @@ class MemoryUse:
     """Bytes around an inference: of tensors before and after it, and how far use grew meanwhile.
 
     Args:
-        device: Of the model. On a GPU use is what is allocated there, else what is resident of this process.
+        device: Of the model. On a GPU use is what is allocated there, else what is resident of this
+            process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +79,8 @@ class MemoryUse:
 def tensor_bytes() -> int:
     """Return the bytes of all tensors that python holds; what several share is counted once.
 
-    Subclasses are left out: those that wrap tensors hold plain ones, and fake tensors have no memory.
+    Subclasses are left out: those that wrap tensors hold plain ones, and fake tensors have no
+        memory.
     """
     gc.collect()
     storages = {}
@@ -97,7 +101,9 @@ def batch_of(texts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor
     numbers = [torch.tensor(numbers_of(text)) for text in texts]
     for text, found in zip(texts, numbers, strict=True):
         if not len(found):
-            raise ValueError(f"there is nothing to say in {text!r}.\nFix: give a text with letters in it.")
+            raise ValueError(
+                f"there is nothing to say in {text!r}.\nFix: give a text with letters in it."
+            )
     padded = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True)
     return padded.to(device), torch.tensor([len(each) for each in numbers], device=device)
 
@@ -114,8 +120,8 @@ def synthesise(
 ) -> Synthesis:
     """Say texts.
 
-    The frames are written into memory that is taken before the first step, so a text on which the gate never opens
-    costs no more than the limit says.
+    The frames are written into memory that is taken before the first step, so a text on which the
+    gate never opens costs no more than the limit says.
 
     Args:
         model: In evaluation mode.

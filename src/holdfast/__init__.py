@@ -1,4 +1,5 @@
-"""holdfast keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.
+"""holdfast keeps PyTorch training alive, correct and inside its memory, and says why when it
+cannot.
 
 Importing this package loads no torch: names are looked up when they are used.
 """

@@ -1,6 +1,9 @@
-"""For tests, here and in your own project: real faults to inject, a clock that is set by hand, a check for loaders.
+"""For tests, here and in your own project.
 
-The faults are the system's own: an allocation fails because the kernel refuses it, a disk is full because it is.
+Real faults to inject, a clock that is set by hand, a check for loaders.
+
+The faults are the system's own: an allocation fails because the kernel refuses it, a disk is full
+because it is.
 """
 
 from __future__ import annotations
@@ -43,9 +46,12 @@ class FakeClock:
 def limit_memory(headroom_bytes: int | None) -> None:
     """Let allocations of this process fail for real beyond what it has now and some headroom.
 
-    Limits the data segment (``RLIMIT_DATA``), which counts heap and private mappings, and the stack of each thread
-    but the main one: mostly 8 MiB, so leave room for those that start meanwhile. The first limit also sets glibc's
-    malloc as a guard sets it under one: what is freed goes back to the system, and does not pass for headroom.
+    Limits the data segment (``RLIMIT_DATA``), which counts heap and private mappings, and the stack
+    of each thread
+    but the main one: mostly 8 MiB, so leave room for those that start meanwhile. The first limit
+        also sets glibc's
+    malloc as a guard sets it under one: what is freed goes back to the system, and does not pass
+        for headroom.
 
     Args:
         headroom_bytes: What may still be allocated; None takes the limit away.
@@ -99,10 +105,13 @@ def fill_disk(file: Path, *, leave_bytes: int = 0) -> None:
 
 
 def check_resumable(make_loader: Callable[[], Any], same: Callable[[Any, Any], bool]) -> None:
-    """Check that a loader continues exactly: stopped after any batch, the rest of two epochs is the same.
+    """Check that a loader continues exactly.
+
+    Stopped after any batch, the rest of two epochs is the same.
 
     Args:
-        make_loader: Returns a new loader with ``state_dict`` and ``load_state_dict``, the same each time.
+        make_loader: Returns a new loader with ``state_dict`` and ``load_state_dict``, the same each
+            time.
         same: Says whether two batches are equal.
 
     Raises:
@@ -111,13 +120,15 @@ def check_resumable(make_loader: Callable[[], Any], same: Callable[[Any, Any], b
 
     Example:
         >>> from holdfast import DataLoader
-        >>> check_resumable(lambda: DataLoader(list(range(5)), batch_size=2, shuffle=True), lambda a, b: a.equal(b))
+        >>> def make_loader():
+        ...     return DataLoader(list(range(5)), batch_size=2, shuffle=True)
+        >>> check_resumable(make_loader, lambda a, b: a.equal(b))
     """
     undisturbed = make_loader()
     if not (hasattr(undisturbed, "state_dict") and hasattr(undisturbed, "load_state_dict")):
         raise TypeError(
-            f"make_loader() returned a {type(undisturbed).__name__} without state_dict and load_state_dict: it "
-            "cannot say where it is. Fix: holdfast.DataLoader has both."
+            f"make_loader() returned a {type(undisturbed).__name__} without state_dict and"
+            " load_state_dict: it cannot say where it is. Fix: holdfast.DataLoader has both."
         )
     whole = [batch for _ in range(2) for batch in undisturbed]
     for cut in range(len(whole)):
@@ -134,8 +145,14 @@ def check_resumable(make_loader: Callable[[], Any], same: Callable[[Any, Any], b
         for _ in range(3):  # the rest of this epoch, which may be empty, and the next
             if cut + len(continued) < len(whole):
                 continued += list(rest)
-        for number, (expected, found) in enumerate(zip(whole[cut:], continued, strict=False), start=cut):
+        for number, (expected, found) in enumerate(
+            zip(whole[cut:], continued, strict=False), start=cut
+        ):
             if not same(expected, found):
-                raise AssertionError(f"stopped after {cut} batches, batch {number} is {found!r}, not {expected!r}")
+                raise AssertionError(
+                    f"stopped after {cut} batches, batch {number} is {found!r}, not {expected!r}"
+                )
         if cut + len(continued) != len(whole):
-            raise AssertionError(f"stopped after {cut} batches, {len(continued)} follow, not {len(whole) - cut}")
+            raise AssertionError(
+                f"stopped after {cut} batches, {len(continued)} follow, not {len(whole) - cut}"
+            )

@@ -14,7 +14,10 @@ MODULES = [found.name for found in pkgutil.walk_packages(holdfast.__path__, "hol
 def test_examples() -> None:
     """Every example of every module gives the result that stands beside it."""
     modules = [importlib.import_module(name) for name in MODULES]
-    failed = {each.__name__: doctest.testmod(each, optionflags=doctest.ELLIPSIS).failed for each in modules}
+    failed = {
+        each.__name__: doctest.testmod(each, optionflags=doctest.ELLIPSIS).failed
+        for each in modules
+    }
     assert {name: count for name, count in failed.items() if count} == {}
 
 

@@ -1,4 +1,7 @@
-"""What users hold on to: names, arguments, commands and flags. A change here is a decision, not an accident."""
+"""What users hold on to: names, arguments, commands and flags.
+
+A change here is a decision, not an accident.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,11 @@ def test_the_arguments_of_the_guard() -> None:
         "clock",
         "overrides",
     ]
-    assert list(inspect.signature(holdfast.Guard.batches).parameters) == ["self", "max_epochs", "max_steps"]
+    assert list(inspect.signature(holdfast.Guard.batches).parameters) == [
+        "self",
+        "max_epochs",
+        "max_steps",
+    ]
     assert list(inspect.signature(holdfast.Guard.step).parameters) == [
         "self",
         "batch",
@@ -76,21 +83,44 @@ def test_the_arguments_of_the_guard() -> None:
     ]
     public = {name for name in vars(holdfast.Guard) if not name.startswith("_")}
     assert public == {
-        "add_image", "averaged", "batches", "best", "close", "emit", "epoch", "epochs_validated", "evaluate",
-        "events", "global_step", "log", "request_stop", "statistics", "step", "stop_reason", "validated",
-    }  # fmt: skip
+        "add_image",
+        "averaged",
+        "batches",
+        "best",
+        "close",
+        "emit",
+        "epoch",
+        "epochs_validated",
+        "evaluate",
+        "events",
+        "global_step",
+        "log",
+        "request_stop",
+        "statistics",
+        "step",
+        "stop_reason",
+        "validated",
+    }
 
 
 def test_the_fields_of_a_result_and_of_the_policy() -> None:
     """Field names are part of the contract; every policy field has its docstring under it."""
     assert [field.name for field in dataclasses.fields(holdfast.StepResult)] == [
-        "loss", "items", "grad_norm", "micro_batch_size", "attempts", "skipped", "reason",
+        "loss",
+        "items",
+        "grad_norm",
+        "micro_batch_size",
+        "attempts",
+        "skipped",
+        "reason",
         "dropped_samples",
         "extra",
-    ]  # fmt: skip
+    ]
     source = (ROOT / "src/holdfast/core/policy/policy.py").read_text().splitlines()
     for field in dataclasses.fields(holdfast.Policy):
-        (line,) = [number for number, text in enumerate(source) if text.startswith(f"    {field.name}: ")]
+        (line,) = [
+            number for number, text in enumerate(source) if text.startswith(f"    {field.name}: ")
+        ]
         assert source[line + 1].strip().startswith('"""'), field.name
 
 
@@ -99,7 +129,12 @@ def test_the_commands_and_their_flags() -> None:
     group = typer.main.get_command(app)
     commands = getattr(group, "commands")  # noqa: B009 - click's type does not show it
     flags = {
-        name: sorted(option for parameter in command.params for option in parameter.opts if option.startswith("--"))
+        name: sorted(
+            option
+            for parameter in command.params
+            for option in parameter.opts
+            if option.startswith("--")
+        )
         for name, command in commands.items()
     }
     assert flags == {
@@ -140,23 +175,36 @@ def test_the_commands_and_their_flags() -> None:
 
 
 def test_importing_holdfast_loads_no_torch() -> None:
-    """A Policy with a preset needs no yaml either; the commands, rules and pages start without torch."""
+    """A Policy with a preset needs no yaml either.
+
+    The commands, rules and pages start without torch.
+    """
     code = (
-        "import sys, holdfast; holdfast.Policy.preset('tts'); assert 'yaml' not in sys.modules; "
-        "from holdfast.cli.main import make_app; make_app(); from holdfast.report import page; "
-        "from holdfast.cli import plan, guard_directory; "
-        "from holdfast.recorder import reader; from holdfast.explain import rules; rules.all_rules(); "
-        "sys.exit('torch' in sys.modules)"
+        "import sys, holdfast; holdfast.Policy.preset('tts'); assert 'yaml' not in sys.modules;"
+        " from holdfast.cli.main import make_app; make_app(); from holdfast.report import page;"
+        " from holdfast.cli import plan, guard_directory; from holdfast.recorder import reader;"
+        " from holdfast.explain import rules; rules.all_rules(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.slow
 def test_the_wheel_holds_all_that_the_package_needs(tmp_path) -> None:
-    """Built and installed elsewhere, without the source tree, the package explains its rules and trains a step."""
+    """Built and installed elsewhere, without the source tree, the package explains its rules and
+    trains a step.
+    """
     target = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps"]
-    subprocess.run([*pip, "--no-compile", "--target", str(target), str(ROOT)], check=True)  # it makes a wheel first
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--quiet",
+        "--disable-pip-version-check",
+        "install",
+        "--no-deps",
+    ]
+    # It makes a wheel first
+    subprocess.run([*pip, "--no-compile", "--target", str(target), str(ROOT)], check=True)
     assert len(list(target.glob("torch_holdfast-*.dist-info"))) == 1
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import holdfast, torch, tempfile\n"

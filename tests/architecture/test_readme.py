@@ -17,15 +17,25 @@ _COSTS = ("step_overhead", "numerics_overhead", "malloc_threshold", "gpu_step_ov
 
 
 def test_the_loop_of_the_readme_runs_before_and_after(tmp_path: Path) -> None:
-    """The two loops are pasted into a script as they stand: both train, and the second one resumes."""
+    """The two loops are pasted into a script as they stand.
+
+    Both train, and the second one resumes.
+    """
     _, _, section = README.partition("### 3. Guard a loop")
     before, after = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
-    ending = "\nassert guard.epoch == 10 and not result.skipped\nprint(guard.global_step, guard.resumed_from)"
+    ending = (
+        "\nassert guard.epoch == 10 and not result.skipped\nprint(guard.global_step,"
+        " guard.resumed_from)"
+    )
     script = tmp_path / "script.py"
     script.write_text(before + after + ending)
     for resumed in (False, True):
         if resumed:
-            script.write_text(script.read_text().replace("max_epochs=10", "max_epochs=11").replace("== 10", "== 11"))
+            script.write_text(
+                script.read_text()
+                .replace("max_epochs=10", "max_epochs=11")
+                .replace("== 10", "== 11")
+            )
         ended = run_prepared([script], cwd=tmp_path, timeout=280)
         assert ended.returncode == 0, ended.stderr
         assert ("None" not in ended.stdout) is resumed
@@ -48,19 +58,26 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_every_figure_of_the_readme_is_in_a_result_file() -> None:
-    """Each ratio or time under "What it costs" is one that a result file gives: nobody types a number."""
+    """Each ratio or time under "What it costs" is one that a result file gives.
+
+    Nobody types a number.
+    """
     from benchmarks.tables import row
 
     _, _, costs = README.partition("## What it costs")
     shown = re.findall(r"[\d.]+(?: µs)? \([\d.]+ to [\d.]+\)", costs.partition("\n## ")[0])
-    results = [json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text()) for name in _COSTS]
+    results = [
+        json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text()) for name in _COSTS
+    ]
     rows = [row(figure) for result in results for figure in result["figures"]]
     assert len(shown) == 10
     assert [each for each in shown if not any(each in given for given in rows)] == []
 
 
 def test_the_result_files_are_whole() -> None:
-    """Each result names device, versions and commit, and holds figures that came from a full run."""
+    """Each result names device, versions and commit, and holds figures that came from a full
+    run.
+    """
     files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert files
     for file in files:

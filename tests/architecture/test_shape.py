@@ -18,7 +18,10 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base
 
 
 class Seen(NamedTuple):
-    """What is kept of a module; all trees at once would be 150 MB, which the forks of later tests would copy."""
+    """What is kept of a module.
+
+    All trees at once would be 150 MB, which the forks of later tests would copy.
+    """
 
     documented: bool
     functions: list[tuple[str, str]]  # name, first paragraph of the docstring
@@ -55,14 +58,22 @@ def test_every_module_says_what_lives_there() -> None:
 
 def test_every_test_opens_with_the_sentence_that_it_proves() -> None:
     """A test has a docstring whose first line is a whole sentence."""
-    functions = [(path.name, name, opening) for path in TESTS for name, opening in seen(path).functions]
-    lacking = [each for each in functions if each[1].startswith("test_") and not each[2].endswith(".")]
+    functions = [
+        (path.name, name, opening) for path in TESTS for name, opening in seen(path).functions
+    ]
+    lacking = [
+        each for each in functions if each[1].startswith("test_") and not each[2].endswith(".")
+    ]
     assert not lacking
 
 
 def test_no_file_is_a_drawer_for_the_rest() -> None:
     """No file or folder is named utils, helpers, common, misc, base or manager."""
-    everything = [*(ROOT / "src").rglob("*"), *(ROOT / "tests").rglob("*"), *(ROOT / "benchmarks").rglob("*")]
+    everything = [
+        *(ROOT / "src").rglob("*"),
+        *(ROOT / "tests").rglob("*"),
+        *(ROOT / "benchmarks").rglob("*"),
+    ]
     assert not [str(path) for path in everything if path.stem.lower() in FORBIDDEN_NAMES]
 
 
@@ -71,7 +82,9 @@ def test_nothing_pickles() -> None:
     names = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
     for path in SOURCE:
         assert not names & seen(path).imported, path
-        assert not {("torch", "save"), ("torch", "load")} & {each[:2] for each in seen(path).attributes}, path
+        assert not {("torch", "save"), ("torch", "load")} & {
+            each[:2] for each in seen(path).attributes
+        }, path
 
 
 def test_no_test_asserts_a_wall_clock_time() -> None:
@@ -90,7 +103,11 @@ def missing(text: str, files: str) -> Iterator[str]:
     """Yield the files and the parts of our modules that a comment names and that are not there."""
     not_ours = {"derivatives.yaml", "lr_scheduler.py", "torch/nn/functional.py"}
     a_users = {"model.py", "file.py", "path/to/file.py", "policy.yaml", "CKPT.yaml"}
-    for name in set(re.findall(r"(?<![\w./])(?:\w+/)*\w+\.(?:py|yaml|md|toml)\b", text)) - not_ours - a_users:
+    for name in (
+        set(re.findall(r"(?<![\w./])(?:\w+/)*\w+\.(?:py|yaml|md|toml)\b", text))
+        - not_ours
+        - a_users
+    ):
         if f"/{name}\n" not in files:
             yield name
     for package, part in re.findall(r"``(\w+)\.(?!json|md|yaml)(\w+)[\w.]*``", text):
@@ -102,20 +119,26 @@ def missing(text: str, files: str) -> Iterator[str]:
 def test_comments_cite_only_what_is_there() -> None:
     """A file or module that a comment or docstring of the package names exists."""
     files = "".join(
-        f"/{path.relative_to(ROOT)}\n" for top in ("src", "docs", "benchmarks") for path in (ROOT / top).rglob("*")
+        f"/{path.relative_to(ROOT)}\n"
+        for top in ("src", "docs", "benchmarks")
+        for path in (ROOT / top).rglob("*")
     )
     wrong: list[str] = []
     for path in SOURCE:
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
             if token.type == tokenize.COMMENT or token.string.startswith(('"""', 'r"""')):
                 wrong += [
-                    f"{path.relative_to(ROOT)}:{token.start[0]}: {each}" for each in missing(token.string, files)
+                    f"{path.relative_to(ROOT)}:{token.start[0]}: {each}"
+                    for each in missing(token.string, files)
                 ]
     assert not wrong
 
 
 def test_one_place_renames_checkpoints():
-    """Only the search that has just verified a checkpoint moves it aside; code that loads one cannot."""
+    """Only the search that has just verified a checkpoint moves it aside.
+
+    Code that loads one cannot.
+    """
     callers = {
         path.relative_to(ROOT / "src" / "holdfast").as_posix()
         for path in SOURCE

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 _BLOCK = re.compile(
-    r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -32,13 +33,20 @@ def blocks(page: Path) -> list[Block]:
 
 
 def session(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each command of a console block (a line that begins with ``$``), and the output that is shown for it."""
+    """Yield each command of a console block (a line that begins with ``$``), and the output that
+    is shown for it.
+    """
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, output = part.partition("\n")
         yield command, output
 
 
 def shows(shown: str, printed: str) -> bool:
-    """Say whether what was printed is what is shown, where ``...`` is any text and white space does not count."""
+    """Say whether what was printed is what is shown, where ``...`` is any text and white space
+    does not count.
+    """
     pieces = [re.escape(" ".join(piece.split())) for piece in shown.split("...")]
-    return re.fullmatch(r"\s*" + r".*".join(pieces) + r"\s*", " ".join(printed.split()), re.DOTALL) is not None
+    return (
+        re.fullmatch(r"\s*" + r".*".join(pieces) + r"\s*", " ".join(printed.split()), re.DOTALL)
+        is not None
+    )

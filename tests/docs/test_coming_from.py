@@ -1,4 +1,7 @@
-"""The programs of `docs/how-to/coming-from.md` run as they stand: both sides of each diff, and what is put inside."""
+"""The programs of `docs/how-to/coming-from.md` run as they stand.
+
+Both sides of each diff, and what is put inside.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ NEEDS = {
 
 
 def _diffs() -> dict[str, list[Block]]:
-    """Return the diffs by the program that they are of: a whole one, then those that apply to what was before."""
+    """Return the diffs by the program that they are of.
+
+    A whole one, then those that apply to what was before.
+    """
     found: dict[str, list[Block]] = {}
     for block in blocks(PAGE):
         if block.language == "diff":
@@ -41,24 +47,35 @@ def _accuracy(program: str, folder: Path) -> float:
             (folder / "digits.py").write_text(block.text)
     (folder / "train.py").write_text(program)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = run_prepared([folder / "train.py"], loaded=FRAMEWORKS, timeout=240, cwd=folder, env=environment)
+    ended = run_prepared(
+        [folder / "train.py"], loaded=FRAMEWORKS, timeout=240, cwd=folder, env=environment
+    )
     assert ended.returncode == 0, ended.stderr
     return float(re.findall(r"^accuracy (\S+)$", ended.stdout, re.MULTILINE)[-1])
 
 
 @pytest.mark.parametrize("name", _diffs())
 def test_both_sides_of_a_diff_train(name: str, tmp_path: Path) -> None:
-    """What was before learns the digits, and so does what is shown instead; of Composer only the latter is run."""
+    """What was before learns the digits, and so does what is shown instead.
+
+    Of Composer only the latter is run.
+    """
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     whole = _diffs()[name][0].text
     for mark in "+" if name == "from_composer.py" else "-+":
-        assert _accuracy(_side(whole, mark), tmp_path / ("after" if mark == "+" else "before")) > 0.85, mark
+        assert (
+            _accuracy(_side(whole, mark), tmp_path / ("after" if mark == "+" else "before")) > 0.85
+        ), mark
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_what_is_put_inside_a_framework_trains_as_the_framework_alone(name: str, tmp_path: Path) -> None:
-    """Each change applies to the program from before, at one place, and the accuracy stays the same."""
+def test_what_is_put_inside_a_framework_trains_as_the_framework_alone(
+    name: str, tmp_path: Path
+) -> None:
+    """Each change applies to the program from before, at one place, and the accuracy stays the
+    same.
+    """
     pytest.importorskip(NEEDS[name])
     whole, *inside = _diffs()[name]
     assert inside

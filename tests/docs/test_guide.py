@@ -1,4 +1,6 @@
-"""The programs of `docs/guide/guard.md` print what the page says, and its table about `torch.compile` is true."""
+"""The programs of `docs/guide/guard.md` print what the page says, and its table about
+`torch.compile` is true.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ from torch import nn
 import holdfast
 from holdfast.core.errors import PolicyError
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:`torch.jit")]
-DATA = torch.randn(104, 8, generator=torch.Generator().manual_seed(0))  # 6 batches of 16, and one of 8
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:`torch.jit"),
+]
+# 6 batches of 16, and one of 8
+DATA = torch.randn(104, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
@@ -31,7 +37,12 @@ def graphs() -> Iterator[Graphs]:
 
 
 def trained(
-    run_dir: Path, backend: Graphs | None, *, epochs: int = 2, drop_last: bool = False, **settings: Any
+    run_dir: Path,
+    backend: Graphs | None,
+    *,
+    epochs: int = 2,
+    drop_last: bool = False,
+    **settings: Any,
 ) -> holdfast.Guard:
     """Train a small regression, compiled unless there is no backend."""
     torch.manual_seed(0)
@@ -59,7 +70,9 @@ def trained(
 )
 def test_a_program_of_the_page_prints_what_it_says(name: str, printed: str, tmp_path: Path) -> None:
     """It runs as it stands, the compiled one with torch's own backend."""
-    (program,) = (block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title == name)
+    (program,) = (
+        block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title == name
+    )
     (tmp_path / name).write_text(program)
     ended = run_prepared([tmp_path / name], cwd=tmp_path, timeout=240)
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, [printed]), ended.stderr
@@ -67,9 +80,16 @@ def test_a_program_of_the_page_prints_what_it_says(name: str, printed: str, tmp_
 
 @pytest.mark.parametrize(
     ("settings", "many"),
-    [({"drop_last": True}, {1}), ({}, {2}), ({"micro_batch_size": 8}, {1}), ({"micro_batch_size": 5}, {2, 3, 4})],
+    [
+        ({"drop_last": True}, {1}),
+        ({}, {2}),
+        ({"micro_batch_size": 8}, {1}),
+        ({"micro_batch_size": 5}, {2, 3, 4}),
+    ],
 )
-def test_which_batches_compile_once_more(graphs: Graphs, tmp_path: Path, settings: Any, many: set[int]) -> None:
+def test_which_batches_compile_once_more(
+    graphs: Graphs, tmp_path: Path, settings: Any, many: set[int]
+) -> None:
     """One size is one graph; a short batch, and parts of several sizes, are more."""
     trained(tmp_path, graphs, **settings)
     assert graphs.count in many
@@ -77,7 +97,9 @@ def test_which_batches_compile_once_more(graphs: Graphs, tmp_path: Path, setting
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_goes_on_compiled_or_not(graphs: Graphs, tmp_path: Path, first: bool) -> None:
-    """Checkpoints name weights as the model is written, so either reads what the other has saved."""
+    """Checkpoints name weights as the model is written, so either reads what the other has
+    saved.
+    """
     trained(tmp_path, graphs if first else None, epochs=1)
     guard = trained(tmp_path, None if first else graphs)
     assert guard.resumed_from is not None
@@ -115,8 +137,17 @@ def test_three_ways_to_compile_several_processes(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(DDP)
     said = set()
     for how in ("eager", "outside", "inside", "in place"):
-        given = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "ddp.py", how, f"runs/{how}"]
-        ended = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        given = [
+            Path(sys.executable).with_name("torchrun"),
+            "--nproc-per-node",
+            "2",
+            "ddp.py",
+            how,
+            f"runs/{how}",
+        ]
+        ended = subprocess.run(
+            given, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
         assert ended.returncode == 0, ended.stderr[-2000:]
         said |= {line for line in ended.stdout.splitlines() if line.startswith("result 6 ")}
     assert len(said) == 1

@@ -24,7 +24,8 @@ from holdfast.explain.judging import judge
 HOW_TOS = sorted((DOCS / "how-to").glob("*.md"))
 PAGES = sorted(DOCS.rglob("*.md"))
 _MESSAGE = re.compile(
-    r"^```text title=\"(?P<name>[\w.]+\.log)\"\n(?P<log>.*?)^```\n(?P<after>.*?)(?=^```|\Z)", re.MULTILINE | re.DOTALL
+    r"^```text title=\"(?P<name>[\w.]+\.log)\"\n(?P<log>.*?)^```\n(?P<after>.*?)(?=^```|\Z)",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -35,7 +36,9 @@ def _messages() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("log", "after"), list(_messages()))
-def test_a_message_that_is_shown_gets_the_verdict_that_the_page_names(log: str, after: str, tmp_path: Path) -> None:
+def test_a_message_that_is_shown_gets_the_verdict_that_the_page_names(
+    log: str, after: str, tmp_path: Path
+) -> None:
     """`holdfast explain` of the shown log gives the rule of the first link below it."""
     named = re.search(r"\[(H\d+)\]\(../rules\.md#h\d+\)", after)
     assert named is not None
@@ -46,7 +49,9 @@ def test_a_message_that_is_shown_gets_the_verdict_that_the_page_names(log: str, 
 def test_a_link_to_a_rule_leads_to_that_rule() -> None:
     """The id that is shown is the one that the link leads to."""
     for page in PAGES:
-        for shown, anchor in re.findall(r"\[(H\d+)\]\([^)]*rules\.md#(\w+)\)", page.read_text(encoding="utf-8")):
+        for shown, anchor in re.findall(
+            r"\[(H\d+)\]\([^)]*rules\.md#(\w+)\)", page.read_text(encoding="utf-8")
+        ):
             assert shown.lower() == anchor, f"{page.name}: {shown}"
 
 
@@ -54,7 +59,11 @@ def _commands() -> Iterator[tuple[Path, str]]:
     """Yield every call of holdfast that a block of a page shows."""
     for page in PAGES:
         for block in blocks(page):
-            lines = [command for command, _ in session(block.text)] if block.language == "console" else []
+            lines = (
+                [command for command, _ in session(block.text)]
+                if block.language == "console"
+                else []
+            )
             if block.language == "sh":
                 lines = block.text.splitlines()
             for line in lines:
@@ -90,9 +99,13 @@ def _python() -> Iterator[tuple[Path, Block]]:
         yield from ((page, block) for block in blocks(page) if block.language == "python")
 
 
-@pytest.mark.parametrize("frameworks", [False, pytest.param(True, marks=pytest.mark.slow)])  # their imports take long
+# Their imports take long
+@pytest.mark.parametrize("frameworks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_python_that_is_shown_is_python_and_names_what_exists(frameworks: bool) -> None:
-    """Each block is parsed; each name of holdfast in it, imported or behind ``holdfast.``, is there."""
+    """Each block is parsed.
+
+    Each name of holdfast in it, imported or behind ``holdfast.``, is there.
+    """
     for page, block in _python():
         for node in ast.walk(ast.parse(block.text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("holdfast"):
@@ -103,21 +116,37 @@ def test_python_that_is_shown_is_python_and_names_what_exists(frameworks: bool) 
                 module = importlib.import_module(str(node.module))
                 for name in node.names:
                     assert hasattr(module, name.name), f"{page.name}: {node.module}.{name.name}"
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "holdfast":
-                assert hasattr(importlib.import_module("holdfast"), node.attr), f"{page.name}: holdfast.{node.attr}"
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "holdfast"
+            ):
+                assert hasattr(importlib.import_module("holdfast"), node.attr), (
+                    f"{page.name}: holdfast.{node.attr}"
+                )
 
 
-_SCRIPTS = {block.title: block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title != "ddp.py"}
+_SCRIPTS = {
+    block.title: block.text
+    for block in blocks(DOCS / "guide" / "guard.md")
+    if block.title != "ddp.py"
+}
 
 
-@pytest.mark.parametrize("name", [name for name, text in _SCRIPTS.items() if "max_epochs=4" in text])
-def test_a_script_of_the_guide_to_guard_runs_and_goes_on_where_it_was_stopped(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, text in _SCRIPTS.items() if "max_epochs=4" in text]
+)
+def test_a_script_of_the_guide_to_guard_runs_and_goes_on_where_it_was_stopped(
+    name: str, tmp_path: Path
+) -> None:
     """It prints the same whether its epochs were made by one process or by two."""
     said = []
     for run, parts in (("whole", ["4"]), ("parts", ["2", "4"])):
         (tmp_path / run).mkdir()
         for epochs in parts:
-            (tmp_path / run / name).write_text(_SCRIPTS[name].replace("max_epochs=4", f"max_epochs={epochs}"))
+            (tmp_path / run / name).write_text(
+                _SCRIPTS[name].replace("max_epochs=4", f"max_epochs={epochs}")
+            )
             ended = run_prepared([name], cwd=tmp_path / run, timeout=60)
             assert ended.returncode == 0, ended.stderr
         said.append(ended.stdout)
@@ -129,15 +158,22 @@ def test_methods_of_a_guard_that_are_named_exist() -> None:
     guard = importlib.import_module("holdfast").Guard
     for page in [DOCS / "tutorial.md", DOCS / "promises.md", DOCS / "why.md", *HOW_TOS]:
         for name in re.findall(r"\bguard\.(?!md\b)([a-z]\w*)", page.read_text(encoding="utf-8")):
-            assert hasattr(guard, name) or name in {"policy", "resumed_from"}, f"{page.name}: guard.{name}"
+            assert hasattr(guard, name) or name in {
+                "policy",
+                "resumed_from",
+            }, f"{page.name}: guard.{name}"
 
 
 def test_every_promise_names_a_test_that_exists() -> None:
     """A row of the table of promises is proved by a test that can be run."""
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (DOCS / "promises.md").read_text(encoding="utf-8"))
+    named = re.findall(
+        r"`(tests/[\w/]+\.py)::(\w+)`", (DOCS / "promises.md").read_text(encoding="utf-8")
+    )
     assert len(named) >= 15
     for file, test in named:
-        assert re.search(rf"^\s*def {test}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file}::{test}"
+        assert re.search(rf"^\s*def {test}\(", (ROOT / file).read_text(), re.MULTILINE), (
+            f"{file}::{test}"
+        )
 
 
 def test_the_comparison_of_output_is_one() -> None:

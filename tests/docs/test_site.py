@@ -1,4 +1,6 @@
-"""The site is built strictly, holds every rule and every public name, and asks nobody for anything."""
+"""The site is built strictly, holds every rule and every public name, and asks nobody for
+anything.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ pytest.importorskip("mkdocstrings")
 
 
 def _build(*options: str) -> subprocess.CompletedProcess[str]:
-    """Build a site strictly. Without ``--quiet``: that hides warnings, and what is hidden is not counted either."""
+    """Build a site strictly.
+
+    Without ``--quiet``: that hides warnings, and what is hidden is not counted either.
+    """
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", *options],
         cwd=ROOT,
@@ -36,7 +41,9 @@ def _build(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_site_is_built_strictly_and_is_whole(tmp_path: Path) -> None:
-    """Without a warning, with every rule and every public name, and without anything from elsewhere."""
+    """Without a warning, with every rule and every public name, and without anything from
+    elsewhere.
+    """
     ended = _build("--site-dir", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     every_rule_has_an_anchor_of_its_own(tmp_path)
@@ -55,7 +62,9 @@ def every_rule_has_an_anchor_of_its_own(site: Path) -> None:
 
 
 def every_public_name_field_and_command_is_in_the_reference(site: Path) -> None:
-    """What can be imported from holdfast, set in a policy or typed after `holdfast` has its place in the site."""
+    """What can be imported from holdfast, set in a policy or typed after `holdfast` has its
+    place in the site.
+    """
     reference = "".join(page.read_text() for page in (site / "reference").rglob("index.html"))
     for name in holdfast.__all__:
         assert name == "__version__" or f'id="holdfast.{name}"' in reference, name
@@ -82,18 +91,28 @@ def every_module_for_users_is_in_the_reference(site: Path) -> None:
 
 
 def every_directive_was_carried_out(site: Path) -> None:
-    """No page still holds a comment that asks for figures, rules or options; and figures are there."""
+    """No page still holds a comment that asks for figures, rules or options.
+
+    And figures are there.
+    """
     for page in site.rglob("*.html"):
-        assert not re.search(r"<!-- (?:figures|faults|rules|policy|presets|events|commands)", page.read_text()), page
+        assert not re.search(
+            r"<!-- (?:figures|faults|rules|policy|presets|events|commands)", page.read_text()
+        ), page
     assert (site / "comparison" / "index.html").read_text().count("<table>") >= 14
 
 
 def nothing_is_loaded_from_elsewhere(site: Path) -> None:
-    """Scripts, styles, fonts and pictures are files of the site: it works where there is no network."""
+    """Scripts, styles, fonts and pictures are files of the site.
+
+    It works where there is no network.
+    """
     for page in site.rglob("*.html"):
         text = page.read_text()
         loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"([^\"]+)\"", text)
-        loaded += re.findall(r"<link\b(?![^>]*rel=\"(?:prev|next|canonical)\")[^>]*\bhref=\"([^\"]+)\"", text)
+        loaded += re.findall(
+            r"<link\b(?![^>]*rel=\"(?:prev|next|canonical)\")[^>]*\bhref=\"([^\"]+)\"", text
+        )
         assert loaded, page
         for address in loaded:
             assert "//" not in address, f"{page.relative_to(site)}: {address}"
@@ -105,7 +124,9 @@ def test_a_broken_link_a_missing_anchor_and_a_forgotten_page_fail_the_build(tmp_
     """Under the settings of the site each of them is a warning that strict mode counts."""
     pages = tmp_path / "docs"
     pages.mkdir()
-    (pages / "index.md").write_text("# A\n\n[a](nowhere.md) [b](index.md#nothing) [c](../src/nothing.py)\n")
+    (pages / "index.md").write_text(
+        "# A\n\n[a](nowhere.md) [b](index.md#nothing) [c](../src/nothing.py)\n"
+    )
     (pages / "forgotten.md").write_text("# B\n")
     settings = {
         "INHERIT": str(ROOT / "mkdocs.yml"),
@@ -115,9 +136,16 @@ def test_a_broken_link_a_missing_anchor_and_a_forgotten_page_fail_the_build(tmp_
         "nav": ["index.md"],
     }
     (tmp_path / "mkdocs.yml").write_text(json.dumps(settings))
-    ended = _build("--config-file", str(tmp_path / "mkdocs.yml"), "--site-dir", str(tmp_path / "site"))
+    ended = _build(
+        "--config-file", str(tmp_path / "mkdocs.yml"), "--site-dir", str(tmp_path / "site")
+    )
     assert ended.returncode != 0
-    for told in ("'nowhere.md'", "#nothing'", "src/nothing.py, which does not exist", "- forgotten.md"):
+    for told in (
+        "'nowhere.md'",
+        "#nothing'",
+        "src/nothing.py, which does not exist",
+        "- forgotten.md",
+    ):
         assert told in ended.stderr, told
 
 
@@ -125,7 +153,9 @@ def test_the_makefile_builds_as_strictly() -> None:
     """`make docs` hides no warning."""
     called = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text())
     assert called
-    assert all("--strict" in line and "--quiet" not in line and " -q" not in line for line in called)
+    assert all(
+        "--strict" in line and "--quiet" not in line and " -q" not in line for line in called
+    )
 
 
 def _hooks() -> ModuleType:
@@ -154,20 +184,30 @@ def test_a_figure_that_is_in_no_result_file_is_an_error() -> None:
 
 
 def test_links_of_pages_from_elsewhere_lead_to_pages_or_nowhere() -> None:
-    """A README becomes a page; a script keeps its words; a file that is not there is told; code is left alone."""
+    """A README becomes a page; a script keeps its words; a file that is not there is told.
+
+    Code is left alone.
+    """
     hooks = _hooks()
     moved = hooks.redirected(
-        "[a](../../docs/why.md#x) [b](train.py)", source="recipes/gan/README.md", page="recipes/gan.md"
+        "[a](../../docs/why.md#x) [b](train.py)",
+        source="recipes/gan/README.md",
+        page="recipes/gan.md",
     )
     assert moved == "[a](../why.md#x) b"
     back = hooks.redirected(
         "see [the GAN](../../recipes/gan/README.md)", source="docs/how-to/x.md", page="how-to/x.md"
     )
     assert back == "see [the GAN](../recipes/gan.md)"
-    assert hooks.redirected("```\n[a](b)\n```\n", source="docs/x.md", page="x.md") == "```\n[a](b)\n```\n"
+    assert (
+        hooks.redirected("```\n[a](b)\n```\n", source="docs/x.md", page="x.md")
+        == "```\n[a](b)\n```\n"
+    )
 
 
-def test_a_link_to_a_file_that_does_not_exist_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_link_to_a_file_that_does_not_exist_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Strict mode makes it an error."""
     with caplog.at_level("WARNING"):
         _hooks().redirected("[b](../no_such_file.py)", source="docs/x.md", page="x.md")

@@ -1,4 +1,7 @@
-"""The tutorial is run as it stands: its files are written, its commands called, its output compared."""
+"""The tutorial is run as it stands.
+
+Its files are written, its commands called, its output compared.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ pytest.importorskip("plotly")  # the report
 
 @pytest.mark.slow
 def test_the_tutorial_runs_from_top_to_bottom_and_prints_what_it_shows(tmp_path: Path) -> None:
-    """In an empty folder, every file of the page is written and every command prints what the page says."""
+    """In an empty folder, every file of the page is written and every command prints what the
+    page says.
+    """
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -41,7 +46,8 @@ def test_the_tutorial_runs_from_top_to_bottom_and_prints_what_it_shows(tmp_path:
 def _called(command: str, folder: Path, environment: dict[str, str]) -> str:
     """Return what a command prints, and ``Killed`` after it as a terminal does where it was.
 
-    Most of the time of ``python train.py`` is to import torch: it is forked from a process that has done so.
+    Most of the time of ``python train.py`` is to import torch: it is forked from a process that has
+        done so.
     """
     given = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     setting, script = re.fullmatch(r"(?:(\w+=\w+) )?(?:python (.*))?.*", command).groups()
@@ -49,6 +55,8 @@ def _called(command: str, folder: Path, environment: dict[str, str]) -> str:
         added = dict([setting.split("=")]) if setting else {}
         ended = run_prepared(script.split(), timeout=240, env={**environment, **added}, **given)
     else:
-        ended = subprocess.run(["bash", "-c", command], env=environment, text=True, timeout=240, check=False, **given)
+        ended = subprocess.run(
+            ["bash", "-c", command], env=environment, text=True, timeout=240, check=False, **given
+        )
     killed = ended.returncode == -signal.SIGKILL
     return ended.stdout + ("Killed\n" if killed else "")

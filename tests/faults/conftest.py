@@ -36,20 +36,30 @@ def small_disk(tmp_path: Path) -> Path:
 class Life:
     """One process of a training program, which writes to a trace.
 
-    `command` is what comes before the interpreter, such as one that mounts a disk; None: it is forked from a process
-    that is prepared.
+    `command` is what comes before the interpreter, such as one that mounts a disk; None: it is
+    forked from a process that is prepared.
     """
 
     def __init__(
-        self, trace: Path, request: dict[str, Any], command: list[str] | None, name: str = "train.py"
+        self,
+        trace: Path,
+        request: dict[str, Any],
+        command: list[str] | None,
+        name: str = "train.py",
     ) -> None:
         self.trace = trace
         program = [str(PROGRAMS / name), json.dumps({"trace": str(trace), **request})]
-        given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+        given: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "start_new_session": True,
+        }
         if command is None:
             self.process: subprocess.Popen[str] = Prepared(program, **given, text=True)
         else:
-            self.process = subprocess.Popen([*command, sys.executable, *program], **given, text=True)
+            self.process = subprocess.Popen(
+                [*command, sys.executable, *program], **given, text=True
+            )
 
     def lines(self) -> list[dict[str, Any]]:
         """Return what was written so far; a line that was cut by a kill does not count."""
@@ -64,7 +74,9 @@ class Life:
         """Wait for a line; a process that ends before it fails the test."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not any(condition(line) for line in self.lines()):
-            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.output()}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode}: {self.output()}"
+            )
             assert time.monotonic() < deadline, f"nothing came: {self.lines()[-3:]}"
             time.sleep(0.005)
 
@@ -89,11 +101,16 @@ class Life:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Life]]:
-    """Return a function that starts a life; whatever still runs at the end of the test is killed."""
+    """Return a function that starts a life.
+
+    Whatever still runs at the end of the test is killed.
+    """
     lives: list[Life] = []
     numbers = itertools.count()
 
-    def start_one(*, command: list[str] | None = None, program: str = "train.py", **request: Any) -> Life:
+    def start_one(
+        *, command: list[str] | None = None, program: str = "train.py", **request: Any
+    ) -> Life:
         full = {**request, "run_dir": str(tmp_path / request.get("run_dir", "run"))}
         life = Life(tmp_path / f"trace{next(numbers)}.jsonl", full, command, program)
         lives.append(life)
@@ -110,7 +127,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Life]]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the last line of a run that nothing happened to, of a new interpreter: its hashes are others."""
+    """Return the last line of a run that nothing happened to, of a new interpreter.
+
+    Its hashes are others.
+    """
     place = tmp_path_factory.mktemp("undisturbed")
     life = Life(place / "trace.jsonl", {"run_dir": str(place / "run")}, [])
     return life.end()
@@ -120,12 +140,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def undisturbed_of_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the last line of a run on torch's own loader that nothing happened to."""
     place = tmp_path_factory.mktemp("undisturbed_of_torch")
-    return Life(place / "trace.jsonl", {"run_dir": str(place / "run"), "loader": "torch"}, None).end()
+    return Life(
+        place / "trace.jsonl", {"run_dir": str(place / "run"), "loader": "torch"}, None
+    ).end()
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], None]:
-    """Return a function that puts a small run which has trained six steps into a folder: a copy of one."""
+    """Return a function that puts a small run which has trained six steps into a folder.
+
+    A copy of one.
+    """
     once = tmp_path_factory.mktemp("trained")
     train(once, 6)
     return lambda place: shutil.copytree(once, place, dirs_exist_ok=True) and None

@@ -1,4 +1,6 @@
-"""A small guarded training that saves after every second step, for faults of files and directories."""
+"""A small guarded training that saves after every second step, for faults of files and
+directories.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import holdfast
 
 def guard_in(run_dir: Path, **fields: object) -> tuple[holdfast.Guard, torch.nn.Module]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)
+    )
     guard = holdfast.Guard(
         run_dir,
         model=model,

@@ -1,4 +1,6 @@
-"""A limit of address space (``ulimit -v``) ends a run by name, wherever memory runs out, and nothing is lost."""
+"""A limit of address space (``ulimit -v``) ends a run by name, wherever memory runs out, and
+nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ PROGRAM = Path(__file__).parent / "programs" / "under_a_limit.py"
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fresh", "resume"])
 def test_memory_that_runs_out_anywhere_is_named_and_the_run_can_be_continued(tmp_path, mode):
-    """Under 5 limits, from no room to enough, each run finishes or is H401 or H402, and resumes to its end."""
+    """Under 5 limits, from no room to enough, each run finishes or is H401 or H402, and resumes
+    to its end.
+    """
     ended = subprocess.run(
         [sys.executable, PROGRAM, tmp_path, mode],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,4 +1,7 @@
-"""`holdfast attach` to real trainings that nobody observes: stuck in a lock, with a stopped worker, and healthy."""
+"""`holdfast attach` to real trainings that nobody observes.
+
+Stuck in a lock, with a stopped worker, and healthy.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def stuck():
     lock.acquire()
 stuck()
 """
-WAITING = "import sys, time\nprint(flush=True)\nwhile True: sum(range(int(sys.argv[1]))); time.sleep(0.05)\n"
+WAITING = (
+    "import sys, time\nprint(flush=True)\nwhile True: sum(range(int(sys.argv[1])));"
+    " time.sleep(0.05)\n"
+)
 STARTING = "import sys; sys.path.insert(0, sys.argv[1]); import slow_to_import"
 LOADING = """
 import time, torch
@@ -50,7 +56,9 @@ def start() -> Iterator[Start]:
     children = []
 
     def start_one(program: str, *words: str) -> subprocess.Popen[str]:
-        child = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True
+        )
         children.append(child)
         assert child.stdout is not None
         child.stdout.readline()  # it is there now
@@ -64,17 +72,26 @@ def start() -> Iterator[Start]:
 
 
 def attached(pid: int, code: int | None, seconds: int = 1) -> dict[str, Any]:
-    result = CliRunner().invoke(make_app("attach"), ["attach", str(pid), "--seconds", str(seconds), "--json"])
+    result = CliRunner().invoke(
+        make_app("attach"), ["attach", str(pid), "--seconds", str(seconds), "--json"]
+    )
     assert code is None or result.exit_code == code, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
 def test_a_lock_that_nobody_gives_back_is_named(start: Start) -> None:
-    """Kind, process and line are those that `holdfast run` would name; the process goes on as it was."""
+    """Kind, process and line are those that `holdfast run` would name.
+
+    The process goes on as it was.
+    """
     child = start(LOCKED)
     found = attached(child.pid, 1)
-    assert (found["moves"], found["verdict"]["kind"], found["verdict"]["pid"]) == (False, "lock", child.pid)
+    assert (found["moves"], found["verdict"]["kind"], found["verdict"]["pid"]) == (
+        False,
+        "lock",
+        child.pid,
+    )
     assert found["verdict"]["frame"].endswith(" in stuck")
     assert "at step" not in found["verdict"]["sentence"]  # nobody has counted
     (row,) = found["processes"]
@@ -83,10 +100,15 @@ def test_a_lock_that_nobody_gives_back_is_named(start: Start) -> None:
 
 
 def test_a_loop_that_mostly_waits_moves_and_one_that_only_polls_does_not(start: Start) -> None:
-    """20 steps a second and nothing read; to wait as often for what never comes is to stand still."""
+    """20 steps a second and nothing read.
+
+    To wait as often for what never comes is to stand still.
+    """
     assert attached(start(WAITING, "200000").pid, 0, 2)["moves"]
     assert attached(start(WAITING, "0").pid, 1, 2)["verdict"]["kind"] == "sleep"
-    joined = "import sys, threading as t\nx = t.Thread(target=exec, args=[sys.argv[2], globals()])\n"
+    joined = (
+        "import sys, threading as t\nx = t.Thread(target=exec, args=[sys.argv[2], globals()])\n"
+    )
     joined += "x.start(); x.join()"
     assert attached(start(joined, "200000", WAITING).pid, 0, 2)["moves"]
     assert attached(start(joined, "0", WAITING).pid, 1, 2)["verdict"]["kind"] == "sleep"
@@ -107,12 +129,16 @@ def test_the_verdict_comes_first_and_imports_are_folded(start: Start, tmp_path: 
 def test_what_a_launcher_has_started_is_judged(start: Start) -> None:
     """Not the launcher, which sleeps between its looks at it and has no torch."""
     launcher = (
-        "import subprocess, sys, time\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1]])\nprint()\n"
+        "import subprocess, sys, time\nchild = subprocess.Popen([sys.executable, '-c',"
+        " sys.argv[1]])\nprint()\n"
     )
     launcher += "while child.poll() is None:\n    time.sleep(0.2)\n"
     child = start(launcher, "import torch\n" + LOCKED)
     deadline = time.monotonic() + 60
-    while len(found := attached(child.pid, None)["processes"]) < 2 or found[1]["phase"] != "in code of its own":
+    while (
+        len(found := attached(child.pid, None)["processes"]) < 2
+        or found[1]["phase"] != "in code of its own"
+    ):
         assert time.monotonic() < deadline, found
     verdict = attached(child.pid, 1)["verdict"]
     assert (verdict["kind"], verdict["pid"]) == ("lock", found[1]["pid"])
@@ -120,7 +146,10 @@ def test_what_a_launcher_has_started_is_judged(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_loop_that_waits_for_each_batch_moves_until_its_worker_is_stopped(start: Start) -> None:
-    """Healthy it is found in the same wait twice and is called moving; with SIGSTOP the worker is to blame."""
+    """Healthy it is found in the same wait twice and is called moving.
+
+    With SIGSTOP the worker is to blame.
+    """
     child = start(LOADING)
     found = attached(child.pid, 0, 5)  # a busy machine gives it little time
     assert found["verdict"] is None
@@ -134,7 +163,9 @@ def test_a_loop_that_waits_for_each_batch_moves_until_its_worker_is_stopped(star
     assert (verdict["kind"], verdict["pid"]) == ("stopped", worker)
 
 
-def test_what_cannot_be_looked_at_is_a_clear_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_looked_at_is_a_clear_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No such process, one that is not Python, no py-spy: what it is, and what to do."""
     sleeper = subprocess.Popen(["sleep", "1000"])
     with sleeper:
@@ -152,8 +183,13 @@ def test_what_cannot_be_looked_at_is_a_clear_error(start: Start, monkeypatch: py
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_without_the_right_to_trace_the_fix_is_named() -> None:
     """Another user's process: sudo, or a capability for the container."""
-    program = "import os; from holdfast.cli import attach; os.setuid(65534); attach._subjects(os.getppid(), 1.0)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    program = (
+        "import os; from holdfast.cli import attach; os.setuid(65534);"
+        " attach._subjects(os.getppid(), 1.0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert "no right to trace" in done.stderr, done.stderr
     assert "sudo" in done.stderr
     assert "--cap-add SYS_PTRACE" in done.stderr

@@ -1,4 +1,7 @@
-"""`holdfast chaos`: what is planted in a training is found and named, and of one that is exact nothing is said."""
+"""`holdfast chaos`.
+
+What is planted in a training is found and named, and of one that is exact nothing is said.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ def _forked(monkeypatch):
     """Let commands be forked from a process that has torch loaded."""
     own = SimpleNamespace(
         Popen=lambda command, **given: Prepared(command[7:], **given),
-        **{name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")},
+        **{
+            name: getattr(subprocess, name)
+            for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")
+        },
     )
     monkeypatch.setattr(trials, "subprocess", own)
     monkeypatch.setattr(cli, "take_orphans", lambda: None)  # this process has other children
@@ -83,12 +89,17 @@ def tried(words, origin, *only):
 
 
 def test_of_a_training_that_resumes_exactly_nothing_is_said(origin):
-    """Asked to end, killed in a save, with damaged files, without memory: it is the same, and no file is touched."""
+    """Asked to end, killed in a save, with damaged files, without memory.
+
+    It is the same, and no file is touched.
+    """
     before = {path: path.read_bytes() for path in origin.rglob("*") if path.is_file()}
     kinds = ("term", "save", "eval", "memory", "disk", "damage")
     report = tried(command("classifier", "+checked"), origin, *kinds)
     assert {row.kind for row in report.rows} == set(kinds)
-    assert [(row.fault, row.result, row.detail) for row in report.rows if row.result != "exact"] == []
+    assert [
+        (row.fault, row.result, row.detail) for row in report.rows if row.result != "exact"
+    ] == []
     assert report.passed
     assert report.unsteady is None
     assert {path: path.read_bytes() for path in origin.rglob("*") if path.is_file()} == before
@@ -105,12 +116,36 @@ def test_of_a_training_that_resumes_exactly_nothing_is_said(origin):
             "another training",
             "the state of the optimizer differs at the start",
         ),
-        ("classifier", "epoch repeated", "term", "another training", "the loader gives another batch: that of step"),
+        (
+            "classifier",
+            "epoch repeated",
+            "term",
+            "another training",
+            "the loader gives another batch: that of step",
+        ),
         ("classifier", "written in place", "save", "does not survive", "exit code 1"),
         ("classifier", "older checkpoint", "kill", "work is lost", "was saved"),
-        ("language", "EMA not saved", "term", "another training", "the last save into out/average.pt differs in"),
-        ("language", "numpy state not saved", "term", "another training", "the random state of numpy differs"),
-        ("language", "weight of the loss not saved", "term", "another training", "the loss differs"),
+        (
+            "language",
+            "EMA not saved",
+            "term",
+            "another training",
+            "the last save into out/average.pt differs in",
+        ),
+        (
+            "language",
+            "numpy state not saved",
+            "term",
+            "another training",
+            "the random state of numpy differs",
+        ),
+        (
+            "language",
+            "weight of the loss not saved",
+            "term",
+            "another training",
+            "the loss differs",
+        ),
         ("classifier", "", "nan", "ends in NaN", "NaN"),
     ],
 )
@@ -122,19 +157,24 @@ def test_a_planted_loss_is_found_and_named(origin, program, planted, kind, resul
 
 
 def test_a_model_is_copied_and_pickled_as_without_us(origin):
-    """An average made by `deepcopy`, and a model saved whole, come out exactly, through open files too."""
+    """An average made by `deepcopy`, and a model saved whole, come out exactly, through open
+    files too.
+    """
     (origin / "train.py").write_text(
-        "import copy, os, torch\ntorch.manual_seed(0)\nfirst, model = 0, torch.nn.Linear(3, 1)\n"
-        "torch.serialization.add_safe_globals([torch.nn.Linear])\n"
-        "if os.path.exists('model.pt'):\n    first, model = torch.load('model.pt', weights_only=True)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\naverage = copy.deepcopy(model)\n"
-        "for step in range(first, 6):\n    model(torch.ones(2, 3) * step).square().mean().backward()\n"
-        "    average(torch.ones(1, 3))\n    optimizer.step()\n    optimizer.zero_grad()\n"
-        "    with open('new.pt', 'wb') as file:\n        torch.save([step + 1, model], file)\n"
-        "    os.replace('new.pt', 'model.pt')\n"
+        "import copy, os, torch\ntorch.manual_seed(0)\nfirst, model = 0, torch.nn.Linear(3,"
+        " 1)\ntorch.serialization.add_safe_globals([torch.nn.Linear])\nif"
+        " os.path.exists('model.pt'):\n    first, model = torch.load('model.pt',"
+        " weights_only=True)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\naverage ="
+        " copy.deepcopy(model)\nfor step in range(first, 6):\n    model(torch.ones(2, 3) *"
+        " step).square().mean().backward()\n    average(torch.ones(1, 3))\n    optimizer.step()\n  "
+        "  optimizer.zero_grad()\n    with open('new.pt', 'wb') as file:\n        torch.save([step"
+        " + 1, model], file)\n    os.replace('new.pt', 'model.pt')\n"
     )
     report = tried([sys.executable, "train.py"], origin, "term", "save")
-    assert [(row.kind, row.result) for row in report.rows] == [("term", "exact"), *[("save", "exact")] * 2]
+    assert [(row.kind, row.result) for row in report.rows] == [
+        ("term", "exact"),
+        *[("save", "exact")] * 2,
+    ]
 
 
 _TWO = """
@@ -190,7 +230,9 @@ for step in range(first, 7):
     ],
 )
 def test_what_two_optimizers_do_not_go_on_with_is_named(origin, planted, words):
-    """Its steps are of another number of calls each, gradients come from `autograd.grad`, and tensors are pickled."""
+    """Its steps are of another number of calls each, gradients come from `autograd.grad`, and
+    tensors are pickled.
+    """
     (origin / "train.py").write_text(_TWO)
     kinds = ("term",) if planted else ("term", "kill", "memory")
     report = tried([sys.executable, "train.py", planted], origin, *kinds)
@@ -200,7 +242,10 @@ def test_what_two_optimizers_do_not_go_on_with_is_named(origin, planted, words):
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_each_rank_is_compared_with_itself(origin, planted):
-    """A rank that is killed is started again with the others; what only another rank does wrong is found."""
+    """A rank that is killed is started again with the others.
+
+    What only another rank does wrong is found.
+    """
     (origin / "ranks.py").write_text(_RANKS)
     report = tried([sys.executable, "ranks.py", *["planted"] * planted], origin, "kill")
     assert {row.result for row in report.rows} == {"another training" if planted else "exact"}
@@ -208,11 +253,14 @@ def test_each_rank_is_compared_with_itself(origin, planted):
 
 
 def test_a_training_that_nobody_can_repeat_is_called_so(origin):
-    """Two undisturbed runs that differ are compared no further: it survives, and where they differ is said."""
+    """Two undisturbed runs that differ are compared no further.
+
+    It survives, and where they differ is said.
+    """
     (origin / "train.py").write_text(
-        "import torch\ntorch.seed()\nweight = torch.nn.Parameter(torch.randn(3))\n"
-        "optimizer = torch.optim.SGD([weight], 0.1)\n"
-        "for _ in range(5):\n    (weight ** 2).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+        "import torch\ntorch.seed()\nweight = torch.nn.Parameter(torch.randn(3))\noptimizer ="
+        " torch.optim.SGD([weight], 0.1)\nfor _ in range(5):\n    (weight ** 2).sum().backward()\n "
+        "   optimizer.step()\n    optimizer.zero_grad()\n"
     )
     report = tried([sys.executable, "train.py"], origin, "first")
     assert [row.result for row in report.rows] == ["survives"]
@@ -232,11 +280,20 @@ _STEPS += "for _ in range({}):\n    (w * w).backward()\n    o.step()\n"
         ("import torch", "made no step"),
         (_STEPS.format(2), "fewer than 4 steps"),
         ("raise SystemExit('no data')", "fails when nobody disturbs it, with exit code 1: no data"),
-        (_STEPS.format(5) + "torch.save(w, '{elsewhere}')", "writes outside of the working directory"),
-        ("open('{elsewhere}', 'w')\n" + _STEPS.format(5), "writes outside of the working directory"),  # before torch
+        (
+            _STEPS.format(5) + "torch.save(w, '{elsewhere}')",
+            "writes outside of the working directory",
+        ),
+        # Before torch
+        (
+            "open('{elsewhere}', 'w')\n" + _STEPS.format(5),
+            "writes outside of the working directory",
+        ),
     ],
 )
-def test_a_command_that_cannot_be_put_to_the_test_is_refused(origin, tmp_path_factory, script, words):
+def test_a_command_that_cannot_be_put_to_the_test_is_refused(
+    origin, tmp_path_factory, script, words
+):
     """What is wrong is said, with what to do, before any fault."""
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "weights.pt"
     (origin / "train.py").write_text(script.replace("{elsewhere}", str(elsewhere)))
@@ -245,14 +302,21 @@ def test_a_command_that_cannot_be_put_to_the_test_is_refused(origin, tmp_path_fa
 
 
 def test_the_command_line_says_it_in_words_and_for_machines(origin, monkeypatch):
-    """Exit code 1 for a training that is another one afterwards; --json holds each trial; 2 is wrong use."""
+    """Exit code 1 for a training that is another one afterwards; --json holds each trial.
+
+    2 is wrong use.
+    """
     monkeypatch.chdir(origin)
     ask = CliRunner().invoke
     app = make_app("chaos", "events")  # two, so that the name of the command is expected
     words = ["--", *command("classifier", "momentum reset")]
     ended = ask(app, ["chaos", "--json", "--only", "term", *words])
     found = json.loads(ended.stdout)
-    assert (ended.exit_code, found["passed"], found["rows"][0]["result"]) == (1, False, "another training")
+    assert (ended.exit_code, found["passed"], found["rows"][0]["result"]) == (
+        1,
+        False,
+        "another training",
+    )
     assert found["rows"][0]["comparison"]["differences"][0]["what"] == "optimizer"
     ended = ask(app, ["chaos", "--only", "term", *words[:-1]])
     assert ended.exit_code == 0
@@ -264,10 +328,16 @@ def test_the_command_line_says_it_in_words_and_for_machines(origin, monkeypatch)
 
 
 def test_a_test_can_ask_for_it(origin):
-    """`check_survives` returns the report of a training that survives, and raises for another one, with the rows."""
+    """`check_survives` returns the report of a training that survives, and raises for another
+    one, with the rows.
+    """
     assert check_survives(command("classifier"), cwd=origin, only=["term"]).passed
-    with pytest.raises(AssertionError, match=r"SIGTERM in step .*: another training: step .*: the learning rate"):
-        check_survives(command("classifier", "learning rate from the start"), cwd=origin, only=["term"])
+    with pytest.raises(
+        AssertionError, match=r"SIGTERM in step .*: another training: step .*: the learning rate"
+    ):
+        check_survives(
+            command("classifier", "learning rate from the start"), cwd=origin, only=["term"]
+        )
 
 
 _RANDOM_NAMES = """
@@ -301,24 +371,35 @@ def test_what_a_training_does_at_home_is_refused(origin, monkeypatch, tmp_path_f
         Campaign([sys.executable, "train.py"], origin=origin, only=["kill"]).run()
 
 
-def test_what_was_saved_is_damaged_under_its_later_name_and_no_file_of_others(origin, monkeypatch, tmp_path_factory):
-    """A larger file that the training links to is somebody's data; a last line like markup of Rich is shown."""
+def test_what_was_saved_is_damaged_under_its_later_name_and_no_file_of_others(
+    origin, monkeypatch, tmp_path_factory
+):
+    """A larger file that the training links to is somebody's data.
+
+    A last line like markup of Rich is shown.
+    """
     data = tmp_path_factory.mktemp("data") / "data.bin"
     data.write_bytes(bytes(100_000))
-    script = _RANDOM_NAMES.replace('torch.load("c.pt")', 'load("c.pt")').replace("\ntorch.manual", f"""
+    script = _RANDOM_NAMES.replace('torch.load("c.pt")', 'load("c.pt")').replace(
+        "\ntorch.manual",
+        f"""
 os.path.exists("d.bin") or os.link({str(data)!r}, "d.bin")
 def load(name):
     try:
         return torch.load(name)
     except Exception:
         raise SystemExit(r"bad pattern \\[/x]")
-torch.manual""", 1)  # fmt: skip
+torch.manual""",
+        1,
+    )
     linked = (
-        "os.path.exists('k.pt') and os.remove('k.pt')\n    os.link('c.pt', 'k.pt')\n"  # its own: no data of others
+        # Its own: no data of others
+        "os.path.exists('k.pt') and os.remove('k.pt')\n    os.link('c.pt', 'k.pt')\n"
     )
     (origin / "train.py").write_text(f"{script}    {linked}")
     monkeypatch.chdir(origin)
-    words = ["chaos", "--only", "damage", "--", sys.executable, str(origin / "train.py")]  # its copy is started
+    # Its copy is started
+    words = ["chaos", "--only", "damage", "--", sys.executable, str(origin / "train.py")]
     ended = CliRunner().invoke(make_app("chaos", "events"), words)
     assert ended.exit_code == 1, ended.exception
     assert r"pattern \[/x] (c.pt was damaged)" in ended.stdout
@@ -387,13 +468,20 @@ def test_each_training_of_a_sweep_goes_on_from_its_own_save(origin, planted):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_an_interrupted_campaign_says_what_it_has_found(origin, monkeypatch, tmp_path_factory, number):
-    """After the first fault: the table of what was tried, an exit code that says why, a page, and no copy left."""
+def test_an_interrupted_campaign_says_what_it_has_found(
+    origin, monkeypatch, tmp_path_factory, number
+):
+    """After the first fault.
+
+    The table of what was tried, an exit code that says why, a page, and no copy left.
+    """
     scratch = tmp_path_factory.mktemp("scratch")
     before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.chdir(origin)
-    monkeypatch.setattr(cli, "_say", lambda line: os.kill(os.getpid(), number) if "exact" in line else None)
+    monkeypatch.setattr(
+        cli, "_say", lambda line: os.kill(os.getpid(), number) if "exact" in line else None
+    )
     words = ["--page", "page.html", "--", *command("classifier")]
     ended = CliRunner().invoke(make_app("chaos", "events"), ["chaos", *words])
     signal.signal(number, before)
@@ -430,10 +518,15 @@ for step in range(first, 8):
 
 
 def test_a_model_may_compute_between_the_steps_of_its_optimizer(origin):
-    """As the discriminator of a GAN in the step of the generator: its buffers after its own step are not the last."""
+    """As the discriminator of a GAN in the step of the generator.
+
+    Its buffers after its own step are not the last.
+    """
     (origin / "train.py").write_text(_GAN)
     report = tried([sys.executable, "train.py"], origin, "kill", "term")
-    assert {(row.result, row.detail.partition(" ")[2]) for row in report.rows} == {("exact", "steps made again")}
+    assert {(row.result, row.detail.partition(" ")[2]) for row in report.rows} == {
+        ("exact", "steps made again")
+    }
 
 
 _THREAD = """
@@ -469,10 +562,16 @@ thread.join()
 
 
 def test_a_training_that_goes_on_while_it_saves_is_seen_all_the_same(origin):
-    """What its thread writes is no state of the step that has come meanwhile, and no step goes unseen."""
+    """What its thread writes is no state of the step that has come meanwhile, and no step goes
+    unseen.
+    """
     (origin / "train.py").write_text(_THREAD)
     report = tried([sys.executable, "train.py"], origin, "kill", "term")
-    assert (report.unsteady, report.steps, {row.result for row in report.rows}) == (None, 12, {"exact"})
+    assert (report.unsteady, report.steps, {row.result for row in report.rows}) == (
+        None,
+        12,
+        {"exact"},
+    )
 
 
 _GUARDED = """
@@ -491,21 +590,34 @@ for batch in guard.batches(max_epochs=1):
 
 @pytest.mark.slow
 def test_a_guard_is_hit_where_it_saves(origin, monkeypatch):
-    """Half-way through its file, by a full or failing disk, and in a checkpoint, not its records: it is exact."""
-    monkeypatch.setattr(trials, "subprocess", subprocess)  # holdfast is imported where it is observed
+    """Half-way through its file, by a full or failing disk, and in a checkpoint, not its
+    records: it is exact.
+    """
+    # Holdfast is imported where it is observed
+    monkeypatch.setattr(trials, "subprocess", subprocess)
     (origin / "train.py").write_text(_GUARDED)
     kinds = ("save", "disk", "io", "clock", "damage")
     report = tried([sys.executable, "train.py"], origin, *kinds)
     assert {(row.kind, row.result) for row in report.rows} == {(kind, "exact") for kind in kinds}
-    assert all(".safetensors was damaged" in row.detail for row in report.rows if row.kind == "damage")
+    assert all(
+        ".safetensors was damaged" in row.detail for row in report.rows if row.kind == "damage"
+    )
     assert [row.attempts for row in report.rows if row.fault.startswith("killed half-way")] == [2]
-    assert not any("damaged-" in each for row in report.rows if row.kind == "io" for each in row.left_files)
+    assert not any(
+        "damaged-" in each for row in report.rows if row.kind == "io" for each in row.left_files
+    )
 
 
 _CAREFUL = "print('x' * 9999)\n    try:\n        torch.save"
-_AGAIN = "for _ in range(2):\n        try:\n            model(torch.ones(3) * step).sum().backward()\n            "
+_AGAIN = (
+    "for _ in range(2):\n        try:\n            model(torch.ones(3) * step).sum().backward()\n  "
+    "          "
+)
 _AGAIN += "break\n        except RuntimeError: pass"
-_BATCHES = "loaded = iter(torch.utils.data.DataLoader(range(8)))\n[next(loaded) for _ in range(first)]\nfor step"
+_BATCHES = (
+    "loaded = iter(torch.utils.data.DataLoader(range(8)))\n[next(loaded) for _ in"
+    " range(first)]\nfor step"
+)
 _MODEL = "model = torch.nn.Linear(3, 1)\nweight, first"
 _PAIR = "model = torch.nn.Linear(3, 1)\npair = torch.nn.ModuleList([model, torch.nn.Linear(3, 1)])"
 _AVERAGED = "optimizer.step()\n    pair[1].weight.data.lerp_(model.weight.data, 0.5)"
@@ -518,7 +630,11 @@ _IN_FILE = """, open(name, "wb"))
             continue
         raise
 """
-_FILES = [("torch.save", "try:\n        torch.save"), (", name)\n", _IN_FILE), ("import os", "import os, time")]
+_FILES = [
+    ("torch.save", "try:\n        torch.save"),
+    (", name)\n", _IN_FILE),
+    ("import os", "import os, time"),
+]
 _READ = """
     try:
         open("c.pt", "rb").read()
@@ -528,10 +644,12 @@ _READ = """
 _BY_TIME = [
     ("import os", "import glob, os\nfrom datetime import datetime\nimport os"),
     ('os.path.exists("c.pt")', '(files := sorted(glob.glob("*.pt"), key=lambda name: name[0:]))'),
-    ('load("c.pt")', "load(files[-1])"), ('name, "c.pt")', 'name, f"{datetime.now():%Y%m%d%H%M%S%f}-{step}.pt")'),
-]  # fmt: skip
+    ('load("c.pt")', "load(files[-1])"),
+    ('name, "c.pt")', 'name, f"{datetime.now():%Y%m%d%H%M%S%f}-{step}.pt")'),
+]
 _DRAWN = (
-    "loaded = iter(torch.utils.data.DataLoader(range(8), collate_fn=lambda _: torch.tensor(numpy.random.rand(3))))"
+    "loaded = iter(torch.utils.data.DataLoader(range(8), collate_fn=lambda _:"
+    " torch.tensor(numpy.random.rand(3))))"
 )
 _DRAWN += "\nnumpy.random.seed(0)\nfor step"
 
@@ -542,25 +660,70 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
         # A temporary name that is another each time is no save that is missing.
         ([], "kill", ["exact"] * 3, "again"),
         # A training that prints much, and goes on when a save fails, is seen to its end.
-        ([("torch.save", _CAREFUL), ("name)\n", "name)\n    except (OSError, RuntimeError): pass\n")], "disk",
-         ["exact"], "0 steps made again"),
+        (
+            [
+                ("torch.save", _CAREFUL),
+                ("name)\n", "name)\n    except (OSError, RuntimeError): pass\n"),
+            ],
+            "disk",
+            ["exact"],
+            "0 steps made again",
+        ),
         # Where no step changes a weight, the place is told by the batch.
-        ([("weight * step", "weight * next(loaded) * 0"), ("for step", _BATCHES)], "kill", ["exact"] * 3, "again"),
-        ([("weight * step", "weight * next(loaded) * 0"), ("for step", _BATCHES), ('saved["step"]', "0")], "kill",
-         ["work is lost"] * 3, "from the beginning"),
+        (
+            [("weight * step", "weight * next(loaded) * 0"), ("for step", _BATCHES)],
+            "kill",
+            ["exact"] * 3,
+            "again",
+        ),
+        (
+            [
+                ("weight * step", "weight * next(loaded) * 0"),
+                ("for step", _BATCHES),
+                ('saved["step"]', "0"),
+            ],
+            "kill",
+            ["work is lost"] * 3,
+            "from the beginning",
+        ),
         # A name that is saved makes no other training, but is said.
-        ([('"step": step', '"config": {"from": "resume" if first else "new"}, "step": step')], "term", ["exact"],
-         "differs in 'config.from': 'resume' instead of 'new'"),
+        (
+            [('"step": step', '"config": {"from": "resume" if first else "new"}, "step": step')],
+            "term",
+            ["exact"],
+            "differs in 'config.from': 'resume' instead of 'new'",
+        ),
         # A forward whose backward had no memory is no part of the step.
-        ([("(weight * step).square().sum().backward()", _AGAIN), ("weight, first", _MODEL),
-          ("torch.nn.Parameter(torch.randn(3))", "model.weight")], "memory", ["exact"], "0 steps"),
+        (
+            [
+                ("(weight * step).square().sum().backward()", _AGAIN),
+                ("weight, first", _MODEL),
+                ("torch.nn.Parameter(torch.randn(3))", "model.weight"),
+            ],
+            "memory",
+            ["exact"],
+            "0 steps",
+        ),
         # A closure makes the gradients within the step, the first one too.
-        ([("optimizer.zero_grad()", "pass"),
-          ("(weight * step)", "loss = lambda: (optimizer.zero_grad(), (weight + 1)"),
-          (".backward()", ".backward())[1]"), ("optimizer.step()", "optimizer.step(loss)")], "first", ["exact"], ""),
-        # A save through a buffer, as Lightning makes it, can be cut where it is written, here in place.
-        ([("+ 1}, name)", "+ 1}, " + _BUFFER), ('os.replace(name, "c.pt")', _WRITE)], "save",
-         ["exact", "does not survive"], ""),
+        (
+            [
+                ("optimizer.zero_grad()", "pass"),
+                ("(weight * step)", "loss = lambda: (optimizer.zero_grad(), (weight + 1)"),
+                (".backward()", ".backward())[1]"),
+                ("optimizer.step()", "optimizer.step(loss)"),
+            ],
+            "first",
+            ["exact"],
+            "",
+        ),
+        # A save through a buffer, as Lightning makes it, can be cut where it is written, here in
+        # place.
+        (
+            [("+ 1}, name)", "+ 1}, " + _BUFFER), ('os.replace(name, "c.pt")', _WRITE)],
+            "save",
+            ["exact", "does not survive"],
+            "",
+        ),
         # A disk that is full, or fails once, says so half-way through a file; the training goes on.
         (_FILES, "disk", ["exact"], "0 steps made again"),
         (_FILES, "io", ["exact"] * 2, "steps made again"),
@@ -570,33 +733,83 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
         (_BY_TIME, "clock", ["work is lost"], "although step 2 was saved"),
         ([*_BY_TIME, ("[0:]", "[-4:]")], "clock", ["exact"], "again"),
         # Where the batch is drawn from a random state that is lost, that is the cause.
-        ([("weight * step", "weight * next(loaded)"), ("for step", _DRAWN), ("import os", "import numpy, os")],
-         "kill", ["another training"] * 3, "the random state of numpy differs, and with it the batch"),
-        # One of which nothing is made is no cause, although steps draw from it, and it differs in the very step.
-        ([("weight * step", "weight * step * (1 + (first > 0)) + 0 * torch.rand(3)")], "kill",
-         ["another training"] * 3, "the loss differs"),
-        # One that was restored, and of which more is drawn since something else is lost, is no cause either.
-        ([("(weight * step)", "(model(torch.ones(3)) + model(numpy.random.rand(len(kept)).sum() * torch.ones(3)))"),
-          ("weight, first", "import numpy\nnumpy.random.seed(0)\nkept = []\n" + _MODEL),
-          ("torch.nn.Parameter(torch.randn(3))", "model.weight"),
-          ('"step": s', '"n": numpy.random.get_state(), "step": s'),
-          ('load("c.pt")', 'load("c.pt", weights_only=False)\n    numpy.random.set_state(saved["n"])'),
-          ("    optimizer.zero_grad()", "    kept.append(optimizer.zero_grad())")], "kill",
-         ["another training"] * 3, "the model gets other inputs"),
-        # An average in one module with the weights, moved after the step, is compared where it is saved.
-        ([("weight, first", _PAIR + "\nweight, first"),
-          ("torch.nn.Parameter(torch.randn(3))", "model.weight"), ("optimizer.step()", _AVERAGED),
-          ('"step": s', '"mean": pair[1].weight.data, "step": s'),
-          ('saved["step"]', 'saved["step"]\n    pair[1].weight.data = saved["mean"]')],
-         "kill", ["exact"] * 3, "again"),
+        (
+            [
+                ("weight * step", "weight * next(loaded)"),
+                ("for step", _DRAWN),
+                ("import os", "import numpy, os"),
+            ],
+            "kill",
+            ["another training"] * 3,
+            "the random state of numpy differs, and with it the batch",
+        ),
+        # One of which nothing is made is no cause, although steps draw from it, and it differs in
+        # the very step.
+        (
+            [("weight * step", "weight * step * (1 + (first > 0)) + 0 * torch.rand(3)")],
+            "kill",
+            ["another training"] * 3,
+            "the loss differs",
+        ),
+        # One that was restored, and of which more is drawn since something else is lost, is no
+        # cause either.
+        (
+            [
+                (
+                    "(weight * step)",
+                    (
+                        "(model(torch.ones(3)) + model(numpy.random.rand(len(kept)).sum() *"
+                        " torch.ones(3)))"
+                    ),
+                ),
+                ("weight, first", "import numpy\nnumpy.random.seed(0)\nkept = []\n" + _MODEL),
+                ("torch.nn.Parameter(torch.randn(3))", "model.weight"),
+                ('"step": s', '"n": numpy.random.get_state(), "step": s'),
+                (
+                    'load("c.pt")',
+                    'load("c.pt", weights_only=False)\n    numpy.random.set_state(saved["n"])',
+                ),
+                ("    optimizer.zero_grad()", "    kept.append(optimizer.zero_grad())"),
+            ],
+            "kill",
+            ["another training"] * 3,
+            "the model gets other inputs",
+        ),
+        # An average in one module with the weights, moved after the step, is compared where it is
+        # saved.
+        (
+            [
+                ("weight, first", _PAIR + "\nweight, first"),
+                ("torch.nn.Parameter(torch.randn(3))", "model.weight"),
+                ("optimizer.step()", _AVERAGED),
+                ('"step": s', '"mean": pair[1].weight.data, "step": s'),
+                ('saved["step"]', 'saved["step"]\n    pair[1].weight.data = saved["mean"]'),
+            ],
+            "kill",
+            ["exact"] * 3,
+            "again",
+        ),
         # What a model computes only to act, as often as each start likes, is no part of a step.
-        ([("(weight * step).square().sum()", "model(torch.ones(3) * step).sum()"), ("weight, first", _MODEL),
-          ("torch.nn.Parameter(torch.randn(3))", "model.weight"),
-          ("for step", "[model(torch.ones(3)) for _ in range(first + 1)]\nfor step")], "kill", ["exact"] * 3, ""),
+        (
+            [
+                ("(weight * step).square().sum()", "model(torch.ones(3) * step).sum()"),
+                ("weight, first", _MODEL),
+                ("torch.nn.Parameter(torch.randn(3))", "model.weight"),
+                ("for step", "[model(torch.ones(3)) for _ in range(first + 1)]\nfor step"),
+            ],
+            "kill",
+            ["exact"] * 3,
+            "",
+        ),
         # A start that makes no step is named.
-        ([(', saved["step"]', ", 8")], "kill", ["another training"] * 3, "the last start makes no step, but only"),
+        (
+            [(', saved["step"]', ", 8")],
+            "kill",
+            ["another training"] * 3,
+            "the last start makes no step, but only",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_training_may_do(origin, edits, kind, results, words):
     """Programs that differ in one habit."""
     script = _RANDOM_NAMES
@@ -606,19 +819,35 @@ def test_what_a_training_may_do(origin, edits, kind, results, words):
     report = tried([sys.executable, "train.py"], origin, kind)
     assert (report.steps, sorted(row.result for row in report.rows)) == (8, sorted(results))
     assert all(words in row.detail and row.attempts <= 3 for row in report.rows)
-    assert kind == "clock" or {name for row in report.rows for name in row.left_files} <= {"tmp*", "met", "c.pt"}
+    assert kind == "clock" or {name for row in report.rows for name in row.left_files} <= {
+        "tmp*",
+        "met",
+        "c.pt",
+    }
     assert edits != _FILES or {row.attempts for row in report.rows if "half" in row.fault} == {1}
 
 
 @pytest.mark.slow
 def test_a_rank_may_be_slow_or_lose_its_connections(origin):
-    """One that goes on after 10 s changes nothing; one without connections ends them all, and they begin again."""
-    group = 'torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/{os.getppid()}", '
-    script = _RANKS.replace("torch.manual_seed(0)", f"{group}rank=rank, world_size=2)\ntorch.manual_seed(0)")
+    """One that goes on after 10 s changes nothing.
+
+    One without connections ends them all, and they begin again.
+    """
+    group = (
+        'torch.distributed.init_process_group("gloo",'
+        ' init_method=f"file://{os.getcwd()}/{os.getppid()}", '
+    )
+    script = _RANKS.replace(
+        "torch.manual_seed(0)", f"{group}rank=rank, world_size=2)\ntorch.manual_seed(0)"
+    )
     script = script.replace("    torch.save", "    torch.distributed.barrier()\n    torch.save")
     script = script.replace('not os.path.exists(f"step{step}")', "False")
     (origin / "ranks.py").write_text(script)
     report = tried([sys.executable, "ranks.py"], origin, "rank")
     rows = {row.fault.partition(" in ")[0]: (row.result, row.attempts) for row in report.rows}
-    found = {"rank 1 killed": ("exact", 2), "rank 1 stopped for 10 s": ("exact", 1), "rank 1 cut off": ("exact", 2)}
+    found = {
+        "rank 1 killed": ("exact", 2),
+        "rank 1 stopped for 10 s": ("exact", 1),
+        "rank 1 cut off": ("exact", 2),
+    }
     assert rows == found | {"rank 1 stopped": ("hangs", 2)}

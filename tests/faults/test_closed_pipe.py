@@ -27,18 +27,34 @@ def into_a_closed_pipe(command: list[str], *, errors_too: bool = False) -> tuple
 @pytest.mark.parametrize(
     "command",
     [
-        "events RUN", "events RUN --json", "explain", "explain RUN --json", "explain H101",
-        "report RUN --json", "watch RUN --once", "metrics RUN --jsonl -",
-        "metrics RUN --jsonl - --follow", "plan --help",
+        "events RUN",
+        "events RUN --json",
+        "explain",
+        "explain RUN --json",
+        "explain H101",
+        "report RUN --json",
+        "watch RUN --once",
+        "metrics RUN --jsonl -",
+        "metrics RUN --jsonl - --follow",
+        "plan --help",
     ],
-)  # fmt: skip
+)
 def test_a_reader_that_leaves_ends_a_command_quietly(tmp_path: Path, command: str) -> None:
-    """No traceback and no message, and the exit code that a shell gives any program which SIGPIPE ended."""
+    """No traceback and no message, and the exit code that a shell gives any program which
+    SIGPIPE ended.
+    """
     run = str(make_run(tmp_path / "run", steps=3))
-    assert into_a_closed_pipe([run if word == "RUN" else word for word in command.split()]) == (141, "")
+    assert into_a_closed_pipe([run if word == "RUN" else word for word in command.split()]) == (
+        141,
+        "",
+    )
 
 
 def test_the_exit_code_of_a_supervised_command_stays_its_own(tmp_path: Path) -> None:
-    """Nobody reads what `holdfast run` prints at the end, and its exit code is still that of the command."""
+    """Nobody reads what `holdfast run` prints at the end, and its exit code is still that of the
+    command.
+    """
     options = ["run", "--json", "--run-dir", str(tmp_path / "run")]
-    assert into_a_closed_pipe([*options, "--", "sh", "-c", "echo hi; exit 3"], errors_too=True)[0] == 3
+    assert (
+        into_a_closed_pipe([*options, "--", "sh", "-c", "echo hi; exit 3"], errors_too=True)[0] == 3
+    )

@@ -59,14 +59,19 @@ def verdict_on(run: Path, name: str, *arguments: str) -> dict[str, Any]:
     ],
 )
 def test_status_0_alone_does_not_make_a_run_well(tmp_path, program, cause, colour):
-    """Green needs a loss that fell; what did not learn is named, and what cannot be judged is not praised."""
+    """Green needs a loss that fell.
+
+    What did not learn is named, and what cannot be judged is not praised.
+    """
     verdict = verdict_on(tmp_path / "run", program)
     assert (verdict["cause"], tone(verdict_from(verdict))) == (cause, colour)
     assert (verdict["fix"] == "Nothing is to be done.") == (colour == "well")
 
 
 def test_a_leak_that_no_look_saw_in_time_is_found_afterwards(tmp_path):
-    """The verdict names the growth of memory, or what holds it where the run lasted long enough for a trace."""
+    """The verdict names the growth of memory, or what holds it where the run lasted long enough
+    for a trace.
+    """
     verdict = verdict_on(tmp_path / "run", "leaks.py")
     assert verdict["cause"] in ("H1501", "H1510", "H1511")
     assert tone(verdict_from(verdict)) == "unknown"

@@ -1,4 +1,7 @@
-"""``close`` that fails with EIO, as on a network disk: the save failed, nothing is closed twice, nothing is left."""
+"""``close`` that fails with EIO, as on a network disk.
+
+The save failed, nothing is closed twice, nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ pytestmark = pytest.mark.slow
 
 SOURCE = Path(__file__).parent / "programs" / "failing_close.c"
 TRAINING = (
-    "import sys; from pathlib import Path; from tests.faults.small_run import train; train(Path(sys.argv[1]), 9)"
+    "import sys; from pathlib import Path; from tests.faults.small_run import train;"
+    " train(Path(sys.argv[1]), 9)"
 )
 
 
@@ -29,7 +33,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("there is no C compiler here")
     made = tmp_path_factory.mktemp("library") / "failing_close.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl"], check=True, timeout=60)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl"], check=True, timeout=60
+    )
     return made
 
 
@@ -74,7 +80,10 @@ def train_with(library: Path, tmp_path: Path, fails_for: str) -> Ended:
 
 
 def test_one_save_fails_and_the_next_one_is_whole(library: Path, tmp_path: Path) -> None:
-    """A file that may not be on the disk makes its save fail; its draft is removed, and training goes on."""
+    """A file that may not be on the disk makes its save fail.
+
+    Its draft is removed, and training goes on.
+    """
     ended = train_with(library, tmp_path, "/checkpoints/.tmp-000003")
 
     # Each try of the third checkpoint fails, since it has the same number.
@@ -104,7 +113,9 @@ def test_the_lock_of_a_finished_run_is_given_back(library: Path, tmp_path: Path)
     assert not ended.closed_twice
 
 
-def test_a_directory_in_which_no_file_can_be_closed_is_an_error_at_the_start(library: Path, tmp_path: Path) -> None:
+def test_a_directory_in_which_no_file_can_be_closed_is_an_error_at_the_start(
+    library: Path, tmp_path: Path
+) -> None:
     """Nothing can be saved there, so H302 comes before any work."""
     ended = train_with(library, tmp_path, "")
 

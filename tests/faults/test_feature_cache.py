@@ -1,4 +1,6 @@
-"""`FeatureCache`: a build that is killed, loses workers or finds the disk full ends with the same file."""
+"""`FeatureCache`: a build that is killed, loses workers or finds the disk full ends with the
+same file.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start_one(path: Path, **request: Any) -> subprocess.Popen[str]:
         process = Prepared(
-            [*PROGRAM, json.dumps({"path": str(path), **request})], stdout=subprocess.PIPE, text=True, cwd=ROOT
+            [*PROGRAM, json.dumps({"path": str(path), **request})],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         started.append(process)
         return process
@@ -48,7 +53,9 @@ def end(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def items_written(path: Path) -> int:
-    """Return how many items of a build lie whole in its file, which begins with 64 KiB of nothing."""
+    """Return how many items of a build lie whole in its file, which begins with 64 KiB of
+    nothing.
+    """
     file = path.with_name(f"{path.name}.building") / "data"
     data, place, count = file.read_bytes() if file.exists() else b"", 65536, 0
     while place + 24 <= len(data):
@@ -68,13 +75,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("undisturbed") / "f.h5"
     request = json.dumps({"path": str(path), "workers": 0})
-    subprocess.run([sys.executable, *PROGRAM, request], check=True, capture_output=True, timeout=120, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, *PROGRAM, request], check=True, capture_output=True, timeout=120, cwd=ROOT
+    )
     return path.read_bytes()
 
 
 @pytest.mark.parametrize("workers", [(0, 0), (2, 2), (2, 0), (1, 3)])
 def test_a_build_that_is_killed_goes_on_where_it_was(start, undisturbed, tmp_path, workers):
-    """Killed at random moments, also with other numbers of workers, it loses a few items; the file is the same."""
+    """Killed at random moments, also with other numbers of workers, it loses a few items.
+
+    The file is the same.
+    """
     path, chance, reached = tmp_path / "f.h5", random.Random(str(workers)), 0
     for count in workers:
         target = min(reached + chance.randrange(1, 50), ITEMS - 20)
@@ -92,7 +104,9 @@ def test_a_build_that_is_killed_goes_on_where_it_was(start, undisturbed, tmp_pat
 
 
 def test_workers_die_with_their_parent(start, tmp_path):
-    """After a SIGKILL of the builder none of its workers is left, neither a waiting one nor one that is stuck."""
+    """After a SIGKILL of the builder none of its workers is left, neither a waiting one nor one
+    that is stuck.
+    """
     pids = tmp_path / "pids"
     pids.mkdir()
     build = start(tmp_path / "f.h5", workers=3, pids=str(pids), hang_at=60)
@@ -131,7 +145,10 @@ def test_an_item_that_kills_each_worker_is_named(start, undisturbed, tmp_path):
 
 
 def test_a_stopped_builder_is_named_to_the_second(start, tmp_path):
-    """As long as a builder lives, even stopped, another process is told its number; after its death one goes on."""
+    """As long as a builder lives, even stopped, another process is told its number.
+
+    After its death one goes on.
+    """
     path = tmp_path / "f.h5"
     first = start(path, hang_at=60)
     wait_until(lambda: items_written(path) == 60)
@@ -144,15 +161,26 @@ def test_a_stopped_builder_is_named_to_the_second(start, tmp_path):
     assert end(start(path)) == {"items": ITEMS}
 
 
-def test_a_full_disk_is_a_clear_error_and_the_build_goes_on_when_there_is_room(undisturbed, small_disk, tmp_path):
-    """On a disk that fills up in the middle the error says so, nothing is lost, and the file is the same later."""
+def test_a_full_disk_is_a_clear_error_and_the_build_goes_on_when_there_is_room(
+    undisturbed, small_disk, tmp_path
+):
+    """On a disk that fills up in the middle the error says so, nothing is lost, and the file is
+    the same later.
+    """
     common = {"path": str(small_disk / "f.h5"), "filler": str(small_disk / "filler")}
-    requests = [json.dumps({**common, "fill_at": 50}), json.dumps({**common, "fill_at": 119}), json.dumps(common)]
+    requests = [
+        json.dumps({**common, "fill_at": 50}),
+        json.dumps({**common, "fill_at": 119}),
+        json.dumps(common),
+    ]
     builds = "; ".join(f"{sys.executable} {' '.join(PROGRAM)} '{request}'" for request in requests)
-    script = f"{builds}; cp {small_disk / 'f.h5'} {tmp_path / 'copy.h5'}"  # both see the disk: it is theirs alone
+    # Both see the disk: it is theirs alone
+    script = f"{builds}; cp {small_disk / 'f.h5'} {tmp_path / 'copy.h5'}"
     command = command_with_small_disk(small_disk, ["sh", "-c", script])
     assert command is not None
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT
+    )
     first, second, third = (json.loads(line) for line in ended.stdout.splitlines())
     for answer in (first, second):
         assert answer["rule"] == "H624"

@@ -19,11 +19,16 @@ from holdfast.testing import flip_bit
 
 @pytest.mark.slow
 def test_no_flipped_bit_is_ever_loaded(trained, tmp_path):
-    """Any bit of any file: the checkpoint is set aside with an event, and the run goes on from the one before."""
+    """Any bit of any file.
+
+    The checkpoint is set aside with an event, and the run goes on from the one before.
+    """
     trained(tmp_path / "good")
     _, expected = train(tmp_path / "undisturbed", 9)
     chance = random.Random(3)
-    each_file = sorted(each.name for each in max((tmp_path / "good" / "checkpoints").iterdir()).iterdir())
+    each_file = sorted(
+        each.name for each in max((tmp_path / "good" / "checkpoints").iterdir()).iterdir()
+    )
     for name in each_file * 3:
         run_dir = tmp_path / "run"
         shutil.copytree(tmp_path / "good", run_dir)
@@ -71,7 +76,9 @@ def test_the_leftovers_of_a_killed_save_are_removed(trained, tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk_stops_no_training(start, undisturbed, small_disk):
-    """Saves fail with an event while the disk is full, older checkpoints stay, and later saves succeed."""
+    """Saves fail with an event while the disk is full, older checkpoints stay, and later saves
+    succeed.
+    """
     run = start(
         command=command_with_small_disk(small_disk, []),
         run_dir=str(small_disk / "run"),
@@ -90,11 +97,19 @@ def test_a_full_disk_stops_no_training(start, undisturbed, small_disk):
 
 
 @pytest.mark.slow
-def test_a_kill_on_a_full_disk_resumes_from_the_last_good_checkpoint(undisturbed, small_disk, tmp_path):
-    """Killed while the disk is full, and started again on the full disk, the run goes on from what was saved."""
+def test_a_kill_on_a_full_disk_resumes_from_the_last_good_checkpoint(
+    undisturbed, small_disk, tmp_path
+):
+    """Killed while the disk is full, and started again on the full disk, the run goes on from
+    what was saved.
+    """
     # Both lives see the same small disk, so they are children of one shell that has it mounted.
     program = str(Path(__file__).parent / "programs" / "train.py")
-    common = {"run_dir": str(small_disk / "run"), "filler": str(small_disk / "filler"), "async_save": False}
+    common = {
+        "run_dir": str(small_disk / "run"),
+        "filler": str(small_disk / "filler"),
+        "async_save": False,
+    }
     requests = [
         json.dumps({**common, "trace": str(tmp_path / "1"), "fill_at": 8, "die_at": 13}),
         json.dumps({**common, "trace": str(tmp_path / "2")}),
@@ -107,7 +122,10 @@ def test_a_kill_on_a_full_disk_resumes_from_the_last_good_checkpoint(undisturbed
         timeout=120,
         check=False,
     )
-    first, second = ([json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("1", "2"))
+    first, second = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("1", "2")
+    )
     assert first[-1] == {"step": 13}, "it was killed"
     assert second[0]["resumed_from"] == "000002-step00000005", ended.stdout + ended.stderr
     assert second[-1]["digest"] == undisturbed["digest"]

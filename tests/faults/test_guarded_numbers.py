@@ -1,4 +1,6 @@
-"""A guarded training under `holdfast run` that was restarted has one step number, whoever shows it."""
+"""A guarded training under `holdfast run` that was restarted has one step number, whoever shows
+it.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +46,37 @@ for batch in guard.batches(max_steps=200):
         print("waits", flush=True)
         time.sleep(1000)
 """
-CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run", "--restart-delay", "0.1"]
+CLI = [
+    sys.executable,
+    "-c",
+    "from holdfast.cli.main import main; main()",
+    "run",
+    "--restart-delay",
+    "0.1",
+]
 
 
 def start(tmp_path: Path, *words: str) -> subprocess.Popen[bytes]:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [*CLI, "--run-dir", "runs/a", "--", sys.executable, "train.py", *words]
-    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def test_steps_names_and_processes_are_those_of_the_guard(tmp_path: Path) -> None:
-    """Page, `watch` and metrics go on at the step that was saved; optimizers have the guard's names; no phantom."""
-    for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "--allow-empty", "-m", "x"]):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+    """Page, `watch` and metrics go on at the step that was saved.
+
+    Optimizers have the guard's names; no phantom.
+    """
+    for words in (
+        ["init", "-q", "-b", "main"],
+        ["add", "-A"],
+        ["commit", "-q", "--allow-empty", "-m", "x"],
+    ):
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True
+        )
     assert start(tmp_path).wait(240) == 0, (tmp_path / "runs" / "a" / "output.log").read_text()
     run = tmp_path / "runs" / "a"
     lanes = {lane.label: lane for lane in gather(run).lanes}
@@ -67,14 +87,22 @@ def test_steps_names_and_processes_are_those_of_the_guard(tmp_path: Path) -> Non
     seen = Watched(run, SystemClock()).look()
     assert max(each.step for each in seen.processes) == 200
     done = CliRunner().invoke(make_app("metrics"), ["metrics", str(run), "--jsonl", "-"])
-    points: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    points: list[dict[str, Any]] = [
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
+    ]
     later = [each["step"] for each in points if each["kind"] == "step" and each["attempt"] == 1]
     assert (min(later) > 20, max(later)) == (True, 200)
     picture = gather(run)
     found = environment(picture)
     assert (found["code (git)"]["branch"], found["code (git)"]["dirty"]) == ("main", "false")
-    assert found["policy, where it is not the usual"] == {"save_interval_steps": "20", "async_save": "false"}
-    assert (found["hyperparameters"]["maker.0.lr"], found["hyperparameters"]["batch_size"]) == ("0.01", "4")
+    assert found["policy, where it is not the usual"] == {
+        "save_interval_steps": "20",
+        "async_save": "false",
+    }
+    assert (found["hyperparameters"]["maker.0.lr"], found["hyperparameters"]["batch_size"]) == (
+        "0.01",
+        "4",
+    )
     spent = goodput(picture)
     assert list(spent)[:2] == ["steps", "steps made again"]
     assert {"saves", "start-up", "down"} <= set(spent)

@@ -1,4 +1,7 @@
-"""Several hosts run one training, each under its own `holdfast run`, with one run directory; here on one machine."""
+"""Several hosts run one training, each under its own `holdfast run`, with one run directory.
+
+Here on one machine.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,14 @@ _SAY = (
 def on_host(folder: Path, command: list[str]) -> subprocess.Popen[str]:
     options = ["--run-dir", "run", "--restart-delay", "0.1", "--grace-seconds", "1"]
     return subprocess.Popen(
-        [*_CLI, "run", *options, "--", *command], cwd=folder, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [*_CLI, "run", *options, "--", *command],
+        cwd=folder,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 def program(number: int, text: str) -> list[str]:
@@ -59,7 +67,10 @@ def wait_for(folder: Path, line: str) -> None:
 
 
 def test_the_hosts_begin_an_attempt_together(tmp_path: Path) -> None:
-    """Host 1 is killed; host 0 is slow to end, and does not end by itself: host 1 must wait for it."""
+    """Host 1 is killed.
+
+    Host 0 is slow to end, and does not end by itself: host 1 must wait for it.
+    """
     dies = "if attempt == '0': time.sleep(1); say('dies'); os.kill(os.getpid(), 9)\n"
     slow = (
         "import signal\n"
@@ -79,16 +90,23 @@ def test_the_hosts_begin_an_attempt_together(tmp_path: Path) -> None:
 def test_an_error_that_no_restart_mends_stops_all_hosts(tmp_path: Path) -> None:
     """Host 0 stops with the words of host 1, and `explain` of the run is about host 1."""
     wrong = "time.sleep(0.5); import no_such_module_at_all\n"
-    results = ended(on_host(tmp_path, program(0, "time.sleep(60)")), on_host(tmp_path, program(1, wrong)))
+    results = ended(
+        on_host(tmp_path, program(0, "time.sleep(60)")), on_host(tmp_path, program(1, wrong))
+    )
     assert all(status != 0 for status, _ in results)
     assert "host 1 has ended for good" in results[0][1]
     assert "no_such_module_at_all" in results[0][1]
-    explained = subprocess.run([*_CLI, "explain", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    explained = subprocess.run(
+        [*_CLI, "explain", "run"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert "no_such_module_at_all" in explained.stdout.splitlines()[0]
 
 
 def test_a_host_that_is_lost_and_comes_again(tmp_path: Path) -> None:
-    """SIGKILL to the supervisor of a host, as when the machine is gone; a scheduler starts the same command there."""
+    """SIGKILL to the supervisor of a host, as when the machine is gone.
+
+    A scheduler starts the same command there.
+    """
     until = "if attempt == '0': time.sleep(60)\n"
     first, lost = (on_host(tmp_path, program(number, until)) for number in (0, 1))
     wait_for(tmp_path, "0 0 begins")
@@ -106,7 +124,9 @@ def test_what_hosts_have_left_is_nothing_to_a_run_of_one(tmp_path: Path) -> None
     ended(on_host(tmp_path, program(0, "time.sleep(60)")), on_host(tmp_path, program(1, wrong)))
     [(_, output)] = ended(on_host(tmp_path, [*_PYTHON, "raise ValueError('of one host')"]))
     assert "ValueError: of one host" in output
-    explained = subprocess.run([*_CLI, "explain", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    explained = subprocess.run(
+        [*_CLI, "explain", "run"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert "of one host" in explained.stdout.splitlines()[0]
 
 
@@ -117,7 +137,9 @@ def test_a_host_whose_part_ended_well_is_not_the_one_to_explain(tmp_path: Path) 
         on_host(tmp_path, program(1, "import no_such_module_at_all")),
     )
     assert results[0][0] == 0
-    explained = subprocess.run([*_CLI, "explain", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    explained = subprocess.run(
+        [*_CLI, "explain", "run"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert "no_such_module_at_all" in explained.stdout.splitlines()[0]
     assert "host-1" in explained.stdout
 
@@ -142,7 +164,9 @@ def test_the_folder_of_the_hosts_may_vanish(tmp_path: Path) -> None:
     assert [status for status, _ in ended(*hosts)] == [0, 0]
 
 
-@pytest.mark.parametrize("left", ["a pipe", "[]", '{"state": "running", "beat": "1", "go": [1]}', "x" * (1 << 20)])
+@pytest.mark.parametrize(
+    "left", ["a pipe", "[]", '{"state": "running", "beat": "1", "go": [1]}', "x" * (1 << 20)]
+)
 def test_what_lies_in_the_folder_of_the_hosts_is_no_danger(tmp_path: Path, left: str) -> None:
     """A file that no supervisor wrote says nothing, and is written anew."""
     folder = tmp_path / "run" / "hosts"
@@ -151,13 +175,20 @@ def test_what_lies_in_the_folder_of_the_hosts_is_no_danger(tmp_path: Path, left:
         os.mkfifo(folder / "1.json")
     else:
         (folder / "1.json").write_text(left)
-    assert [status for status, _ in ended(*(on_host(tmp_path, program(n, "")) for n in (0, 1)))] == [0, 0]
+    assert [
+        status for status, _ in ended(*(on_host(tmp_path, program(n, "")) for n in (0, 1)))
+    ] == [0, 0]
 
 
 def test_a_host_that_left_while_it_waited_is_waited_for(tmp_path: Path) -> None:
-    """Of three hosts one is ended by a signal before all are there: the others begin with its successor."""
+    """Of three hosts one is ended by a signal before all are there.
+
+    The others begin with its successor.
+    """
     three = ["--nnodes=3"]
-    first, leaves = (on_host(tmp_path, [*program(number, ""), *three, str(number)]) for number in (0, 1))
+    first, leaves = (
+        on_host(tmp_path, [*program(number, ""), *three, str(number)]) for number in (0, 1)
+    )
     while not (tmp_path / "run" / "hosts" / "1.json").exists():
         time.sleep(0.01)
     time.sleep(0.5)
@@ -182,17 +213,32 @@ def test_a_host_that_is_alone_is_ended_by_a_signal(tmp_path: Path) -> None:
 
 
 def test_two_launchers_go_on_after_a_kill(tmp_path: Path) -> None:
-    """Two real torchruns with one rank each: rank 1 is killed once, and both end with the same weights."""
+    """Two real torchruns with one rank each.
+
+    Rank 1 is killed once, and both end with the same weights.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).parent / "programs" / "on_two_hosts.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+    ]
     address = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    hosts = [on_host(tmp_path, [*launcher, *address, "--node-rank", str(n), str(script)]) for n in (0, 1)]
+    hosts = [
+        on_host(tmp_path, [*launcher, *address, "--node-rank", str(n), str(script)]) for n in (0, 1)
+    ]
     results = ended(*hosts)
     assert [status for status, _ in results] == [0, 0], results
-    assert all("ended after 36 steps" in output and "2 attempts" in output for _, output in results), results
+    assert all(
+        "ended after 36 steps" in output and "2 attempts" in output for _, output in results
+    ), results
     assert len({output.partition("steps with ")[2].split()[0] for _, output in results}) == 1
 
 
@@ -200,14 +246,21 @@ def test_two_launchers_go_on_after_a_kill(tmp_path: Path) -> None:
     ("words", "variables", "expected"),
     [
         (["torchrun", "--nnodes", "2", "--node_rank=1", "train.py"], {}, (1, 2)),
-        (["accelerate", "launch", "--num_machines", "4", "--machine_rank", "3", "train.py"], {}, (3, 4)),
+        (
+            ["accelerate", "launch", "--num_machines", "4", "--machine_rank", "3", "train.py"],
+            {},
+            (3, 4),
+        ),
         (["torchrun", "train.py"], {"PET_NNODES": "2", "PET_NODE_RANK": "0"}, (0, 2)),
-        (["torchrun", "--nnodes=1:4", "--node-rank", "1", "train.py"], {}, (0, 1)),  # elastic: any number of them
+        # Elastic: any number of them
+        (["torchrun", "--nnodes=1:4", "--node-rank", "1", "train.py"], {}, (0, 1)),
         (["torchrun", "--nnodes=2", "train.py"], {}, (0, 1)),  # nothing says which one this is
         (["torchrun", "--nnodes"], {}, (0, 1)),
         (["python", "train.py"], {}, (0, 1)),
     ],
 )
-def test_what_a_command_says_of_hosts(words: list[str], variables: dict[str, str], expected: tuple[int, int]) -> None:
+def test_what_a_command_says_of_hosts(
+    words: list[str], variables: dict[str, str], expected: tuple[int, int]
+) -> None:
     """The launcher's options, as they are written, or its variables."""
     assert find_host(words, variables) == expected

@@ -1,4 +1,7 @@
-"""A run that is killed goes on as if nothing had happened; one that is asked to stop does so cleanly."""
+"""A run that is killed goes on as if nothing had happened.
+
+One that is asked to stop does so cleanly.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 2), (2, 0), (0, 3)])
 def test_sigkill_at_random_moments_is_bit_exact(start, undisturbed, tmp_path, first, second):
-    """Killed twice at random moments, also with another number of workers, the run ends bit-identical.
+    """Killed twice at random moments, also with another number of workers, the run ends
+    bit-identical.
 
     Half of the cases save beside the training, where a kill may lose a write besides an interval.
     """
@@ -43,7 +47,9 @@ def test_sigkill_at_random_moments_is_bit_exact(start, undisturbed, tmp_path, fi
 
 
 def test_the_black_box_outlives_the_process(start, tmp_path):
-    """After SIGKILL every step that the process finished is in the recording, with the one that was under way."""
+    """After SIGKILL every step that the process finished is in the recording, with the one that
+    was under way.
+    """
     run = start(seconds_per_step=0.01)
     run.wait_for(lambda line: line.get("step", 0) >= 9)
     run.kill()
@@ -51,11 +57,15 @@ def test_the_black_box_outlives_the_process(start, tmp_path):
     committed = [record.global_step for record in marks if record.mark == StepMark.COMMITTED]
     assert committed[: len(run.steps())] == run.steps()
     assert len(committed) <= len(run.steps()) + 1
-    assert "checkpoint_saved" in {event.kind for event in read_events(tmp_path / "run" / "recorder" / "rank0")}
+    assert "checkpoint_saved" in {
+        event.kind for event in read_events(tmp_path / "run" / "recorder" / "rank0")
+    }
 
 
 def test_sigterm_saves_at_the_next_boundary_and_exits_with_zero(start, undisturbed):
-    """SIGTERM ends the loop after the step under way with a checkpoint of it, the script runs to its end, exit 0."""
+    """SIGTERM ends the loop after the step under way with a checkpoint of it, the script runs to
+    its end, exit 0.
+    """
     run = start(seconds_per_step=0.02, save_interval_steps=1000)
     run.wait_for(lambda line: line.get("step", 0) >= 7)
     run.send(signal.SIGTERM)
@@ -87,8 +97,12 @@ def test_sigterm_is_honoured_while_nothing_is_trained(start, undisturbed, place)
 
 
 @pytest.mark.parametrize("slow_read", [1, 3, 8 * 8 + 1, 8 * 8 + 20])
-def test_sigterm_in_a_wait_for_torchs_own_loader_is_bit_exact_too(start, undisturbed_of_torch, slow_read):
-    """The random numbers of a fetch that was cut off, the first of an epoch too, are drawn again after the resume."""
+def test_sigterm_in_a_wait_for_torchs_own_loader_is_bit_exact_too(
+    start, undisturbed_of_torch, slow_read
+):
+    """The random numbers of a fetch that was cut off, the first of an epoch too, are drawn again
+    after the resume.
+    """
     run = start(loader="torch", slow_read=slow_read, save_interval_steps=1000)
     run.wait_for(lambda line: "waiting" in line)
     run.send(signal.SIGTERM)
@@ -97,7 +111,10 @@ def test_sigterm_in_a_wait_for_torchs_own_loader_is_bit_exact_too(start, undistu
 
 
 def test_sigterm_to_the_whole_process_group_is_a_clean_stop(start, undisturbed):
-    """A scheduler signals the loader workers too: their death is no error, and the last step is saved."""
+    """A scheduler signals the loader workers too.
+
+    Their death is no error, and the last step is saved.
+    """
     run = start(workers=2, seconds_per_step=0.05, save_interval_steps=1000)
     run.wait_for(lambda line: line.get("step", 0) >= 5)
     os.killpg(run.process.pid, signal.SIGTERM)
@@ -109,7 +126,10 @@ def test_sigterm_to_the_whole_process_group_is_a_clean_stop(start, undisturbed):
 
 
 def test_a_second_sigterm_means_it(start):
-    """The first is heard, and says that it waits for the boundary; who asks again gets a process that ends by it."""
+    """The first is heard, and says that it waits for the boundary.
+
+    Who asks again gets a process that ends by it.
+    """
     run = start(seconds_per_step=600)
     run.wait_for(lambda line: "step" in line)
     run.send(signal.SIGTERM)
@@ -118,14 +138,20 @@ def test_a_second_sigterm_means_it(start):
     late.start()
     heard = next((line for line in run.process.stdout if "SIGTERM" in line), None)
     late.cancel()
-    assert heard == "holdfast: SIGTERM: stops at the next boundary; a second one ends the process at once\n"
+    assert (
+        heard
+        == "holdfast: SIGTERM: stops at the next boundary; a second one ends the process at once\n"
+    )
     assert run.process.poll() is None, "the first one waits for the boundary"
     run.send(signal.SIGTERM)
     assert run.process.wait(60) == -signal.SIGTERM
 
 
 def test_a_second_sigterm_ends_a_step_that_no_python_runs_in(start, undisturbed):
-    """A process that stands still in native code, where no handler of Python's runs, ends; its checkpoint counts."""
+    """A process that stands still in native code, where no handler of Python's runs, ends.
+
+    Its checkpoint counts.
+    """
     run = start(stuck_at=13, save_interval_steps=5, async_save=False)
     run.wait_for(lambda line: "waits" in line)
     run.send(signal.SIGTERM)
@@ -140,7 +166,10 @@ def test_a_second_sigterm_ends_a_step_that_no_python_runs_in(start, undisturbed)
 
 
 def test_one_sigterm_that_comes_twice_is_one(start, undisturbed):
-    """`timeout` signals the process and then its group: that is no second request, and the last step is saved."""
+    """`timeout` signals the process and then its group.
+
+    That is no second request, and the last step is saved.
+    """
     run = start(seconds_per_step=0.05, save_interval_steps=1000)
     run.wait_for(lambda line: line.get("step", 0) >= 5)
     run.send(signal.SIGTERM)
@@ -154,7 +183,9 @@ def test_one_sigterm_that_comes_twice_is_one(start, undisturbed):
 
 
 def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
-    """The lock names its holder and falls with the process, and so do its workers, also those that are stopped."""
+    """The lock names its holder and falls with the process, and so do its workers, also those
+    that are stopped.
+    """
     run = start(seconds_per_step=0.05, workers=2, slow_sample=13)
     run.wait_for(lambda line: "waiting" in line)
     second = start()
@@ -165,7 +196,10 @@ def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
     assert output.count("Traceback") == 1
     run.send(signal.SIGSTOP)
     workers = [
-        int(child) for child in Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+        int(child)
+        for child in (
+            Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+        )
     ]
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)  # one that hangs does not notice that its parent is gone
@@ -180,7 +214,9 @@ def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
 
 
 def test_a_kill_during_a_save_never_leaves_an_unusable_directory(start, tmp_path):
-    """Killed at random moments while it saves after every step, the run always finds a whole checkpoint."""
+    """Killed at random moments while it saves after every step, the run always finds a whole
+    checkpoint.
+    """
     chance = random.Random(2)
     reached = 0
     for _ in range(8):

@@ -1,4 +1,7 @@
-"""Leaks in real trainings: the line is named from inside, the training stays the same, and the verdict tells it."""
+"""Leaks in real trainings.
+
+The line is named from inside, the training stays the same, and the verdict tells it.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,23 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "programs" / "leak_list.py"
 CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()", "run"]
 _TIMEOUT_SECONDS = 120.0
-_LINE = next(number for number, line in enumerate(PROGRAM.read_text().splitlines(), 1) if "history.append" in line)
+_LINE = next(
+    number
+    for number, line in enumerate(PROGRAM.read_text().splitlines(), 1)
+    if "history.append" in line
+)
 
 
 def events_of(run: Path) -> list[Event]:
-    assert not list(run.glob("processes/failed-*")), next(run.glob("processes/failed-*")).read_text()
-    return [event for folder, info in read_processes(run) if info.role == "trainer" for event in read_events(folder)]
+    assert not list(run.glob("processes/failed-*")), next(
+        run.glob("processes/failed-*")
+    ).read_text()
+    return [
+        event
+        for folder, info in read_processes(run)
+        if info.role == "trainer"
+        for event in read_events(folder)
+    ]
 
 
 def request(run: Path, ended: Callable[[], Any]) -> None:
@@ -45,7 +59,9 @@ def request(run: Path, ended: Callable[[], Any]) -> None:
 
 
 def test_a_traced_training_computes_the_same(tmp_path: Path) -> None:
-    """Every loss and the random states at the end are those of a plain run, and the line that keeps is named."""
+    """Every loss and the random states at the end are those of a plain run, and the line that
+    keeps is named.
+    """
     run = tmp_path / "run"
     run.mkdir()
     program = [PROGRAM, "200"]
@@ -66,9 +82,22 @@ def test_a_traced_training_computes_the_same(tmp_path: Path) -> None:
 def test_a_run_that_a_leak_has_ended_is_told_so(tmp_path: Path) -> None:
     """When memory has run out, the verdict is the leak, and the line stands first in what to do."""
     run = tmp_path / "run"
-    command = [*CLI, "--run-dir", str(run), "--max-restarts", "0", "--", sys.executable, str(PROGRAM), "5000", "128"]
+    command = [
+        *CLI,
+        "--run-dir",
+        str(run),
+        "--max-restarts",
+        "0",
+        "--",
+        sys.executable,
+        str(PROGRAM),
+        "5000",
+        "128",
+    ]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
         request(run, process.poll)
         _, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
     assert process.returncode not in (0, None), errors

@@ -1,4 +1,6 @@
-"""A loop that is left before its end names the steps that no checkpoint holds, and carries out an announced stop."""
+"""A loop that is left before its end names the steps that no checkpoint holds, and carries out
+an announced stop.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ def newest_step(tmp_path: Path) -> int:
 
 
 def data_of(kind: str, tmp_path: Path) -> list[Any]:
-    return [event.data for event in read_events(tmp_path / "run" / "recorder" / "rank0") if event.kind == kind]
+    return [
+        event.data
+        for event in read_events(tmp_path / "run" / "recorder" / "rank0")
+        if event.kind == kind
+    ]
 
 
 def steps_named(ended: Any) -> list[list[int]]:
     """Return the numbers of the steps in each line that says which are in no checkpoint."""
-    lines = [line for line in ended.stderr.splitlines() if "in no checkpoint" in line and "step" in line]
-    return [[int(step) for step in re.findall(r"\b\d+\b", line.partition(" of ")[0])] for line in lines]
+    lines = [
+        line for line in ended.stderr.splitlines() if "in no checkpoint" in line and "step" in line
+    ]
+    return [
+        [int(step) for step in re.findall(r"\b\d+\b", line.partition(" of ")[0])] for line in lines
+    ]
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -86,13 +96,16 @@ def test_an_uncaught_exception_has_said_enough(tmp_path: Path) -> None:
     assert steps_named(ended) == []
 
 
-# A guard without a loop that is deleted while its run is open saves nothing, so that pair is not among them.
+# A guard without a loop that is deleted while its run is open saves nothing, so that pair is not
+# among them.
 @pytest.mark.parametrize(
     ("leave", "then"),
     [(leave, then) for leave in ("break", "next") for then in ("nothing", "close", "delete")]
     + [("no loop", "nothing"), ("no loop", "close")],
 )
-def test_a_stop_that_was_announced_ends_in_a_checkpoint(leave: str, then: str, tmp_path: Path) -> None:
+def test_a_stop_that_was_announced_ends_in_a_checkpoint(
+    leave: str, then: str, tmp_path: Path
+) -> None:
     """Also if SIGTERM comes in the last step, so that the loop has no boundary after it."""
     ended = run(tmp_path, leave, then, signal_at=9)
 
@@ -102,7 +115,9 @@ def test_a_stop_that_was_announced_ends_in_a_checkpoint(leave: str, then: str, t
 
 
 def test_a_stop_whose_loop_is_left_is_recorded(tmp_path: Path) -> None:
-    """The recording says that the run stopped on request, as after a loop that has ended by itself."""
+    """The recording says that the run stopped on request, as after a loop that has ended by
+    itself.
+    """
     run(tmp_path, "next", signal_at=9)
 
     assert [data["signal"] for data in data_of("stop_requested", tmp_path)] == ["SIGTERM"]

@@ -1,4 +1,6 @@
-"""Whatever befalls a loader's workers, the epoch's batches are those of an undisturbed one, and the cause is told."""
+"""Whatever befalls a loader's workers, the epoch's batches are those of an undisturbed one, and
+the cause is told.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ _ALONE = [name for name, kind in KINDS.items() if kind.alone]
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Check that no worker outlives its test."""
-    resource_tracker.ensure_running()  # a process that python keeps, once workers were started by spawn
+    # A process that python keeps, once workers were started by spawn
+    resource_tracker.ensure_running()
     before = set(children(os.getpid()))
     yield
     for _ in range(200):
@@ -66,7 +69,9 @@ def _run(name: str, seed: int, workers: int, place: Path) -> dict[str, Any]:
     if name not in _OWN_PROCESS:
         outcome = run_case(name, seed, workers, place)
         return {field: getattr(outcome, field) for field in outcome.__slots__}
-    ended = run_prepared(["-m", "benchmarks.loader_runs", name, seed, workers], cwd=_ROOT, timeout=120)
+    ended = run_prepared(
+        ["-m", "benchmarks.loader_runs", name, seed, workers], cwd=_ROOT, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr
     return dict(json.loads(ended.stdout.splitlines()[-1]))
 
@@ -74,23 +79,31 @@ def _run(name: str, seed: int, workers: int, place: Path) -> dict[str, Any]:
 def _check(name: str, workers: int, outcome: dict[str, Any]) -> None:
     assert outcome["ended"], outcome
     assert outcome["identical"], outcome
-    assert outcome["struck"] or name == "killed from outside", "nothing happened, so nothing is proved"
+    assert outcome["struck"] or name == "killed from outside", (
+        "nothing happened, so nothing is proved"
+    )
     cause = KINDS[name].cause
     if cause is not None and workers and outcome["struck"] and name != "killed from outside":
         assert any(re.search(cause, each) for each in outcome["causes"]), outcome
     if cause is None:
         assert not outcome["causes"], "no worker need be lost for an exception"
-    assert "sample_quarantined" not in outcome["other_events"], "what struck once is no fault of the sample"
+    assert "sample_quarantined" not in outcome["other_events"], (
+        "what struck once is no fault of the sample"
+    )
 
 
-@pytest.mark.parametrize("name", [*_HERE, *(pytest.param(name, marks=pytest.mark.slow) for name in _OWN_PROCESS)])
+@pytest.mark.parametrize(
+    "name", [*_HERE, *(pytest.param(name, marks=pytest.mark.slow) for name in _OWN_PROCESS)]
+)
 def test_a_fault_in_a_worker_changes_nothing(name: str, tmp_path: Path) -> None:
     """Indices, values and augmentation of the epoch are bit for bit those of an undisturbed one."""
     _check(name, 2, _run(name, 0, 2, tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "workers"), list(zip(KINDS, itertools.cycle([1, 4]), strict=False)))
+@pytest.mark.parametrize(
+    ("name", "workers"), list(zip(KINDS, itertools.cycle([1, 4]), strict=False))
+)
 def test_a_fault_anywhere_with_other_numbers_of_workers_changes_nothing(
     name: str, workers: int, tmp_path: Path
 ) -> None:
@@ -100,12 +113,19 @@ def test_a_fault_anywhere_with_other_numbers_of_workers_changes_nothing(
 
 @pytest.mark.parametrize("name", _ALONE)
 def test_an_exception_without_workers_changes_nothing(name: str, tmp_path: Path) -> None:
-    """In the main process too an exception that comes once is survived, whatever kind of exception it is."""
+    """In the main process too an exception that comes once is survived, whatever kind of
+    exception it is.
+    """
     _check(name, 0, _run(name, 3, 0, tmp_path))
 
 
-def test_a_worker_that_hangs_is_found_without_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ``timeout`` a stuck worker is replaced too, after the automatic limit: here less than its minute."""
+def test_a_worker_that_hangs_is_found_without_a_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ``timeout`` a stuck worker is replaced too, after the automatic limit.
+
+    Here less than its minute.
+    """
     monkeypatch.setattr(recovery, "_LIMIT_SECONDS", 0.4)
     events: list[dict[str, Any]] = []
     quiet, struck = (Samples(KINDS["endless sleep"], at, tmp_path / "struck") for at in (-1, 21))
@@ -119,7 +139,9 @@ def test_a_worker_that_hangs_is_found_without_a_timeout(tmp_path: Path, monkeypa
 
 
 def test_what_keeps_shared_files_outlives_a_worker(tmp_path: Path) -> None:
-    """Where tensors are shared by files, torch's keeper of them is a child of some worker, and needed by the loop."""
+    """Where tensors are shared by files, torch's keeper of them is a child of some worker, and
+    needed by the loop.
+    """
     quiet, struck = (Samples(KINDS["SIGKILL"], at, tmp_path / "struck") for at in (-1, 21))
     expected = [digest(batch) for batch in _loader(quiet)]
     loader = _loader(struck, num_workers=2)
@@ -132,7 +154,8 @@ def _loader(dataset: Any, **options: Any) -> DataLoader:
     return DataLoader(dataset, **{"batch_size": 4, "shuffle": True, "seed": 5, **options})
 
 
-# --- faults that stay -------------------------------------------------------------------------------------------
+# --- faults that stay
+# ------------------------------------------------------------------------
 
 _LENGTH = 22
 
@@ -151,7 +174,9 @@ _STAYING: dict[str, Callable[[], Any]] = {
 
 
 class Damaged:
-    """Some samples have a fault each time that they are read, but not in the process that made this."""
+    """Some samples have a fault each time that they are read, but not in the process that made
+    this.
+    """
 
     def __init__(self, fault: str, bad: set[int]) -> None:
         self.fault = fault
@@ -164,13 +189,17 @@ class Damaged:
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         if index in self.bad:
             if self.fault != "raises":
-                assert os.getpid() != self.here, "what kills a worker was tried in the training process"
+                assert os.getpid() != self.here, (
+                    "what kills a worker was tried in the training process"
+                )
             _STAYING[self.fault]()
         return index, torch.rand(3)
 
 
 def _replaced(order: list[int], bad: set[int], batch_size: int) -> list[list[int]]:
-    """Return the batches in which each bad sample gives way to the next one of the order that is good."""
+    """Return the batches in which each bad sample gives way to the next one of the order that is
+    good.
+    """
     batches = []
     for first in range(0, len(order), batch_size):
         batch, used = [], set(bad)
@@ -188,14 +217,22 @@ def _replaced(order: list[int], bad: set[int], batch_size: int) -> list[list[int
 _POSITIONS = {"first": 0, "middle": 9, "last": _LENGTH - 1}
 _CASES = [
     *itertools.product(["raises", "SIGKILL"], _POSITIONS, (1, 2)),
-    *((fault, *place) for fault in _STAYING for place in [("first", 1), ("middle", 2), ("last", 2)]),
+    *(
+        (fault, *place)
+        for fault in _STAYING
+        for place in [("first", 1), ("middle", 2), ("last", 2)]
+    ),
     ("raises", "middle", 0),
 ]
 
 
 @pytest.mark.parametrize(("fault", "position", "workers"), sorted(set(_CASES)), ids=str)
-def test_a_sample_that_stays_bad_is_set_aside(fault: str, position: str, workers: int, tmp_path: Path) -> None:
-    """Wherever it lies, it is replaced by the next of the order, told, written down, and the same after a resume."""
+def test_a_sample_that_stays_bad_is_set_aside(
+    fault: str, position: str, workers: int, tmp_path: Path
+) -> None:
+    """Wherever it lies, it is replaced by the next of the order, told, written down, and the
+    same after a resume.
+    """
     order = [batch.item() for batch in DataLoader(range(_LENGTH), shuffle=True, seed=5)]  # type: ignore[arg-type]
     bad = {order[_POSITIONS[position]]}
     events: list[dict[str, Any]] = []
@@ -227,7 +264,9 @@ def test_a_sample_that_stays_bad_is_set_aside(fault: str, position: str, workers
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_more_bad_samples_than_allowed_end_the_epoch(workers: int) -> None:
-    """The sample that is one too many is named with its evidence, and so are those that are set aside already."""
+    """The sample that is one too many is named with its evidence, and so are those that are set
+    aside already.
+    """
     loader = _loader(Damaged("raises", {3, 8, 11}), num_workers=workers, quarantine=2)
     loader._record = lambda data: None
     with pytest.raises(LoaderError, match=r"corrupt.*2 are quarantined") as caught:
@@ -251,14 +290,18 @@ def test_a_sample_that_was_read_after_all_is_not_suspected_for_ever(tmp_path: Pa
     loader._record = lambda data: kinds.append(data.kind)
     for _ in range(3):
         marker.touch()
-        assert sorted(index for batch in loader for index in batch[0].tolist()) == list(range(_LENGTH))
+        assert sorted(index for batch in loader for index in batch[0].tolist()) == list(
+            range(_LENGTH)
+        )
     assert kinds.count("loader_healed") == 3
     assert "sample_quarantined" not in kinds
 
 
 @pytest.mark.slow
 def test_a_lock_that_is_held_at_every_fork_ends_the_use_of_workers(tmp_path: Path) -> None:
-    """Where every worker is blocked at whatever it reads, no sample is blamed, and the main process reads on."""
+    """Where every worker is blocked at whatever it reads, no sample is blamed, and the main
+    process reads on.
+    """
     kind = KINDS["lock held at the fork"]
     samples = Samples(kind, -1, tmp_path / "marker")
     expected = [digest(batch) for batch in _loader(samples)]
@@ -293,7 +336,10 @@ class Heavy:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_lost_before_it_has_read_its_dataset_blocks_nobody(number: int) -> None:
-    """As by the kernel while it imports: who writes the dataset into its pipe would wait for ever."""
+    """As by the kernel while it imports.
+
+    Who writes the dataset into its pipe would wait for ever.
+    """
     before = set(children(os.getpid()))
     struck: list[int] = []
 
@@ -333,7 +379,9 @@ class Calling:
 
 
 def test_a_program_that_a_stuck_worker_waits_for_ends_with_it(tmp_path: Path) -> None:
-    """A sample that is read by a program that hangs leaves no program behind when its worker is replaced."""
+    """A sample that is read by a program that hangs leaves no program behind when its worker is
+    replaced.
+    """
     loader = _loader(Calling(tmp_path / "pid"), num_workers=2, timeout=0.5)
     assert sorted(item for batch in loader for item in batch.tolist()) == list(range(8))
     program = Path("/proc", (tmp_path / "pid").read_text())
@@ -344,7 +392,8 @@ def test_a_program_that_a_stuck_worker_waits_for_ends_with_it(tmp_path: Path) ->
     pytest.fail("the program is left")
 
 
-# --- errors that are the program's ------------------------------------------------------------------------------
+# --- errors that are the program's
+# ------------------------------------------------------------------------
 
 
 def _functions(samples: list[Any]) -> Any:
@@ -356,7 +405,10 @@ def _bad_start(worker: int) -> None:
 
 
 def test_a_batch_that_cannot_be_sent_is_a_clear_error() -> None:
-    """Plain torch waits for ever for a batch that cannot be pickled; here its own error comes, with the samples."""
+    """Plain torch waits for ever for a batch that cannot be pickled.
+
+    Here its own error comes, with the samples.
+    """
     with pytest.raises((AttributeError, TypeError), match="pickle") as caught:
         list(_loader(list(range(8)), collate_fn=_functions, num_workers=2))
     assert "while making the batch of samples" in "".join(caught.value.__notes__)
@@ -375,7 +427,9 @@ def test_an_error_of_worker_init_fn_is_raised_as_it_is() -> None:
 
 
 def test_the_epoch_after_a_hopeless_one_starts_anew(tmp_path: Path) -> None:
-    """Once what blocked every worker is repaired, a loader that keeps its workers goes on with the next epoch."""
+    """Once what blocked every worker is repaired, a loader that keeps its workers goes on with
+    the next epoch.
+    """
     blocked = tmp_path / "blocked"
     blocked.touch()
 
@@ -384,7 +438,9 @@ def test_the_epoch_after_a_hopeless_one_starts_anew(tmp_path: Path) -> None:
             time.sleep(0.01)
         return torch.utils.data.default_collate(samples)
 
-    loader = _loader(list(range(8)), collate_fn=collate, num_workers=1, timeout=0.3, persistent_workers=True)
+    loader = _loader(
+        list(range(8)), collate_fn=collate, num_workers=1, timeout=0.3, persistent_workers=True
+    )
     kinds: list[str] = []
     loader._record = lambda data: kinds.append(data.kind)
     with pytest.raises(LoaderError, match="stuck at batch 0") as caught:
@@ -396,7 +452,8 @@ def test_the_epoch_after_a_hopeless_one_starts_anew(tmp_path: Path) -> None:
     loader.close()
 
 
-# --- processes and threads --------------------------------------------------------------------------------------
+# --- processes and threads
+# ------------------------------------------------------------------------
 
 
 def _is_alive(pid: int) -> bool:
@@ -427,7 +484,16 @@ def _none_left(workers: list[int]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode", ["looping", "sleeping", "stopped", "waiting", "served locked", "threaded locked", "threaded stopped"]
+    "mode",
+    [
+        "looping",
+        "sleeping",
+        "stopped",
+        "waiting",
+        "served locked",
+        "threaded locked",
+        "threaded stopped",
+    ],
 )
 def test_no_worker_outlives_a_killed_parent(mode: str) -> None:
     """After SIGKILL of the training process its workers are gone, whatever they were doing."""
@@ -440,7 +506,9 @@ def test_no_worker_outlives_a_killed_parent(mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "code"), [("raising", 1), ("leaving", 0)])
 def test_a_program_that_leaves_an_iterator_behind_ends(mode: str, code: int) -> None:
-    """Neither an exception in the loop nor an iterator that is never finished keeps a process from ending."""
+    """Neither an exception in the loop nor an iterator that is never finished keeps a process
+    from ending.
+    """
     parent, workers = _start(mode)
     try:
         assert parent.wait(20) == code
@@ -475,7 +543,10 @@ def _busy_step() -> None:
 
 
 def test_a_worker_that_dies_does_not_interrupt_a_training_step() -> None:
-    """Plain torch raises in the middle of the step; here the step ends, and the next batches are right."""
+    """Plain torch raises in the middle of the step.
+
+    Here the step ends, and the next batches are right.
+    """
     dataset, here = Slow(None, -1, Path()), set(children(os.getpid()))
     theirs = iter(torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=2))
     next(theirs)
@@ -497,12 +568,17 @@ def test_a_worker_that_dies_does_not_interrupt_a_training_step() -> None:
 
 @pytest.mark.slow  # torch looks after its workers every 5 s where no signal can wake it
 def test_threads_may_consume_and_the_main_thread_is_left_alone(tmp_path: Path) -> None:
-    """Loaders that are read in other threads heal too, and nothing is raised in the main thread meanwhile."""
+    """Loaders that are read in other threads heal too, and nothing is raised in the main thread
+    meanwhile.
+    """
     expected = {name: undisturbed(name, 4) for name in ("SIGKILL", "endless sleep")}
     in_main = iter(_loader(list(range(8)), num_workers=1))
     next(in_main)  # from now on the main thread listens for its workers
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(run_case, name, 4, 2, tmp_path, expected=expected[name]) for name in expected]
+        runs = [
+            pool.submit(run_case, name, 4, 2, tmp_path, expected=expected[name])
+            for name in expected
+        ]
         while not all(each.done() for each in runs):
             time.sleep(0.001)
     in_main.close()  # type: ignore[attr-defined] # it is a generator
@@ -516,7 +592,9 @@ def test_two_loaders_heal_beside_each_other() -> None:
     """Losses of one loader do not disturb another that is read in turns with it."""
     here = set(children(os.getpid()))
     datasets = [Slow(None, -1, Path()), Slow(None, -1, Path())]
-    expected = [[digest(batch) for batch in _loader(each, seed=seed)] for seed, each in enumerate(datasets)]
+    expected = [
+        [digest(batch) for batch in _loader(each, seed=seed)] for seed, each in enumerate(datasets)
+    ]
     loaders = [_loader(each, seed=seed, num_workers=2) for seed, each in enumerate(datasets)]
     for loader in loaders:
         loader._record = lambda data: None
@@ -532,9 +610,11 @@ def test_two_loaders_heal_beside_each_other() -> None:
 
 @pytest.mark.slow
 def test_losses_leak_neither_descriptors_nor_threads() -> None:
-    """After 30 losses the process has as many open files and threads as after 10, within what is being closed.
+    """After 30 losses the process has as many open files and threads as after 10, within what is
+    being closed.
 
-    None of the files is temporary: torch makes ten where a batch cannot be read, and a loss would interrupt it there.
+    None of the files is temporary: torch makes ten where a batch cannot be read, and a loss would
+        interrupt it there.
     """
 
     class Endless(Slow):
@@ -558,7 +638,8 @@ def test_losses_leak_neither_descriptors_nor_threads() -> None:
                 now = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
                 if not counts or (now[0] <= counts[0][0] + 15 and now[1] <= counts[0][1] + 1):
                     break
-                assert time.monotonic() < until, (counts[0], now)  # what is being closed is closed by then
+                # What is being closed is closed by then
+                assert time.monotonic() < until, (counts[0], now)
             counts.append(now)
     assert _open_temporary_files() <= temporary
     batches.close()  # type: ignore[attr-defined] # it is a generator
@@ -596,7 +677,9 @@ class Interrupted:
 
 def test_workers_that_were_not_all_started_are_not_kept() -> None:
     """The next epoch has all of its own, also where workers are kept from one epoch to the next."""
-    loader = _loader(Interrupted(), num_workers=2, multiprocessing_context="spawn", persistent_workers=True)
+    loader = _loader(
+        Interrupted(), num_workers=2, multiprocessing_context="spawn", persistent_workers=True
+    )
     with pytest.raises(KeyboardInterrupt):
         list(loader)
     for _ in range(2):
@@ -606,7 +689,10 @@ def test_workers_that_were_not_all_started_are_not_kept() -> None:
 
 @pytest.mark.slow
 def test_workers_that_die_while_others_start_never_block_the_loop() -> None:
-    """Forty epochs with early deaths come to their end; one in some hundred hung when torch raised in a queue."""
+    """Forty epochs with early deaths come to their end.
+
+    One in some hundred hung when torch raised in a queue.
+    """
     for _ in range(40):
         found = [item for batch in _loader(DiesEarly(), num_workers=2) for item in batch.tolist()]
         assert len(found) == 40
@@ -636,7 +722,9 @@ def _prepare(worker: int) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.3])
-def test_workers_that_take_long_to_prepare_are_waited_for(timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_take_long_to_prepare_are_waited_for(
+    timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What ``worker_init_fn`` does would be missing without workers: it is no sample that hangs."""
     monkeypatch.setattr(recovery, "_LIMIT_SECONDS", 0.4)
     loader = _loader(OnceCopied(), num_workers=2, timeout=timeout, worker_init_fn=_prepare)

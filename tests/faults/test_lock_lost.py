@@ -1,4 +1,7 @@
-"""A run whose lock file, or whole directory, is removed or replaced while it trains: two runs never write there."""
+"""A run whose lock file, or whole directory, is removed or replaced while it trains.
+
+Two runs never write there.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,13 @@ def lead_the_link_elsewhere(run_dir: Path) -> None:
 
 
 LOST: list[Callable[[Path], None]] = [
-    remove_the_lock, empty_the_directory, move_the_directory, remove_the_directory, replace_the_directory,
+    remove_the_lock,
+    empty_the_directory,
+    move_the_directory,
+    remove_the_directory,
+    replace_the_directory,
     lead_the_link_elsewhere,
-]  # fmt: skip
+]
 
 
 def train_in_another_process(run_dir: Path, steps: int) -> None:
@@ -65,8 +72,12 @@ def take_lock(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("lose", LOST)
-def test_a_run_whose_place_another_one_took_writes_nothing_more(lose: Any, async_save: Any, tmp_path: Path) -> None:
-    """The first one ends with H301 before its next save, and every checkpoint there is the second one's."""
+def test_a_run_whose_place_another_one_took_writes_nothing_more(
+    lose: Any, async_save: Any, tmp_path: Path
+) -> None:
+    """The first one ends with H301 before its next save, and every checkpoint there is the
+    second one's.
+    """
     run_dir = tmp_path / "run"
     guard, model = guard_in(run_dir, async_save=async_save)
     seconds = None
@@ -88,7 +99,10 @@ def test_a_run_whose_place_another_one_took_writes_nothing_more(lose: Any, async
 
 
 def test_a_run_that_saves_nothing_finds_out_too(tmp_path: Path) -> None:
-    """Both would write into one recording: the lock is looked at every few seconds, at a boundary."""
+    """Both would write into one recording.
+
+    The lock is looked at every few seconds, at a boundary.
+    """
     clock = FakeClock()
     guard, model = guard_in(tmp_path / "run", save_interval_steps=None, clock=clock)
 
@@ -105,7 +119,10 @@ def test_a_run_that_saves_nothing_finds_out_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lose", LOST)
 def test_a_lock_that_nobody_else_has_had_is_taken_again(lose: Any, tmp_path: Path) -> None:
-    """A clean-up of old files does not end a run: it saves to its end, and a second one is turned away as before."""
+    """A clean-up of old files does not end a run.
+
+    It saves to its end, and a second one is turned away as before.
+    """
     run_dir = tmp_path / "run"
     guard, model = guard_in(run_dir)
 
@@ -125,7 +142,10 @@ def test_a_lock_that_nobody_else_has_had_is_taken_again(lose: Any, tmp_path: Pat
 
 
 def test_a_directory_that_cannot_be_looked_at_fails_saves_and_no_training(tmp_path: Path) -> None:
-    """As on a network disk that is away for a while: saves fail until it is back, and the last one is whole."""
+    """As on a network disk that is away for a while.
+
+    Saves fail until it is back, and the last one is whole.
+    """
     run_dir, moved = tmp_path / "run", tmp_path / "moved"
     guard, model = guard_in(run_dir)
 

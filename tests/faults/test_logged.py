@@ -1,4 +1,6 @@
-"""What scripts log by clients and frameworks is recorded where they log it, once, and outlives a kill."""
+"""What scripts log by clients and frameworks is recorded where they log it, once, and outlives a
+kill.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ from holdfast.supervise.launch.commands import observing
 
 # The part of W&B that a script meets: `init` puts the method of the run into the module.
 WANDB = {
-    "__init__": "from wandb.sdk.wandb_run import Run\n"
-    "def init():\n global log\n run = Run(); log = run.log\n return run\n",
+    "__init__": (
+        "from wandb.sdk.wandb_run import Run\n"
+        "def init():\n global log\n run = Run(); log = run.log\n return run\n"
+    ),
     "sdk/__init__": "",
-    "sdk/wandb_run": "class Run:\n"
-    " def log(self, data, step=None, commit=None):\n"
-    "  if not isinstance(data, dict): raise ValueError('a dict')\n",
+    "sdk/wandb_run": (
+        "class Run:\n"
+        " def log(self, data, step=None, commit=None):\n"
+        "  if not isinstance(data, dict): raise ValueError('a dict')\n"
+    ),
 }
 HEAD = """
 import os, signal, sys
@@ -49,9 +55,14 @@ def ran(tmp_path: Path, text: str, *, observed: bool = True, ends: int = 0) -> s
     run.mkdir(exist_ok=True)
     theirs = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "stubs"), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=observing(theirs, run, 0) if observed else theirs,
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=observing(theirs, run, 0) if observed else theirs,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == ends, done.stdout + done.stderr
     assert not [path.read_text() for path in run.glob("processes/failed-*")]
     return done.stdout
@@ -66,7 +77,9 @@ def logged(run: Path) -> list[dict[str, Any]]:
 
 
 def test_the_clients_of_a_script_that_is_killed(tmp_path: Path) -> None:
-    """Numbers of SummaryWriter, W&B and `holdfast.log` are there after kill -9, and what is none disturbs nobody."""
+    """Numbers of SummaryWriter, W&B and `holdfast.log` are there after kill -9, and what is none
+    disturbs nobody.
+    """
     pytest.importorskip("tensorboardX")
     text = """
 import wandb
@@ -87,19 +100,34 @@ for wrong in (lambda: run.log("no dict"), lambda: writer.add_scalar(), lambda: h
 holdfast.log({"wer": 0.5}, split="test")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert ran(tmp_path, text, ends=-signal.SIGKILL).split() == ["ValueError", "TypeError", "PolicyError"]
+    assert ran(tmp_path, text, ends=-signal.SIGKILL).split() == [
+        "ValueError",
+        "TypeError",
+        "PolicyError",
+    ]
     found = [(line["name"], line["value"], line["step"]) for line in logged(tmp_path / "run")]
     assert found == [
-        ("early", 1.0, 0), ("val/wer", 0.25, 40), ("val/wer", "NaN", 2), ("both/a", 1.0, 7), ("both/b", 2.0, 7),
-        ("loss", 0.5, 9), ("eval/cer/beam", 0.125, 9), ("x" * 64, 3.0, 9), ("lr", 1.0, 2), ("test/wer", 0.5, 2),
-    ]  # fmt: skip
-    assert {(line["process"], line["rank"], line["epoch"]) for line in logged(tmp_path / "run")} == {
-        ("trainer", None, None)
-    }
+        ("early", 1.0, 0),
+        ("val/wer", 0.25, 40),
+        ("val/wer", "NaN", 2),
+        ("both/a", 1.0, 7),
+        ("both/b", 2.0, 7),
+        ("loss", 0.5, 9),
+        ("eval/cer/beam", 0.125, 9),
+        ("x" * 64, 3.0, 9),
+        ("lr", 1.0, 2),
+        ("test/wer", 0.5, 2),
+    ]
+    assert {
+        (line["process"], line["rank"], line["epoch"]) for line in logged(tmp_path / "run")
+    } == {("trainer", None, None)}
 
 
 def test_a_guard_and_an_observer_record_a_value_once(tmp_path: Path) -> None:
-    """While a guard is open all goes to it, before and after it to the observer; without either nowhere."""
+    """While a guard is open all goes to it, before and after it to the observer.
+
+    Without either nowhere.
+    """
     text = """
 import wandb
 run = wandb.init()
@@ -116,14 +144,20 @@ run.log({"after": 4})
     assert not list((tmp_path / "run").iterdir())
     shutil.rmtree(tmp_path / "guarded")
     ran(tmp_path, text)
-    assert sorted((line["name"], line["step"], line["process"]) for line in logged(tmp_path / "run")) == [
-        ("after", 1, "trainer"), ("before", 0, "trainer"), ("by_client", 8, "rank 0"), ("by_function", 1, "rank 0"),
+    assert sorted(
+        (line["name"], line["step"], line["process"]) for line in logged(tmp_path / "run")
+    ) == [
+        ("after", 1, "trainer"),
+        ("before", 0, "trainer"),
+        ("by_client", 8, "rank 0"),
+        ("by_function", 1, "rank 0"),
         ("own", 1, "rank 0"),
-    ]  # fmt: skip
+    ]
 
 
 FRAMEWORKS = {
-    "transformers": """
+    "transformers": (
+        """
 from transformers import Trainer, TrainingArguments
 class Model(torch.nn.Module):
     def __init__(self):
@@ -139,8 +173,10 @@ trainer.train()
 for entry in trainer.state.log_history:
     if "loss" in entry:
         print("logs", entry["step"], entry["loss"])
-""",
-    "lightning": """
+"""
+    ),
+    "lightning": (
+        """
 import lightning.pytorch as pl
 class Model(pl.LightningModule):
     def __init__(self):
@@ -158,8 +194,10 @@ if GUARDED:
 trainer = pl.Trainer(max_steps=4, log_every_n_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False,
                      enable_checkpointing=False, enable_model_summary=False, **given)
 trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2))
-""",
-    "accelerate": """
+"""
+    ),
+    "accelerate": (
+        """
 from accelerate import Accelerator
 from holdfast.integrations.accelerate import accelerate_guard
 accelerator = Accelerator(cpu=True, project_dir="project")
@@ -167,15 +205,20 @@ guard = accelerate_guard(accelerator, model=model, optimizer=optimizer) if GUARD
 for number in (5, 7):
     accelerator.log({"loss": number / 4}, step=number)
     print("logs", number, number / 4)
-""",
+"""
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("guarded", "observed"), [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_what_a_framework_logs(tmp_path: Path, framework: str, guarded: bool, observed: bool) -> None:
-    """It is recorded once at its own steps, by the observer, by the integration, or where both are."""
+def test_what_a_framework_logs(
+    tmp_path: Path, framework: str, guarded: bool, observed: bool
+) -> None:
+    """It is recorded once at its own steps, by the observer, by the integration, or where both
+    are.
+    """
     pytest.importorskip(framework)
     text = FRAMEWORKS[framework].replace("GUARDED", str(guarded))
     lines = [line.split() for line in ran(tmp_path, text, observed=observed).splitlines()]

@@ -21,7 +21,9 @@ def take_steps(name: str, *shares: float) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "transformer", "lstm", "backward"])
 def test_a_step_that_does_not_fit_is_taken_all_the_same(name):
-    """With 60 and 35 % of the memory that the step needs, the gradient is that of the whole batch to 1e-5."""
+    """With 60 and 35 % of the memory that the step needs, the gradient is that of the whole
+    batch to 1e-5.
+    """
     answers = take_steps(name, 0.6, 0.35)
     assert [answer.get("error") for answer in answers] == [None] * 2
     assert all(answer["attempts"] > 1 for answer in answers), "the limit was real"
@@ -30,7 +32,10 @@ def test_a_step_that_does_not_fit_is_taken_all_the_same(name):
 
 
 def test_recomputation_is_exact_also_for_batch_norm():
-    """A model with BatchNorm is recomputed, never split: gradient and statistics are bit-identical."""
+    """A model with BatchNorm is recomputed, never split.
+
+    Gradient and statistics are bit-identical.
+    """
     (answer,) = take_steps("batch_norm", 0.6)
     assert answer.get("error") is None
     assert ["recompute", "bit-exact"] in answer["events"]
@@ -40,7 +45,10 @@ def test_recomputation_is_exact_also_for_batch_norm():
 
 
 def test_what_saves_most_is_recomputed_before_anything_is_split():
-    """A part that does not repeat, is called often and keeps most is found; the step is exact, and not split."""
+    """A part that does not repeat, is called often and keeps most is found.
+
+    The step is exact, and not split.
+    """
     (answer,) = take_steps("recurrence", 0.4)
     assert answer.get("error") is None
     assert answer["recomputed"][0] == ["recurrence"]
@@ -51,7 +59,9 @@ def test_what_saves_most_is_recomputed_before_anything_is_split():
 
 
 def test_what_cannot_fit_ends_with_an_error_that_says_what_was_tried():
-    """With next to no memory a model with BatchNorm ends in a clear error, and trains on with a smaller batch."""
+    """With next to no memory a model with BatchNorm ends in a clear error, and trains on with a
+    smaller batch.
+    """
     (answer,) = take_steps("batch_norm", 0.05)
     assert "may not split" in answer["error"]
     assert "BatchNorm1d" in answer["error"]

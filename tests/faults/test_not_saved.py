@@ -1,4 +1,6 @@
-"""A run whose newest state is in no checkpoint does not end with exit code 0, and code after its loop still runs."""
+"""A run whose newest state is in no checkpoint does not end with exit code 0, and code after its
+loop still runs.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,13 @@ def test_the_exit_code_is_that_of_an_error_of_input_or_output() -> None:
 
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("fault", ["no_room", "no_such_disk", "no_directory", "no_permission"])
-def test_a_run_that_could_not_save_ends_with_its_own_exit_code(fault: str, async_save: Any, tmp_path: Path) -> None:
-    """Whatever refuses the last saves: stderr names the run, and code after the loop is not cut off."""
+def test_a_run_that_could_not_save_ends_with_its_own_exit_code(
+    fault: str, async_save: Any, tmp_path: Path
+) -> None:
+    """Whatever refuses the last saves.
+
+    Stderr names the run, and code after the loop is not cut off.
+    """
     ended = run(tmp_path, fault=fault, async_save=async_save)
 
     assert ended.returncode == EXIT_CODE, ended.stderr
@@ -52,7 +59,9 @@ def test_a_run_that_could_not_save_ends_with_its_own_exit_code(fault: str, async
         ("raises", 1),
     ],
 )
-def test_an_exit_code_of_the_script_that_is_not_0_stays(end: str, status: int, tmp_path: Path) -> None:
+def test_an_exit_code_of_the_script_that_is_not_0_stays(
+    end: str, status: int, tmp_path: Path
+) -> None:
     """However a program ends: 0 becomes 74, and every other code is the script's."""
     ended = run(tmp_path, end=end)
 
@@ -60,9 +69,14 @@ def test_an_exit_code_of_the_script_that_is_not_0_stays(end: str, status: int, t
     assert "after the loop" in ended.stdout
 
 
-@pytest.mark.parametrize("end", ["room before the end", "closed later", "closed at exit", "trains on"])
+@pytest.mark.parametrize(
+    "end", ["room before the end", "closed later", "closed at exit", "trains on"]
+)
 def test_a_later_save_that_works_takes_the_exit_code_back(end: str, tmp_path: Path) -> None:
-    """By the loop itself, by `close`, or by another loop: then the newest state is in a checkpoint."""
+    """By the loop itself, by `close`, or by another loop.
+
+    Then the newest state is in a checkpoint.
+    """
     ended = run(tmp_path, end=end)
 
     assert ended.returncode == 0, ended.stderr
@@ -95,11 +109,23 @@ def test_a_full_disk_at_the_end_is_an_exit_code(start: Any, small_disk: Path) ->
 def test_the_supervisor_does_not_start_it_again_and_says_why(tmp_path: Path) -> None:
     """The verdict is that it finished and was not saved; the exit code is passed on."""
     request = json.dumps({"run_dir": str(tmp_path / "run"), "fault": "no_room", "end": "returns"})
-    command = ["run", "--run-dir", str(tmp_path / "supervised"), "--", sys.executable, str(PROGRAM), request]
+    command = [
+        "run",
+        "--run-dir",
+        str(tmp_path / "supervised"),
+        "--",
+        sys.executable,
+        str(PROGRAM),
+        request,
+    ]
 
     ended = subprocess.run(
         [sys.executable, "-m", "holdfast", *command], capture_output=True, timeout=200, check=False
     )
 
     verdict = json.loads((tmp_path / "supervised" / "verdict.json").read_text())
-    assert (ended.returncode, verdict["cause"], verdict["restart"]) == (EXIT_CODE, "H1622", "stop"), ended.stderr
+    assert (ended.returncode, verdict["cause"], verdict["restart"]) == (
+        EXIT_CODE,
+        "H1622",
+        "stop",
+    ), ended.stderr

@@ -1,4 +1,7 @@
-"""Scripts that train, observed and not: the same losses bit by bit, and a record of what they did, even if killed."""
+"""Scripts that train, observed and not.
+
+The same losses bit by bit, and a record of what they did, even if killed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ class Ended:
 
     def processes(self, role: str = "trainer") -> list[tuple[Path, ProcessInfo]]:
         assert self.run is not None
-        assert not list(self.run.glob("processes/failed-*")), next(self.run.glob("processes/failed-*")).read_text()
+        assert not list(self.run.glob("processes/failed-*")), next(
+            self.run.glob("processes/failed-*")
+        ).read_text()
         return [(folder, info) for folder, info in read_processes(self.run) if info.role == role]
 
     def samples(self) -> list[StepSample]:
@@ -61,10 +66,15 @@ class Ended:
 def train(tmp_path: Path) -> Train:
     """Return a function that runs the program to its end."""
 
-    def run(*arguments: str, observed: bool = True, program: Path = PROGRAM, anew: bool = False) -> Ended:
+    def run(
+        *arguments: str, observed: bool = True, program: Path = PROGRAM, anew: bool = False
+    ) -> Ended:
         place = tmp_path / ("observed" if observed else "plain")
         place.mkdir()
-        environment = {**(observing(os.environ, place, 0) if observed else os.environ), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **(observing(os.environ, place, 0) if observed else os.environ),
+            "OMP_NUM_THREADS": "1",
+        }
         given: dict[str, Any] = {"cwd": place, "env": environment, "timeout": _SECONDS}
         loaded = {"loaded": FRAMEWORKS} if program == PEERS else {}
         if observed and (anew or program == PEERS):  # before torch is imported
@@ -86,7 +96,9 @@ def printed(output: str, column: int = 0) -> list[float]:
 
 
 def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
-    """Loss, norm and learning rate of each step are those of the script, and its phases end where it ended."""
+    """Loss, norm and learning rate of each step are those of the script, and its phases end
+    where it ended.
+    """
     ended = train("plain", "3", anew=True)
     samples = ended.samples()
     assert [sample.step for sample in samples] == [1, 2, 3]
@@ -121,7 +133,8 @@ def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
 def test_nothing_of_a_training_changes(
     train: Train, shape: str, workers: str, steps: int, micro_steps: list[int] | None
 ) -> None:
-    """Every loss is the same bit by bit, whatever the loop looks like, and its steps are counted as it makes them.
+    """Every loss is the same bit by bit, whatever the loop looks like, and its steps are counted as
+    it makes them.
 
     Those of a script that goes on by itself go on from what its optimizers have counted.
     Workers of a loader are known as such, and none of them writes into what is their parent's.
@@ -143,37 +156,60 @@ def test_nothing_of_a_training_changes(
         assert not (folder / SAMPLES_FILE).exists()
     if shape == "accumulation":
         parts = printed(observed.output)  # the gradients of a step are those of their sum
-        assert [each.loss for each in observed.samples()] == [sum(parts[at : at + 4]) for at in range(0, 24, 4)]
+        assert [each.loss for each in observed.samples()] == [
+            sum(parts[at : at + 4]) for at in range(0, 24, 4)
+        ]
     if shape == "no_optimizer":
         assert [sample.grad_norm for sample in observed.samples()] == printed(observed.output, 1)
-    if shape == "compiled":  # hooks of an optimizer that is traced are none; the calls of backward are there
+    # Hooks of an optimizer that is traced are none; the calls of backward are there
+    if shape == "compiled":
         assert observed.standing().micro_step == 6
 
 
 @pytest.mark.slow
 def test_two_ranks_under_torchrun_with_fsdp2(tmp_path: Path) -> None:
-    """Launcher and ranks are known; losses and norms are the script's; to save an optimizer's state is no step."""
+    """Launcher and ranks are known; losses and norms are the script's.
+
+    To save an optimizer's state is no step.
+    """
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(FSDP2)],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            str(FSDP2),
+        ],
         env={**observing(os.environ, tmp_path, 0), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=_SECONDS,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_SECONDS,
+    )
     assert ended.returncode == 0, ended.stderr
     trainers = Ended(ended.stdout, 0, tmp_path).processes()
     ((_, launcher),) = Ended(ended.stdout, 0, tmp_path).processes("launcher")
-    assert sorted((info.rank, info.local_rank, info.world_size) for _, info in trainers) == [(0, 0, 2), (1, 1, 2)]
+    assert sorted((info.rank, info.local_rank, info.world_size) for _, info in trainers) == [
+        (0, 0, 2),
+        (1, 1, 2),
+    ]
     assert {info.ppid for _, info in trainers} == {launcher.pid}
     for folder, _ in trainers:
         samples = read_samples(folder / SAMPLES_FILE)
         assert [(sample.step, sample.micro_steps) for sample in samples] == [(1, 1), (2, 1), (3, 1)]
         assert [sample.grad_norm for sample in samples] == printed(ended.stdout, 1)
-    own = [[sample.loss for sample in read_samples(folder / SAMPLES_FILE)] for folder, _ in trainers]
+    own = [
+        [sample.loss for sample in read_samples(folder / SAMPLES_FILE)] for folder, _ in trainers
+    ]
     assert printed(ended.stdout) in own
 
 
 @pytest.mark.slow
 def test_an_exception_of_a_worker_comes_out_of_the_trainer(train: Train) -> None:
-    """What a worker met is recorded with the words that torch gives it, and the phase is that of waiting for data."""
+    """What a worker met is recorded with the words that torch gives it, and the phase is that of
+    waiting for data.
+    """
     ended = train("bad_sample", "20", "1")
     assert ended.status == 1
     (exception,) = [event for event in ended.events() if event.kind == "exception"]
@@ -204,11 +240,18 @@ def test_a_killed_training_leaves_what_it_recorded(tmp_path: Path, number: signa
 
 @pytest.mark.slow
 def test_a_guarded_training(train: Train, tmp_path: Path) -> None:
-    """With a guard and our own loader the outcome is the same to the last digit, and each step is one sample."""
+    """With a guard and our own loader the outcome is the same to the last digit, and each step
+    is one sample.
+    """
     digests = []
     for observed in (False, True):
         trace = tmp_path / f"trace-{observed}"
-        request = {"run_dir": str(tmp_path / f"run-{observed}"), "trace": str(trace), "workers": 2, "epochs": 2}
+        request = {
+            "run_dir": str(tmp_path / f"run-{observed}"),
+            "trace": str(trace),
+            "workers": 2,
+            "epochs": 2,
+        }
         ended = train(json.dumps(request), observed=observed, program=GUARDED)
         assert ended.status == 0, ended.output
         digests.append(json.loads(trace.read_text().splitlines()[-1])["digest"])
@@ -224,21 +267,27 @@ def test_wrapped_functions_are_what_they_were(tmp_path: Path) -> None:
     """Names, signatures, pickling and documentation of what is wrapped are those of torch."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import inspect, pickle, torch\n"
-        "from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter\n"
-        "for each in (torch.autograd.backward, torch.save, torch.nn.utils.clip_grad_norm_, torch.nn.Module.eval,\n"
-        "             torch.amp.GradScaler.scale, _BaseDataLoaderIter.__next__, DataLoader.__iter__):\n"
-        "    print(each.__module__, each.__qualname__, inspect.signature(each), len(inspect.getdoc(each) or ''))\n"
-        "    print(pickle.dumps(each), inspect.getsourcelines(each)[1])\n"
-        "print(torch.save is torch.serialization.save, torch.nn.utils.clip_grad.clip_grad_norm_ is\n"
-        "      torch.nn.utils.clip_grad_norm_)\n"
-        "print(torch.manual_seed(0).get_state().sum(), torch.is_grad_enabled(), torch.get_num_threads())\n"
-        "print(len(torch.__dict__))\n"
+        "import inspect, pickle, torch\nfrom torch.utils.data.dataloader import DataLoader,"
+        " _BaseDataLoaderIter\nfor each in (torch.autograd.backward, torch.save,"
+        " torch.nn.utils.clip_grad_norm_, torch.nn.Module.eval,\n            "
+        " torch.amp.GradScaler.scale, _BaseDataLoaderIter.__next__, DataLoader.__iter__):\n   "
+        " print(each.__module__, each.__qualname__, inspect.signature(each),"
+        " len(inspect.getdoc(each) or ''))\n    print(pickle.dumps(each),"
+        " inspect.getsourcelines(each)[1])\nprint(torch.save is torch.serialization.save,"
+        " torch.nn.utils.clip_grad.clip_grad_norm_ is\n     "
+        " torch.nn.utils.clip_grad_norm_)\nprint(torch.manual_seed(0).get_state().sum(),"
+        " torch.is_grad_enabled(), torch.get_num_threads())\nprint(len(torch.__dict__))\n"
     )
     run = tmp_path / "run"
     run.mkdir()
     outputs = [
-        subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True)
+        subprocess.run(
+            [sys.executable, str(script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         for environment in (dict(os.environ), observing(os.environ, run, 0))
     ]
     assert outputs[0].stdout == outputs[1].stdout
@@ -248,13 +297,16 @@ def test_wrapped_functions_are_what_they_were(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["accelerate", "transformers", "pytorch_lightning"])
 def test_frameworks(train: Train, peer: str) -> None:
-    """Steps of a loop that a framework runs are seen as its optimizer makes them, with the same losses."""
+    """Steps of a loop that a framework runs are seen as its optimizer makes them, with the same
+    losses.
+    """
     pytest.importorskip(peer)
     plain = train(peer, observed=False, program=PEERS)
     observed = train(peer, program=PEERS)
     assert (plain.status, observed.status) == (0, 0), observed.output
     lines = [
-        next(line for line in ended.output.splitlines() if line.startswith('{"steps"')) for ended in (plain, observed)
+        next(line for line in ended.output.splitlines() if line.startswith('{"steps"'))
+        for ended in (plain, observed)
     ]
     assert lines[0] == lines[1]
     asked = json.loads(lines[0])

@@ -1,4 +1,6 @@
-"""Programs that end, are stopped or are killed while a checkpoint is written beside their training."""
+"""Programs that end, are stopped or are killed while a checkpoint is written beside their
+training.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,14 @@ from holdfast.checkpoint.store import Store
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("end", "status"), [("return", 0), ("error", 1), ("exit", 3), ("break", 0)])
+@pytest.mark.parametrize(
+    ("end", "status"), [("return", 0), ("error", 1), ("exit", 3), ("break", 0)]
+)
 def test_a_program_that_ends_finishes_the_save_that_it_began(start, tmp_path, end, status):
-    """However an interpreter ends, without `close`: the checkpoint that was under way is there and verifies."""
+    """However an interpreter ends, without `close`.
+
+    The checkpoint that was under way is there and verifies.
+    """
     run = start(program="saving.py", end=end, command=[] if end == "return" else None)
     assert run.process.wait(120) == status
     assert {"saving": True} in run.lines()
@@ -27,20 +34,24 @@ def test_a_program_that_ends_finishes_the_save_that_it_began(start, tmp_path, en
 
 
 def test_sigterm_finishes_the_save_under_way_and_saves_the_last_step(start, tmp_path):
-    """A stop that comes in the middle of a write loses neither that checkpoint nor the steps since."""
+    """A stop that comes in the middle of a write loses neither that checkpoint nor the steps
+    since.
+    """
     run = start(program="saving.py", end="never", seconds_per_step=0.005, save_interval_steps=4)
     run.wait_for(lambda line: line.get("begun", 0) >= 4)
     run.send(signal.SIGTERM)
     last = run.end()
     assert last["stop_reason"] == "SIGTERM"
-    (newest, *others) = Store(tmp_path / "run" / "checkpoints").entries()
+    newest, *others = Store(tmp_path / "run" / "checkpoints").entries()
     assert newest.global_step == last["left"]
     assert others[0].global_step >= 4
     newest.verify()
 
 
 def test_sigkill_at_any_moment_leaves_a_state_that_was_there(start):
-    """Killed at random moments of saves beside the training, the run always resumes with the weights of a step."""
+    """Killed at random moments of saves beside the training, the run always resumes with the
+    weights of a step.
+    """
     chance = random.Random(5)
     lines = []
     for _ in range(6):

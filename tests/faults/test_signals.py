@@ -1,4 +1,7 @@
-"""Each signal that asks a run to stop: it saves, ends as its policy says, and goes on as if nothing had happened."""
+"""Each signal that asks a run to stop.
+
+It saves, ends as its policy says, and goes on as if nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ def wait_for_message(run, name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_signal_saves_and_stops_at_the_next_boundary(start, undisturbed, name):
-    """The step under way is saved, only Ctrl-C ends the script there, and the resumed run is bit-identical."""
+    """The step under way is saved, only Ctrl-C ends the script there, and the resumed run is
+    bit-identical.
+    """
     run = start(**SOON)
     run.wait_for(lambda line: line.get("step", 0) >= 7)
     run.send(getattr(signal, name))
@@ -47,7 +52,10 @@ def test_a_signal_saves_and_stops_at_the_next_boundary(start, undisturbed, name)
     "place", [{"evaluate_at": 6}, {"slow_sample": 13}, {"slow_sample": 13, "workers": 2}], ids=str
 )
 def test_a_signal_is_honoured_while_nothing_is_trained(start, place, name):
-    """A long evaluation and a wait for data end at once; the exit code set in the policy is that of both signals."""
+    """A long evaluation and a wait for data end at once.
+
+    The exit code set in the policy is that of both signals.
+    """
     run = start(save_interval_steps=1000, policy={"stop_exit_code": 85}, **place)
     run.wait_for(lambda line: "evaluating" in line or "waiting" in line)
     run.send(getattr(signal, name))
@@ -57,7 +65,9 @@ def test_a_signal_is_honoured_while_nothing_is_trained(start, place, name):
 
 
 def test_an_evaluation_that_ctrl_c_ends_is_saved_and_interrupted(start):
-    """Without an exit code of its own, it ends with KeyboardInterrupt, and the step before it is not lost."""
+    """Without an exit code of its own, it ends with KeyboardInterrupt, and the step before it is
+    not lost.
+    """
     run = start(save_interval_steps=1000, evaluate_at=6)
     run.wait_for(lambda line: "evaluating" in line)
     run.send(signal.SIGINT)
@@ -96,7 +106,10 @@ def test_a_second_signal_ends_the_process_at_once(start, first, second):
 
 
 def test_signals_that_come_together_are_one_request(start):
-    """A service manager sends SIGHUP right after SIGTERM, Slurm some signals twice: the step under way is saved."""
+    """A service manager sends SIGHUP right after SIGTERM, Slurm some signals twice.
+
+    The step under way is saved.
+    """
     run = start(seconds_per_step=0.3, save_interval_steps=1000)
     run.wait_for(lambda line: line.get("step", 0) >= 2)
     for name in ("SIGTERM", "SIGHUP", "SIGTERM", "SIGUSR1"):
@@ -109,7 +122,10 @@ def test_signals_that_come_together_are_one_request(start):
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
 def test_what_is_ignored_when_the_guard_is_made_stays_ignored(start, name):
-    """`nohup` ignores the hang-up of a terminal, a shell Ctrl-C for jobs in the background: training goes on."""
+    """`nohup` ignores the hang-up of a terminal, a shell Ctrl-C for jobs in the background.
+
+    Training goes on.
+    """
     run = start(**SOON, ignored=[name])
     run.wait_for(lambda line: line.get("step", 0) >= 3)
     run.send(getattr(signal, name))
@@ -127,7 +143,10 @@ def test_what_is_ignored_when_the_guard_is_made_stays_ignored(start, name):
     ],
 )
 def test_a_signal_to_all_processes_loses_no_worker(start, name, loader, context):
-    """Schedulers and terminals signal the loader workers too: none is lost or replaced, the last step is saved."""
+    """Schedulers and terminals signal the loader workers too.
+
+    None is lost or replaced, the last step is saved.
+    """
     policy = {"stop_exit_code": 3}
     run = start(
         command=[],
@@ -153,7 +172,13 @@ def test_a_signal_to_all_processes_loses_no_worker(start, name, loader, context)
 
 
 def workers_of(pid: int) -> list[int]:
-    """Return the children of a process that live, without the one that Python has beside those that it spawns."""
+    """Return the children of a process that live, without the one that Python has beside those
+    that it spawns.
+    """
     children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     alive = [child for child in children if read_process(child).state != "Z"]
-    return [child for child in alive if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
+    return [
+        child
+        for child in alive
+        if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()
+    ]

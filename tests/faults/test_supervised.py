@@ -1,4 +1,7 @@
-"""`holdfast run` as a user drives it: real commands, real signals, real terminals, and nothing left behind."""
+"""`holdfast run` as a user drives it.
+
+Real commands, real signals, real terminals, and nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,22 @@ class Run:
 
     def __init__(self, folder: Path, options: list[str], command: list[str], **popen: Any) -> None:
         self.folder = folder
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen}
-        arguments = [*CLI, "--run-dir", str(folder), "--restart-delay", "0.1", *options, "--", *command]
+        streams = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **popen,
+        }
+        arguments = [
+            *CLI,
+            "--run-dir",
+            str(folder),
+            "--restart-delay",
+            "0.1",
+            *options,
+            "--",
+            *command,
+        ]
         self.process = subprocess.Popen(arguments, **streams)
 
     @property
@@ -55,7 +72,9 @@ class Run:
     def wait_for(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not (found := condition()):
-            assert time.monotonic() < deadline, self.log() if (self.folder / "output.log").exists() else "nothing"
+            assert time.monotonic() < deadline, (
+                self.log() if (self.folder / "output.log").exists() else "nothing"
+            )
             time.sleep(0.005)
         return found
 
@@ -67,10 +86,18 @@ class Run:
 
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=_TIMEOUT_SECONDS)
-        return self.process.returncode, (out or b"").decode(errors="replace"), (err or b"").decode(errors="replace")
+        return (
+            self.process.returncode,
+            (out or b"").decode(errors="replace"),
+            (err or b"").decode(errors="replace"),
+        )
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [dict(event.data) for event in read_events(self.folder / "supervisor") if event.kind == kind]
+        return [
+            dict(event.data)
+            for event in read_events(self.folder / "supervisor")
+            if event.kind == kind
+        ]
 
 
 @pytest.fixture
@@ -100,9 +127,13 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def gone_within_a_second(mark: str, *pids: int) -> bool:
-    """Return whether neither processes with the mark are left nor these, which have none any more while they end."""
+    """Return whether neither processes with the mark are left nor these, which have none any
+    more while they end.
+    """
     deadline = time.monotonic() + 1.0
-    while marked_processes(mark, []) or any((found := read_process(pid)) and found.state != "Z" for pid in pids):
+    while marked_processes(mark, []) or any(
+        (found := read_process(pid)) and found.state != "Z" for pid in pids
+    ):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
@@ -110,11 +141,17 @@ def gone_within_a_second(mark: str, *pids: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -SEGV $$", 139), ("kill -KILL $$", 137)]
+    ("script", "status"),
+    [("exit 0", 0), ("exit 7", 7), ("kill -SEGV $$", 139), ("kill -KILL $$", 137)],
 )
 def test_the_exit_code_is_that_of_the_command(supervise, script, status):
-    """As a shell says it; both streams arrive where they would without us, and three lines of ours follow."""
-    run = supervise("--max-restarts", "0", command=["sh", "-c", f"echo out; echo err >&2; {script}"])
+    """As a shell says it.
+
+    Both streams arrive where they would without us, and three lines of ours follow.
+    """
+    run = supervise(
+        "--max-restarts", "0", command=["sh", "-c", f"echo out; echo err >&2; {script}"]
+    )
     code, out, err = run.end()
     assert code == status
     assert out == "out\n"
@@ -134,7 +171,9 @@ def test_the_exit_code_is_that_of_the_command(supervise, script, status):
         (("--run-dir", __file__), ["true"], 2, "H722"),
     ],
 )
-def test_what_cannot_be_run_is_said_before_anything_is_made(supervise, options, command, status, rule):
+def test_what_cannot_be_run_is_said_before_anything_is_made(
+    supervise, options, command, status, rule
+):
     """Exit codes of shells or of wrong use, a clear message, no run directory."""
     run = supervise(*options, command=command)
     code, out, err = run.end()
@@ -157,12 +196,17 @@ def test_a_file_that_the_kernel_refuses_is_126(supervise, tmp_path):
 def test_everything_after_the_dashes_is_the_commands_own(supervise):
     """Options of the command, a second pair of dashes and empty words arrive as they are."""
     words = ["--max-restarts", "9", "--", "", "a b", "$HOME"]
-    _, out, _ = supervise("--quiet", command=[*PYTHON, "import sys; print(sys.argv[1:])", *words]).end()
+    _, out, _ = supervise(
+        "--quiet", command=[*PYTHON, "import sys; print(sys.argv[1:])", *words]
+    ).end()
     assert out == f"{words}\n"
 
 
 def test_quiet_and_json(supervise):
-    """--quiet adds nothing to what the command prints, on stderr; all of stdout is a summary for machines."""
+    """--quiet adds nothing to what the command prints, on stderr.
+
+    All of stdout is a summary for machines.
+    """
     run = supervise("--quiet", "--json", command=["sh", "-c", "echo x; exit 3"])
     code, out, err = run.end()
     assert (code, err) == (3, "x\n")
@@ -179,14 +223,23 @@ def test_stdin_passes_through(supervise):
 
 
 def test_gigabytes_are_drained_without_growing_the_log_or_the_supervisor(supervise):
-    """200 MB of junk in a second or so: the log stays within its size, and memory within a few megabytes."""
-    code = "import os\nfor _ in range(200): os.write(1, bytes(range(256)) * 4096)\nprint('last words')"
-    run = supervise("--max-log-bytes", str(1 << 22), command=[*PYTHON, code], stdout=subprocess.DEVNULL)
+    """200 MB of junk in a second or so.
+
+    The log stays within its size, and memory within a few megabytes.
+    """
+    code = (
+        "import os\nfor _ in range(200): os.write(1, bytes(range(256)) * 4096)\nprint('last words')"
+    )
+    run = supervise(
+        "--max-log-bytes", str(1 << 22), command=[*PYTHON, code], stdout=subprocess.DEVNULL
+    )
     peaks = []
     while run.process.poll() is None:
         with suppress(OSError):
             status = Path(f"/proc/{run.process.pid}/status").read_text()
-            peaks += [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")]
+            peaks += [
+                int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
+            ]
         time.sleep(0.02)
     assert run.process.returncode == 0
     assert (run.folder / "output.log").stat().st_size <= (1 << 22) + (1 << 16)
@@ -196,7 +249,13 @@ def test_gigabytes_are_drained_without_growing_the_log_or_the_supervisor(supervi
 
 def test_an_orphan_that_holds_the_output_is_ended_and_not_waited_for(supervise):
     """A background process of the command's does not outlive it, and does not hold us up."""
-    run = supervise(command=["sh", "-c", "setsid nohup sleep 600 & (trap '' TERM; sleep 600; sleep 600) & echo done"])
+    run = supervise(
+        command=[
+            "sh",
+            "-c",
+            "setsid nohup sleep 600 & (trap '' TERM; sleep 600; sleep 600) & echo done",
+        ]
+    )
     mark = run.mark
     code, out, _ = run.end()
     assert code == 0
@@ -225,7 +284,10 @@ while True:
 
 
 def test_signals_are_passed_on_once_and_to_whom_they_belong(supervise):
-    """USR1, USR2, HUP and TERM reach the command; its helpers get none but HUP, as from a terminal. No restart."""
+    """USR1, USR2, HUP and TERM reach the command.
+
+    Its helpers get none but HUP, as from a terminal. No restart.
+    """
     # Under `nohup` these tests ignore SIGHUP, and so would all that they start.
     heard = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)}
     run = supervise("--max-restarts", "3", command=[*PYTHON, SIGNALLED], **heard)
@@ -259,7 +321,10 @@ def test_what_does_not_listen_is_killed_after_the_time_of_grace(supervise):
 
 @pytest.mark.parametrize("apart_seconds", [0.6, 0.1])
 def test_a_second_ctrl_c_is_the_last(supervise, apart_seconds):
-    """Who ignores SIGINT is killed at the second one; what a shell and a wrapper pass on of one key counts once."""
+    """Who ignores SIGINT is killed at the second one.
+
+    What a shell and a wrapper pass on of one key counts once.
+    """
     ignoring = "trap '' INT; echo ready; while :; do sleep 1; done"
     run = supervise("--grace-seconds", "1000", command=["sh", "-c", ignoring])
     run.wait_for_text("ready")
@@ -345,7 +410,9 @@ except KeyboardInterrupt:
 
 
 def test_on_a_terminal_everything_is_as_without_us(supervise, terminal):
-    """Progress bars have a terminal of the right size that follows the window, input is read, Ctrl-C comes once."""
+    """Progress bars have a terminal of the right size that follows the window, input is read,
+    Ctrl-C comes once.
+    """
     on_it = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave)
     run = supervise(command=[*PYTHON, ON_A_TERMINAL], preexec_fn=terminal.take, **on_it)
     terminal.read_until(b"terminals [True, True, True]")
@@ -367,7 +434,8 @@ def test_ctrl_z_stops_the_command_too(supervise, terminal):
     """Both stop, and both go on when the shell says so."""
     code = "import time\nfor n in range(100000): print('n', n, flush=True); time.sleep(0.01)"
     on_it = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave)
-    # The kernel stops nobody in a session whose leader is the only process group: a shell stands between.
+    # The kernel stops nobody in a session whose leader is the only process group: a shell stands
+    # between.
     run = supervise(command=[*PYTHON, code], preexec_fn=os.setpgrp, **on_it)
     run.wait_for_text("n 5")
     (child,) = marked_processes(run.mark, [])
@@ -380,8 +448,13 @@ def test_ctrl_z_stops_the_command_too(supervise, terminal):
 
 
 def test_a_reader_that_leaves_does_not_end_the_training(supervise):
-    """`holdfast run ... | head -1` reads one line; the command runs on to its end, and the log has all of it."""
-    run = supervise(command=["sh", "-c", "for i in 1 2 3; do echo line $i; sleep 0.2; done; exit 3"])
+    """`holdfast run ...
+
+    | head -1` reads one line; the command runs on to its end, and the log has all of it.
+    """
+    run = supervise(
+        command=["sh", "-c", "for i in 1 2 3; do echo line $i; sleep 0.2; done; exit 3"]
+    )
     assert run.process.stdout.readline() == b"line 1\n"
     run.process.stdout.close()
     run.process.stderr.close()
@@ -391,7 +464,9 @@ def test_a_reader_that_leaves_does_not_end_the_training(supervise):
 
 
 def test_after_a_real_sigkill_the_command_is_started_again(supervise):
-    """A trainer that is killed at step 15 runs a second time, each attempt is judged, and the run ends well."""
+    """A trainer that is killed at step 15 runs a second time, each attempt is judged, and the
+    run ends well.
+    """
     request = json.dumps({"steps": 40, "kill_at": 15, "kills": 1})
     run = supervise(command=[sys.executable, str(TRAINING), request])
     code, out, err = run.end()
@@ -409,15 +484,20 @@ def test_after_a_real_sigkill_the_command_is_started_again(supervise):
 def test_a_signal_between_two_attempts_ends_the_wait(supervise):
     """While the next start is waited for, SIGTERM means that there is none."""
     run = supervise("--restart-delay", "600", command=["sh", "-c", "kill -KILL $$"])
-    run.wait_for(lambda: (run.folder / "supervisor" / "events.ring").exists() and run.events("restart"))
+    run.wait_for(
+        lambda: (run.folder / "supervisor" / "events.ring").exists() and run.events("restart")
+    )
     run.process.send_signal(signal.SIGTERM)
     code, _, err = run.end()
     assert code == 137
     assert "a signal asked to end" in err
     assert len(run.events("attempt_started")) == 1
-    # The start that was announced is no attempt: `holdfast explain` judges the one that there was, as the run did.
+    # The start that was announced is no attempt: `holdfast explain` judges the one that there was,
+    # as the run did.
     assert (
-        judge(collect(run.folder)).cause == json.loads((run.folder / "verdict.json").read_text())["cause"] == "H1602"
+        judge(collect(run.folder)).cause
+        == json.loads((run.folder / "verdict.json").read_text())["cause"]
+        == "H1602"
     )
 
 
@@ -448,7 +528,10 @@ for batch in guard.batches(max_epochs=1):
 
 
 def test_a_guarded_run_that_got_further_is_no_repetition(supervise, tmp_path):
-    """Each start dies after 22 steps of its own, and resumes where that had saved: it goes on to the end."""
+    """Each start dies after 22 steps of its own, and resumes where that had saved.
+
+    It goes on to the end.
+    """
     run = supervise(command=[sys.executable, "-c", GUARDED_THRICE, str(tmp_path / "guard")])
     code, _, err = run.end()
     assert code == 0, err
@@ -456,7 +539,10 @@ def test_a_guarded_run_that_got_further_is_no_repetition(supervise, tmp_path):
 
 
 def test_a_users_mistake_is_not_repeated(supervise):
-    """An AttributeError ends the run after one attempt, with its exit code; the verdict names the line."""
+    """An AttributeError ends the run after one attempt, with its exit code.
+
+    The verdict names the line.
+    """
     run = supervise(command=[sys.executable, str(TRAINING), json.dumps({"fail_at": 3})])
     code, _, err = run.end()
     assert code == 1
@@ -486,15 +572,22 @@ TRY = (
     [
         (["bash", "-c", '"$0" "$@" 2>&1 | cat', sys.executable, TRAINING, FAILS], True),
         ([sys.executable, "-c", SPAWN, TRAINING, FAILS], True),
-        # Another training came to its end after it; and what leaves by `sys.exit` or Ctrl-C did not fail.
-        (["bash", "-c", f'"$0" "$@" || "$0" "$1" \'{LASTS}\'', sys.executable, TRAINING, FAILS], False),
+        # Another training came to its end after it; and what leaves by `sys.exit` or Ctrl-C did not
+        # fail.
+        (
+            ["bash", "-c", f'"$0" "$@" || "$0" "$1" \'{LASTS}\'', sys.executable, TRAINING, FAILS],
+            False,
+        ),
         ([sys.executable, "-c", SPAWN, TRAINING, json.dumps({"leave_at": 9})], False),
         ([sys.executable, "-c", SPAWN, TRAINING, json.dumps({"interrupt_at": 9})], False),
     ],
     ids=["pipe", "child", "tried again", "child that exits", "child interrupted"],
 )
 def test_an_exit_code_of_0_hides_no_training_that_died(supervise, command, hidden):
-    """The exit code stays that of the command; the verdict is the exception that ended the training process."""
+    """The exit code stays that of the command.
+
+    The verdict is the exception that ended the training process.
+    """
     run = supervise(command=[str(word) for word in command])
     code, _, err = run.end()
     assert code == 0
@@ -506,12 +599,17 @@ def test_an_exit_code_of_0_hides_no_training_that_died(supervise, command, hidde
 
 @pytest.mark.parametrize(("then", "last"), [("bye", True), ("model saved", False)])
 def test_a_traceback_as_the_last_words_makes_a_good_end_less_sure(supervise, then, last):
-    """A script that catches its own failure and exits with 0 is in doubt, unless it went on after that."""
-    said = f"\nsys.stderr.write({then!r})"  # where the traceback is: of two pipes either may be read first
+    """A script that catches its own failure and exits with 0 is in doubt, unless it went on
+    after that.
+    """
+    # Where the traceback is: of two pipes either may be read first
+    said = f"\nsys.stderr.write({then!r})"
     run = supervise(command=[sys.executable, "-c", TRY + said, str(TRAINING), FAILS])
     code, _, err = run.end()
     assert code == 0
-    assert ("ended with status 0, but its last words are a traceback [H1601], likely (70%)" in err) == last
+    assert (
+        "ended with status 0, but its last words are a traceback [H1601], likely (70%)" in err
+    ) == last
     assert ("learning was not judged [H1626]\n" in err) != last
 
 
@@ -520,7 +618,10 @@ def test_the_same_directory_is_continued(tmp_path):
     same, other = f"echo attempt ${ATTEMPT_VARIABLE}", "printf unfinished >&2"
     ended = [
         subprocess.run(
-            [*CLI, "--run-dir", str(tmp_path), "--", "sh", "-c", script], capture_output=True, text=True, check=True
+            [*CLI, "--run-dir", str(tmp_path), "--", "sh", "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         for script in (same, same, other)
     ]
@@ -530,9 +631,13 @@ def test_the_same_directory_is_continued(tmp_path):
 
 
 def test_without_a_directory_runs_last_leads_to_the_run(tmp_path):
-    """A directory named after the script and the time is made in runs/, and the relative link leads to it."""
+    """A directory named after the script and the time is made in runs/, and the relative link
+    leads to it.
+    """
     (tmp_path / "train.py").write_text("print('hello')\n")
-    subprocess.run([*CLI, "-q", sys.executable, "train.py"], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        [*CLI, "-q", sys.executable, "train.py"], cwd=tmp_path, check=True, capture_output=True
+    )
     (made,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
     assert re.fullmatch(r"train-\d{8}-\d{6}", made.name)
     assert (tmp_path / "runs" / "last").readlink() == Path(made.name)
@@ -540,8 +645,14 @@ def test_without_a_directory_runs_last_leads_to_the_run(tmp_path):
 
 
 def test_streams_that_are_closed_harm_nothing(supervise):
-    """A daemon starts us without stdin, stdout and stderr: the command finds /dev/null, and the log is whole."""
-    code = "import os, sys; print([os.path.sameopenfile(0, os.open(os.devnull, 0))], file=sys.stderr); sys.exit(6)"
+    """A daemon starts us without stdin, stdout and stderr.
+
+    The command finds /dev/null, and the log is whole.
+    """
+    code = (
+        "import os, sys; print([os.path.sameopenfile(0, os.open(os.devnull, 0))], file=sys.stderr);"
+        " sys.exit(6)"
+    )
     run = supervise(command=[*PYTHON, code], preexec_fn=lambda: os.closerange(0, 3))
     assert run.process.wait(_TIMEOUT_SECONDS) == 6
     assert "[True]" in run.log()
@@ -558,9 +669,13 @@ def test_a_run_directory_that_vanishes_ends_nothing(supervise):
     assert b"Traceback" not in err
 
 
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")])
+@pytest.mark.parametrize(
+    "launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1")]
+)
 def test_a_hang_is_ended_and_started_again(supervise, launcher):
-    """What stands still is asked, then killed, and runs again, with its launcher where it has one."""
+    """What stands still is asked, then killed, and runs again, with its launcher where it has
+    one.
+    """
     request = json.dumps({"steps": 40, "hang_at": 15, "kills": 1})
     limits = ["all=120"] * (not launcher) + ["data wait=1", "forward/backward=1", "optimizer=1"]
     options = [word for limit in limits for word in ("--hang-limit", limit)]
@@ -574,18 +689,25 @@ def test_a_hang_is_ended_and_started_again(supervise, launcher):
     assert run.events("verdict")[0]["verdict"]["family"] == "hang"
 
 
-def start_training(supervise: Callable[..., Run], tmp_path: Path, **request: Any) -> tuple[Run, dict[str, Any]]:
+def start_training(
+    supervise: Callable[..., Run], tmp_path: Path, **request: Any
+) -> tuple[Run, dict[str, Any]]:
     """Return a run whose trainer has taken a step, with the numbers of its processes."""
     pids = tmp_path / "pids"
     wanted = {"steps": 10**6, "step_seconds": 0.005, "pids": str(pids), **request}
-    run = supervise("--max-restarts", "0", command=[sys.executable, str(TRAINING), json.dumps(wanted)])
+    run = supervise(
+        "--max-restarts", "0", command=[sys.executable, str(TRAINING), json.dumps(wanted)]
+    )
     run.wait_for(pids.exists)
     return run, json.loads(pids.read_text())
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "trainer"])
 def test_nothing_outlives_who_is_killed(supervise, tmp_path, victim):
-    """SIGKILL of supervisor or trainer ends trainer and loader workers within a second: a stopped one, a live one."""
+    """SIGKILL of supervisor or trainer ends trainer and loader workers within a second.
+
+    A stopped one, a live one.
+    """
     run, pids = start_training(supervise, tmp_path, workers=2, stop_worker=True)
     mark = run.mark
     os.kill(run.process.pid if victim == "supervisor" else pids["trainer"], signal.SIGKILL)
@@ -600,14 +722,21 @@ def test_nothing_outlives_who_is_killed(supervise, tmp_path, victim):
 
 
 def test_under_torchrun_every_rank_ends_with_the_supervisor(supervise, tmp_path):
-    """The launcher puts ranks into sessions of their own; they are found all the same, within a second."""
+    """The launcher puts ranks into sessions of their own.
+
+    They are found all the same, within a second.
+    """
     pids = tmp_path / "pids"
     request = json.dumps({"steps": 10**6, "step_seconds": 0.005, "pids": str(pids), "workers": 1})
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = supervise(command=[*launcher, str(TRAINING), request])
     run.wait_for(pids.exists)
     mark = run.mark
-    (session,) = {found.session for pid in (json.loads(pids.read_text())["trainer"],) if (found := read_process(pid))}
+    (session,) = {
+        found.session
+        for pid in (json.loads(pids.read_text())["trainer"],)
+        if (found := read_process(pid))
+    }
     assert session not in (run.process.pid, os.getsid(0))
     run.process.kill()
     assert gone_within_a_second(mark)
@@ -616,7 +745,14 @@ def test_under_torchrun_every_rank_ends_with_the_supervisor(supervise, tmp_path)
 def test_restarts_of_torchrun_are_left_to_it(supervise):
     """A rank that is killed is started again by the launcher, within one attempt of ours."""
     script = 'echo rank; [ "$TORCHELASTIC_RESTART_COUNT" -ge 1 ] || kill -KILL $$'
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--no-python"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts=1",
+        "--no-python",
+    ]
     run = supervise(command=[*launcher, "sh", "-c", script])
     code, out, err = run.end()
     assert (code, out.count("rank\n")) == (0, 2)
@@ -625,8 +761,19 @@ def test_restarts_of_torchrun_are_left_to_it(supervise):
 
 
 def test_a_supervised_supervisor_leaves_nothing_either(supervise, tmp_path):
-    """Of two, one within the other, the outer one is killed: the inner one and its command are gone."""
-    inner = [*CLI, "--run-dir", str(tmp_path / "inner"), "--", "sh", "-c", "setsid sleep 600 & sleep 600"]
+    """Of two, one within the other, the outer one is killed.
+
+    The inner one and its command are gone.
+    """
+    inner = [
+        *CLI,
+        "--run-dir",
+        str(tmp_path / "inner"),
+        "--",
+        "sh",
+        "-c",
+        "setsid sleep 600 & sleep 600",
+    ]
     run = supervise(command=inner)
     mark = run.mark
     run.wait_for(lambda: len(marked_processes(mark, [])) >= 4)
@@ -635,7 +782,10 @@ def test_a_supervised_supervisor_leaves_nothing_either(supervise, tmp_path):
 
 
 def test_as_the_first_process_of_a_container_everything_is_the_same(tmp_path):
-    """In a pid namespace of its own the supervisor is process 1: exit code and leftovers are as ever."""
+    """In a pid namespace of its own the supervisor is process 1.
+
+    Exit code and leftovers are as ever.
+    """
     namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("no pid namespace can be made here")
@@ -651,9 +801,10 @@ def test_memory_that_is_refused_is_told_as_such(supervise):
     """Under RLIMIT_DATA the allocation fails with an error of torch's, which the verdict names."""
     code = "import torch\nx = [torch.ones(2**27) for _ in range(64)]"
     run = supervise(
-        "--max-restarts", "0",
+        "--max-restarts",
+        "0",
         command=["sh", "-c", f"ulimit -d 3000000; exec {sys.executable} -c '{code}'"],
-    )  # fmt: skip
+    )
     code, _, _ = run.end()
     assert code == 1
     found = json.loads((run.folder / "verdict.json").read_text())
@@ -675,12 +826,19 @@ def test_a_kill_by_the_kernel_for_memory_is_counted(supervise, memory_group):
 @pytest.fixture
 def memory_group() -> Iterator[Callable[[], None]]:
     """Return a function that puts the calling process into a control group of 200 MB."""
-    own = next((each for each in group_folders(Path("/"), "memory") if (each / "cgroup.procs").exists()), None)
+    own = next(
+        (each for each in group_folders(Path("/"), "memory") if (each / "cgroup.procs").exists()),
+        None,
+    )
     group = None if own is None else own / f"holdfast_test_supervised_{os.getpid()}"
     try:
         assert group is not None
         group.mkdir()
-        limit = next(each for name in ("memory.limit_in_bytes", "memory.max") if (each := group / name).exists())
+        limit = next(
+            each
+            for name in ("memory.limit_in_bytes", "memory.max")
+            if (each := group / name).exists()
+        )
         limit.write_text(str(200 << 20))
     except (OSError, StopIteration, AssertionError) as error:
         if group is not None and group.exists():
@@ -702,17 +860,29 @@ def _text(path: Path) -> str:
 
 
 def test_lines_that_were_printed_are_kept_when_the_command_is_killed(supervise):
-    """A pipe makes Python collect 8 KiB before it writes: what stood there would be lost with SIGKILL."""
+    """A pipe makes Python collect 8 KiB before it writes.
+
+    What stood there would be lost with SIGKILL.
+    """
     script = "import os, sys; print('last words'); os.kill(os.getpid(), 9)"
     for options in ([], ["--no-observe"]):
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        run = supervise("--max-restarts", "0", *options, command=[sys.executable, "-c", script], env=environment)
+        environment = {
+            name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"
+        }
+        run = supervise(
+            "--max-restarts", "0", *options, command=[sys.executable, "-c", script], env=environment
+        )
         assert run.end()[0] == 137
         assert "last words" in run.log()
 
 
-def test_a_trainer_that_is_stopped_by_a_signal_is_said_in_log_events_and_verdict(supervise, tmp_path):
-    """SIGSTOP is no hang and no silence: it is said that and when it stopped, that it went on, and in the verdict."""
+def test_a_trainer_that_is_stopped_by_a_signal_is_said_in_log_events_and_verdict(
+    supervise, tmp_path
+):
+    """SIGSTOP is no hang and no silence.
+
+    It is said that and when it stopped, that it went on, and in the verdict.
+    """
     run, told = start_training(supervise, tmp_path)
     os.kill(told["trainer"], signal.SIGSTOP)
     run.wait_for(lambda: run.events("process_stopped"))
@@ -721,11 +891,17 @@ def test_a_trainer_that_is_stopped_by_a_signal_is_said_in_log_events_and_verdict
     run.process.send_signal(signal.SIGTERM)
     _, _, err = run.end()
     assert "was stopped by a signal" in err
-    assert "was stopped by a signal" in json.loads((run.folder / "verdict.json").read_text())["summary"]
+    assert (
+        "was stopped by a signal"
+        in json.loads((run.folder / "verdict.json").read_text())["summary"]
+    )
 
 
 def test_what_helpers_leave_that_ended_well_is_bounded(supervise):
-    """Of 70 processes that came and went the newest 64 stay, and each that ended badly; whoever reads goes on."""
+    """Of 70 processes that came and went the newest 64 stay, and each that ended badly.
+
+    Whoever reads goes on.
+    """
     helpers = """
 import subprocess, sys
 bad = "import os; os.kill(os.getpid(), 9)", "import sys; sys.exit(3)", "1 / 0"
@@ -738,11 +914,15 @@ print("all have ended", flush=True), sys.stdin.read()
     processes = run.folder / "processes"
     run.wait_for(processes.is_dir)
     follower = RunFollower(run.folder)
-    run.wait_for(lambda: [follower.new()] and "all have" in run.log() and len([*processes.iterdir()]) <= 68)
+    run.wait_for(
+        lambda: [follower.new()] and "all have" in run.log() and len([*processes.iterdir()]) <= 68
+    )
     assert (run.end()[0], len([*processes.iterdir()])) == (0, 1 + 3 + 64)
     told = [event.kind for folder in processes.iterdir() for event in read_events(folder)]
     assert (sorted(told), follower.problems) == (["exception", "exiting", "exiting"], {})
     assert judge(collect(run.folder)).family == "ended well"
     for command in ("report", "explain"):
-        done = subprocess.run([*CLI[:-1], command, str(run.folder)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*CLI[:-1], command, str(run.folder)], capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,7 @@
-"""`holdfast run` over a training that is told to stop: it knows so from the run, whatever exit code comes of it."""
+"""`holdfast run` over a training that is told to stop.
+
+It knows so from the run, whatever exit code comes of it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ _TIMEOUT_SECONDS = 120.0
 
 
 class Supervised:
-    """One `holdfast run` of a command, in a session of its own, with signals as they usually are."""
+    """One `holdfast run` of a command, in a session of its own, with signals as they usually
+    are.
+    """
 
     def __init__(self, folder: Path, *command: str) -> None:
         self.folder = folder
@@ -71,7 +76,13 @@ class Supervised:
         return json.loads((self.folder / "verdict.json").read_text())
 
     def attempts(self) -> int:
-        return len([event for event in read_events(self.folder / "supervisor") if event.kind == "attempt_started"])
+        return len(
+            [
+                event
+                for event in read_events(self.folder / "supervisor")
+                if event.kind == "attempt_started"
+            ]
+        )
 
 
 @pytest.fixture
@@ -93,9 +104,16 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
 
 
 def training(tmp_path: Path, **request: Any) -> list[str]:
-    """Return the command of a guarded training of many steps; its first one prints nothing but to its trace."""
+    """Return the command of a guarded training of many steps.
+
+    Its first one prints nothing but to its trace.
+    """
     full = {"run_dir": str(tmp_path / "guarded"), "trace": str(tmp_path / "trace"), "epochs": 1000}
-    return [sys.executable, str(PROGRAMS / "train.py"), json.dumps({**full, "seconds_per_step": 0.02, **request})]
+    return [
+        sys.executable,
+        str(PROGRAMS / "train.py"),
+        json.dumps({**full, "seconds_per_step": 0.02, **request}),
+    ]
 
 
 def steps_of(tmp_path: Path) -> list[int]:
@@ -119,7 +137,9 @@ def saved_step(tmp_path: Path) -> int:
     ],
 )
 def test_a_stop_is_no_failure_whatever_its_exit_code(supervise, tmp_path, name, policy, status):
-    """The signal is passed on, the last step saved, the run not started again, and the verdict says why it ended."""
+    """The signal is passed on, the last step saved, the run not started again, and the verdict
+    says why it ended.
+    """
     run = supervise(*training(tmp_path, policy=policy, save_interval_steps=1000))
     run.wait_for(lambda: len(steps_of(tmp_path)) > 3)
     run.process.send_signal(getattr(signal, name))
@@ -130,10 +150,17 @@ def test_a_stop_is_no_failure_whatever_its_exit_code(supervise, tmp_path, name, 
 
 
 def test_a_stop_that_reaches_the_training_alone_is_known_too(supervise, tmp_path):
-    """`scancel --signal` or a person may signal the training itself: the supervisor learns it from the run."""
+    """`scancel --signal` or a person may signal the training itself.
+
+    The supervisor learns it from the run.
+    """
     run = supervise(*training(tmp_path, policy={"stop_exit_code": 85}))
     run.wait_for(lambda: len(steps_of(tmp_path)) > 3)
-    (child,) = [pid for pid in descendants(read_table(), [run.process.pid]) if "train.py" in command_line(pid)]
+    (child,) = [
+        pid
+        for pid in descendants(read_table(), [run.process.pid])
+        if "train.py" in command_line(pid)
+    ]
     os.kill(child, signal.SIGUSR1)
     assert run.end() == 85
     assert run.verdict()["cause"] == STOPPED
@@ -141,7 +168,10 @@ def test_a_stop_that_reaches_the_training_alone_is_known_too(supervise, tmp_path
 
 
 def test_a_failure_after_a_stop_is_said_and_not_tried_again(supervise, tmp_path):
-    """What raises after the loop is the verdict; a run that was told to stop is not started again all the same."""
+    """What raises after the loop is the verdict.
+
+    A run that was told to stop is not started again all the same.
+    """
     run = supervise(*training(tmp_path, fails_after_loop=True))
     run.wait_for(lambda: len(steps_of(tmp_path)) > 3)
     run.process.send_signal(signal.SIGUSR1)
@@ -151,7 +181,10 @@ def test_a_failure_after_a_stop_is_said_and_not_tried_again(supervise, tmp_path)
 
 
 def test_a_training_below_a_shell_that_dies_of_the_signal_saves(supervise, tmp_path):
-    """A scheduler signals all processes, and a shell ends of SIGUSR1 at once: the training has its time of grace."""
+    """A scheduler signals all processes, and a shell ends of SIGUSR1 at once.
+
+    The training has its time of grace.
+    """
     words = training(tmp_path, save_interval_steps=1000, seconds_per_step=0.5)
     run = supervise("sh", "-c", '"$@"; echo "code $?"', "sh", *words)
     run.wait_for(lambda: len(steps_of(tmp_path)) > 1)
@@ -163,11 +196,21 @@ def test_a_training_below_a_shell_that_dies_of_the_signal_saves(supervise, tmp_p
 
 @pytest.mark.parametrize("reaches", ["all processes", "the supervisor", "one rank"])
 def test_ranks_below_torchrun_stop_together(supervise, tmp_path, reaches):
-    """torchrun, which would end of SIGUSR1, lives on, and no rank is ended before the checkpoint is whole."""
-    request = {"run_dir": str(tmp_path / "guarded"), "policy": {"stop_exit_code": 85}, "buffer": 50_000_000}
+    """torchrun, which would end of SIGUSR1, lives on, and no rank is ended before the checkpoint
+    is whole.
+    """
+    request = {
+        "run_dir": str(tmp_path / "guarded"),
+        "policy": {"stop_exit_code": 85},
+        "buffer": 50_000_000,
+    }
     program = [str(PROGRAMS / "stopped_ranks.py"), json.dumps(request)]
     run = supervise(
-        str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", *program
+        str(Path(sys.executable).with_name("torchrun")),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *program,
     )
     run.wait_for_text("rank 1 step 5\n")
     if reaches == "all processes":
@@ -186,7 +229,10 @@ def test_ranks_below_torchrun_stop_together(supervise, tmp_path, reaches):
 
 @pytest.mark.parametrize(("name", "status"), [("SIGHUP", 129), ("SIGQUIT", 131), ("SIGUSR2", 140)])
 def test_what_ends_a_command_without_a_guard_does_not_start_it_again(supervise, name, status):
-    """The signal is passed on as a terminal sends it; without a terminal nobody would see another start."""
+    """The signal is passed on as a terminal sends it.
+
+    Without a terminal nobody would see another start.
+    """
     run = supervise("sh", "-c", "echo ready; exec sleep 600")
     run.wait_for_text("ready")
     run.process.send_signal(getattr(signal, name))

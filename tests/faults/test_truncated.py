@@ -1,4 +1,6 @@
-"""The documented pattern of truncated backpropagation survives out-of-memory, a split, a skip and a kill."""
+"""The documented pattern of truncated backpropagation survives out-of-memory, a split, a skip
+and a kill.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ def run(place: Path, order: str, fault: str, at: int, ends: int = 0) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("order", "short_at", "killed_at"), [("batch", (0, 7), (0, 3, 4, 7, 11, 17)), ("time", (7,), (4, 11))]
+    ("order", "short_at", "killed_at"),
+    [("batch", (0, 7), (0, 3, 4, 7, 11, 17)), ("time", (7,), (4, 11))],
 )
 def test_carried_state_is_that_of_the_undisturbed_run(tmp_path, order, short_at, killed_at):
-    """Weights and hidden state are bit-identical after a retry, a skip and kills; to rounding after a split."""
+    """Weights and hidden state are bit-identical after a retry, a skip and kills.
+
+    To rounding after a split.
+    """
     whole = run(tmp_path / "whole", order, "none", 0)
     assert whole["steps"] == 18
     assert whole["side_effects"] == [[]]
@@ -33,7 +39,9 @@ def test_carried_state_is_that_of_the_undisturbed_run(tmp_path, order, short_at,
         found = run(tmp_path / f"{fault}-{at}", order, fault, at)
         assert found["hidden"] == whole["hidden"], fault
         assert found["weights"] == whole["weights"], fault
-        assert found["events"] == [["retry", "bit-exact"] if fault == "memory" else ["skip_step", "changes training"]]
+        assert found["events"] == [
+            ["retry", "bit-exact"] if fault == "memory" else ["skip_step", "changes training"]
+        ]
     split = run(tmp_path / "split", order, "split", 5)
     assert ["split", "equal up to rounding"] in split["events"]
     for name in ("weights", "hidden"):

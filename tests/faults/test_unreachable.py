@@ -1,4 +1,7 @@
-"""Checkpoints that are gone or out of reach: no run begins anew in silence, and none ends as if it had been saved."""
+"""Checkpoints that are gone or out of reach.
+
+No run begins anew in silence, and none ends as if it had been saved.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +47,23 @@ def a_folder_of_another_run(path: Path) -> None:
     path.symlink_to(path.parent / "another" / "checkpoints")
 
 
-OUT_OF_REACH: list[Callable[[Path], object]] = [a_dangling_link, a_link_to_itself, a_file, os.mkfifo, a_socket]
+OUT_OF_REACH: list[Callable[[Path], object]] = [
+    a_dangling_link,
+    a_link_to_itself,
+    a_file,
+    os.mkfifo,
+    a_socket,
+]
 
 
-@pytest.mark.parametrize("put", [*OUT_OF_REACH, Path.mkdir, a_folder_of_another_run, lambda path: None])
+@pytest.mark.parametrize(
+    "put", [*OUT_OF_REACH, Path.mkdir, a_folder_of_another_run, lambda path: None]
+)
 @pytest.mark.parametrize("recorded", ["run.json", "the recorder"])
 def test_a_run_that_has_saved_does_not_begin_anew_in_silence(put, recorded, trained, tmp_path):
-    """Whatever stands where its checkpoints were, each start is an H312 before any work, and then it goes on."""
+    """Whatever stands where its checkpoints were, each start is an H312 before any work, and
+    then it goes on.
+    """
     trained(tmp_path / "a")
     if recorded == "the recorder":  # where run.json is damaged
         (tmp_path / "a" / "run.json").write_text("{")
@@ -73,7 +86,10 @@ def test_a_run_that_has_saved_does_not_begin_anew_in_silence(put, recorded, trai
 
 @pytest.mark.parametrize("put", OUT_OF_REACH)
 def test_a_new_run_that_could_save_nothing_is_an_error_before_any_work(put, tmp_path):
-    """A folder of checkpoints that is prepared and cannot be reached is an H312; commands that look say it, too."""
+    """A folder of checkpoints that is prepared and cannot be reached is an H312.
+
+    Commands that look say it, too.
+    """
     (tmp_path / "a").mkdir()
     put(tmp_path / "a" / "checkpoints")
     with pytest.raises(holdfast.CheckpointError, match="H312"):
@@ -85,7 +101,9 @@ def test_a_new_run_that_could_save_nothing_is_an_error_before_any_work(put, tmp_
 
 
 def test_ways_in_which_a_run_has_no_checkpoint_and_may_begin(tmp_path):
-    """Killed before the first save, never saved on purpose, or begun anew on purpose as the message says."""
+    """Killed before the first save, never saved on purpose, or begun anew on purpose as the
+    message says.
+    """
     guard, _ = guard_in(tmp_path / "a")  # opened, and killed before the first save
     guard._release()
     assert train(tmp_path / "a", 4, save_interval_steps=None)[0].global_step == 4
@@ -96,13 +114,17 @@ def test_ways_in_which_a_run_has_no_checkpoint_and_may_begin(tmp_path):
     assert str(tmp_path / "a" / "run.json") in caught.value.fix
     (tmp_path / "a" / "run.json").unlink()
     assert train(tmp_path / "a", 4)[0].statistics().resumes == 0
-    shutil.copytree(tmp_path / "a" / "checkpoints", tmp_path / "b" / "checkpoints")  # begun from another run's
+    # Begun from another run's
+    shutil.copytree(tmp_path / "a" / "checkpoints", tmp_path / "b" / "checkpoints")
     for steps in (6, 8):
         assert train(tmp_path / "b", steps)[0].resumed_from is not None
 
 
 def test_what_run_json_says_is_written_once(tmp_path, monkeypatch):
-    """That a run has saved costs one write in its life, whatever the number of saves; and it survives a copy."""
+    """That a run has saved costs one write in its life, whatever the number of saves.
+
+    And it survives a copy.
+    """
     written: list[dict[str, object]] = []
     replace = holdfast.guard.directory.replace_file
 
@@ -148,11 +170,15 @@ def test_a_run_whose_saves_failed_does_not_end_as_if_all_were_well(newest, tmp_p
     assert said.data["newest_checkpoint"] == newest
     assert "not_saved" in caplog.text
     said = CliRunner().invoke(make_app(), ["explain", str(run_dir)])
-    assert (f"its newest checkpoint is of step {newest}" if newest else "nothing of it was saved") in said.output
+    assert (
+        f"its newest checkpoint is of step {newest}" if newest else "nothing of it was saved"
+    ) in said.output
 
 
 def test_a_folder_that_may_not_be_written_is_an_error_before_any_work(tmp_path):
-    """A first save that is refused for good, as no full disk does, ends the run as it begins with an H302."""
+    """A first save that is refused for good, as no full disk does, ends the run as it begins
+    with an H302.
+    """
     guard, _ = guard_in(tmp_path / "a")
     (tmp_path / "a" / "checkpoints").mkdir(mode=0o555)
     if os.geteuid() == 0:

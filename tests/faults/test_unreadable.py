@@ -1,4 +1,7 @@
-"""A checkpoint that the system does not let be read is not damaged: nothing is renamed, and no work is lost by it."""
+"""A checkpoint that the system does not let be read is not damaged.
+
+Nothing is renamed, and no work is lost by it.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,15 @@ def names(run_dir: Path) -> list[str]:
 
 
 def test_too_many_open_files_are_no_damage(trained: Trained, tmp_path: Path) -> None:
-    """With no file left to open, verifying is an H307 that names the checkpoint and the way on, not an H311."""
+    """With no file left to open, verifying is an H307 that names the checkpoint and the way on,
+    not an H311.
+    """
     trained(tmp_path)
-    (newest, *_) = Store(tmp_path / "checkpoints").entries()
-    with no_more_files(), pytest.raises(holdfast.RunDirectoryError, match="Too many open files") as caught:
+    newest, *_ = Store(tmp_path / "checkpoints").entries()
+    with (
+        no_more_files(),
+        pytest.raises(holdfast.RunDirectoryError, match="Too many open files") as caught,
+    ):
         newest.verify()
     error = caught.value
     assert error.rule == "H307"
@@ -56,7 +64,9 @@ def test_too_many_open_files_are_no_damage(trained: Trained, tmp_path: Path) -> 
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Let opening a file of some name fail with an error of the system, in any checkpoint that is chosen."""
+    """Let opening a file of some name fail with an error of the system, in any checkpoint that
+    is chosen.
+    """
     chosen: dict[str, Any] = {"name": None, "within": "", "number": errno.ESTALE}
     really_open = os.open
 
@@ -71,8 +81,12 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
-def test_a_fault_that_passes_changes_nothing(name: str, fault: Fault, trained: Trained, tmp_path: Path) -> None:
-    """Each start ends with H307 meanwhile, all checkpoints keep their names, and then the run goes on."""
+def test_a_fault_that_passes_changes_nothing(
+    name: str, fault: Fault, trained: Trained, tmp_path: Path
+) -> None:
+    """Each start ends with H307 meanwhile, all checkpoints keep their names, and then the run
+    goes on.
+    """
     trained(tmp_path)
     before = names(tmp_path)
     for number in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.ENOMEM):
@@ -88,8 +102,13 @@ def test_a_fault_that_passes_changes_nothing(name: str, fault: Fault, trained: T
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
-def test_an_input_output_error_is_damage(name: str, fault: Fault, trained: Trained, tmp_path: Path) -> None:
-    """The disk has lost the bytes: nobody has to rename anything for the run to go on from the one before."""
+def test_an_input_output_error_is_damage(
+    name: str, fault: Fault, trained: Trained, tmp_path: Path
+) -> None:
+    """The disk has lost the bytes.
+
+    Nobody has to rename anything for the run to go on from the one before.
+    """
     trained(tmp_path)
     newest = max((tmp_path / "checkpoints").iterdir())
     fault |= {"name": name, "within": newest.name, "number": errno.EIO}
@@ -99,8 +118,12 @@ def test_an_input_output_error_is_damage(name: str, fault: Fault, trained: Train
     guard.close()
 
 
-def test_the_way_on_where_it_never_can_be_read(fault: Fault, trained: Trained, tmp_path: Path) -> None:
-    """The command of the message lets the run go on from the checkpoint before, with the same bits as ever."""
+def test_the_way_on_where_it_never_can_be_read(
+    fault: Fault, trained: Trained, tmp_path: Path
+) -> None:
+    """The command of the message lets the run go on from the checkpoint before, with the same
+    bits as ever.
+    """
     _, expected = train(tmp_path / "undisturbed", 9)
     trained(tmp_path / "run")
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
@@ -119,7 +142,9 @@ def test_the_way_on_where_it_never_can_be_read(fault: Fault, trained: Trained, t
 def test_what_lists_and_prunes_checkpoints_does_not_call_it_damaged(
     fault: Fault, trained: Trained, tmp_path: Path
 ) -> None:
-    """`holdfast checkpoints --verify` says that it cannot be read now, and nothing is deleted meanwhile."""
+    """`holdfast checkpoints --verify` says that it cannot be read now, and nothing is deleted
+    meanwhile.
+    """
     trained(tmp_path)
     before = names(tmp_path)
     fault |= {"name": "model.safetensors"}
@@ -127,20 +152,26 @@ def test_what_lists_and_prunes_checkpoints_does_not_call_it_damaged(
     rows = json.loads(told.output)["checkpoints"]
     assert told.exit_code == 1, "as with one that is damaged"
     assert len(rows) == 3
-    assert all(row["status"].startswith(f"cannot be read now ([Errno {errno.ESTALE}]") for row in rows)
+    assert all(
+        row["status"].startswith(f"cannot be read now ([Errno {errno.ESTALE}]") for row in rows
+    )
     with pytest.raises(holdfast.RunDirectoryError, match="H307"):
         Store(tmp_path / "checkpoints").prune(1)
     assert names(tmp_path) == before
 
 
 def test_a_directory_in_the_place_of_a_file_is_damage(trained: Trained, tmp_path: Path) -> None:
-    """There is no such file then, whatever is tried: the checkpoint is set aside, as one that lacks it."""
+    """There is no such file then, whatever is tried.
+
+    The checkpoint is set aside, as one that lacks it.
+    """
     trained(tmp_path)
     newest = max((tmp_path / "checkpoints").iterdir())
     size = (newest / "optimizer.safetensors").stat().st_size
     (newest / "optimizer.safetensors").unlink()
     (newest / "optimizer.safetensors").mkdir()
-    if (newest / "optimizer.safetensors").stat().st_size != size:  # so it is told by its size already
+    # So it is told by its size already
+    if (newest / "optimizer.safetensors").stat().st_size != size:
         (newest / "manifest.json").unlink()
         (newest / "manifest.json").mkdir()
     guard, _ = guard_in(tmp_path)
@@ -149,7 +180,9 @@ def test_a_directory_in_the_place_of_a_file_is_damage(trained: Trained, tmp_path
     guard.close()
 
 
-def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: Fault, tmp_path: Path) -> None:
+def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(
+    fault: Fault, tmp_path: Path
+) -> None:
     """It is an event like a full disk, training goes on, and the next save succeeds."""
     guard, model = guard_in(tmp_path)
     for batch in guard.batches(max_steps=6):
@@ -162,8 +195,13 @@ def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: Fault, tm
     assert [entry.global_step for entry in Store(tmp_path / "checkpoints").entries()] == [6, 2, 0]
 
 
-def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_damage(trained: Trained, tmp_path: Path) -> None:
-    """A link that leads nowhere is an H312 and keeps its name; nothing older is taken in its place."""
+def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_damage(
+    trained: Trained, tmp_path: Path
+) -> None:
+    """A link that leads nowhere is an H312 and keeps its name.
+
+    Nothing older is taken in its place.
+    """
     trained(tmp_path / "run")
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     newest.rename(tmp_path / "moved")

@@ -12,7 +12,8 @@ import torch
 NEEDS_CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA device: run `make gpu` on a machine with one"
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device: run `make gpu` on a machine with one",
     ),
 ]
 

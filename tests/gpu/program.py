@@ -1,4 +1,6 @@
-"""Programs that `test_programs` starts: each is a process of its own, with a CUDA context of its own.
+"""Programs that `test_programs` starts.
+
+Each is a process of its own, with a CUDA context of its own.
 
 python -m tests.gpu.program NAME FOLDER
 """
@@ -32,35 +34,56 @@ def dead_device(folder: Path) -> None:
     """Train with an index out of range in one batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 1)).to(DEVICE)
-    data = [torch.randint(16, (32,), generator=torch.Generator().manual_seed(n)) for n in range(STEPS)]
+    data = [
+        torch.randint(16, (32,), generator=torch.Generator().manual_seed(n)) for n in range(STEPS)
+    ]
     if not (folder / "sound").exists():
         data[FAILS_AT][3] = 1000
     guard = holdfast.Guard(
-        folder / "guarded", model=model, optimizer=torch.optim.AdamW(model.parameters()), loader=data,
-        save_interval_steps=2, async_save=False,
-    )  # fmt: skip
+        folder / "guarded",
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loader=data,
+        save_interval_steps=2,
+        async_save=False,
+    )
     for batch in guard.batches(max_epochs=1):
         guard.step(batch.to(DEVICE), lambda x: model(x).square().mean())
-    (folder / "ended").write_text(f"{guard.resumed_from and guard.resumed_from.name} {guard.global_step}")
+    (folder / "ended").write_text(
+        f"{guard.resumed_from and guard.resumed_from.name} {guard.global_step}"
+    )
 
 
 def ranks(folder: Path) -> None:
-    """Train twice as ranks on one device, the second time with memory refused once on the second rank."""
+    """Train twice as ranks on one device, the second time with memory refused once on the second
+    rank.
+    """
     backend = os.environ["TEST_BACKEND"]
     distributed.init_process_group(backend)
     rank, ends = distributed.get_rank(), []
     for name in ("undisturbed", "disturbed"):
         torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(DEVICE))
-        data = [torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * n + rank)) for n in range(STEPS)]
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(DEVICE)
+        )
+        data = [
+            torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * n + rank))
+            for n in range(STEPS)
+        ]
         guard = holdfast.Guard(
-            folder / backend / name, model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
-            loader=data, save_interval_steps=4, max_grad_norm=1.0,
-        )  # fmt: skip
+            folder / backend / name,
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+            loader=data,
+            save_interval_steps=4,
+            max_grad_norm=1.0,
+        )
         attempts, refused = [], []
         for step, batch in enumerate(guard.batches(max_epochs=1)):
 
-            def loss_fn(x: torch.Tensor, fails: bool = (name, step, rank) == ("disturbed", 3, 1)) -> Any:
+            def loss_fn(
+                x: torch.Tensor, fails: bool = (name, step, rank) == ("disturbed", 3, 1)
+            ) -> Any:
                 loss = model(x).square().mean()  # noqa: B023 - called in this round only
                 if fails and not refused:  # noqa: B023
                     refused.append(0)  # noqa: B023
@@ -71,7 +94,9 @@ def ranks(folder: Path) -> None:
         guard.close()
         ends.append([p.detach().cpu() for p in model.parameters()])
         assert len(refused) == (name == "disturbed" and rank == 1)
-        assert attempts == [2 if name == "disturbed" and step == 3 else 1 for step in range(STEPS)], attempts
+        assert attempts == [
+            2 if name == "disturbed" and step == 3 else 1 for step in range(STEPS)
+        ], attempts
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
     mine = torch.cat([p.flatten() for p in ends[1]]).to(DEVICE)
     theirs = mine.clone()
@@ -82,7 +107,9 @@ def ranks(folder: Path) -> None:
 
 
 def plain(folder: Path) -> None:
-    """Train in a plain loop that reads no loss, and write down the losses and how often the host waited."""
+    """Train in a plain loop that reads no loss, and write down the losses and how often the host
+    waited.
+    """
     from tests.gpu.marks import waits
 
     torch.manual_seed(0)
@@ -105,4 +132,6 @@ def plain(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"pieces": pieces, "dead_device": dead_device, "ranks": ranks, "plain": plain}[sys.argv[1]](Path(sys.argv[2]))
+    {"pieces": pieces, "dead_device": dead_device, "ranks": ranks, "plain": plain}[sys.argv[1]](
+        Path(sys.argv[2])
+    )

@@ -1,7 +1,11 @@
-"""What torch recorded of its CUDA allocator, played through the simulator: where the two would part.
+"""What torch recorded of its CUDA allocator, played through the simulator.
 
-Record in a fresh process: ``torch.cuda.memory._record_memory_history()``, the training, ``torch.cuda.memory
-._snapshot()``. One stream, no memory pools, no CUDA graphs and no `empty_cache`: the simulator has none.
+Where the two would part.
+
+Record in a fresh process: ``torch.cuda.memory._record_memory_history()``, the training,
+    ``torch.cuda.memory
+._snapshot()``. One stream, no memory pools, no CUDA graphs and no `empty_cache`: the simulator has
+none.
 """
 
 from __future__ import annotations
@@ -19,13 +23,20 @@ _SEGMENT_ACTIONS = ("segment_alloc", "segment_free")
 
 
 def first_difference(snapshot: Mapping[str, Any], *, cap_bytes: int | None = None) -> str:
-    """Return where the segments that were asked for part from those of the simulator; empty if they nowhere do.
+    """Return where the segments that were asked for part from those of the simulator.
+
+    Empty if they nowhere do.
 
     The snapshot is of ``torch.cuda.memory._snapshot()``, `cap_bytes` what the process was allowed.
     """
-    entries = [entry for entry in snapshot["device_traces"][0] if entry["action"] != "free_requested"]
-    assert len({entry["stream"] for entry in entries if "stream" in entry}) < 2, "the simulator has one stream"
-    given = (entry["addr"] for entry in entries if entry["action"] == "segment_alloc")  # which of equals is taken
+    entries = [
+        entry for entry in snapshot["device_traces"][0] if entry["action"] != "free_requested"
+    ]
+    assert len({entry["stream"] for entry in entries if "stream" in entry}) < 2, (
+        "the simulator has one stream"
+    )
+    # Which of equals is taken
+    given = (entry["addr"] for entry in entries if entry["action"] == "segment_alloc")
     simulated = CachingAllocator(cap_bytes=cap_bytes, addresses=given)
     live: dict[int, Block] = {}
     wanted: list[tuple[str, int]] = []

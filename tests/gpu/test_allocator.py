@@ -40,9 +40,14 @@ assert not found, found
 
 @pytest.mark.parametrize("allowed", [0, 400 << 20])
 def test_the_simulator_asks_for_the_same_segments(allowed: int) -> None:
-    """What torch's allocator asked of the driver in a training run is what the simulator asks for, in its order."""
+    """What torch's allocator asked of the driver in a training run is what the simulator asks
+    for, in its order.
+    """
     command = [sys.executable, "-c", RECORDING, str(allowed)]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTHONPATH": os.pathsep.join(paths)}
+    settings = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     environment = os.environ | settings
     subprocess.run(command, check=True, timeout=180, env=environment)

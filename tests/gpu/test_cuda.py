@@ -1,4 +1,7 @@
-"""What only a CUDA machine can show. Elsewhere each test is skipped by name; run them there with `make gpu`."""
+"""What only a CUDA machine can show.
+
+Elsewhere each test is skipped by name; run them there with `make gpu`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ def small_memory() -> Iterator[None]:
 
 def make(*layers: nn.Module) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(*layers or (nn.Linear(512, 512), nn.Dropout(0.1), nn.ReLU(), nn.Linear(512, 8))).cuda()
+    model = nn.Sequential(
+        *layers or (nn.Linear(512, 512), nn.Dropout(0.1), nn.ReLU(), nn.Linear(512, 8))
+    ).cuda()
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
 
 
@@ -38,12 +43,17 @@ def loss_of(model: nn.Module) -> Any:
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    return all(
+        torch.equal(x, y)
+        for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.usefixtures("small_memory")
 def test_an_out_of_memory_of_cuda_is_recovered(tmp_path) -> None:
-    """A batch that CUDA's allocator refuses is split, and the gradient is that of the whole batch."""
+    """A batch that CUDA's allocator refuses is split, and the gradient is that of the whole
+    batch.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))).cuda()
     twin = copy.deepcopy(model)
@@ -51,7 +61,10 @@ def test_an_out_of_memory_of_cuda_is_recovered(tmp_path) -> None:
     for part in x.split(8192):
         (twin(part.cuda()).square().mean() * (8192 / len(x))).backward()
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.0), save_interval_steps=None
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.0),
+        save_interval_steps=None,
     )
     result = guard.step(x, lambda part: model(part.cuda()).square().mean())
     assert result.attempts > 1
@@ -64,13 +77,20 @@ def test_an_out_of_memory_of_cuda_is_recovered(tmp_path) -> None:
 
 @pytest.mark.parametrize("diagnose", [False, True])
 def test_a_step_reads_the_device_once(tmp_path, diagnose) -> None:
-    """Where nothing goes wrong a step makes one host sync, the fused check, and reading the loss is the caller's.
+    """Where nothing goes wrong a step makes one host sync, the fused check, and reading the loss is
+    the caller's.
 
-    The diagnosis reads more, in the steps that it samples: all of the first 30, one in fifty in the long run.
+    The diagnosis reads more, in the steps that it samples: all of the first 30, one in fifty in the
+        long run.
     """
     parts = make()
     guard = holdfast.Guard(
-        tmp_path, max_grad_norm=1.0, save_interval_steps=None, check_split=False, diagnose=diagnose, **parts
+        tmp_path,
+        max_grad_norm=1.0,
+        save_interval_steps=None,
+        check_split=False,
+        diagnose=diagnose,
+        **parts,
     )
     x = torch.randn(64, 512, device="cuda")
     observer = guard._engine.diagnosis._observer
@@ -102,7 +122,11 @@ def test_a_rollback_brings_the_device_back_to_a_copy_on_the_host(tmp_path) -> No
     parts = make(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     model = parts["model"]
     guard = holdfast.Guard(
-        tmp_path, save_interval_steps=None, snapshot_interval_steps=50, spike_action="roll_back", **parts
+        tmp_path,
+        save_interval_steps=None,
+        snapshot_interval_steps=50,
+        spike_action="roll_back",
+        **parts,
     )
     kept = {}
     drawn = torch.Generator().manual_seed(0)
@@ -111,7 +135,9 @@ def test_a_rollback_brings_the_device_back_to_a_copy_on_the_host(tmp_path) -> No
         if number == 220:
             with torch.no_grad():
                 model[0].weight.mul_(1000.0)
-        result = guard.step(x, lambda part: (model(part) - part.sum(1, keepdim=True)).square().mean())
+        result = guard.step(
+            x, lambda part: (model(part) - part.sum(1, keepdim=True)).square().mean()
+        )
         kept.setdefault(guard.global_step, copy.deepcopy(model))
         if "rolled back" in (result.reason or ""):
             assert equal(kept[guard.global_step], model)

@@ -1,7 +1,10 @@
-"""fp16 inside each framework on a CUDA device, beside the framework alone. Elsewhere skipped by name: `make gpu`.
+"""fp16 inside each framework on a CUDA device, beside the framework alone.
 
-What a CPU can show of half precision is in tests/integrations: Lightning trains in fp16 there where it is given as a
-plugin, Accelerate and the Trainer where their switch is set by force, SpeechBrain refuses.
+Elsewhere skipped by name: `make gpu`.
+
+What a CPU can show of half precision is in tests/integrations: Lightning trains in fp16 there where
+it is given as a plugin, Accelerate and the Trainer where their switch is set by force, SpeechBrain
+refuses.
 """
 
 from __future__ import annotations
@@ -42,13 +45,19 @@ def make_model() -> nn.Module:
 
 def make_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(SIZE, 32, generator=generator), torch.arange(SIZE) % 4) for _ in range(BATCHES)]
+    return [
+        (torch.randn(SIZE, 32, generator=generator), torch.arange(SIZE) % 4) for _ in range(BATCHES)
+    ]
 
 
 def assert_trained_alike(train: Callable[[bool], Any]) -> None:
-    """Train with the framework alone, then with holdfast; weights are equal to the bit, finite, and have moved."""
+    """Train with the framework alone, then with holdfast.
+
+    Weights are equal to the bit, finite, and have moved.
+    """
     plain, guarded = (
-        [each.detach().cpu() for each in train(with_holdfast).parameters()] for with_holdfast in (False, True)
+        [each.detach().cpu() for each in train(with_holdfast).parameters()]
+        for with_holdfast in (False, True)
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, guarded, strict=True))
     assert all(each.isfinite().all() for each in plain)
@@ -56,16 +65,22 @@ def assert_trained_alike(train: Callable[[bool], Any]) -> None:
 
 
 def test_the_trainer_trains_alike_in_fp16(tmp_path: Path) -> None:
-    """Windows of two batches of the Trainer, with its own loss scale, are those of the guarded Trainer."""
+    """Windows of two batches of the Trainer, with its own loss scale, are those of the guarded
+    Trainer.
+    """
     transformers = pytest.importorskip("transformers", exc_type=ImportError)
     if torch.cuda.device_count() > 1:
-        pytest.skip("the Trainer would spread each batch by DataParallel: set CUDA_VISIBLE_DEVICES=0")
+        pytest.skip(
+            "the Trainer would spread each batch by DataParallel: set CUDA_VISIBLE_DEVICES=0"
+        )
     from holdfast.integrations.transformers import HoldfastTrainer
 
     def train(with_holdfast: bool) -> Any:
         kind = HoldfastTrainer if with_holdfast else transformers.Trainer
         settings = {"fp16": True, "use_cpu": False, "gradient_accumulation_steps": 2}
-        trainer = make_trainer(kind, tmp_path / str(with_holdfast), make_gpt2(), samples(48), **settings)
+        trainer = make_trainer(
+            kind, tmp_path / str(with_holdfast), make_gpt2(), samples(48), **settings
+        )
         trainer.train()
         return trainer.model
 
@@ -82,13 +97,17 @@ def test_accelerate_trains_alike_in_fp16(tmp_path: Path) -> None:
     def train(with_holdfast: bool) -> Any:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        accelerator = accelerate.Accelerator(mixed_precision="fp16", project_dir=tmp_path / str(with_holdfast))
+        accelerator = accelerate.Accelerator(
+            mixed_precision="fp16", project_dir=tmp_path / str(with_holdfast)
+        )
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         loader = torch.utils.data.DataLoader(make_batches(), batch_size=None)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         if with_holdfast:
-            guard = accelerate_guard(accelerator, model=model, optimizer=optimizer, loader=loader, max_grad_norm=0.5)
+            guard = accelerate_guard(
+                accelerator, model=model, optimizer=optimizer, loader=loader, max_grad_norm=0.5
+            )
             for batch in guard.batches(max_epochs=2):
                 guard.step(batch, lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
         else:
@@ -120,12 +139,22 @@ def test_lightning_trains_alike_in_fp16(tmp_path: Path) -> None:
 
     def train(with_holdfast: bool) -> Any:
         module = Module()
-        own = {"strategy": HoldfastStrategy()} if with_holdfast else {"accelerator": "gpu", "devices": 1}
+        own = (
+            {"strategy": HoldfastStrategy()}
+            if with_holdfast
+            else {"accelerator": "gpu", "devices": 1}
+        )
         trainer = pl.Trainer(
-            max_epochs=2, precision="16-mixed", gradient_clip_val=0.5, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path / str(with_holdfast),
+            max_epochs=2,
+            precision="16-mixed",
+            gradient_clip_val=0.5,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path / str(with_holdfast),
             **own,
-        )  # fmt: skip
+        )
         trainer.fit(module, torch.utils.data.DataLoader(make_batches(), batch_size=None))
         return module.model
 
@@ -136,7 +165,9 @@ def test_speechbrain_trains_alike_in_fp16(tmp_path: Path) -> None:
     """Steps of a Brain with its own loss scale are those of the guarded Brain."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sb = pytest.importorskip("speechbrain", exc_type=ImportError, reason="see `make speechbrain`")
+        sb = pytest.importorskip(
+            "speechbrain", exc_type=ImportError, reason="see `make speechbrain`"
+        )
     from holdfast.integrations.speechbrain import HoldfastMixin
 
     logging.getLogger("speechbrain").setLevel(logging.ERROR)
@@ -145,7 +176,9 @@ def test_speechbrain_trains_alike_in_fp16(tmp_path: Path) -> None:
         def compute_forward(self, batch: Any, stage: Any) -> torch.Tensor:
             return self.modules.model(batch[0].to(self.device))
 
-        def compute_objectives(self, predictions: torch.Tensor, batch: Any, stage: Any) -> torch.Tensor:
+        def compute_objectives(
+            self, predictions: torch.Tensor, batch: Any, stage: Any
+        ) -> torch.Tensor:
             return F.cross_entropy(predictions, batch[1].to(self.device))
 
     class Guarded(HoldfastMixin, Plain):
@@ -153,7 +186,12 @@ def test_speechbrain_trains_alike_in_fp16(tmp_path: Path) -> None:
 
     def train(with_holdfast: bool) -> Any:
         own = {"holdfast_run_dir": tmp_path / "holdfast"} if with_holdfast else {}
-        options = {"device": "cuda", "precision": "fp16", "noprogressbar": True, "max_grad_norm": 0.5}
+        options = {
+            "device": "cuda",
+            "precision": "fp16",
+            "noprogressbar": True,
+            "max_grad_norm": 0.5,
+        }
         kind = Guarded if with_holdfast else Plain
         brain = kind(
             {"model": make_model()},

@@ -1,6 +1,9 @@
-"""Batches on a real device: nothing is read too early, nothing is written too early, and the host never waits.
+"""Batches on a real device.
 
-Kernels that only wait stand for a slow device, so that a wrong order would be seen. Skipped by name elsewhere.
+Nothing is read too early, nothing is written too early, and the host never waits.
+
+Kernels that only wait stand for a slow device, so that a wrong order would be seen. Skipped by name
+elsewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ def no_host_sync() -> Iterator[None]:
 @pytest.mark.usefixtures("no_host_sync")
 def test_the_host_never_waits() -> None:
     """From pinned memory, no batch of a tree of tensors makes the host wait for the device."""
-    items = [{"x": [torch.ones(9).pin_memory()], "of": collections.UserDict(y=torch.ones(3).pin_memory())}] * 5
+    items = [
+        {
+            "x": [torch.ones(9).pin_memory()],
+            "of": collections.UserDict(y=torch.ones(3).pin_memory()),
+        }
+    ] * 5
     for item in (moved(item, target_of("cuda")) for item in items):
         torch.cuda._sleep(_CYCLES)
         assert item["x"][0].is_cuda
@@ -43,10 +51,14 @@ def test_the_host_never_waits() -> None:
 
 
 def test_a_loader_with_workers_and_odd_leaves() -> None:
-    """Pinned batches of a slow loop, packed sequences and tensors that are not pinned arrive whole, in order."""
+    """Pinned batches of a slow loop, packed sequences and tensors that are not pinned arrive
+    whole, in order.
+    """
     data = TensorDataset(torch.arange(1000.0), torch.arange(1000))
     seen = []
-    for x, y in holdfast.DataLoader(data, batch_size=32, num_workers=2, pin_memory=True, device="cuda"):
+    for x, y in holdfast.DataLoader(
+        data, batch_size=32, num_workers=2, pin_memory=True, device="cuda"
+    ):
         torch.cuda._sleep(_CYCLES // 10)
         assert torch.equal(x.long(), y)
         seen.append(y)

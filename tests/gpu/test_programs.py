@@ -1,4 +1,6 @@
-"""Processes of their own on a CUDA device: a dead device, ranks, fragmented memory, and what `holdfast run` sees.
+"""Processes of their own on a CUDA device.
+
+A dead device, ranks, fragmented memory, and what `holdfast run` sees.
 
 All are started at once, since each takes seconds to load torch and to make a context.
 """
@@ -33,10 +35,17 @@ PROGRAM = [sys.executable, "-m", "tests.gpu.program"]
 def run(log: Path, *command: str | Path, **settings: str) -> tuple[int, str]:
     """Return the exit status and the output of a command; one that hangs raises."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TEST_NAME": log.stem} | settings
+    environment = (
+        os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TEST_NAME": log.stem} | settings
+    )
     with log.open("wb") as out:
         ended = subprocess.run(
-            list(map(str, command)), stdout=out, stderr=out, env=environment, timeout=LIMIT_SECONDS, check=False
+            list(map(str, command)),
+            stdout=out,
+            stderr=out,
+            env=environment,
+            timeout=LIMIT_SECONDS,
+            check=False,
         )
     return ended.returncode, log.read_text(errors="replace")
 
@@ -54,7 +63,10 @@ def started(folder: Path) -> Iterator[Programs]:
     commands: dict[str, tuple[tuple[str | Path, ...], dict[str, str]]] = {
         "pieces": ((*PROGRAM, "pieces", folder), segments),
         "dead": ((*PROGRAM, "dead_device", folder / "dead"), {}),
-        "supervised": ((*supervised, folder / "run", "--", *PROGRAM, "dead_device", folder / "supervised"), {}),
+        "supervised": (
+            (*supervised, folder / "run", "--", *PROGRAM, "dead_device", folder / "supervised"),
+            {},
+        ),
         "gloo": ((*RANKS, *PROGRAM[1:], "ranks", folder), {"TEST_BACKEND": "gloo"}),
         "nccl": ((*RANKS, *PROGRAM[1:], "ranks", folder), {"TEST_BACKEND": "nccl"}),
         "plain": ((*PROGRAM, "plain", folder), {}),
@@ -75,8 +87,13 @@ def test_memory_in_pieces_with_expandable_segments(started: Programs) -> None:
 
 
 @pytest.mark.parametrize("name", ["dead", "supervised"])
-def test_a_dead_device_is_named_and_the_newest_checkpoint_goes_on(folder: Path, started: Programs, name: str) -> None:
-    """An index out of range kills the context: no retry, no hang, no talk of memory; the state on disk is sound."""
+def test_a_dead_device_is_named_and_the_newest_checkpoint_goes_on(
+    folder: Path, started: Programs, name: str
+) -> None:
+    """An index out of range kills the context: no retry, no hang, no talk of memory.
+
+    The state on disk is sound.
+    """
     status, output = started[name].result()
     assert status != 0
     assert "DeviceError: the device reports" in output
@@ -94,8 +111,13 @@ def test_a_dead_device_is_named_and_the_newest_checkpoint_goes_on(folder: Path, 
 
 
 @pytest.mark.parametrize("about", ["dead.log", "supervised.log", "run"])
-def test_the_cause_of_a_dead_device_is_explained(folder: Path, started: Programs, about: str) -> None:
-    """The kernel has said what it was, an index outside its table: that is the cause, and H403 what followed."""
+def test_the_cause_of_a_dead_device_is_explained(
+    folder: Path, started: Programs, about: str
+) -> None:
+    """The kernel has said what it was, an index outside its table.
+
+    That is the cause, and H403 what followed.
+    """
     statuses = [started[name].result()[0] for name in ("dead", "supervised")]
     assert all(statuses)
     _, explained = run(folder / "explained.log", *CLI, "explain", folder / about)
@@ -103,14 +125,20 @@ def test_the_cause_of_a_dead_device_is_explained(folder: Path, started: Programs
 
 
 def test_ranks_on_one_device_over_gloo(folder: Path, started: Programs) -> None:
-    """One rank is out of memory once: both end with the weights of the undisturbed run, bit for bit."""
+    """One rank is out of memory once.
+
+    Both end with the weights of the undisturbed run, bit for bit.
+    """
     status, output = started["gloo"].result()
     assert status == 0, output
     assert len(list((folder / "gloo").glob("rank * ended equal"))) == 2
 
 
 def test_ranks_on_one_device_over_nccl(folder: Path, started: Programs) -> None:
-    """NCCL refuses two ranks on one device, and the log is explained; where it does not, all is as over gloo."""
+    """NCCL refuses two ranks on one device, and the log is explained.
+
+    Where it does not, all is as over gloo.
+    """
     status, output = started["nccl"].result()
     if status == 0:
         assert len(list((folder / "nccl").glob("rank * ended equal"))) == 2
@@ -121,7 +149,10 @@ def test_ranks_on_one_device_over_nccl(folder: Path, started: Programs) -> None:
 
 
 def test_a_plain_loop_is_observed_without_a_further_wait(folder: Path, started: Programs) -> None:
-    """Losses are those of the script, copied while the device goes on; memory is in samples, page and metrics."""
+    """Losses are those of the script, copied while the device goes on.
+
+    Memory is in samples, page and metrics.
+    """
     found: dict[str, Any] = {}
     for name in ("plain", "observed"):
         status, output = started[name].result()

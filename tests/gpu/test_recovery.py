@@ -42,7 +42,9 @@ def ask_for_too_much() -> None:
 
 def perceptron(*, dropout: float = 0.1) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 256), nn.Dropout(dropout), nn.ReLU(), nn.Linear(256, 8)).to(DEVICE)
+    return nn.Sequential(nn.Linear(256, 256), nn.Dropout(dropout), nn.ReLU(), nn.Linear(256, 8)).to(
+        DEVICE
+    )
 
 
 def batch_of(step: int) -> torch.Tensor:
@@ -73,20 +75,25 @@ def refused_once() -> Callable[..., None]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_a_guarded_loop_is_the_bare_loop_of_torch(tmp_path: Path, precision: Any) -> None:
-    """Weights and moments have the same bits, and the step that overflows in fp16 is left out by both."""
+    """Weights and moments have the same bits, and the step that overflows in fp16 is left out by
+    both.
+    """
     fp16 = precision == "fp16"
 
     def loss_of(model: nn.Module, step: int) -> Callable[[torch.Tensor], torch.Tensor]:
         large = 1e5 if fp16 and step == OVERFLOWS_AT else 1.0  # finite, its gradient is not in fp16
         return lambda x: model(x).float().square().mean() * large
 
-    bare = perceptron(dropout=0.0 if fp16 else 0.1)  # a step that is left out gives its random numbers back
+    # A step that is left out gives its random numbers back
+    bare = perceptron(dropout=0.0 if fp16 else 0.1)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(DEVICE, enabled=fp16)
     torch.manual_seed(3)
     for step in range(STEPS):
         optimizer.zero_grad()
-        with torch.autocast(DEVICE, torch.float16 if fp16 else torch.bfloat16, enabled=precision != "fp32"):
+        with torch.autocast(
+            DEVICE, torch.float16 if fp16 else torch.bfloat16, enabled=precision != "fp32"
+        ):
             loss = loss_of(bare, step)(batch_of(step))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -96,8 +103,12 @@ def test_a_guarded_loop_is_the_bare_loop_of_torch(tmp_path: Path, precision: Any
     model = perceptron(dropout=0.0 if fp16 else 0.1)
     mine = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(3)
-    with holdfast.Guard(tmp_path, model=model, optimizer=mine, precision=precision, max_grad_norm=1.0) as guard:
-        skipped = [guard.step(batch_of(step), loss_of(model, step)).skipped for step in range(STEPS)]
+    with holdfast.Guard(
+        tmp_path, model=model, optimizer=mine, precision=precision, max_grad_norm=1.0
+    ) as guard:
+        skipped = [
+            guard.step(batch_of(step), loss_of(model, step)).skipped for step in range(STEPS)
+        ]
         scale = guard.statistics().loss_scale
     assert_same(state_of(model, mine), state_of(bare, optimizer))
     assert skipped == [fp16 and step == OVERFLOWS_AT for step in range(STEPS)]
@@ -108,7 +119,9 @@ def test_a_guarded_loop_is_the_bare_loop_of_torch(tmp_path: Path, precision: Any
 def train(
     run_dir: Path, where: str = "", foreach: bool | None = None
 ) -> tuple[holdfast.Guard, list[torch.Tensor], list[int]]:
-    """Train; memory is refused once, in a pass of step 3, in a step of AdamW, or in each save of step 4."""
+    """Train; memory is refused once, in a pass of step 3, in a step of AdamW, or in each save of
+    step 4.
+    """
     model, once, attempts, tears = perceptron(), refused_once(), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
 
@@ -127,9 +140,15 @@ def train(
     guard: Any = None
     state = SimpleNamespace(state_dict=saved, load_state_dict=lambda _: None)
     guard = holdfast.Guard(
-        run_dir, model=model, optimizer=optimizer, loader=[batch_of(step) for step in range(STEPS)],
-        save_interval_steps=2, async_save=False, check_split=False, state={"state": state},
-    )  # fmt: skip
+        run_dir,
+        model=model,
+        optimizer=optimizer,
+        loader=[batch_of(step) for step in range(STEPS)],
+        save_interval_steps=2,
+        async_save=False,
+        check_split=False,
+        state={"state": state},
+    )
     optimizer.register_step_pre_hook(torn)
     torch.manual_seed(7)
     for x in guard.batches(max_epochs=1):
@@ -161,8 +180,13 @@ def test_refused_once_in_a_pass_it_ends_as_if_undisturbed(tmp_path: Path, where:
 
 @pytest.mark.usefixtures("one_gib")
 @pytest.mark.parametrize("foreach", [False, None])
-def test_refused_in_a_step_of_adam_it_goes_back_to_a_checkpoint(tmp_path: Path, foreach: bool | None) -> None:
-    """What that step has changed is gone: the same bits at the end, or rounding where it updated many at once."""
+def test_refused_in_a_step_of_adam_it_goes_back_to_a_checkpoint(
+    tmp_path: Path, foreach: bool | None
+) -> None:
+    """What that step has changed is gone.
+
+    The same bits at the end, or rounding where it updated many at once.
+    """
     _, undisturbed, _ = train(tmp_path / "a", "", foreach)
     guard, found, _ = train(tmp_path / "b", "optimizer", foreach)
     (back,) = [event for event in guard.events() if event.kind == "roll_back"]
@@ -182,7 +206,9 @@ def test_state_of_adam_that_does_not_fit_is_a_clear_error(tmp_path: Path) -> Non
     before = model.weight.detach().cpu()
     optimizer = torch.optim.AdamW(model.parameters())
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
-    with pytest.raises(holdfast.OutOfMemoryError, match="state of the optimizer does not fit") as caught:
+    with pytest.raises(
+        holdfast.OutOfMemoryError, match="state of the optimizer does not fit"
+    ) as caught:
         guard.step(torch.randn(4, 8192, device=DEVICE), lambda x: model(x).square().mean())
     assert caught.value.rule == "H401"
     assert torch.equal(model.weight.cpu(), before)
@@ -209,7 +235,10 @@ def gradient_in_parts(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     found = [torch.zeros_like(p) for p in model.parameters()]
     for part in x.split(1024):
         loss = model(part.to(DEVICE)).square().mean() * (len(part) / len(x))
-        found = [a + b for a, b in zip(found, torch.autograd.grad(loss, list(model.parameters())), strict=True)]
+        found = [
+            a + b
+            for a, b in zip(found, torch.autograd.grad(loss, list(model.parameters())), strict=True)
+        ]
     return found
 
 
@@ -219,10 +248,18 @@ def assert_close(found: Any, expected: list[torch.Tensor], rtol: float = 1e-3) -
 
 
 def in_pieces() -> None:
-    """Under 1 GiB, have two thirds of it free in pieces of at most 12 MiB; then make a step that asks for more."""
-    torch.cuda.set_per_process_memory_fraction(GIB / torch.cuda.get_device_properties(0).total_memory)
+    """Under 1 GiB, have two thirds of it free in pieces of at most 12 MiB.
+
+    Then make a step that asks for more.
+    """
+    torch.cuda.set_per_process_memory_fraction(
+        GIB / torch.cuda.get_device_properties(0).total_memory
+    )
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).cuda(), torch.randn(49152, 256)
+    model, x = (
+        nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).cuda(),
+        torch.randn(49152, 256),
+    )
     twin = gradient_in_parts(model, x)
     torch.cuda.empty_cache()
     kept = []
@@ -234,7 +271,8 @@ def in_pieces() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     free = GIB - torch.cuda.memory_allocated()
-    assert free > 5 * 48 * 2**20, free  # what a step asks for: inputs and three outputs of 48 MiB, and a gradient
+    # What a step asks for: inputs and three outputs of 48 MiB, and a gradient
+    assert free > 5 * 48 * 2**20, free
     with tempfile.TemporaryDirectory() as run_dir:
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
         guard = holdfast.Guard(run_dir, model=model, optimizer=optimizer, save_interval_steps=None)
@@ -248,14 +286,22 @@ def in_pieces() -> None:
 
 
 def test_memory_that_is_free_only_in_pieces_is_recovered(one_gib: None) -> None:
-    """What does not fit in one piece fits in smaller parts; with expandable segments: see `test_programs`."""
+    """What does not fit in one piece fits in smaller parts.
+
+    With expandable segments: see `test_programs`.
+    """
     in_pieces()
 
 
 def compiled_pair(mode: str | None, bare_steps: int) -> tuple[Any, Any, nn.Module, Any]:
-    """Return the state after some steps of a bare compiled loop, and a model, its compiled one and an optimizer."""
+    """Return the state after some steps of a bare compiled loop, and a model, its compiled one
+    and an optimizer.
+    """
     model = perceptron(dropout=0.0)
-    optimizer, compiled = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.compile(model, mode=mode)
+    optimizer, compiled = (
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        torch.compile(model, mode=mode),
+    )
     for step in range(bare_steps):
         optimizer.zero_grad()
         compiled(batch_of(step)).square().mean().backward()
@@ -263,16 +309,27 @@ def compiled_pair(mode: str | None, bare_steps: int) -> tuple[Any, Any, nn.Modul
     bare = state_of(model, optimizer)
     torch.compiler.reset()
     model = perceptron(dropout=0.0)
-    return bare, model, torch.compile(model, mode=mode), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return (
+        bare,
+        model,
+        torch.compile(model, mode=mode),
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of inductor
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_a_compiled_model_is_the_bare_compiled_loop(tmp_path: Path, one_gib: None, mode: str | None) -> None:
-    """Also where memory is refused once beside what a compiled pass has kept, and with CUDA graphs."""
+def test_a_compiled_model_is_the_bare_compiled_loop(
+    tmp_path: Path, one_gib: None, mode: str | None
+) -> None:
+    """Also where memory is refused once beside what a compiled pass has kept, and with CUDA
+    graphs.
+    """
     bare, model, compiled, optimizer = compiled_pair(mode, STEPS)
     once, attempts = refused_once(), []
-    guard = holdfast.Guard(tmp_path, model=compiled, optimizer=optimizer, save_interval_steps=4, check_split=False)
+    guard = holdfast.Guard(
+        tmp_path, model=compiled, optimizer=optimizer, save_interval_steps=4, check_split=False
+    )
     for step in range(STEPS):
 
         def loss_fn(x: torch.Tensor, fails: bool = step == 3) -> torch.Tensor:
@@ -289,13 +346,20 @@ def test_a_compiled_model_is_the_bare_compiled_loop(tmp_path: Path, one_gib: Non
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_batch_that_a_compiled_model_cannot_take_is_split(tmp_path: Path, one_gib: None) -> None:
-    """Memory is refused inside of what was compiled; the gradient is that of the whole batch, up to rounding."""
+    """Memory is refused inside of what was compiled.
+
+    The gradient is that of the whole batch, up to rounding.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.Tanh()))).cuda()
+    model = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.Tanh()))
+    ).cuda()
     compiled, x = torch.compile(model), torch.randn(65536, 1024, device="cpu")
     twin = gradient_in_parts(model, x)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    with holdfast.Guard(tmp_path, model=compiled, optimizer=optimizer, save_interval_steps=None) as guard:
+    with holdfast.Guard(
+        tmp_path, model=compiled, optimizer=optimizer, save_interval_steps=None
+    ) as guard:
         result = guard.step(x, lambda part: compiled(part.cuda()).square().mean())
     assert result.attempts > 1
     assert_close([p.grad for p in model.parameters()], twin)
@@ -313,7 +377,10 @@ class FromAGenerator:
 
 
 def test_a_resume_brings_a_generator_on_the_device_back(tmp_path: Path) -> None:
-    """Stopped within the second epoch and resumed: batches, dropout and bits are those of the run without a stop."""
+    """Stopped within the second epoch and resumed.
+
+    Batches, dropout and bits are those of the run without a stop.
+    """
 
     def run(run_dir: Path, *stops: int) -> list[torch.Tensor]:
         for stop in stops:
@@ -321,7 +388,9 @@ def test_a_resume_brings_a_generator_on_the_device_back(tmp_path: Path) -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             torch.manual_seed(5)
             loader = FromAGenerator()
-            guard = holdfast.Guard(run_dir, model=model, optimizer=optimizer, loader=loader, save_interval_steps=4)
+            guard = holdfast.Guard(
+                run_dir, model=model, optimizer=optimizer, loader=loader, save_interval_steps=4
+            )
             for x in guard.batches(max_steps=stop):
                 guard.step(x, lambda x, model=model: model(x).square().mean())
             guard.close()

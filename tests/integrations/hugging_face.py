@@ -37,21 +37,42 @@ def make_gpt2(*, dropout: float = 0.1) -> Any:
 
 
 def make_pegasus() -> Any:
-    """Return an encoder and decoder without dropout, which takes ``num_items_in_batch`` and ignores it."""
+    """Return an encoder and decoder without dropout, which takes ``num_items_in_batch`` and
+    ignores it.
+    """
     from transformers import PegasusConfig, PegasusForConditionalGeneration
 
     torch.manual_seed(0)
-    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    sizes |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": LENGTH, "d_model": 8}
+    sizes = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    sizes |= {
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+        "max_position_embeddings": LENGTH,
+        "d_model": 8,
+    }
     rates = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
     special = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
-    return PegasusForConditionalGeneration(PegasusConfig(vocab_size=WORDS, **sizes, **rates, **special))
+    return PegasusForConditionalGeneration(
+        PegasusConfig(vocab_size=WORDS, **sizes, **rates, **special)
+    )
 
 
 def make_trainer(
-    kind: type, folder: Path, model: Any, data: Sequence[Mapping[str, torch.Tensor]], **settings: Any
+    kind: type,
+    folder: Path,
+    model: Any,
+    data: Sequence[Mapping[str, torch.Tensor]],
+    **settings: Any,
 ) -> Any:
-    """Return a Trainer of 6 steps in samples' own order; ``holdfast_*``, callbacks and collator go to it."""
+    """Return a Trainer of 6 steps in samples' own order.
+
+    ``holdfast_*``, callbacks and collator go to it.
+    """
     from transformers import TrainingArguments
 
     own_names = ("holdfast_", "callbacks", "eval_d", "data_c")
@@ -76,7 +97,9 @@ def digest(model: torch.nn.Module) -> str:
     """Return the SHA-256 of all weights."""
     found = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
-        found.update(name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()
 
 

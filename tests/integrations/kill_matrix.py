@@ -1,8 +1,13 @@
-"""Lives of one training under one host, killed and resumed in every way; started by `test_kill_matrix`.
+"""Lives of one training under one host, killed and resumed in every way.
 
-Imports the host once and forks for each life. A life writes one line for each step that it makes: which samples,
-and a digest of what they were augmented to. A kill is a SIGKILL inside an optimizer step. Where two follow on each
-other, one life shows what a kill in each of its steps leaves: all its threads stop, and its files are copied.
+Started by `test_kill_matrix`.
+
+Imports the host once and forks for each life. A life writes one line for each step that it makes:
+    which samples,
+and a digest of what they were augmented to. A kill is a SIGKILL inside an optimizer step. Where two
+follow on each
+other, one life shows what a kill in each of its steps leaves: all its threads stop, and its files
+    are copied.
 """
 
 from __future__ import annotations
@@ -52,9 +57,13 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 1))
+        self.body = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 1)
+        )
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, index: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """Return the loss, and note what it is of."""
         LIFE.note([index.tolist(), hashlib.sha1(x.numpy().tobytes()).hexdigest()[:6]])
         return {"loss": (self.body(x) - y).square().mean()}
@@ -63,11 +72,14 @@ class Net(nn.Module):
 class Life:
     """The life that this process is: its host writes to the folder, and it to the log.
 
-    `kill` is the optimizer step to die in, counted from 1; 0 for none, -1 to stop in each until it is continued.
-    Settings are ``ours`` or ``torch``, batches of an epoch, batches of a step, steps from save to save.
+    `kill` is the optimizer step to die in, counted from 1; 0 for none, -1 to stop in each until it
+    is continued. Settings are ``ours`` or ``torch``, batches of an epoch, batches of a step, steps
+    from save to save.
     """
 
-    def __init__(self, folder: Path, log: Path, kill: int, settings: tuple[str, int, int, int]) -> None:
+    def __init__(
+        self, folder: Path, log: Path, kill: int, settings: tuple[str, int, int, int]
+    ) -> None:
         self.folder, self.kill, self.steps = folder, kill, 0
         self.loader_kind, self.batches, self.accumulate, self.every = settings
         self._process, self._seen = os.getpid(), []
@@ -78,7 +90,10 @@ class Life:
         os.write(self._log, f"{line}\n".encode())
 
     def note(self, batch: list[Any]) -> None:
-        """Note a batch that is trained: a guard may try it several times, also in a copy of this process."""
+        """Note a batch that is trained.
+
+        A guard may try it several times, also in a copy of this process.
+        """
         if os.getpid() == self._process and batch not in self._seen:
             self._seen.append(batch)
 
@@ -90,7 +105,10 @@ class Life:
         """Note what a whole training has led to."""
         found = hashlib.sha1()
         states = optimizer.state_dict()["state"]
-        for each in (*model.state_dict().values(), *(v for s in states.values() for v in s.values())):
+        for each in (
+            *model.state_dict().values(),
+            *(v for s in states.values() for v in s.values()),
+        ):
             found.update(torch.as_tensor(each).numpy().tobytes())
         self.say(json.dumps({"steps": steps, "digest": found.hexdigest()}))
 
@@ -120,7 +138,8 @@ class Life:
 LIFE: Life
 
 
-# --- one training under each host -----------------------------------------------------------------------------
+# --- one training under each host
+# ------------------------------------------------------------------------
 
 
 def guard() -> None:
@@ -128,9 +147,12 @@ def guard() -> None:
     model = Net()
     optimizer = LIFE.optimizer(model)
     made = holdfast.Guard(
-        LIFE.folder / "run", model=model, optimizer=optimizer, loader=LIFE.loader(),
+        LIFE.folder / "run",
+        model=model,
+        optimizer=optimizer,
+        loader=LIFE.loader(),
         policy={"save_interval_steps": LIFE.every},
-    )  # fmt: skip
+    )
     _guarded(made, model, model, optimizer)
 
 
@@ -156,14 +178,20 @@ def accelerate() -> None:
     if LIFE.loader_kind == "torch":
         loader = accelerator.prepare(loader)
     made = accelerate_guard(
-        accelerator, model=prepared, optimizer=optimizer, loader=loader, run_dir=LIFE.folder / "run",
+        accelerator,
+        model=prepared,
+        optimizer=optimizer,
+        loader=loader,
+        run_dir=LIFE.folder / "run",
         save_interval_steps=LIFE.every,
-    )  # fmt: skip
+    )
     _guarded(made, prepared, model, bare)
 
 
 def _plain(epochs: Callable[[Any, dict[str, Any]], Iterable[int]]) -> None:
-    """A loop over our loader that saves its position with everything else, as with torchdata's loader."""
+    """A loop over our loader that saves its position with everything else, as with torchdata's
+    loader.
+    """
     model, file = Net(), LIFE.folder / "state.pt"
     optimizer, loader = LIFE.optimizer(model), LIFE.loader()
     state: dict[str, Any] = {"step": 0, "epoch": 0}
@@ -181,7 +209,11 @@ def _plain(epochs: Callable[[Any, dict[str, Any]], Iterable[int]]) -> None:
             optimizer.step()
             state["step"] += 1
             if state["step"] % LIFE.every == 0:
-                kept = {"epoch": epoch, "loader": loader.state_dict(), "random": torch.get_rng_state()}
+                kept = {
+                    "epoch": epoch,
+                    "loader": loader.state_dict(),
+                    "random": torch.get_rng_state(),
+                }
                 kept |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({**state, **kept}, file.with_suffix(".tmp"))
                 file.with_suffix(".tmp").replace(file)
@@ -223,10 +255,19 @@ def trainer() -> None:
     model = Net()
     optimizer = LIFE.optimizer(model)
     args = TrainingArguments(
-        output_dir=str(LIFE.folder), num_train_epochs=EPOCHS, per_device_train_batch_size=SIZE, save_steps=LIFE.every,
-        gradient_accumulation_steps=LIFE.accumulate, use_cpu=True, report_to=[], disable_tqdm=True, seed=7,
-        logging_strategy="no", remove_unused_columns=False, save_strategy="steps",
-    )  # fmt: skip
+        output_dir=str(LIFE.folder),
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=SIZE,
+        save_steps=LIFE.every,
+        gradient_accumulation_steps=LIFE.accumulate,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=7,
+        logging_strategy="no",
+        remove_unused_columns=False,
+        save_strategy="steps",
+    )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     data = Samples(SIZE * LIFE.batches, noisy=False)
     made = Own(model, args, train_dataset=data, optimizers=(optimizer, schedule))
@@ -262,10 +303,16 @@ def lightning() -> None:
     every = LIFE.every if LIFE.loader_kind == "ours" else LIFE.batches // LIFE.accumulate
     newest = max(saved.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]), default=None)
     made = pl.Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", strategy=HoldfastStrategy(), accumulate_grad_batches=LIFE.accumulate,
-        default_root_dir=LIFE.folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        strategy=HoldfastStrategy(),
+        accumulate_grad_batches=LIFE.accumulate,
+        default_root_dir=LIFE.folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         callbacks=[ModelCheckpoint(saved, "{step}", every_n_train_steps=every, save_top_k=-1)],
-    )  # fmt: skip
+    )
     torch.manual_seed(11)
     made.fit(module, LIFE.loader(), ckpt_path=newest)
     LIFE.end(module, module.made, made.global_step)
@@ -299,10 +346,14 @@ def speechbrain() -> None:
     net, counter = Net(), EpochCounter(EPOCHS)
     kept = Checkpointer(LIFE.folder / "save", {"net": net, "counter": counter})
     options = {
-        "device": "cpu", "noprogressbar": True, "ckpt_interval_steps": LIFE.every * LIFE.accumulate,
+        "device": "cpu",
+        "noprogressbar": True,
+        "ckpt_interval_steps": LIFE.every * LIFE.accumulate,
         "grad_accumulation_factor": LIFE.accumulate,
-    }  # fmt: skip
-    made = Brain({"net": net}, run_opts=options, checkpointer=kept, holdfast_run_dir=LIFE.folder / "run")
+    }
+    made = Brain(
+        {"net": net}, run_opts=options, checkpointer=kept, holdfast_run_dir=LIFE.folder / "run"
+    )
     torch.manual_seed(11)
     if LIFE.loader_kind == "ours":
         made.fit(counter, LIFE.loader())
@@ -315,16 +366,23 @@ def speechbrain() -> None:
     LIFE.end(net, made.optimizer, made.optimizer_step)
 
 
-HOSTS = {each.__name__: each for each in (guard, accelerate, loop, counting_loop, trainer, lightning, speechbrain)}
+HOSTS = {
+    each.__name__: each
+    for each in (guard, accelerate, loop, counting_loop, trainer, lightning, speechbrain)
+}
 IMPORTS = {
-    "guard": [], "loop": [], "counting_loop": [], "accelerate": ["accelerate", "holdfast.integrations.accelerate"],
+    "guard": [],
+    "loop": [],
+    "counting_loop": [],
+    "accelerate": ["accelerate", "holdfast.integrations.accelerate"],
     "trainer": ["transformers.trainer", "holdfast.integrations.transformers.trainer"],
     "lightning": ["lightning.pytorch", "holdfast.integrations.lightning"],
     "speechbrain": ["speechbrain", "holdfast.integrations.speechbrain"],
-}  # fmt: skip
+}
 
 
-# --- every way to kill it -------------------------------------------------------------------------------------
+# --- every way to kill it
+# ------------------------------------------------------------------------
 
 
 class Column:
@@ -340,7 +398,10 @@ class Column:
         self.wrong: list[str] = []
 
     def kill_once(self) -> None:
-        """Kill for real at every second step, and resume, from each checkpoint; `kill_twice` has every step."""
+        """Kill for real at every second step, and resume, from each checkpoint.
+
+        `kill_twice` has every step.
+        """
         for first in range(1, self.steps + 1, 2):
             self._anew()
             self._check(f"killed in step {first}", self._live(first), killed=True)
@@ -349,12 +410,15 @@ class Column:
     def kill_twice(self) -> None:
         """Kill at every step, and from every checkpoint at every distance after the resume.
 
-        Two steps that follow on each other lead to the same checkpoint: each has every other distance.
+        Two steps that follow on each other lead to the same checkpoint: each has every other
+            distance.
         """
         self._anew()
         for first, left in enumerate(self._live_through("first", "not killed"), 1):
             self._anew(left)
-            for second, left_then in enumerate(self._live_through("second", f"killed in step {first}"), 1):
+            for second, left_then in enumerate(
+                self._live_through("second", f"killed in step {first}"), 1
+            ):
                 if (first + second) % 2:
                     continue
                 self._anew(left_then)
@@ -376,7 +440,9 @@ class Column:
         begun, trained, result = found
         expected = self.trained[begun : begun + len(trained)] if killed else self.trained[begun:]
         if trained != expected:
-            self.wrong.append(f"{what}: from step {begun} on other batches: {trained} instead of {expected}")
+            self.wrong.append(
+                f"{what}: from step {begun} on other batches: {trained} instead of {expected}"
+            )
         elif not killed and result != self.result:
             self.wrong.append(f"{what}: from step {begun} {result} instead of {self.result}")
 
@@ -385,8 +451,12 @@ class Column:
         if left is not None:
             left.rename(self._work)
 
-    def _live(self, kill: int, stopped: Callable[[], None] = lambda: None) -> tuple[int, list[Any], Any]:
-        """Run one life, and return the step that it began at, what its steps were of, and its result."""
+    def _live(
+        self, kill: int, stopped: Callable[[], None] = lambda: None
+    ) -> tuple[int, list[Any], Any]:
+        """Run one life, and return the step that it began at, what its steps were of, and its
+        result.
+        """
         self._log.unlink(missing_ok=True)
         self._work.mkdir(exist_ok=True)
         child = os.fork()
@@ -412,13 +482,19 @@ class Column:
             stopped()
             os.kill(child, signal.SIGCONT)
         lines = [json.loads(line) for line in self._log.read_text().splitlines()]
-        assert os.waitstatus_to_exitcode(ended) in ((0, -signal.SIGKILL) if kill > 0 else (0,)), ended
-        begun = next((line["from"] for line in lines if "from" in line), self.steps if self.result else 0)
+        assert os.waitstatus_to_exitcode(ended) in ((0, -signal.SIGKILL) if kill > 0 else (0,)), (
+            ended
+        )
+        begun = next(
+            (line["from"] for line in lines if "from" in line), self.steps if self.result else 0
+        )
         result = next((line for line in lines if "digest" in line), None)
         return begun, [line for line in lines if isinstance(line, list)], result
 
 
-def main(folder: str, host: str, loader: str, batches: str, accumulate: str, every: str, kills: str) -> None:
+def main(
+    folder: str, host: str, loader: str, batches: str, accumulate: str, every: str, kills: str
+) -> None:
     """Print what differs from the undisturbed training."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -427,7 +503,9 @@ def main(folder: str, host: str, loader: str, batches: str, accumulate: str, eve
         importlib.import_module(name)
     os.fsync = lambda _: None  # who is killed leaves what was written all the same
     if kills == "twice":  # what a first step finds out in forks, it finds out in the other lives
-        importlib.import_module("holdfast.guard.splitting.split_safety").backward_works_in_a_copy = lambda: False
+        importlib.import_module(
+            "holdfast.guard.splitting.split_safety"
+        ).backward_works_in_a_copy = lambda: False
     gc.freeze()  # a collection in a fork would look at all that was imported, and copy its pages
     column = Column(Path(folder), host, (loader, int(batches), int(accumulate), int(every)))
     (column.kill_once if kills == "once" else column.kill_twice)()

@@ -1,4 +1,7 @@
-"""A layer that runs out of memory: an allocation that no machine has, refused by the real allocator."""
+"""A layer that runs out of memory.
+
+An allocation that no machine has, refused by the real allocator.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ import torch
 
 
 class FailsAbove(torch.autograd.Function):
-    """Passes its input on; in backward it asks for more memory than there is, for batches above a size."""
+    """Passes its input on.
+
+    In backward it asks for more memory than there is, for batches above a size.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, limit: int) -> torch.Tensor:

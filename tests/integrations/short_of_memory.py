@@ -1,9 +1,13 @@
-"""Train a few steps under a framework; in one of them memory is really short, from a given place on.
+"""Train a few steps under a framework.
+
+In one of them memory is really short, from a given place on.
 
     python short_of_memory.py HOST PLACE FOLDER
 
-HOST is loop, accelerate, transformers or lightning; PLACE is nowhere, forward, backward or optimizer. Prints one line
-of JSON: digests of weights and optimizer state, steps, learning rate, order of the data, and what the recorder holds.
+HOST is loop, accelerate, transformers or lightning; PLACE is nowhere, forward, backward or
+optimizer. Prints one line
+of JSON: digests of weights and optimizer state, steps, learning rate, order of the data, and what
+    the recorder holds.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from holdfast.recorder.reader import read_events
 from holdfast.testing import limit_memory
 
 torch.set_num_threads(1)
-limit_memory(2**45)  # never met: as under a limit from the beginning, activations of 4 MiB go back to the system
+# Never met: as under a limit from the beginning, activations of 4 MiB go back to the system
+limit_memory(2**45)
 SAMPLES, STEPS, WIDTH = 16384, 3, 64  # many and narrow: as much memory, and less to compute
 MAX_STEPS = 4  # the second epoch begins
 HEADROOM = {"forward": 84, "backward": 1, "optimizer": 11}  # MiB, of the 120 that a step takes
@@ -48,7 +53,8 @@ class Net(nn.Module):
     def __init__(self, shortage: Shortage) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.table = nn.Embedding(SAMPLES * STEPS, WIDTH)  # its moments and temporaries are 12 MiB each
+        # Its moments and temporaries are 12 MiB each
+        self.table = nn.Embedding(SAMPLES * STEPS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(8))
         self.head = nn.Linear(WIDTH, 1)
         self.shortage = shortage
@@ -58,7 +64,8 @@ class Net(nn.Module):
         x = self.table(index)
         for number, block in enumerate(self.blocks):
             x = block(x)
-            if number >= 5 and x.requires_grad:  # what backward frees between may be enough: limited again
+            # What backward frees between may be enough: limited again
+            if number >= 5 and x.requires_grad:
                 x.register_hook(lambda _: self.shortage.at("backward"))
         return {"loss": self.head(x).square().mean()}
 
@@ -68,7 +75,8 @@ class Shortage:
 
     def __init__(self, place: str) -> None:
         self.place, self.seen, self.now = place, 0, set[int]()
-        self.passes = self.limited = 0  # forward passes so far, and in which of them memory became short
+        # Forward passes so far, and in which of them memory became short
+        self.passes = self.limited = 0
         self.order: list[int] = []
 
     def collate(self, samples: list[int]) -> dict[str, torch.Tensor]:
@@ -102,7 +110,9 @@ def digest(values: Any) -> str:
 
 def in_a_loop(model: Net, optimizer: Any, scheduler: Any, loader: Any, folder: Path) -> int:
     loss_fn = lambda batch: model(**batch)["loss"]  # noqa: E731
-    guard = holdfast.Guard(folder, model=model, optimizer=optimizer, scheduler=scheduler, save_interval_steps=1)
+    guard = holdfast.Guard(
+        folder, model=model, optimizer=optimizer, scheduler=scheduler, save_interval_steps=1
+    )
     with guard:
         for batch in islice(chain.from_iterable(repeat(loader)), MAX_STEPS):
             guard.step(batch, loss_fn)
@@ -124,16 +134,24 @@ def under_accelerate(model: Net, optimizer: Any, scheduler: Any, loader: Any, fo
     return guard.global_step
 
 
-def under_transformers(model: Net, optimizer: Any, scheduler: Any, loader: Any, folder: Path) -> int:
+def under_transformers(
+    model: Net, optimizer: Any, scheduler: Any, loader: Any, folder: Path
+) -> int:
     from transformers import TrainingArguments
 
     from holdfast.integrations.transformers import HoldfastTrainer
 
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=SAMPLES, max_steps=MAX_STEPS, use_cpu=True,
-        save_strategy="no", report_to=[], disable_tqdm=True, train_sampling_strategy="sequential",
+        output_dir=str(folder),
+        per_device_train_batch_size=SAMPLES,
+        max_steps=MAX_STEPS,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
         remove_unused_columns=False,
-    )  # fmt: skip
+    )
     given = {"data_collator": loader.collate_fn, "optimizers": (optimizer, scheduler)}
     trainer = HoldfastTrainer(model, arguments, train_dataset=loader.dataset, **given)
     trainer.train()
@@ -154,12 +172,21 @@ def under_lightning(model: Net, optimizer: Any, scheduler: Any, loader: Any, fol
             return self.inner(**batch)["loss"]
 
         def configure_optimizers(self) -> Any:
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
 
     trainer = pl.Trainer(
-        max_steps=MAX_STEPS, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, accelerator="cpu", default_root_dir=folder, strategy=HoldfastStrategy(),
-    )  # fmt: skip
+        max_steps=MAX_STEPS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+        default_root_dir=folder,
+        strategy=HoldfastStrategy(),
+    )
     trainer.fit(Module(), train_dataloaders=loader)
     return int(trainer.global_step)
 
@@ -192,7 +219,9 @@ def main(host: str, place: str, folder: Path) -> None:
     state = optimizer.state_dict()["state"]
     answer |= {
         "weights": digest(model.state_dict().values()),
-        "optimizer": digest(value for number in sorted(state) for _, value in sorted(state[number].items())),
+        "optimizer": digest(
+            value for number in sorted(state) for _, value in sorted(state[number].items())
+        ),
         "rate": optimizer.param_groups[0]["lr"],
         "order": shortage.order,
         "short": shortage.limited > 0,

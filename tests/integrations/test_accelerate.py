@@ -42,27 +42,43 @@ def guard_of(accelerator: Any, **parts: Any) -> Any:
 
 
 def prepared(
-    folder: Path, *, accumulate: int = 1, samples: int = 24, batch: int = 4, seedable: bool = False,
-    shuffle: bool = True, precision: str = "no", **options: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return an accelerator with a model with dropout, an optimizer, a loader and a schedule, all prepared.
+    folder: Path,
+    *,
+    accumulate: int = 1,
+    samples: int = 24,
+    batch: int = 4,
+    seedable: bool = False,
+    shuffle: bool = True,
+    precision: str = "no",
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Return an accelerator with a model with dropout, an optimizer, a loader and a schedule, all
+    prepared.
 
     Accelerate leaves fp16 off on a CPU; here it is on.
     """
     from accelerate.utils import DataLoaderConfiguration
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(samples, 5, generator=generator), torch.arange(samples) % 3)
     accelerator = accelerate.Accelerator(
-        cpu=True, gradient_accumulation_steps=accumulate, project_dir=folder, mixed_precision=precision,
+        cpu=True,
+        gradient_accumulation_steps=accumulate,
+        project_dir=folder,
+        mixed_precision=precision,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
-    )  # fmt: skip
+    )
     if precision == "fp16":
-        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=2.0**7)
+        accelerator.native_amp, accelerator.scaler = (
+            True,
+            torch.amp.GradScaler("cpu", init_scale=2.0**7),
+        )
     loader = DataLoader(data, batch_size=batch, shuffle=shuffle, **options)
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
 
@@ -96,17 +112,24 @@ def guarded(folder: Path, *, epochs: int, **settings: Any) -> tuple[torch.Tensor
     """Train the same under a guard."""
     accelerator, model, optimizer, loader, scheduler = prepared(folder, **settings)
     parts = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
-    guard = guard_of(accelerator, **parts, max_grad_norm=0.5, save_interval_steps=2, async_save=False)
+    guard = guard_of(
+        accelerator, **parts, max_grad_norm=0.5, save_interval_steps=2, async_save=False
+    )
     for batch in guard.batches(max_epochs=epochs):
         guard.step(batch, loss_of(model))
     return weights(model), guard.global_step
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"accumulate": 2, "seedable": True}, {"precision": "bf16"}, {"precision": "fp16"}]
+    "settings",
+    [{}, {"accumulate": 2, "seedable": True}, {"precision": "bf16"}, {"precision": "fp16"}],
 )
-def test_training_is_bit_identical_to_the_bare_loop(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """With dropout, shuffling, clipping, a schedule and a loss scale, the steps are Accelerate's own."""
+def test_training_is_bit_identical_to_the_bare_loop(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """With dropout, shuffling, clipping, a schedule and a loss scale, the steps are Accelerate's
+    own.
+    """
     expected, steps = bare(tmp_path / "a", epochs=2, **settings)
     found, made = guarded(tmp_path / "b", epochs=2, **settings)
     assert torch.equal(expected, found)
@@ -114,7 +137,9 @@ def test_training_is_bit_identical_to_the_bare_loop(tmp_path: Path, settings: di
 
 
 def test_an_incomplete_last_window_counts_what_it_holds(tmp_path: Path) -> None:
-    """With 22 samples in batches of 4, two to a window, the steps are those over 8, 8 and 6 samples."""
+    """With 22 samples in batches of 4, two to a window, the steps are those over 8, 8 and 6
+    samples.
+    """
 
     def without_dropout(batch: int, accumulate: int, folder: Path) -> torch.Tensor:
         accelerator, model, optimizer, loader, _ = prepared(
@@ -133,7 +158,9 @@ def test_an_incomplete_last_window_counts_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_cuts_the_batches_of_a_window(tmp_path: Path) -> None:
-    """Batches of a window that do not fit are cut, and the step is that of the window all the same."""
+    """Batches of a window that do not fit are cut, and the step is that of the window all the
+    same.
+    """
 
     def train(folder: Path, most: int) -> torch.Tensor:
         accelerator, model, optimizer, loader, _ = prepared(folder, accumulate=2, shuffle=False)
@@ -145,7 +172,12 @@ def test_out_of_memory_cuts_the_batches_of_a_window(tmp_path: Path) -> None:
             return F.cross_entropy(model(batch[0]), batch[1])
 
         guard = guard_of(
-            accelerator, model=model, optimizer=optimizer, loader=loader, recompute=False, check_split=False
+            accelerator,
+            model=model,
+            optimizer=optimizer,
+            loader=loader,
+            recompute=False,
+            check_split=False,
         )
         for batch in guard.batches(max_epochs=1):
             assert guard.step(batch, loss).items == 8
@@ -155,9 +187,14 @@ def test_out_of_memory_cuts_the_batches_of_a_window(tmp_path: Path) -> None:
 
 
 def test_holdfast_loader_is_taken_as_it_is(tmp_path: Path) -> None:
-    """A holdfast.DataLoader that was not prepared keeps its exact order; accumulation with it is refused."""
+    """A holdfast.DataLoader that was not prepared keeps its exact order.
+
+    Accumulation with it is refused.
+    """
     accelerator, model, optimizer, _, _ = prepared(tmp_path)
-    loader = holdfast.DataLoader(TensorDataset(torch.randn(8, 5), torch.arange(8) % 3), batch_size=4)
+    loader = holdfast.DataLoader(
+        TensorDataset(torch.randn(8, 5), torch.arange(8) % 3), batch_size=4
+    )
     guard = guard_of(accelerator, model=model, optimizer=optimizer, loader=loader)
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(model))
@@ -167,18 +204,27 @@ def test_holdfast_loader_is_taken_as_it_is(tmp_path: Path) -> None:
         guard_of(accelerator, model=model, optimizer=optimizer, loader=loader)
 
 
-def test_a_loop_over_the_loader_itself_is_refused_where_it_would_not_accumulate(tmp_path: Path) -> None:
-    """A batch that is no window is an error that says how to iterate; without accumulation it is a step."""
+def test_a_loop_over_the_loader_itself_is_refused_where_it_would_not_accumulate(
+    tmp_path: Path,
+) -> None:
+    """A batch that is no window is an error that says how to iterate.
+
+    Without accumulation it is a step.
+    """
     from holdfast import BatchError
 
     for accumulate in (1, 2):
-        accelerator, model, optimizer, loader, _ = prepared(tmp_path / str(accumulate), accumulate=accumulate)
+        accelerator, model, optimizer, loader, _ = prepared(
+            tmp_path / str(accumulate), accumulate=accumulate
+        )
         guard = guard_of(accelerator, model=model, optimizer=optimizer)
         before, batch = weights(model), next(iter(loader))
         if accumulate == 1:
             assert not guard.step(batch, loss_of(model)).skipped
         else:
-            with pytest.raises(BatchError, match=r"gradient_accumulation_steps=2[^$]*guard\.batches"):
+            with pytest.raises(
+                BatchError, match=r"gradient_accumulation_steps=2[^$]*guard\.batches"
+            ):
                 guard.step(batch, loss_of(model))
         assert torch.equal(before, weights(model)) is (accumulate == 2)
         guard.close()
@@ -186,19 +232,25 @@ def test_a_loop_over_the_loader_itself_is_refused_where_it_would_not_accumulate(
 
 
 def test_a_schedule_that_ends_before_the_windows_do_stays_at_its_end(tmp_path: Path) -> None:
-    """A OneCycleLR planned for fewer steps than there are windows ends as in Accelerate's own loop, without error."""
+    """A OneCycleLR planned for fewer steps than there are windows ends as in Accelerate's own
+    loop, without error.
+    """
     rates = {}
     for guarded_by in (False, True):
         torch.manual_seed(0)
         folder = tmp_path / str(guarded_by)
-        accelerator = accelerate.Accelerator(cpu=True, project_dir=folder, gradient_accumulation_steps=2)
+        accelerator = accelerate.Accelerator(
+            cpu=True, project_dir=folder, gradient_accumulation_steps=2
+        )
         model = torch.nn.Linear(5, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
         loader = DataLoader(TensorDataset(torch.randn(12, 5), torch.arange(12) % 3), batch_size=4)
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
         if guarded_by:
-            guard = guard_of(accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=schedule)
+            guard = guard_of(
+                accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=schedule
+            )
             for batch in guard.batches(max_epochs=3):
                 guard.step(batch, loss_of(model))
             assert guard.global_step == 6
@@ -220,7 +272,10 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
 
     def refused(**settings: Any) -> str:
         with pytest.raises(PolicyError) as found:
-            guard_of(accelerator, **({"model": model, "optimizer": optimizer, "loader": loader} | settings))
+            guard_of(
+                accelerator,
+                **({"model": model, "optimizer": optimizer, "loader": loader} | settings),
+            )
         return found.value.rule
 
     for wrong in ({"model": None}, {"optimizer": None}, {"loader": 5}):
@@ -241,7 +296,9 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """An optimizer around another one, which has the attribute that prepared optimizers have, too."""
+    """An optimizer around another one, which has the attribute that prepared optimizers have,
+    too.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -285,7 +342,9 @@ class Logged:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_wrappers_of_the_users_own_are_not_taken_for_prepared_objects(tmp_path: Path, before: bool) -> None:
+def test_wrappers_of_the_users_own_are_not_taken_for_prepared_objects(
+    tmp_path: Path, before: bool
+) -> None:
     """Both are advanced once in each step, and stay in use, given to `prepare` or made after it."""
     accelerator, model, prepared_optimizer, loader, _ = prepared(tmp_path)
     optimizer = Lookahead(prepared_optimizer.optimizer)
@@ -299,7 +358,9 @@ def test_wrappers_of_the_users_own_are_not_taken_for_prepared_objects(tmp_path: 
 
 
 def test_workers_that_live_on_keep_the_order_and_say_what_is_not_kept(tmp_path: Path) -> None:
-    """With ``persistent_workers=True`` a run that is stopped in its second epoch ends as undisturbed, and warns."""
+    """With ``persistent_workers=True`` a run that is stopped in its second epoch ends as
+    undisturbed, and warns.
+    """
     workers = {"num_workers": 1, "persistent_workers": True}
     expected, _ = guarded(tmp_path / "undisturbed", epochs=3, **workers)
 
@@ -314,11 +375,16 @@ def test_workers_that_live_on_keep_the_order_and_say_what_is_not_kept(tmp_path: 
     found, _ = guarded(tmp_path / "stopped", epochs=3, **workers)
 
     assert torch.equal(expected, found)
-    assert [event.global_step for event in guard.events() if event.kind == "resume_may_differ"] == [0, 8]
+    assert [event.global_step for event in guard.events() if event.kind == "resume_may_differ"] == [
+        0,
+        8,
+    ]
 
 
 def test_a_step_of_the_prepared_optimizer_is_refused(tmp_path: Path) -> None:
-    """A loop over ``guard.batches`` that keeps ``optimizer.step()`` of the prepared optimizer is H212."""
+    """A loop over ``guard.batches`` that keeps ``optimizer.step()`` of the prepared optimizer is
+    H212.
+    """
     accelerator, model, optimizer, loader, _ = prepared(tmp_path)
     guard = guard_of(accelerator, model=model, optimizer=optimizer, loader=loader)
     with pytest.raises(holdfast.BatchError) as raised:

@@ -1,4 +1,6 @@
-"""The real Lightning, with and without holdfast: equal where nothing goes wrong, and what is kept where it does.
+"""The real Lightning, with and without holdfast.
+
+Equal where nothing goes wrong, and what is kept where it does.
 
 Memory is really refused: 1 PiB is beyond the address space. NaN comes from the data.
 """
@@ -44,7 +46,9 @@ with warnings.catch_warnings():
     from holdfast.integrations.lightning import HoldfastStrategy, VerifiedCheckpointIO
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.rank_zero.LightningDeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::lightning.pytorch.utilities.rank_zero.LightningDeprecationWarning"
+    ),
     pytest.mark.filterwarnings("ignore:The .train_dataloader. does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*tensorboardX.*"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
@@ -66,7 +70,12 @@ class Small(pl.LightningModule):
     def __init__(self, *, norm: bool = True, dropout: float = 0.3) -> None:
         super().__init__()
         torch.manual_seed(3)
-        layers = [nn.Linear(5, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.Tanh(), nn.Dropout(dropout)]
+        layers = [
+            nn.Linear(5, 16),
+            *([nn.BatchNorm1d(16)] if norm else []),
+            nn.Tanh(),
+            nn.Dropout(dropout),
+        ]
         self.body = nn.Sequential(*layers)
         self.head = nn.Linear(16, 1)
         self.seen = MeanMetric()
@@ -85,11 +94,16 @@ class Small(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Unscheduled(Small):
-    """The same without a schedule, which the strategy holds where a step is skipped and Lightning does not."""
+    """The same without a schedule, which the strategy holds where a step is skipped and
+    Lightning does not.
+    """
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)
@@ -116,7 +130,9 @@ class Seen(Callback):
     on_after_backward = _note("after_backward")
     on_before_optimizer_step = _note("before_step")
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.calls.append("end")
         self.losses.append(float(outputs["loss"]))
         self.logged.append({key: float(value) for key, value in trainer.callback_metrics.items()})
@@ -140,12 +156,19 @@ def batches(count: int = 7, bad: int | None = None) -> list[Any]:
 
 def quiet(folder: Path) -> dict[str, Any]:
     return {
-        "max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": folder,
-    }  # fmt: skip
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "accelerator": "cpu",
+        "default_root_dir": folder,
+    }
 
 
-def fit(module: Any, folder: Path, data: Any, *, ckpt_path: Any = None, **given: Any) -> tuple[Any, Seen]:
+def fit(
+    module: Any, folder: Path, data: Any, *, ckpt_path: Any = None, **given: Any
+) -> tuple[Any, Seen]:
     seen = Seen()
     callbacks = [seen, *given.pop("callbacks", [])]
     trainer = pl.Trainer(callbacks=callbacks, **(quiet(folder) | given))
@@ -181,10 +204,14 @@ def kinds(folder: Path) -> list[str]:
     ids=["plain", "accumulated", "clipped by value"],
 )
 def test_an_undisturbed_training_is_lightnings_own_bit_for_bit(tmp_path, settings):
-    """Weights, losses, logs, rates, counters and the order of hooks are those of plain Lightning."""
+    """Weights, losses, logs, rates, counters and the order of hooks are those of plain
+    Lightning.
+    """
     plain, guarded = Small(), Small()
     expected, usual = fit(plain, tmp_path / "plain", batches(), **settings)
-    found, seen = fit(guarded, tmp_path / "guarded", batches(), strategy=HoldfastStrategy(), **settings)
+    found, seen = fit(
+        guarded, tmp_path / "guarded", batches(), strategy=HoldfastStrategy(), **settings
+    )
     assert_same(guarded, plain)
     assert (seen.losses, seen.rates) == (usual.losses, usual.rates)
     assert seen.logged == usual.logged
@@ -196,9 +223,13 @@ def test_an_undisturbed_training_is_lightnings_own_bit_for_bit(tmp_path, setting
 
 
 class EverySecond(Unscheduled):
-    """Steps every second batch only, and runs the closure for the others, as Lightning's manual shows it."""
+    """Steps every second batch only, and runs the closure for the others, as Lightning's manual
+    shows it.
+    """
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+    ) -> None:
         if batch_idx % 2:
             optimizer_closure()
         else:
@@ -215,11 +246,18 @@ class EverySecond(Unscheduled):
     ids=["other windows in each epoch", "averaged weights", "an optimizer step of one's own"],
 )
 def test_callbacks_that_reach_into_steps_are_as_in_plain_lightning(tmp_path, kind, makes):
-    """Windows that change between epochs, batches without a backward pass, closures without a step: bit for bit."""
+    """Windows that change between epochs, batches without a backward pass, closures without a
+    step: bit for bit.
+    """
     plain, watched = kind(), kind()
     _, usual = fit(plain, tmp_path / "plain", batches(8), max_epochs=3, callbacks=makes())
     _, seen = fit(
-        watched, tmp_path / "guarded", batches(8), max_epochs=3, callbacks=makes(), strategy=HoldfastStrategy()
+        watched,
+        tmp_path / "guarded",
+        batches(8),
+        max_epochs=3,
+        callbacks=makes(),
+        strategy=HoldfastStrategy(),
     )
     assert_same(watched, plain)
     assert seen.losses == usual.losses
@@ -231,16 +269,20 @@ def test_callbacks_that_reach_into_steps_are_as_in_plain_lightning(tmp_path, kin
     ids=["no overflow", "overflows"],
 )
 def test_fp16_is_lightnings_own_bit_for_bit(tmp_path, init_scale, layers):
-    """In fp16, from the scale of the user's scaler on, weights and losses are Lightning's, skipped steps included.
+    """In fp16, from the scale of the user's scaler on, weights and losses are Lightning's, skipped
+    steps included.
 
-    Lightning turns ``precision="16-mixed"`` into bf16 on a CPU; given as a plugin it trains in fp16 there. A skipped
-    step leaves BatchNorm and random numbers alone under holdfast only, hence other layers where one is skipped.
+    Lightning turns ``precision="16-mixed"`` into bf16 on a CPU; given as a plugin it trains in fp16
+    there. A skipped step leaves BatchNorm and random numbers alone under holdfast only, hence other
+    layers where one is skipped.
     """
     found = {}
     for name, own in {"plain": {}, "guarded": {"strategy": HoldfastStrategy()}}.items():
         module, scaler = Unscheduled(**layers), torch.amp.GradScaler("cpu", init_scale=init_scale)
         plugin = MixedPrecision("16-mixed", "cpu", scaler)
-        _, seen = fit(module, tmp_path / name, batches(), plugins=[plugin], gradient_clip_val=0.5, **own)
+        _, seen = fit(
+            module, tmp_path / name, batches(), plugins=[plugin], gradient_clip_val=0.5, **own
+        )
         found[name] = module, seen.losses
     (plain, losses), (guarded, same) = found["plain"], found["guarded"]
     assert not torch.equal(plain.head.weight, Unscheduled(**layers).head.weight)
@@ -250,13 +292,21 @@ def test_fp16_is_lightnings_own_bit_for_bit(tmp_path, init_scale, layers):
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_a_batch_that_does_not_fit_is_cut_and_training_ends_where_it_would_have(tmp_path, accumulated):
-    """After out-of-memory in backward, weights, losses and logged means are the undisturbed ones up to rounding."""
+def test_a_batch_that_does_not_fit_is_cut_and_training_ends_where_it_would_have(
+    tmp_path, accumulated
+):
+    """After out-of-memory in backward, weights, losses and logged means are the undisturbed ones
+    up to rounding.
+    """
     plain, guarded = Small(norm=False, dropout=0.0), Small(norm=False, dropout=0.0)
     _, usual = fit(plain, tmp_path / "plain", batches(), accumulate_grad_batches=accumulated)
     guarded.fails_at = {1: 5, 4: 3}
     _, seen = fit(
-        guarded, tmp_path / "guarded", batches(), strategy=HoldfastStrategy(), accumulate_grad_batches=accumulated
+        guarded,
+        tmp_path / "guarded",
+        batches(),
+        strategy=HoldfastStrategy(),
+        accumulate_grad_batches=accumulated,
     )
     for a, b in zip(weights(guarded), weights(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -267,11 +317,16 @@ def test_a_batch_that_does_not_fit_is_cut_and_training_ends_where_it_would_have(
 
 
 def test_a_batch_with_nan_leaves_no_trace_and_the_schedule_waits(tmp_path):
-    """Weights, BatchNorm and rates are those of a training without this batch; the log keeps its NaN."""
+    """Weights, BatchNorm and rates are those of a training without this batch.
+
+    The log keeps its NaN.
+    """
     data = batches(7, bad=3)
     plain, guarded = Small(dropout=0.0), Small(dropout=0.0)
     _, usual = fit(plain, tmp_path / "plain", [*data[:3], *data[4:]], max_epochs=1)
-    trainer, seen = fit(guarded, tmp_path / "guarded", data, max_epochs=1, strategy=HoldfastStrategy())
+    trainer, seen = fit(
+        guarded, tmp_path / "guarded", data, max_epochs=1, strategy=HoldfastStrategy()
+    )
     assert_same(guarded, plain)
     assert seen.rates[:3] + seen.rates[4:] == usual.rates
     assert math.isnan(seen.losses[3])
@@ -283,7 +338,9 @@ def test_a_batch_with_nan_leaves_no_trace_and_the_schedule_waits(tmp_path):
 @unchecked
 @pytest.mark.parametrize(("accumulated", "bad"), [(1, 3), (3, 3), (3, 4), (3, 5)])
 def test_a_window_with_a_batch_of_nan_leaves_no_trace(tmp_path, accumulated, bad):
-    """Wherever in a step of three batches the NaN is, training goes on as if these three had not been there."""
+    """Wherever in a step of three batches the NaN is, training goes on as if these three had not
+    been there.
+    """
     data, given = batches(9, bad=bad), {"accumulate_grad_batches": accumulated, "max_epochs": 1}
     plain, guarded = Unscheduled(), Unscheduled()
     fit(plain, tmp_path / "plain", [*data[:3], *data[3 + accumulated :]], **given)
@@ -294,7 +351,9 @@ def test_a_window_with_a_batch_of_nan_leaves_no_trace(tmp_path, accumulated, bad
 
 @unchecked
 def test_nan_that_persists_ends_training_with_a_reason(tmp_path):
-    """After the patience of the policy training ends with H501, and the run directory is free again."""
+    """After the patience of the policy training ends with H501, and the run directory is free
+    again.
+    """
     with pytest.raises(NonFiniteError, match="H501"):
         bad = [(x * math.nan, y) for x, y in batches()]
         fit(Small(), tmp_path, bad, strategy=HoldfastStrategy({"nonfinite_patience": 2}))
@@ -302,7 +361,9 @@ def test_nan_that_persists_ends_training_with_a_reason(tmp_path):
 
 
 def test_sigterm_ends_training_after_the_batch_with_a_checkpoint(tmp_path):
-    """The batch that is under way is finished, and what is saved then verifies and holds the step."""
+    """The batch that is under way is finished, and what is saved then verifies and holds the
+    step.
+    """
 
     class Ends(Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -326,7 +387,13 @@ def test_other_signals_end_training_as_sigterm_does(tmp_path, name):
                 os.kill(os.getpid(), getattr(signal, name))
 
     with pytest.raises(SystemExit) as raised:
-        fit(Small(), tmp_path, batches(), callbacks=[Ends()], strategy=HoldfastStrategy({"stop_exit_code": 85}))
+        fit(
+            Small(),
+            tmp_path,
+            batches(),
+            callbacks=[Ends()],
+            strategy=HoldfastStrategy({"stop_exit_code": 85}),
+        )
     signal.signal(getattr(signal, name), before)
     assert raised.value.code == 85
     found = VerifiedCheckpointIO().load_checkpoint(tmp_path / "checkpoints" / "stopped-step=5.ckpt")
@@ -334,7 +401,10 @@ def test_other_signals_end_training_as_sigterm_does(tmp_path, name):
 
 
 def test_the_signal_that_requeues_a_slurm_job_is_lightnings(tmp_path):
-    """Lightning saves and requeues upon it by a handler of its own, which is called; the guard stops nothing."""
+    """Lightning saves and requeues upon it by a handler of its own, which is called.
+
+    The guard stops nothing.
+    """
     requeued: list[int] = []
 
     class Requeues(SLURMEnvironment):
@@ -357,13 +427,21 @@ def test_the_signal_that_requeues_a_slurm_job_is_lightnings(tmp_path):
             patch.setenv(variable, "0")
         strategy = HoldfastStrategy()
         before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        fit(Small(), tmp_path, batches(), callbacks=[Signalled()], strategy=strategy, plugins=[Requeues()])
+        fit(
+            Small(),
+            tmp_path,
+            batches(),
+            callbacks=[Signalled()],
+            strategy=strategy,
+            plugins=[Requeues()],
+        )
         signal.signal(signal.SIGUSR1, before)
     assert requeued == [signal.SIGUSR1]
     assert "stop_requested" not in kinds(tmp_path)
 
 
-# --- manual optimization --------------------------------------------------------------------------------------
+# --- manual optimization
+# ------------------------------------------------------------------------
 
 
 class Gan(pl.LightningModule):
@@ -390,13 +468,18 @@ class Gan(pl.LightningModule):
     def discriminator_loss(self, batch: Any) -> torch.Tensor:
         real, noise = batch
         fake = self.generator(noise).detach()
-        loss = F.softplus(self.discriminator(fake)).mean() + F.softplus(-self.discriminator(real)).mean()
+        loss = (
+            F.softplus(self.discriminator(fake)).mean()
+            + F.softplus(-self.discriminator(real)).mean()
+        )
         self.log("discriminator", loss)
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.limit = 3 if batch_idx == 2 and self.guarded == "short" else 2**40
-        for optimizer, loss_fn in zip(self.optimizers(), (self.generator_loss, self.discriminator_loss), strict=True):
+        for optimizer, loss_fn in zip(
+            self.optimizers(), (self.generator_loss, self.discriminator_loss), strict=True
+        ):
             if self.guarded:
                 self.trainer.strategy.guarded_step(batch, loss_fn, optimizer=optimizer)
                 continue
@@ -411,8 +494,12 @@ class Gan(pl.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=0.05) for part in parts], []
 
 
-def test_a_gan_by_manual_optimization_is_the_same_with_a_guard_and_outlives_a_lack_of_memory(tmp_path):
-    """Alternating guarded steps give the weights, logs and counter of Lightning's own, also where one was cut."""
+def test_a_gan_by_manual_optimization_is_the_same_with_a_guard_and_outlives_a_lack_of_memory(
+    tmp_path,
+):
+    """Alternating guarded steps give the weights, logs and counter of Lightning's own, also
+    where one was cut.
+    """
     data = [(torch.randn(8, 5), torch.randn(8, 3)) for _ in range(4)]
 
     def train(guarded: Any, name: str, **settings: Any) -> tuple[Gan, Any]:
@@ -434,24 +521,35 @@ def test_a_gan_by_manual_optimization_is_the_same_with_a_guard_and_outlives_a_la
 
 
 def test_manual_optimization_is_clipped_by_the_policy_and_steps_past_the_guard_are_told(tmp_path):
-    """Lightning refuses ``gradient_clip_val`` there, so the policy's limit holds; unguarded steps are an event."""
+    """Lightning refuses ``gradient_clip_val`` there, so the policy's limit holds.
+
+    Unguarded steps are an event.
+    """
     data = [(torch.randn(8, 5), torch.randn(8, 3))]
     for guarded in (True, False):
         module = Gan(guarded=guarded)
         module.configure_optimizers = lambda module=module: (
-            [torch.optim.SGD(part.parameters(), lr=1.0) for part in (module.generator, module.discriminator)],
+            [
+                torch.optim.SGD(part.parameters(), lr=1.0)
+                for part in (module.generator, module.discriminator)
+            ],
             [],
         )
         before = [each.clone() for each in weights(module.generator)]
         strategy = HoldfastStrategy({"max_grad_norm": 1e-3, "objective": "adversarial"})
-        trainer = pl.Trainer(**(quiet(tmp_path / str(guarded)) | {"max_epochs": 1}), strategy=strategy)
+        trainer = pl.Trainer(
+            **(quiet(tmp_path / str(guarded)) | {"max_epochs": 1}), strategy=strategy
+        )
         trainer.fit(module, as_loader(data))
-        moved = torch.cat([(a - b).flatten() for a, b in zip(weights(module.generator), before, strict=True)]).norm()
+        moved = torch.cat(
+            [(a - b).flatten() for a, b in zip(weights(module.generator), before, strict=True)]
+        ).norm()
         assert (moved.item() == pytest.approx(1e-3, rel=1e-2)) is guarded
         assert ("own_steps" in kinds(tmp_path / str(guarded))) is not guarded
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------
+# --- checkpoints
+# ------------------------------------------------------------------------
 
 
 class Samples(torch.utils.data.Dataset):
@@ -473,7 +571,9 @@ class SavesAt(Callback):
     def __init__(self, path: Path, batch: int) -> None:
         self.path, self.batch = path, batch
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == self.batch:
             trainer.save_checkpoint(self.path)
 
@@ -481,8 +581,15 @@ class SavesAt(Callback):
 @unchecked
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_a_checkpoint_in_the_middle_of_a_step_holds_what_its_batches_have_left(tmp_path, batch):
-    """After any batch of a window of three, training goes on bit for bit: the gradients so far are in the file."""
-    options: dict[str, Any] = {"strategy": "holdfast", "accumulate_grad_batches": 3, "max_epochs": 1}
+    """After any batch of a window of three, training goes on bit for bit.
+
+    The gradients so far are in the file.
+    """
+    options: dict[str, Any] = {
+        "strategy": "holdfast",
+        "accumulate_grad_batches": 3,
+        "max_epochs": 1,
+    }
     saved, whole, resumed = tmp_path / "a.ckpt", Small(), Small()
     fit(whole, tmp_path / "whole", loader(), callbacks=[SavesAt(saved, batch)], **options)
     _, seen = fit(resumed, tmp_path / "rest", loader(), ckpt_path=str(saved), **options)
@@ -492,16 +599,35 @@ def test_a_checkpoint_in_the_middle_of_a_step_holds_what_its_batches_have_left(t
 
 @unchecked
 def test_a_resume_does_not_replace_the_checkpoint_that_it_came_from(tmp_path):
-    """The first batch of a step of two makes no step: what was saved at the step before stays as it is."""
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "enable_checkpointing": True, "strategy": "holdfast"}
+    """The first batch of a step of two makes no step.
+
+    What was saved at the step before stays as it is.
+    """
+    options: dict[str, Any] = {
+        "accumulate_grad_batches": 2,
+        "enable_checkpointing": True,
+        "strategy": "holdfast",
+    }
 
     def saves() -> list[Any]:
-        return [ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")]
+        return [
+            ModelCheckpoint(
+                dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}"
+            )
+        ]
 
     fit(Small(), tmp_path, batches(8), max_epochs=1, callbacks=saves(), **options)
     first = tmp_path / "step=4.ckpt"
     before = first.stat().st_mtime_ns
-    fit(Small(), tmp_path, batches(8), max_epochs=2, callbacks=saves(), ckpt_path=str(first), **options)
+    fit(
+        Small(),
+        tmp_path,
+        batches(8),
+        max_epochs=2,
+        callbacks=saves(),
+        ckpt_path=str(first),
+        **options,
+    )
     assert (tmp_path / "step=8.ckpt").exists()
     assert first.stat().st_mtime_ns == before
 
@@ -512,14 +638,20 @@ class Order(Callback):
     def __init__(self) -> None:
         self.batches: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.batches.append(float(batch[1].sum()))
 
 
 @unchecked
 @pytest.mark.parametrize("strategy", ["auto", "holdfast"])
-@pytest.mark.parametrize("saves", [{"every_n_train_steps": 5}, {"every_n_epochs": 1}], ids=["batch", "epoch"])
-def test_no_epoch_is_left_out_or_repeated_after_a_checkpoint_at_the_end_of_one(tmp_path, strategy, saves):
+@pytest.mark.parametrize(
+    "saves", [{"every_n_train_steps": 5}, {"every_n_epochs": 1}], ids=["batch", "epoch"]
+)
+def test_no_epoch_is_left_out_or_repeated_after_a_checkpoint_at_the_end_of_one(
+    tmp_path, strategy, saves
+):
     """Plain Lightning too goes on with the next epoch of a holdfast loader, in its order."""
     whole, rest = Order(), Order()
     fit(Small(), tmp_path / "whole", loader(), strategy=strategy, max_epochs=3, callbacks=[whole])
@@ -542,7 +674,10 @@ class Validated(Small):
 
 
 def validated(folder: Path, monitor: str | None, interval: float, *dies: str) -> Validated:
-    """Train three epochs of five steps, to the end or, from step 10 on, to death in a hook; return the module."""
+    """Train three epochs of five steps, to the end or, from step 10 on, to death in a hook.
+
+    Return the module.
+    """
 
     def die(_: Any, trainer: Any, *__: Any) -> None:
         if trainer.global_step >= 10:
@@ -550,7 +685,12 @@ def validated(folder: Path, monitor: str | None, interval: float, *dies: str) ->
 
     saves = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True, monitor=monitor)
     callbacks = [type("Dies", (Callback,), dict.fromkeys(dies, die))(), saves]
-    given = {"strategy": "holdfast", "ckpt_path": "last", "callbacks": callbacks, "val_check_interval": interval}
+    given = {
+        "strategy": "holdfast",
+        "ckpt_path": "last",
+        "callbacks": callbacks,
+        "val_check_interval": interval,
+    }
     given |= {"max_epochs": 3, "num_sanity_val_steps": 0, "enable_checkpointing": True}
     return fit(Validated(), folder, loader(), **given)[0].lightning_module
 
@@ -561,14 +701,20 @@ def validated(folder: Path, monitor: str | None, interval: float, *dies: str) ->
 @pytest.mark.parametrize("dies", ["on_validation_start", "on_train_batch_start"])
 def test_a_validation_that_follows_a_save_is_not_left_out_after_a_kill(tmp_path, given, dies):
     """Killed in a validation at a step that saves, or after it, training ends as if undisturbed."""
-    program = f"import {__name__} as t; t.validated(t.Path({str(tmp_path)!r}, 'cut'), *{given}, {dies!r})"
-    life = run_prepared(["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS)
+    program = (
+        f"import {__name__} as t; t.validated(t.Path({str(tmp_path)!r}, 'cut'), *{given}, {dies!r})"
+    )
+    life = run_prepared(
+        ["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS
+    )
     assert life.returncode == -signal.SIGKILL, life.stderr
     assert_same(validated(tmp_path / "cut", *given), validated(tmp_path / "calm", *given))
 
 
 def test_the_tuner_leaves_no_file(tmp_path):
-    """What ``lr_find`` saves to go back to is removed, although it is the only file that verifies."""
+    """What ``lr_find`` saves to go back to is removed, although it is the only file that
+    verifies.
+    """
     module = Unscheduled()
     module.lr = 0.02
     trainer = pl.Trainer(**quiet(tmp_path), strategy=HoldfastStrategy())
@@ -577,14 +723,26 @@ def test_the_tuner_leaves_no_file(tmp_path):
 
 
 def _saved(tmp_path: Path, **given: Any) -> list[Path]:
-    saves = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    fit(Small(), tmp_path, batches(), max_epochs=1, enable_checkpointing=True, callbacks=[saves], **given)
+    saves = ModelCheckpoint(
+        dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, filename="{step}"
+    )
+    fit(
+        Small(),
+        tmp_path,
+        batches(),
+        max_epochs=1,
+        enable_checkpointing=True,
+        callbacks=[saves],
+        **given,
+    )
     return sorted((tmp_path / "saved").glob("*.ckpt"))
 
 
 @unchecked
 def test_a_checkpoint_with_a_flipped_bit_is_not_loaded_but_the_one_before(tmp_path):
-    """The flipped bit is found, training goes on from the newest file that verifies, and if none does it says so."""
+    """The flipped bit is found, training goes on from the newest file that verifies, and if none
+    does it says so.
+    """
     second, third, fourth = _saved(tmp_path, strategy=HoldfastStrategy())
     flip_bit(fourth, 8 * 3000)
     given = {"max_epochs": 1, "ckpt_path": str(fourth), "strategy": HoldfastStrategy()}
@@ -602,14 +760,26 @@ def test_weights_with_nan_are_not_saved_and_the_last_good_file_is_not_removed(tm
     files = VerifiedCheckpointIO()
     good = {"state_dict": {"weight": torch.ones(3), "mask": torch.full((2,), -math.inf)}}
     files.save_checkpoint(good, tmp_path / "good.ckpt")
-    files.save_checkpoint({"state_dict": {"weight": torch.tensor([1.0, math.nan])}}, tmp_path / "bad.ckpt")
+    files.save_checkpoint(
+        {"state_dict": {"weight": torch.tensor([1.0, math.nan])}}, tmp_path / "bad.ckpt"
+    )
     assert not (tmp_path / "bad.ckpt").exists()
     files.remove_checkpoint(tmp_path / "good.ckpt")
-    assert files.load_checkpoint(tmp_path / "good.ckpt")["state_dict"]["weight"].tolist() == [1, 1, 1]
+    assert files.load_checkpoint(tmp_path / "good.ckpt")["state_dict"]["weight"].tolist() == [
+        1,
+        1,
+        1,
+    ]
     files.save_checkpoint(good, tmp_path / "better.ckpt")
     files.remove_checkpoint(tmp_path / "good.ckpt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["better.ckpt", "better.ckpt.manifest.json"]
-    assert [record.message.split(":")[0] for record in caplog.records] == ["save_refused", "checkpoint_kept"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "better.ckpt",
+        "better.ckpt.manifest.json",
+    ]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "save_refused",
+        "checkpoint_kept",
+    ]
 
 
 @unchecked
@@ -618,23 +788,36 @@ def test_a_disk_that_refuses_a_save_does_not_end_training(tmp_path):
     saved = tmp_path / "saved"
 
     class Breaks(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == 0:
                 saved.write_text("a file where the folder should be")
 
     saves = ModelCheckpoint(dirpath=saved, every_n_train_steps=2, save_top_k=-1)
-    options: dict[str, Any] = {"callbacks": [Breaks(), saves], "enable_checkpointing": True, "max_epochs": 1}
+    options: dict[str, Any] = {
+        "callbacks": [Breaks(), saves],
+        "enable_checkpointing": True,
+        "max_epochs": 1,
+    }
     trainer, _ = fit(Small(), tmp_path / "run", batches(), strategy=HoldfastStrategy(), **options)
     assert trainer.global_step == 7
     assert "save_failed" in kinds(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("number", "goes_on"), [(errno.ESTALE, False), (errno.EMFILE, False), (errno.EIO, True)])
+@pytest.mark.parametrize(
+    ("number", "goes_on"), [(errno.ESTALE, False), (errno.EMFILE, False), (errno.EIO, True)]
+)
 def test_only_lost_bytes_lead_back_to_an_older_file(tmp_path, monkeypatch, number, goes_on):
-    """A file that cannot be read now is an H307, and none older is taken; what the disk has lost is damage."""
+    """A file that cannot be read now is an H307, and none older is taken.
+
+    What the disk has lost is damage.
+    """
     files = VerifiedCheckpointIO()
     for step in (1, 2):
-        files.save_checkpoint({"state_dict": {"weight": torch.full((3,), float(step))}}, tmp_path / f"{step}.ckpt")
+        files.save_checkpoint(
+            {"state_dict": {"weight": torch.full((3,), float(step))}}, tmp_path / f"{step}.ckpt"
+        )
     really_open = os.open
 
     def refuses(place: Any, *given: Any, **named: Any) -> Any:
@@ -645,7 +828,11 @@ def test_only_lost_bytes_lead_back_to_an_older_file(tmp_path, monkeypatch, numbe
 
     monkeypatch.setattr(os, "open", refuses)
     if goes_on:
-        assert files.load_checkpoint(tmp_path / "2.ckpt")["state_dict"]["weight"].tolist() == [1, 1, 1]
+        assert files.load_checkpoint(tmp_path / "2.ckpt")["state_dict"]["weight"].tolist() == [
+            1,
+            1,
+            1,
+        ]
     else:
         with pytest.raises(RunDirectoryError, match="H307"):
             files.load_checkpoint(tmp_path / "2.ckpt")
@@ -655,7 +842,9 @@ def test_only_lost_bytes_lead_back_to_an_older_file(tmp_path, monkeypatch, numbe
 
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
 def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_new_start(tmp_path):
-    """A link that leads nowhere is an H312, where it is named and where the training would begin anew beside it."""
+    """A link that leads nowhere is an H312, where it is named and where the training would begin
+    anew beside it.
+    """
     saved = tmp_path / "saved"
     saved.mkdir()
     (saved / "last.ckpt").symlink_to(tmp_path / "not mounted" / "last.ckpt")
@@ -664,24 +853,39 @@ def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_new_start(tmp_path):
     saves = ModelCheckpoint(dirpath=saved, save_last=True)
     with pytest.raises(CheckpointError, match="H312"):
         fit(
-            Small(), tmp_path / "run", batches(), strategy=HoldfastStrategy(), ckpt_path="last",
-            callbacks=[saves], enable_checkpointing=True,
-        )  # fmt: skip
+            Small(),
+            tmp_path / "run",
+            batches(),
+            strategy=HoldfastStrategy(),
+            ckpt_path="last",
+            callbacks=[saves],
+            enable_checkpointing=True,
+        )
 
 
-# --- what cannot be -------------------------------------------------------------------------------------------
+# --- what cannot be
+# ------------------------------------------------------------------------
 
 
 @unchecked
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
 def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_training(tmp_path):
-    """A policy against the trainer's clipping, an overridden backward, no loss: errors with a fix, and no step."""
+    """A policy against the trainer's clipping, an overridden backward, no loss.
+
+    Errors with a fix, and no step.
+    """
     silent = Small()
     silent.training_step = lambda batch: None
     with pytest.raises(PolicyError, match=r"returned None[^$]*H111"):
         fit(silent, tmp_path, batches(), strategy=HoldfastStrategy())
     with pytest.raises(PolicyError, match="H109"):
-        fit(Small(), tmp_path, batches(), strategy=HoldfastStrategy({"max_grad_norm": 2.0}), gradient_clip_val=1.0)
+        fit(
+            Small(),
+            tmp_path,
+            batches(),
+            strategy=HoldfastStrategy({"max_grad_norm": 2.0}),
+            gradient_clip_val=1.0,
+        )
 
     class Own(Small):
         def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -699,7 +903,9 @@ def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_traini
 @unchecked
 @pytest.mark.slow
 def test_workers_that_live_on_are_warned_of_before_training(tmp_path):
-    """With ``persistent_workers=True`` a resume may differ, which is an event before the first step."""
+    """With ``persistent_workers=True`` a resume may differ, which is an event before the first
+    step.
+    """
     loader = torch.utils.data.DataLoader(
         batches(3), batch_size=None, shuffle=True, num_workers=1, persistent_workers=True
     )

@@ -1,4 +1,7 @@
-"""Real limits of memory under each framework: the run ends as the one that was never short, as far as is promised."""
+"""Real limits of memory under each framework.
+
+The run ends as the one that was never short, as far as is promised.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ SAME = ("weights", "optimizer", "steps", "rate", "order")
 @cache
 def train(host: str, place: str) -> dict[str, Any]:
     if host != "loop":
-        pytest.importorskip({"lightning": "lightning.pytorch"}.get(host, host), exc_type=ImportError)
+        pytest.importorskip(
+            {"lightning": "lightning.pytorch"}.get(host, host), exc_type=ImportError
+        )
     with TemporaryDirectory() as folder:
         ended = run_prepared([PROGRAM, host, place, folder], timeout=300, loaded=FRAMEWORKS)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -29,7 +34,9 @@ def train(host: str, place: str) -> dict[str, Any]:
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("host", ["loop", "accelerate", "transformers", "lightning"])
 def test_a_step_that_is_short_of_memory_changes_nothing(host: str, place: str) -> None:
-    """Weights, optimizer state, schedule and order of the data are bit for bit those of a run that had enough."""
+    """Weights, optimizer state, schedule and order of the data are bit for bit those of a run
+    that had enough.
+    """
     undisturbed, short = train(host, "nowhere"), train(host, place)
     assert undisturbed["events"] == []
     promises = {promise for kind, promise in short["events"] if kind != "out_of_memory"}
@@ -39,7 +46,10 @@ def test_a_step_that_is_short_of_memory_changes_nothing(host: str, place: str) -
 
 @pytest.mark.parametrize("host", ["loop", "accelerate", "transformers", "lightning"])
 def test_an_optimizer_that_is_short_of_memory_is_never_left_half_way(host: str) -> None:
-    """The step is undone, or the run ends and says why; in neither case are half-changed weights trained on."""
+    """The step is undone, or the run ends and says why.
+
+    In neither case are half-changed weights trained on.
+    """
     short = train(host, "optimizer")
     assert short["short"]
     if "error" in short:

@@ -60,7 +60,9 @@ class Plain(sb.Brain):
         if self.checkpointer is not None:
             self.checkpointer.add_recoverable("sgd", self.optimizer)
 
-    def on_fit_batch_end(self, batch: Any, outputs: Any, loss: torch.Tensor, should_step: bool) -> None:
+    def on_fit_batch_end(
+        self, batch: Any, outputs: Any, loss: torch.Tensor, should_step: bool
+    ) -> None:
         assert outputs.shape[0] == len(batch)
         self.seen.append((float(loss.detach()), outputs.shape[0], should_step))
 
@@ -84,16 +86,29 @@ def batches(count: int = 6, bad: int | None = None) -> torch.utils.data.DataLoad
         items = [torch.randn(3 + place % 4, generator=generator) for place in range(8)]
         if number == bad:
             items[2][1] = math.nan
-        found.append(PaddedBatch([{"id": str(n), "x": x, "y": x.sum().view(1)} for n, x in enumerate(items)]))
+        found.append(
+            PaddedBatch([{"id": str(n), "x": x, "y": x.sum().view(1)} for n, x in enumerate(items)])
+        )
     return torch.utils.data.DataLoader(found, batch_size=None, collate_fn=lambda batch: batch)
 
 
-def train(kind: type, folder: Path, data: Any, *, epochs: int = 2, checkpointer: Any = None, **options: Any) -> Any:
+def train(
+    kind: type,
+    folder: Path,
+    data: Any,
+    *,
+    epochs: int = 2,
+    checkpointer: Any = None,
+    **options: Any,
+) -> Any:
     made = {"holdfast_run_dir": folder / "holdfast"} if issubclass(kind, HoldfastMixin) else {}
     options = {"device": "cpu", "noprogressbar": True, "max_grad_norm": 1e6, **options}
     fails_at = options.pop("fails_at", {})
     brain = kind(
-        {"model": options.pop("model", None) or model()}, run_opts=options, checkpointer=checkpointer, **made
+        {"model": options.pop("model", None) or model()},
+        run_opts=options,
+        checkpointer=checkpointer,
+        **made,
     )
     brain.seen, brain.means, brain.fails_at = [], [], fails_at
     torch.manual_seed(11)
@@ -124,28 +139,41 @@ def test_an_undisturbed_training_is_speechbrains_own_bit_for_bit(tmp_path, optio
 
 
 def test_the_last_window_of_an_epoch_is_stepped_although_it_is_not_full(tmp_path):
-    """Of seven batches in windows of three there are three steps in an epoch; SpeechBrain drops the last batch."""
+    """Of seven batches in windows of three there are three steps in an epoch.
+
+    SpeechBrain drops the last batch.
+    """
     plain = train(Plain, tmp_path, batches(7), epochs=1, grad_accumulation_factor=3)
     guarded = train(Guarded, tmp_path, batches(7), epochs=1, grad_accumulation_factor=3)
     assert (plain.optimizer_step, guarded.optimizer_step) == (2, 3)
 
 
 @pytest.mark.parametrize("factor", [1, 3])
-def test_a_padded_batch_that_does_not_fit_is_cut_and_training_ends_where_it_would_have(tmp_path, factor):
-    """After out-of-memory in backward, weights and losses are the undisturbed ones up to rounding, of all parts."""
+def test_a_padded_batch_that_does_not_fit_is_cut_and_training_ends_where_it_would_have(
+    tmp_path, factor
+):
+    """After out-of-memory in backward, weights and losses are the undisturbed ones up to
+    rounding, of all parts.
+    """
     plain = train(Plain, tmp_path, batches(), grad_accumulation_factor=factor)
-    guarded = train(Guarded, tmp_path, batches(), grad_accumulation_factor=factor, fails_at={2: 5, 6: 2})
+    guarded = train(
+        Guarded, tmp_path, batches(), grad_accumulation_factor=factor, fails_at={2: 5, 6: 2}
+    )
     for a, b in zip(weights(guarded), weights(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert [size for _, size, _ in guarded.seen].count(8) < 12 == len(guarded.seen)
-    assert [loss for loss, _, _ in guarded.seen] == pytest.approx([loss for loss, _, _ in plain.seen], rel=1e-4)
+    assert [loss for loss, _, _ in guarded.seen] == pytest.approx(
+        [loss for loss, _, _ in plain.seen], rel=1e-4
+    )
     assert "split" in kinds(tmp_path)
     with pytest.raises(RuntimeError, match="allocate"):
         train(Plain, tmp_path, batches(), fails_at={2: 5})
 
 
 def test_parts_of_a_padded_batch_are_padded_batches():
-    """Parts keep keys, padding and relative lengths, hold all samples in order, and move to a device as wholes do."""
+    """Parts keep keys, padding and relative lengths, hold all samples in order, and move to a
+    device as wholes do.
+    """
     batch = next(iter(batches(1)))
     parts = cut_padded(batch, 3)
     assert [len(part) for part in parts] == [part.batchsize for part in parts] == [3, 3, 2]
@@ -157,26 +185,45 @@ def test_parts_of_a_padded_batch_are_padded_batches():
 
 
 def test_every_parameter_group_is_clipped(tmp_path):
-    """With a limit the step of all groups together is at most as long; SpeechBrain's second group runs free."""
-    data = torch.utils.data.DataLoader(list(batches(1)), batch_size=None, collate_fn=lambda batch: batch)
+    """With a limit the step of all groups together is at most as long.
+
+    SpeechBrain's second group runs free.
+    """
+    data = torch.utils.data.DataLoader(
+        list(batches(1)), batch_size=None, collate_fn=lambda batch: batch
+    )
     lengths = {}
     for kind in (Plain, Guarded):
         brain = train(kind, tmp_path / kind.__name__, data, epochs=1, max_grad_norm=0.01)
-        moved = [a - b for a, b in zip(brain.modules.model.parameters(), model().parameters(), strict=True)]
+        moved = [
+            a - b
+            for a, b in zip(brain.modules.model.parameters(), model().parameters(), strict=True)
+        ]
         lengths[kind] = torch.cat([each.detach().flatten() for each in moved]).norm().item() / 0.05
     assert lengths[Guarded] == pytest.approx(0.01, rel=1e-3)
     assert lengths[Plain] > 0.1
 
 
 def test_a_batch_with_nan_leaves_no_trace(tmp_path):
-    """Weights are those of a training without this batch, its loss stays NaN, and no step is reported for it."""
+    """Weights are those of a training without this batch, its loss stays NaN, and no step is
+    reported for it.
+    """
     data = list(batches(6, bad=3))
-    without = torch.utils.data.DataLoader([*data[:3], *data[4:]], batch_size=None, collate_fn=lambda batch: batch)
+    without = torch.utils.data.DataLoader(
+        [*data[:3], *data[4:]], batch_size=None, collate_fn=lambda batch: batch
+    )
     plain = train(Plain, tmp_path / "plain", without, epochs=1)
     guarded = train(Guarded, tmp_path, batches(6, bad=3), epochs=1)
     assert_same(guarded, plain)
     assert math.isnan(guarded.seen[3][0])
-    assert [should_step for _, _, should_step in guarded.seen] == [True, True, True, False, True, True]
+    assert [should_step for _, _, should_step in guarded.seen] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
     assert guarded.optimizer_step == 5
     assert {"skip_step", "nonfinite_origin"} <= set(kinds(tmp_path))
     spoiled = train(Plain, tmp_path / "spoiled", batches(6, bad=3), epochs=1)
@@ -185,11 +232,15 @@ def test_a_batch_with_nan_leaves_no_trace(tmp_path):
 
 @pytest.mark.parametrize("kind", [Plain, Guarded])
 def test_patience_is_speechbrains(tmp_path, kind):
-    """With a patience of 1 one NaN is passed over, and a second right after it ends training, as in SpeechBrain."""
+    """With a patience of 1 one NaN is passed over, and a second right after it ends training, as
+    in SpeechBrain.
+    """
     good, bad = list(batches(2)), next(iter(batches(1, bad=0)))
 
     def fed(*data: Any) -> Any:
-        loader = torch.utils.data.DataLoader(list(data), batch_size=None, collate_fn=lambda batch: batch)
+        loader = torch.utils.data.DataLoader(
+            list(data), batch_size=None, collate_fn=lambda batch: batch
+        )
         return train(kind, tmp_path, loader, epochs=1, nonfinite_patience=1)
 
     assert len(fed(good[0], bad).seen) == 2
@@ -203,7 +254,9 @@ class Alternating(Plain):
     def init_optimizers(self) -> None:
         model = self.modules.model
         parts = {"first": model[0], "second": model[3]}
-        self.optimizers_dict = {name: torch.optim.Adam(part.parameters(), lr=0.05) for name, part in parts.items()}
+        self.optimizers_dict = {
+            name: torch.optim.Adam(part.parameters(), lr=0.05) for name, part in parts.items()
+        }
 
     def one_loss(self, batch: Any) -> torch.Tensor:
         stage = sb.Stage.TRAIN
@@ -237,7 +290,8 @@ def test_a_brain_with_two_optimizers_makes_guarded_steps_of_its_own(tmp_path):
     assert "split" in kinds(tmp_path / "short")
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------
+# --- checkpoints
+# ------------------------------------------------------------------------
 
 
 class Saves(Plain):
@@ -279,7 +333,9 @@ class Stopped(GuardedSaves):
 
 
 def test_after_sigterm_the_window_is_finished_and_saved_and_training_goes_on_from_there(tmp_path):
-    """The process ends with code 0 after a checkpoint at the end of a window, and the rest is bit-exact."""
+    """The process ends with code 0 after a checkpoint at the end of a window, and the rest is
+    bit-exact.
+    """
     whole = saving(GuardedSaves, tmp_path / "whole", 1, dropout=0.4, factor=2)
     with pytest.raises(SystemExit) as ended:
         saving(Stopped, tmp_path / "cut", 1, dropout=0.4, factor=2)
@@ -290,9 +346,13 @@ def test_after_sigterm_the_window_is_finished_and_saved_and_training_goes_on_fro
 
 
 def test_a_checkpoint_that_is_damaged_or_unfinished_is_passed_over(tmp_path):
-    """A flipped bit and a save that was interrupted are set aside, and the newest that verifies is loaded."""
+    """A flipped bit and a save that was interrupted are set aside, and the newest that verifies
+    is loaded.
+    """
     saving(GuardedSaves, tmp_path, 3)
-    third = max((tmp_path / "save").glob("CKPT*"), key=lambda path: (path / "CKPT.yaml").stat().st_mtime_ns)
+    third = max(
+        (tmp_path / "save").glob("CKPT*"), key=lambda path: (path / "CKPT.yaml").stat().st_mtime_ns
+    )
     flip_bit(third / "model.ckpt", 8 * 1500)
     unfinished = tmp_path / "save" / "CKPT+interrupted"
     unfinished.mkdir()
@@ -308,9 +368,14 @@ def test_a_checkpoint_that_is_damaged_or_unfinished_is_passed_over(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_read_now_or_reached_is_kept(tmp_path, monkeypatch):
-    """Neither an older one nor a new start takes its place: H307 for a fault that passes, H312 for a dead link."""
+    """Neither an older one nor a new start takes its place.
+
+    H307 for a fault that passes, H312 for a dead link.
+    """
     saving(GuardedSaves, tmp_path, 2)
-    newest = max((tmp_path / "save").glob("CKPT*"), key=lambda path: (path / "CKPT.yaml").stat().st_mtime_ns)
+    newest = max(
+        (tmp_path / "save").glob("CKPT*"), key=lambda path: (path / "CKPT.yaml").stat().st_mtime_ns
+    )
     really_open = os.open
 
     def refuses(place: Any, *given: Any, **named: Any) -> Any:
@@ -339,7 +404,9 @@ def dies_in_its_first_save(folder: Path, meta_is_flushed: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     make = Checkpointer.__init__
-    Checkpointer.__init__ = lambda self, *given: make(self, *given, custom_save_hooks={"model": kills})
+    Checkpointer.__init__ = lambda self, *given: make(
+        self, *given, custom_save_hooks={"model": kills}
+    )
     saving(GuardedSaves, folder, 1)
 
 
@@ -360,7 +427,9 @@ def test_a_first_save_that_was_killed_is_not_loaded(tmp_path, caplog, meta_is_fl
 
 
 def test_a_save_that_fails_keeps_the_older_ones_and_training_goes_on(tmp_path, monkeypatch):
-    """Where a file cannot be written, the draft is removed, nothing older is deleted, and all epochs are trained."""
+    """Where a file cannot be written, the draft is removed, nothing older is deleted, and all
+    epochs are trained.
+    """
     saving(GuardedSaves, tmp_path, 2)
     before = {path.name for path in (tmp_path / "save").glob("CKPT*")}
 

@@ -61,7 +61,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_sigterm_saves_and_the_run_goes_on_bit_exact(tmp_path: Path, undisturbed: str) -> None:
-    """SIGTERM in the middle of an epoch ends training with a checkpoint, from which it ends as if undisturbed."""
+    """SIGTERM in the middle of an epoch ends training with a checkpoint, from which it ends as
+    if undisturbed.
+    """
     first = guarded(tmp_path, callbacks=[At(5, lambda _: os.kill(os.getpid(), signal.SIGTERM))])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "SIGTERM", signal.SIGTERM)
@@ -92,14 +94,18 @@ def test_other_signals_stop_a_trainer_as_sigterm_does(
     assert trainer.state.global_step == 5
     verify(tmp_path / "checkpoint-5")
     events = read_events(tmp_path / "holdfast" / "recorder" / "rank0")
-    assert [event.data.get("signal") for event in events if event.kind == "stop_requested"] == [name]
+    assert [event.data.get("signal") for event in events if event.kind == "stop_requested"] == [
+        name
+    ]
     assert (events[-1].kind, events[-1].data.get("how")) == ("closed", "stopped")
 
 
 def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(
     tmp_path: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One bit in the newest weights, which loads without an error elsewhere, leads back by one checkpoint."""
+    """One bit in the newest weights, which loads without an error elsewhere, leads back by one
+    checkpoint.
+    """
     guarded(tmp_path, max_steps=8, callbacks=[At(6, lambda _: None)]).train()
     weights = tmp_path / "checkpoint-8" / "model.safetensors"
     flip_bit(weights, 8 * weights.stat().st_size - 3)
@@ -128,7 +134,10 @@ def dies_in_its_next_save(folder: Path) -> None:
 
 
 def evaluated(folder: Path, step: int = 0, where: str = "on_step_end") -> tuple[str, list[int]]:
-    """Train to the end, or to death in a callback of a step; return the weights and the steps of evaluations."""
+    """Train to the end, or to death in a callback of a step.
+
+    Return the weights and the steps of evaluations.
+    """
 
     def die(_: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step == step:
@@ -137,14 +146,24 @@ def evaluated(folder: Path, step: int = 0, where: str = "on_step_end") -> tuple[
     dies = type("Dies", (transformers.TrainerCallback,), {where: die})()
     trainer = guarded(folder, eval_dataset=samples(8), eval_strategy="epoch", callbacks=[dies])
     trainer.train(resume_from_checkpoint=True)
-    return digest(trainer.model), [each["step"] for each in trainer.state.log_history if "eval_loss" in each]
+    return digest(trainer.model), [
+        each["step"] for each in trainer.state.log_history if "eval_loss" in each
+    ]
 
 
 @pytest.mark.parametrize(("step", "where"), [(6, "on_prediction_step"), (7, "on_step_end")])
-def test_an_evaluation_after_a_save_is_not_left_out_after_a_kill(tmp_path: Path, step: int, where: str) -> None:
-    """Killed in the evaluation of an epoch whose last step saves, or after it, training ends as if undisturbed."""
-    program = f"import {__name__} as t; t.evaluated(t.Path({str(tmp_path)!r}, 'cut'), {step}, {where!r})"
-    life = run_prepared(["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS)
+def test_an_evaluation_after_a_save_is_not_left_out_after_a_kill(
+    tmp_path: Path, step: int, where: str
+) -> None:
+    """Killed in the evaluation of an epoch whose last step saves, or after it, training ends as
+    if undisturbed.
+    """
+    program = (
+        f"import {__name__} as t; t.evaluated(t.Path({str(tmp_path)!r}, 'cut'), {step}, {where!r})"
+    )
+    life = run_prepared(
+        ["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS
+    )
     assert life.returncode == -signal.SIGKILL, life.stderr
     assert evaluated(tmp_path / "cut") == evaluated(tmp_path / "calm")
 
@@ -153,30 +172,46 @@ def test_an_evaluation_after_a_save_is_not_left_out_after_a_kill(tmp_path: Path,
 def test_a_first_save_that_was_killed_is_not_resumed_from(
     tmp_path: Path, undisturbed: str, caplog: pytest.LogCaptureFixture, begun_without: bool
 ) -> None:
-    """Where nothing was sealed yet training starts anew, or goes on from what the plain Trainer has left."""
+    """Where nothing was sealed yet training starts anew, or goes on from what the plain Trainer
+    has left.
+    """
     if begun_without:
         plain = make_trainer(
-            transformers.Trainer, tmp_path, make_gpt2(), samples(20), **SAVING,
+            transformers.Trainer,
+            tmp_path,
+            make_gpt2(),
+            samples(20),
+            **SAVING,
             callbacks=[At(4, lambda _: setattr(plain.control, "should_training_stop", True))],
-        )  # fmt: skip
+        )
         plain.train()
     torn = "checkpoint-6" if begun_without else "checkpoint-2"
-    program = f"import pathlib, {__name__} as here; here.dies_in_its_next_save(pathlib.Path({str(tmp_path)!r}))"
-    life = run_prepared(["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS)
+    program = (
+        f"import pathlib, {__name__} as here;"
+        f" here.dies_in_its_next_save(pathlib.Path({str(tmp_path)!r}))"
+    )
+    life = run_prepared(
+        ["-c", program], cwd=Path(__file__).parents[2], timeout=120, loaded=FRAMEWORKS
+    )
     assert life.returncode == -signal.SIGKILL, life.stderr
     assert transformers.trainer_utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / torn)
     trainer = guarded(tmp_path)
     with caplog.at_level(logging.WARNING, "holdfast"):
         trainer.train(resume_from_checkpoint=True)
     assert f"{torn}: manifest.json is missing, so the save was not finished" in caplog.text
-    assert (f"no checkpoint in {tmp_path}: training starts anew" in caplog.text) is not begun_without
+    assert (
+        f"no checkpoint in {tmp_path}: training starts anew" in caplog.text
+    ) is not begun_without
     assert (tmp_path / f"damaged-{torn}").is_dir()
     assert digest(trainer.model) == undisturbed
     verify(tmp_path / torn)
 
 
 def test_a_path_falls_back_and_what_is_lost_is_said(tmp_path: Path) -> None:
-    """A damaged checkpoint that was named leads to the one before it; when none is left, that is an error."""
+    """A damaged checkpoint that was named leads to the one before it.
+
+    When none is left, that is an error.
+    """
     guarded(tmp_path, max_steps=4).train()
     newest, oldest = tmp_path / "checkpoint-4", tmp_path / "checkpoint-2"
     flip_bit(newest / "optimizer.pt", 12345)
@@ -190,10 +225,15 @@ def test_a_path_falls_back_and_what_is_lost_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_lost_checkpoints_are_no_silent_new_start(elsewhere: bool, tmp_path: Path) -> None:
-    """Where a run has saved and nothing is found, or its folder is out of reach, asking for the newest is an H312."""
+    """Where a run has saved and nothing is found, or its folder is out of reach, asking for the
+    newest is an H312.
+    """
     from holdfast.integrations.transformers import HoldfastTrainer, last_good_checkpoint
 
-    output, run_dir = tmp_path / "output", tmp_path / "run" if elsewhere else tmp_path / "output" / "holdfast"
+    output, run_dir = (
+        tmp_path / "output",
+        tmp_path / "run" if elsewhere else tmp_path / "output" / "holdfast",
+    )
     settings = SAVING | {"max_steps": 4}
     trainer = make_trainer(
         HoldfastTrainer, output, make_gpt2(), samples(20), holdfast_run_dir=str(run_dir), **settings
@@ -217,13 +257,19 @@ def test_lost_checkpoints_are_no_silent_new_start(elsewhere: bool, tmp_path: Pat
 
 
 def test_a_save_that_fails_does_not_end_training(tmp_path: Path, undisturbed: str) -> None:
-    """Where the disk refuses a checkpoint training goes on, and the older one stays, also with a limit of one."""
+    """Where the disk refuses a checkpoint training goes on, and the older one stays, also with a
+    limit of one.
+    """
     (tmp_path / "checkpoint-4").write_text("in the way")  # a folder cannot be made here
-    trainer = guarded(tmp_path, save_total_limit=1, callbacks=[At(5, lambda _: verify(tmp_path / "checkpoint-2"))])
+    trainer = guarded(
+        tmp_path, save_total_limit=1, callbacks=[At(5, lambda _: verify(tmp_path / "checkpoint-2"))]
+    )
     trainer.train()
     assert digest(trainer.model) == undisturbed
     assert trainer.args.save_total_limit == 1
-    assert [path.name for path in tmp_path.glob("checkpoint-*") if path.is_dir()] == ["checkpoint-8"]
+    assert [path.name for path in tmp_path.glob("checkpoint-*") if path.is_dir()] == [
+        "checkpoint-8"
+    ]
     verify(tmp_path / "checkpoint-8")
 
 
@@ -251,10 +297,14 @@ def test_samples_of_a_holdfast_loader_are_quarantined_by_their_index(tmp_path: P
     class Own(HoldfastTrainer):  # type: ignore[misc, valid-type]
         def get_train_dataloader(self) -> Any:
             collate = transformers.default_data_collator
-            return DataLoader(self.train_dataset, 4, shuffle=True, seed=7, collate_fn=collate, quarantine=2)
+            return DataLoader(
+                self.train_dataset, 4, shuffle=True, seed=7, collate_fn=collate, quarantine=2
+            )
 
     policy = {"drop_nonfinite_samples": True}
-    make_trainer(Own, tmp_path, Poisoned(make_gpt2()), with_poison(13), **SAVING, holdfast_policy=policy).train()
+    make_trainer(
+        Own, tmp_path, Poisoned(make_gpt2()), with_poison(13), **SAVING, holdfast_policy=policy
+    ).train()
     text = (tmp_path / "holdfast" / "quarantine.json").read_text()
     assert '"index": 13' in text or '"13"' in text, text
 
@@ -262,7 +312,10 @@ def test_samples_of_a_holdfast_loader_are_quarantined_by_their_index(tmp_path: P
 def test_checkpoints_that_cannot_be_read_now_or_reached_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither an older one nor a new start takes their place: H307 for a fault that passes, H312 for a dead link."""
+    """Neither an older one nor a new start takes their place.
+
+    H307 for a fault that passes, H312 for a dead link.
+    """
     from holdfast.integrations.transformers import last_good_checkpoint
 
     guarded(tmp_path, max_steps=4).train()
@@ -290,12 +343,15 @@ def test_checkpoints_that_cannot_be_read_now_or_reached_are_kept(
 
 
 def test_what_can_never_be_saved_is_said_at_once(tmp_path: Path) -> None:
-    """A first save that fails for another reason than the disk ends training, as it does in the plain Trainer."""
+    """A first save that fails for another reason than the disk ends training, as it does in the
+    plain Trainer.
+    """
     model = torch.nn.Linear(2, 2)
     trainer = guarded(tmp_path)
     trainer.model.extra = model
     trainer.model.again = torch.nn.Module()
-    trainer.model.again.weight = torch.nn.Parameter(model.weight[:1])  # shares memory, which safetensors refuses
+    # Shares memory, which safetensors refuses
+    trainer.model.again.weight = torch.nn.Parameter(model.weight[:1])
     with pytest.raises(RuntimeError, match="shared tensors"):
         trainer.train()
 
@@ -312,7 +368,9 @@ EVALUATED: dict[str, Any] = {
 
 @pytest.mark.parametrize("where", ["on_step_end", "on_evaluate"])
 def test_sigterm_saves_also_where_only_the_best_is_saved(tmp_path: Path, where: str) -> None:
-    """With ``save_strategy="best"`` the step at which training was stopped is saved although it is not the best."""
+    """With ``save_strategy="best"`` the step at which training was stopped is saved although it
+    is not the best.
+    """
 
     def kill(_: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step == 4:
@@ -356,19 +414,27 @@ def test_out_of_memory_in_an_evaluation_loses_no_step(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_there_is_not_written_again_at_the_end(
     tmp_path: Path, calls: int, steps: list[int]
 ) -> None:
-    """When memory ends a training right after a save, the good checkpoint is left alone; later steps are saved."""
+    """When memory ends a training right after a save, the good checkpoint is left alone.
+
+    Later steps are saved.
+    """
     saved: list[str] = []
     trainer = guarded(tmp_path, holdfast_policy={"recompute": False})
     trainer.model = trainer.model_wrapped = NoRoom(calls=calls)
     save = trainer.save_model
-    trainer.save_model = lambda folder, **named: (saved.append(Path(folder).name), save(folder, **named))[1]
+    trainer.save_model = lambda folder, **named: (
+        saved.append(Path(folder).name),
+        save(folder, **named),
+    )[1]
     with pytest.raises(OutOfMemoryError, match="H401"):
         trainer.train()
     assert saved == [f"checkpoint-{step}" for step in steps]
 
 
 def test_a_best_model_that_was_damaged_is_not_loaded(tmp_path: Path) -> None:
-    """One flipped bit in the weights of the best checkpoint is an error, and not the result of the training."""
+    """One flipped bit in the weights of the best checkpoint is an error, and not the result of
+    the training.
+    """
 
     def hurt(_: Any) -> None:
         weights = tmp_path / "checkpoint-2" / "model.safetensors"
@@ -404,7 +470,9 @@ print("after training")
 def test_a_training_that_could_not_save_at_its_end_says_so(
     refused: tuple[int, ...], status: int, newest: Any, tmp_path: Path
 ) -> None:
-    """With the last saves refused by the disk, the recording and the exit code say which step is in a checkpoint."""
+    """With the last saves refused by the disk, the recording and the exit code say which step is
+    in a checkpoint.
+    """
     program = ["-c", TRAINER_WITHOUT_ROOM, tmp_path, *refused]
 
     ended = run_prepared(program, timeout=200, loaded=FRAMEWORKS, cwd=Path(__file__).parents[2])

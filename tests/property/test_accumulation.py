@@ -1,4 +1,6 @@
-"""Accumulation: any split of any ragged batch leaves the gradient of the whole, for every kind of loss."""
+"""Accumulation: any split of any ragged batch leaves the gradient of the whole, for every kind
+of loss.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _WIDEST = 6
 
 @st.composite
 def _batches(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    """Return 1 to 12 samples with frames and tokens, each of 0 to 6 per sample, and at least one of both in all."""
+    """Return 1 to 12 samples with frames and tokens, each of 0 to 6 per sample, and at least one
+    of both in all.
+    """
     lengths = st.lists(st.integers(0, _WIDEST), min_size=1, max_size=12).filter(any)
     frames = draw(lengths)
     tokens = draw(st.permutations(frames))
@@ -77,7 +81,11 @@ class _Model(nn.Module):
 
     def named_terms(self, batch: Any) -> Any:
         first, second = self.terms(batch)
-        return {"first": first, "second": second, "third": Loss(self.bare_mean(batch), len(batch["x"]))}
+        return {
+            "first": first,
+            "second": second,
+            "third": Loss(self.bare_mean(batch), len(batch["x"])),
+        }
 
     def two_pass(self) -> TwoPass:
         def loss(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -105,20 +113,27 @@ def _passed(model: _Model, loss: Any, batch: Any, samples: int) -> Passed:
 def test_any_split_of_any_ragged_batch_gives_the_gradient_of_the_whole(
     batch: dict[str, torch.Tensor], samples: int, kind: str
 ) -> None:
-    """For every kind of loss, lengths and part size, gradient and loss are those of one pass to 1e-12."""
+    """For every kind of loss, lengths and part size, gradient and loss are those of one pass to
+    1e-12.
+    """
     model = _Model()
     loss = model.two_pass() if kind == "two_pass" else getattr(model, kind)
     returned = loss(batch)
     terms = list(returned.values()) if isinstance(returned, dict) else returned
     terms = terms if isinstance(terms, list) else [terms]
-    means = [term.mean if isinstance(term, Loss) else term[0] if isinstance(term, tuple) else term for term in terms]
+    means = [
+        term.mean if isinstance(term, Loss) else term[0] if isinstance(term, tuple) else term
+        for term in terms
+    ]
     sum(means).backward()  # type: ignore[union-attr]
     whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
     passed = _passed(model, loss, batch, samples)
     parted = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert (parted - whole).norm() <= 1e-12 * whole.norm()
-    torch.testing.assert_close(passed[0], torch.as_tensor(sum(means)).detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        passed[0], torch.as_tensor(sum(means)).detach(), rtol=1e-12, atol=1e-14
+    )
     assert passed.dropped == ()
 
 
@@ -127,12 +142,18 @@ def test_any_split_of_any_ragged_batch_gives_the_gradient_of_the_whole(
 def test_what_is_left_out_is_what_was_bad_and_the_rest_is_exact(
     batch: dict[str, torch.Tensor], samples: int, bad: set[int]
 ) -> None:
-    """Parts with NaN are named, and the gradient is that of the samples in the other parts, as if they were all."""
+    """Parts with NaN are named, and the gradient is that of the samples in the other parts, as
+    if they were all.
+    """
     size = len(batch["x"])
     batch["frames"][:, 0] = True
     bad = {sample % size for sample in bad}
     batch["x"][list(bad)] = torch.nan
-    kept = [sample for sample in range(size) if not any(each // samples == sample // samples for each in bad)]
+    kept = [
+        sample
+        for sample in range(size)
+        if not any(each // samples == sample // samples for each in bad)
+    ]
     model = _Model()
     passed = _passed(model, model.frames, batch, samples)
     parted = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -153,7 +174,10 @@ def test_what_is_left_out_is_what_was_bad_and_the_rest_is_exact(
 def test_whatever_a_mean_may_be_over_is_shared_out_among_the_parts(
     batch: dict[str, torch.Tensor], samples: int
 ) -> None:
-    """Counts of the parts add up to that of the batch, so shares add up to 1; equal shares are no disagreement."""
+    """Counts of the parts add up to that of the batch, so shares add up to 1.
+
+    Equal shares are no disagreement.
+    """
     size = len(batch["x"])
     parts = micro_batches(batch, size, samples)
     for weighting in find_weightings(batch, size):

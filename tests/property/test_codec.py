@@ -23,7 +23,10 @@ _DTYPES = [*SAVED_AS, torch.complex32, torch.complex64, torch.complex128]
 
 @st.composite
 def _tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Return tensors of any bits: NaN payloads, negative zeros, subnormals; also empty, 0-dim and transposed."""
+    """Return tensors of any bits: NaN payloads, negative zeros, subnormals.
+
+    Also empty, 0-dim and transposed.
+    """
     dtype = draw(st.sampled_from(_DTYPES))
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     size_bytes = int(np.prod(shape)) * dtype.itemsize
@@ -42,7 +45,9 @@ def _arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     shape = draw(st.lists(st.integers(1, 3), max_size=2))
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
     raw = draw(st.binary(min_size=size, max_size=size))
-    return np.frombuffer(bytes(byte & 1 for byte in raw) if kind == "?" else raw, dtype=kind).reshape(shape)
+    return np.frombuffer(
+        bytes(byte & 1 for byte in raw) if kind == "?" else raw, dtype=kind
+    ).reshape(shape)
 
 
 _SCALARS = st.one_of(
@@ -54,7 +59,9 @@ _SCALARS = st.one_of(
     st.binary(max_size=5),
     st.complex_numbers(),
     st.sampled_from(_DTYPES),
-    st.sampled_from([torch.device("cpu"), torch.device("cuda:1"), Path("/a b/c"), torch.Size([2, 0])]),
+    st.sampled_from(
+        [torch.device("cpu"), torch.device("cuda:1"), Path("/a b/c"), torch.Size([2, 0])]
+    ),
     st.floats(width=32).map(np.float32),
     st.integers(-(2**63), 2**63 - 1).map(np.int64),
     st.booleans().map(np.bool_),
@@ -111,7 +118,9 @@ def _bits(value: Any) -> Any:
 @settings(deadline=None, max_examples=250)
 @given(_TREES)
 def test_any_tree_comes_back_bit_for_bit(tree: Any) -> None:
-    """Types, order, keys and every bit of every tensor survive, and the JSON part is strict JSON."""
+    """Types, order, keys and every bit of every tensor survive, and the JSON part is strict
+    JSON.
+    """
     encoder = Encoder("tree")
     text = json.dumps(encoder.encode(tree), allow_nan=False)
     assert _bits(decode(json.loads(text), encoder.tensors)) == _bits(tree)

@@ -1,4 +1,7 @@
-"""Whatever lies in place of a file of a run: commands read what is left, and a run that continues begins."""
+"""Whatever lies in place of a file of a run.
+
+Commands read what is left, and a run that continues begins.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,24 @@ from holdfast.supervise.launch.supervisor import Plan, Supervisor
 pytestmark = pytest.mark.slow
 COMMANDS = ("events", "explain", "watch --once", "metrics --jsonl /dev/null", "report")
 FILES = (
-    "run.json", "lock", "recorder/rank0/steps.ring", "recorder/rank0/events.ring",
-    "supervised.json", "output.log", "supervisor/lock", "supervisor/events.ring", "supervisor/steps.ring",
+    "run.json",
+    "lock",
+    "recorder/rank0/steps.ring",
+    "recorder/rank0/events.ring",
+    "supervised.json",
+    "output.log",
+    "supervisor/lock",
+    "supervisor/events.ring",
+    "supervisor/steps.ring",
     "recorder/rank0/scalars.ring",
-    "processes/*/process.json", "processes/*/progress.board", "processes/*/samples.ring", "processes/*/events.ring",
-)  # fmt: skip
-FILLS = st.sampled_from([b"\xff", b"\x00", b"\x01", b"\x7f", b"\x80", b"HOLDRING", b"[", b"{", b"9"])
+    "processes/*/process.json",
+    "processes/*/progress.board",
+    "processes/*/samples.ring",
+    "processes/*/events.ring",
+)
+FILLS = st.sampled_from(
+    [b"\xff", b"\x00", b"\x01", b"\x7f", b"\x80", b"HOLDRING", b"[", b"{", b"9"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +97,12 @@ def damage(path: Path, kind: str, fill: bytes, share: float, seed: bytes) -> Non
             file.write(seed)
 
 
-@example(name="recorder/rank0/steps.ring", kind="filled from here", fill=b"\xff", share=0.01, seed=b"x")
-@example(name="supervisor/events.ring", kind="filled from here", fill=b"\xff", share=0.01, seed=b"x")
+@example(
+    name="recorder/rank0/steps.ring", kind="filled from here", fill=b"\xff", share=0.01, seed=b"x"
+)
+@example(
+    name="supervisor/events.ring", kind="filled from here", fill=b"\xff", share=0.01, seed=b"x"
+)
 @example(name="lock", kind="directory", fill=b"\xff", share=0.0, seed=b"x")
 @settings(deadline=None, max_examples=30)
 @given(
@@ -93,15 +112,22 @@ def damage(path: Path, kind: str, fill: bytes, share: float, seed: bytes) -> Non
     share=st.floats(0, 1),
     seed=st.binary(min_size=1, max_size=5000),
 )
-def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(whole, name, kind, fill, share, seed):
-    """Every command answers with an exit code of its own, and guard and supervisor open, or refuse with a rule."""
+def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(
+    whole, name, kind, fill, share, seed
+):
+    """Every command answers with an exit code of its own, and guard and supervisor open, or
+    refuse with a rule.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         run = shutil.copytree(whole, Path(place) / "run")
         damage(next(run.glob(name)), kind, fill, share, seed)
         for command in COMMANDS:
             name, *options = command.split()
             result = CliRunner().invoke(make_app(name), [name, str(run), *options])
-            assert result.exception is None or isinstance(result.exception, SystemExit), (command, result.exception)
+            assert result.exception is None or isinstance(result.exception, SystemExit), (
+                command,
+                result.exception,
+            )
             assert "Usage" not in result.output
         try:
             opened = RunDirectory(run)
@@ -129,8 +155,13 @@ def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(whole, na
 
 @pytest.mark.parametrize("fill", [b"\xff", b"\x01"])
 @pytest.mark.parametrize("name", ["steps.ring", "events.ring"])
-def test_a_ring_that_was_painted_over_is_kept_beside_the_new_one_and_said(tmp_path, caplog, name, fill):
-    """The recording begins anew, with an event and a warning that name the file; nothing of the old one is lost."""
+def test_a_ring_that_was_painted_over_is_kept_beside_the_new_one_and_said(
+    tmp_path, caplog, name, fill
+):
+    """The recording begins anew, with an event and a warning that name the file.
+
+    Nothing of the old one is lost.
+    """
     directory = tmp_path / "rank0"
     BlackBox(directory).close()
     ring = directory / name

@@ -1,4 +1,6 @@
-"""`FeatureCache`: what is stored comes back, and whatever happens to an unfinished build, the file is the same."""
+"""`FeatureCache`: what is stored comes back, and whatever happens to an unfinished build, the
+file is the same.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from holdfast.core.errors import LoaderError
 from holdfast.testing import flip_bit
 
 _FAST = settings(deadline=None, max_examples=60)
-_DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.bool, torch.complex64, torch.uint8]
+_DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int16,
+    torch.bool,
+    torch.complex64,
+    torch.uint8,
+]
 _SHAPES = st.lists(st.integers(0, 4), max_size=3)
 _LEAVES = st.one_of(
     st.none(),
@@ -27,8 +37,14 @@ _LEAVES = st.one_of(
     st.integers(-(2**70), 2**70),
     st.floats(),
     st.text(max_size=5),
-    st.builds(lambda shape, dtype: torch.randint(0, 2, shape).to(dtype), _SHAPES, st.sampled_from(_DTYPES)),
-    st.builds(lambda shape, kind: np.ones(shape, kind), _SHAPES, st.sampled_from(["<f4", "<i8", "<u2", "|b1"])),
+    st.builds(
+        lambda shape, dtype: torch.randint(0, 2, shape).to(dtype), _SHAPES, st.sampled_from(_DTYPES)
+    ),
+    st.builds(
+        lambda shape, kind: np.ones(shape, kind),
+        _SHAPES,
+        st.sampled_from(["<f4", "<i8", "<u2", "|b1"]),
+    ),
 )
 _VALUES = st.recursive(
     _LEAVES,
@@ -79,7 +95,9 @@ def _plain(value: Any) -> Any:
 @_FAST
 @given(_VALUES, st.integers(0, 2**40))
 def test_what_is_encoded_is_decoded(value: Any, index: int) -> None:
-    """Any nesting of tensors, arrays, numbers and text comes back as it was, and its bytes depend on it alone."""
+    """Any nesting of tensors, arrays, numbers and text comes back as it was, and its bytes
+    depend on it alone.
+    """
     data = encode(value)
     assert _plain(decode(bytearray(data))) == _plain(value)
     assert encode(decode(bytearray(data))) == data
@@ -95,11 +113,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @_FAST
 @given(st.data())
-def test_whatever_a_kill_leaves_the_build_ends_with_the_same_file(undisturbed: bytes, data: st.DataObject) -> None:
-    """Stopped at any item, its file cut anywhere or with a flipped bit, it ends with the undisturbed file."""
+def test_whatever_a_kill_leaves_the_build_ends_with_the_same_file(
+    undisturbed: bytes, data: st.DataObject
+) -> None:
+    """Stopped at any item, its file cut anywhere or with a flipped bit, it ends with the
+    undisturbed file.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f.h5"
-        for stop_at in sorted(data.draw(st.sets(st.integers(0, _ITEMS - 1), min_size=1, max_size=3))):
+        for stop_at in sorted(
+            data.draw(st.sets(st.integers(0, _ITEMS - 1), min_size=1, max_size=3))
+        ):
             _STOP_AT[0] = stop_at
             try:
                 with pytest.raises(LoaderError, match=f"item {stop_at} .* not now"):

@@ -38,7 +38,9 @@ class Device:
 @st.composite
 def _devices(draw: st.DrawFn) -> Device:
     plain = draw(st.integers(0, 70))
-    return Device(plain, plain + draw(st.integers(0, 70)), draw(st.booleans()), draw(st.integers(1, 4)))
+    return Device(
+        plain, plain + draw(st.integers(0, 70)), draw(st.booleans()), draw(st.integers(1, 4))
+    )
 
 
 _LARGEST = st.none() | st.integers(1, 80)
@@ -50,7 +52,9 @@ def _step(ladder: MemoryLadder, device: Device, batch_size: int) -> tuple[list[D
     attempts = 1
     while not device.fits(ladder.plan, batch_size):
         decisions.append(
-            ladder.decide_after_oom(batch_size=batch_size, failures=attempts, remedies=device.remedies())
+            ladder.decide_after_oom(
+                batch_size=batch_size, failures=attempts, remedies=device.remedies()
+            )
         )
         if isinstance(decisions[-1], Stop):
             return decisions, False
@@ -61,7 +65,9 @@ def _step(ladder: MemoryLadder, device: Device, batch_size: int) -> tuple[list[D
 
 
 @_SETTINGS
-@given(_devices(), _LARGEST, st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(1, 5))
+@given(
+    _devices(), _LARGEST, st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(1, 5)
+)
 def test_a_step_ends_at_a_plan_that_fits_if_there_is_one(
     device: Device, largest: int | None, batch_sizes: list[int], grow_after_steps: int
 ) -> None:
@@ -79,8 +85,12 @@ def test_a_step_ends_at_a_plan_that_fits_if_there_is_one(
 
 @_SETTINGS
 @given(_devices(), _LARGEST, st.integers(1, 64), st.integers(1, 6))
-def test_failed_attempts_are_few(device: Device, largest: int | None, batch_size: int, grow_after_steps: int) -> None:
-    """Over 600 steps the attempts that fail grow with the logarithm of the steps, up to the longest wait."""
+def test_failed_attempts_are_few(
+    device: Device, largest: int | None, batch_size: int, grow_after_steps: int
+) -> None:
+    """Over 600 steps the attempts that fail grow with the logarithm of the steps, up to the
+    longest wait.
+    """
     steps = 600
     ladder = MemoryLadder(largest=largest, grow_after_steps=grow_after_steps)
     failed = 0
@@ -97,7 +107,9 @@ def test_failed_attempts_are_few(device: Device, largest: int | None, batch_size
 @_SETTINGS
 @given(_devices(), st.integers(1, 64), st.integers(1, 6))
 def test_more_memory_is_used_again(device: Device, batch_size: int, grow_after_steps: int) -> None:
-    """When the device has room again, the plan comes back to the whole batch without recomputation."""
+    """When the device has room again, the plan comes back to the whole batch without
+    recomputation.
+    """
     ladder = MemoryLadder(largest=None, grow_after_steps=grow_after_steps)
     if not _step(ladder, device, batch_size)[1]:
         return

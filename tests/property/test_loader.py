@@ -1,4 +1,7 @@
-"""`holdfast.DataLoader`: stopped anywhere and continued anyhow, each sample comes exactly once, in the same order."""
+"""`holdfast.DataLoader`.
+
+Stopped anywhere and continued anyhow, each sample comes exactly once, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,9 @@ def _make(options: dict[str, Any], **changes: Any) -> DataLoader:
 def test_each_sample_comes_once_in_the_same_order_after_any_cut(
     options: dict[str, Any], cut: int, new_batch_size: int
 ) -> None:
-    """Two epochs, cut anywhere and continued with any batch size, are the samples of two undisturbed epochs."""
+    """Two epochs, cut anywhere and continued with any batch size, are the samples of two
+    undisturbed epochs.
+    """
     undisturbed = _make(options)
     per_epoch = len(undisturbed)
     expected = _samples([batch for _ in range(2) for batch in undisturbed])

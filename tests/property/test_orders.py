@@ -1,4 +1,6 @@
-"""Orders: bijections whatever the size, the same however they are sliced, and shared out without loss or doubling."""
+"""Orders: bijections whatever the size, the same however they are sliced, and shared out without
+loss or doubling.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from holdfast.loader.seeds import derive_seed
 
 _FAST = settings(deadline=None, max_examples=60)
 _SEEDS = st.integers(0, 2**63 - 1)
-_PARTS = st.lists(st.one_of(st.integers(-(2**70), 2**70), st.text(max_size=5)), min_size=1, max_size=4)
+_PARTS = st.lists(
+    st.one_of(st.integers(-(2**70), 2**70), st.text(max_size=5)), min_size=1, max_size=4
+)
 
 
 @st.composite
@@ -29,7 +33,9 @@ def _orders(draw: st.DrawFn) -> Order:
     length = draw(st.one_of(st.integers(1, 40), st.integers(4000, 9000)))
     lengths = np.random.default_rng(draw(st.integers(0, 9))).integers(0, 100, length)
     least = 1 if length <= 40 else 300
-    bucketed = LengthBucketed(lengths, window=draw(st.integers(least, 1000)), group=draw(st.integers(1, 40)))
+    bucketed = LengthBucketed(
+        lengths, window=draw(st.integers(least, 1000)), group=draw(st.integers(1, 40))
+    )
     return draw(st.sampled_from([Sequential(length), Shuffled(length), bucketed]))
 
 
@@ -42,9 +48,15 @@ def test_a_permutation_has_each_value_once(n: int, key: int) -> None:
 
 @_FAST
 @given(st.integers(1, 2**62), st.integers(), st.data())
-def test_values_of_any_range_are_inside_it_and_differ(n: int, key: int, data: st.DataObject) -> None:
-    """Any positions of a range up to 2**62 give as many different values of it, alone or together."""
-    positions = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True)))
+def test_values_of_any_range_are_inside_it_and_differ(
+    n: int, key: int, data: st.DataObject
+) -> None:
+    """Any positions of a range up to 2**62 give as many different values of it, alone or
+    together.
+    """
+    positions = np.array(
+        data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
+    )
     values = permuted(positions, n, key)
     assert len(set(values.tolist())) == len(positions)
     assert values.min() >= 0
@@ -60,7 +72,10 @@ def test_slices_join(order: Order, seed: int, epoch: int, data: st.DataObject) -
     first, middle, last = sorted(data.draw(st.tuples(places, places, places)))
     whole = order.indices(seed, epoch, first, last)
     order.indices(seed, epoch + 1, 0, 5)
-    assert order.indices(seed, epoch, first, middle) + order.indices(seed, epoch, middle, last) == whole
+    assert (
+        order.indices(seed, epoch, first, middle) + order.indices(seed, epoch, middle, last)
+        == whole
+    )
     assert len(whole) == last - first
 
 
@@ -72,15 +87,24 @@ def test_an_order_has_each_sample_once(order: Order, seed: int, epoch: int) -> N
 
 
 @_FAST
-@given(st.integers(20, 9000), _SEEDS, st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True))
+@given(
+    st.integers(20, 9000),
+    _SEEDS,
+    st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True),
+)
 def test_no_two_epochs_have_the_same_order(length: int, seed: int, epochs: list[int]) -> None:
     """Different epochs of one seed are shuffled and bucketed differently."""
     for order in (Shuffled(length), LengthBucketed(np.arange(length))):
-        assert len({tuple(order.indices(seed, epoch, 0, length)) for epoch in epochs}) == len(epochs)
+        assert len({tuple(order.indices(seed, epoch, 0, length)) for epoch in epochs}) == len(
+            epochs
+        )
 
 
 @_FAST
-@given(st.integers(0, 200), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9))
+@given(
+    st.integers(0, 200),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9),
+)
 def test_each_position_belongs_to_one_rank_whatever_sizes_a_run_goes_on_with(
     count: int, sizes: list[tuple[int, int]]
 ) -> None:
@@ -89,13 +113,17 @@ def test_each_position_belongs_to_one_rank_whatever_sizes_a_run_goes_on_with(
     while position < count:
         batch_size, world_size = sizes[min(number, len(sizes) - 1)]
         steps = steps_left(position, count, batch_size, world_size)
-        shares = [rank_positions(position, count, batch_size, rank, world_size) for rank in range(world_size)]
+        shares = [
+            rank_positions(position, count, batch_size, rank, world_size)
+            for rank in range(world_size)
+        ]
         there = [share for share in shares if share]
         assert len(there) == world_size
         counts = {len(share) for share in there}
         assert max(counts) <= batch_size
         assert max(counts) - min(counts) <= 1
-        taken.update(place for share in there[: count - position] for place in share)  # fewer left: taken twice
+        # Fewer left: taken twice
+        taken.update(place for share in there[: count - position] for place in share)
         position, number = position + min(batch_size * world_size, count - position), number + 1
         assert steps_left(position, count, batch_size, world_size) == steps - 1
     assert taken == Counter(range(count))
@@ -104,8 +132,12 @@ def test_each_position_belongs_to_one_rank_whatever_sizes_a_run_goes_on_with(
 
 @_FAST
 @given(st.integers(0, 200), st.integers(1, 9), st.integers(1, 9))
-def test_drop_last_leaves_out_the_step_that_is_not_full(count: int, batch_size: int, world_size: int) -> None:
-    """Every rank has full batches, as many as are counted, and at most one step's positions are left out."""
+def test_drop_last_leaves_out_the_step_that_is_not_full(
+    count: int, batch_size: int, world_size: int
+) -> None:
+    """Every rank has full batches, as many as are counted, and at most one step's positions are
+    left out.
+    """
     position, steps = 0, 0
     while shares := [
         share

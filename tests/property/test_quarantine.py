@@ -1,4 +1,7 @@
-"""The ledger of samples that are set aside: whatever is done to it, its cap holds and its file tells the same."""
+"""The ledger of samples that are set aside.
+
+Whatever is done to it, its cap holds and its file tells the same.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,23 @@ _EVIDENCE = st.text(st.characters(), max_size=20)  # lone surrogates too: file n
 
 @st.composite
 def _histories(draw: st.DrawFn) -> list[tuple[Any, ...]]:
-    """Return what is done to a ledger: samples set aside and taken back, and restarts of the run."""
+    """Return what is done to a ledger.
+
+    Samples set aside and taken back, and restarts of the run.
+    """
     keys = st.sampled_from(draw(st.lists(_KEYS, min_size=1, max_size=5)))
     add = st.tuples(st.just("add"), keys, _EPOCHS, _EVIDENCE)
     release = st.tuples(st.just("release"), st.lists(keys, max_size=3))
-    return draw(st.lists(st.one_of(add, add, release, st.just(("restart",))), min_size=5, max_size=25))
+    return draw(
+        st.lists(st.one_of(add, add, release, st.just(("restart",))), min_size=5, max_size=25)
+    )
 
 
 def _known_as(index: Any) -> Any:
-    """Return what a ledger calls an index: a file of JSON holds no bytes, which are known by their text."""
+    """Return what a ledger calls an index.
+
+    A file of JSON holds no bytes, which are known by their text.
+    """
     if isinstance(index, tuple):
         return tuple(map(_known_as, index))
     return repr(index) if isinstance(index, bytes) else index
@@ -45,8 +56,12 @@ def _expected(aside: dict[Any, int], epoch: int) -> set[Any]:
 
 @_FAST
 @given(_histories(), st.integers(0, 4))
-def test_any_history_keeps_to_the_cap_and_to_its_file(history: list[tuple[Any, ...]], limit: int) -> None:
-    """The cap holds, a sample counts from its epoch on until it is released, and a restart changes nothing."""
+def test_any_history_keeps_to_the_cap_and_to_its_file(
+    history: list[tuple[Any, ...]], limit: int
+) -> None:
+    """The cap holds, a sample counts from its epoch on until it is released, and a restart
+    changes nothing.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, FILE_NAME)
         ledger = Ledger(limit, None, lambda: 1.5)

@@ -1,4 +1,7 @@
-"""The spike detector: NaN leaves no trace, scale means nothing, and a restored detector goes on as the old one."""
+"""The spike detector.
+
+NaN leaves no trace, scale means nothing, and a restored detector goes on as the old one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ Pair = tuple[float, float]
 
 @st.composite
 def _series(draw: st.DrawFn) -> list[Pair]:
-    """Return losses and norms with spikes, shifts of the level, and now and then zeros or negative losses."""
+    """Return losses and norms with spikes, shifts of the level, and now and then zeros or
+    negative losses.
+    """
     chance = random.Random(draw(st.integers(0, 2**32)))
     scatter = draw(st.sampled_from([0.001, 0.1, 0.5, 1.5]))
     offset = draw(st.sampled_from([0.0, 0.0, 0.0, 2.0]))
@@ -50,7 +55,9 @@ def _run(detector: SpikeDetector, pairs: list[Pair]) -> list[tuple[Level, int | 
 
 @_SETTINGS
 @given(_series(), st.integers(0, 2**32), st.floats(0.0, 0.5))
-def test_values_that_are_not_finite_leave_no_trace(pairs: list[Pair], seed: int, share: float) -> None:
+def test_values_that_are_not_finite_leave_no_trace(
+    pairs: list[Pair], seed: int, share: float
+) -> None:
     """With NaN and Inf strewn in anywhere, every other step is judged as without them."""
     chance = random.Random(seed)
     strewn: list[Pair] = []
@@ -59,19 +66,32 @@ def test_values_that_are_not_finite_leave_no_trace(pairs: list[Pair], seed: int,
             bad = chance.choice(_BAD)
             strewn.append(chance.choice([(bad, pair[1]), (pair[0], bad), (bad, bad)]))
         strewn.append(pair)
-    assert _run(SpikeDetector(objective="minimize"), strewn) == _run(SpikeDetector(objective="minimize"), pairs)
+    assert _run(SpikeDetector(objective="minimize"), strewn) == _run(
+        SpikeDetector(objective="minimize"), pairs
+    )
 
 
 @_SETTINGS
 @given(_series(), st.integers(-60, 60), st.integers(-60, 60))
-def test_the_scale_of_losses_and_norms_means_nothing(pairs: list[Pair], loss_power: int, norm_power: int) -> None:
-    """Losses times one power of two and norms times another, which rounds nothing, are judged alike."""
+def test_the_scale_of_losses_and_norms_means_nothing(
+    pairs: list[Pair], loss_power: int, norm_power: int
+) -> None:
+    """Losses times one power of two and norms times another, which rounds nothing, are judged
+    alike.
+    """
     scaled = [(loss * 2.0**loss_power, norm * 2.0**norm_power) for loss, norm in pairs]
-    assert _run(SpikeDetector(objective="minimize"), scaled) == _run(SpikeDetector(objective="minimize"), pairs)
+    assert _run(SpikeDetector(objective="minimize"), scaled) == _run(
+        SpikeDetector(objective="minimize"), pairs
+    )
 
 
 @_SETTINGS
-@given(_series(), st.integers(0, 449), st.integers(0, 449), st.sampled_from(["minimize", "adversarial"]))
+@given(
+    _series(),
+    st.integers(0, 449),
+    st.integers(0, 449),
+    st.sampled_from(["minimize", "adversarial"]),
+)
 def test_a_restored_detector_goes_on_as_the_old_one(
     pairs: list[Pair], cut: int, earlier: int, objective: Objective
 ) -> None:
@@ -91,7 +111,9 @@ def test_a_restored_detector_goes_on_as_the_old_one(
 
 @_SETTINGS
 @given(_series(), st.lists(st.tuples(st.integers(0, 449), st.integers(0, 449)), max_size=4))
-def test_no_regime_is_suspected_for_ever(pairs: list[Pair], rollbacks: list[tuple[int, int]]) -> None:
+def test_no_regime_is_suspected_for_ever(
+    pairs: list[Pair], rollbacks: list[tuple[int, int]]
+) -> None:
     """Whatever happened before, also rollbacks, 400 usual steps in a row make any run calm."""
     detector = SpikeDetector(objective="minimize")
     back = {number: min(earlier, number) for number, earlier in rollbacks}
@@ -103,16 +125,25 @@ def test_no_regime_is_suspected_for_ever(pairs: list[Pair], rollbacks: list[tupl
         if number in back:
             detector.return_to(json.loads(saved[back[number]]))
     chance = random.Random(0)
-    usual = [(7.0 * math.exp(chance.gauss(0, 0.1)), 5.0 * math.exp(chance.gauss(0, 0.1))) for _ in range(400)]
+    usual = [
+        (7.0 * math.exp(chance.gauss(0, 0.1)), 5.0 * math.exp(chance.gauss(0, 0.1)))
+        for _ in range(400)
+    ]
     levels = [level for level, _ in _run(detector, usual)]
     assert detector.is_calm()
     assert set(levels[-200:]) == {Level.CALM}
 
 
 @_SETTINGS
-@given(st.lists(st.tuples(st.floats(allow_nan=True), st.floats(allow_nan=True)), min_size=1, max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.floats(allow_nan=True), st.floats(allow_nan=True)), min_size=1, max_size=40
+    )
+)
 def test_no_numbers_whatever_raise(pairs: list[Pair]) -> None:
-    """Any floats, the largest, the smallest and minus zero among them, repeated long enough to matter, are judged."""
+    """Any floats, the largest, the smallest and minus zero among them, repeated long enough to
+    matter, are judged.
+    """
     detector = SpikeDetector(objective="minimize")
     _run(detector, pairs * (1 + 400 // len(pairs)))
     json.dumps(detector.state_dict(), allow_nan=False)

@@ -52,8 +52,15 @@ def _glued(parts: list[Any], whole: Any, dimension: int, size: int) -> bool:
     if isinstance(whole, np.ndarray):
         return bool(np.array_equal(np.concatenate(parts, dimension), whole))
     if isinstance(whole, dict):
-        return all(_glued([part[key] for part in parts], item, dimension, size) for key, item in whole.items())
-    kinds = {str if isinstance(item, str) else float for item in whole} if type(whole) in (list, tuple) else set()
+        return all(
+            _glued([part[key] for part in parts], item, dimension, size)
+            for key, item in whole.items()
+        )
+    kinds = (
+        {str if isinstance(item, str) else float for item in whole}
+        if type(whole) in (list, tuple)
+        else set()
+    )
     if len(kinds) == 1 and all(isinstance(item, (str, int, float)) for item in whole):
         return (
             list(itertools.chain(*parts)) == list(whole)
@@ -63,7 +70,10 @@ def _glued(parts: list[Any], whole: Any, dimension: int, size: int) -> bool:
     if isinstance(whole, (list, tuple)):
         assert all(type(part) is type(whole) and len(part) == len(whole) for part in parts)
         columns = zip(*parts, strict=True)
-        return all(_glued(list(column), item, dimension, size) for column, item in zip(columns, whole, strict=True))
+        return all(
+            _glued(list(column), item, dimension, size)
+            for column, item in zip(columns, whole, strict=True)
+        )
     return all(part is whole for part in parts)
 
 
@@ -76,7 +86,9 @@ def _cases(draw: st.DrawFn) -> tuple[Any, int, int, int]:
 @_FAST
 @given(_cases())
 def test_the_parts_are_the_batch_in_order(case: tuple[Any, int, int, int]) -> None:
-    """Every sample of every leaf is in exactly one part, in order, and shared leaves are in all of them."""
+    """Every sample of every leaf is in exactly one part, in order, and shared leaves are in all
+    of them.
+    """
     batch, size, dimension, micro_batch_size = case
     assert batch_size(batch, dimension) == size
     pairs = micro_batches(batch, size, micro_batch_size, dimension)
@@ -91,7 +103,10 @@ def test_the_parts_are_the_batch_in_order(case: tuple[Any, int, int, int]) -> No
 @_FAST
 @given(st.integers(1, 40), st.integers(1, 45), st.integers(1, 45))
 def test_no_part_is_smaller_than_it_may_be(size: int, micro_batch_size: int, smallest: int) -> None:
-    """A short rest joins the part before it; where that cannot help there is one part, and order is kept."""
+    """A short rest joins the part before it.
+
+    Where that cannot help there is one part, and order is kept.
+    """
     smallest = min(smallest, micro_batch_size)
     pairs = micro_batches(torch.arange(size), size, micro_batch_size, smallest=smallest)
     lengths = [length for _, length in pairs]
@@ -107,7 +122,9 @@ def test_no_part_is_smaller_than_it_may_be(size: int, micro_batch_size: int, sma
 def test_every_way_to_name_the_cut_gives_the_same_parts(
     size: int, micro_batch_size: int, data: st.DataObject
 ) -> None:
-    """A dimension, a prefix of dimensions and a function that cuts alike agree on sizes and parts."""
+    """A dimension, a prefix of dimensions and a function that cuts alike agree on sizes and
+    parts.
+    """
     features = torch.arange(2.0 * size).reshape(2, size)
     items = [torch.zeros(data.draw(st.integers(0, 3))) for _ in range(size)]
     batch = {"features": features, "items": items, "shared": torch.ones(size + 1)}
@@ -115,7 +132,11 @@ def test_every_way_to_name_the_cut_gives_the_same_parts(
 
     def cut(given: Any, most: int) -> list[Any]:
         return [
-            {**given, "features": features[:, start : start + most], "items": items[start : start + most]}
+            {
+                **given,
+                "features": features[:, start : start + most],
+                "items": items[start : start + most],
+            }
             for start in range(0, size, most)
         ]
 
@@ -132,10 +153,14 @@ def test_every_way_to_name_the_cut_gives_the_same_parts(
 @_FAST
 @given(_cases())
 def test_copies_and_fresh_containers_hold_the_same(case: tuple[Any, int, int, int]) -> None:
-    """A copy shares no memory with the batch, a fresh one shares all of it, and both hold equal values."""
+    """A copy shares no memory with the batch, a fresh one shares all of it, and both hold equal
+    values.
+    """
     batch = case[0]
     twin, given_batch = copied(batch), fresh(batch)
     originals, copies, shared = tensors_in(batch), tensors_in(twin), tensors_in(given_batch)
     assert all(torch.equal(a, b) and a is not b for a, b in zip(originals, copies, strict=True))
-    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(originals, copies, strict=True) if a.numel())
+    assert all(
+        a.data_ptr() != b.data_ptr() for a, b in zip(originals, copies, strict=True) if a.numel()
+    )
     assert all(a is b for a, b in zip(originals, shared, strict=True))

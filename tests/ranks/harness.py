@@ -1,7 +1,8 @@
-"""Ranks that are forked from one process which has loaded torch, meet over gloo, and must end in time.
+"""Ranks that are forked from one process which has loaded torch, meet over gloo, and must end in
+time.
 
-Forking saves each rank the seconds that an import of torch takes. What a rank returns or raises comes back by a file:
-a pipe that a forked process holds open would make everybody wait for it.
+Forking saves each rank the seconds that an import of torch takes. What a rank returns or raises
+comes back by a file: a pipe that a forked process holds open would make everybody wait for it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,19 @@ class Ended:
     output: str = ""
 
     def __repr__(self) -> str:
-        return f"exit {self.exit_code} after {self.seconds:.1f} s, {self.raised or self.returned}\n{self.output}"
+        return (
+            f"exit {self.exit_code} after {self.seconds:.1f} s,"
+            f" {self.raised or self.returned}\n{self.output}"
+        )
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *given: Any, limit_seconds: float = 30.0) -> list[Ended]:
-    """Call a function of a module on each rank, as ``function(rank, *given)``; a rank that hangs fails the test."""
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *given: Any, limit_seconds: float = 30.0
+) -> list[Ended]:
+    """Call a function of a module on each rank, as ``function(rank, *given)``.
+
+    A rank that hangs fails the test.
+    """
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "asked"), Path(folder, "ends")
         asked.write_bytes(pickle.dumps((function, world_size, given, limit_seconds)))
@@ -73,7 +82,9 @@ def _fork(asked: Path) -> None:
     context, folder, port = multiprocessing.get_context("fork"), asked.parent, _free_port()
     began = time.monotonic()
     ranks = [
-        context.Process(target=_rank, args=(function, rank, world_size, port, given, folder, limit_seconds))
+        context.Process(
+            target=_rank, args=(function, rank, world_size, port, given, folder, limit_seconds)
+        )
         for rank in range(world_size)
     ]
     for rank in ranks:
@@ -96,7 +107,13 @@ def _fork(asked: Path) -> None:
 
 
 def _rank(
-    function: Any, rank: int, world_size: int, port: int, given: Any, folder: Path, limit_seconds: float
+    function: Any,
+    rank: int,
+    world_size: int,
+    port: int,
+    given: Any,
+    folder: Path,
+    limit_seconds: float,
 ) -> None:
     import torch
     from torch import distributed
@@ -134,7 +151,8 @@ if __name__ == "__main__":
     import holdfast
 
     assert holdfast.Guard
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # the first one imports what takes a second
+    # The first one imports what takes a second
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     gc.collect()
     gc.freeze()  # else each collection in each rank looks through all of torch
     from tests.ranks import harness  # what is pickled there has the name of that module

@@ -64,14 +64,26 @@ def fit_each(rank: int, run: Path, trainings: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit(
-    rank: int, folder: Path, *, guarded: bool = True, ckpt_path: Any = None, saves: Any = None, **given: Any
+    rank: int,
+    folder: Path,
+    *,
+    guarded: bool = True,
+    ckpt_path: Any = None,
+    saves: Any = None,
+    **given: Any,
 ) -> Any:
     """Return weights, the losses of this rank and the learning rate."""
-    how = {name: given.pop(name, None) for name in ("manual", "own_loader", "fails", "sync", "stops", "bad")}
+    how = {
+        name: given.pop(name, None)
+        for name in ("manual", "own_loader", "fails", "sync", "stops", "bad")
+    }
     if saves is not None:
         saver = ModelCheckpoint(dirpath=folder / "saved", save_top_k=-1, filename="{step}", **saves)
         given |= {"enable_checkpointing": True, "callbacks": [saver]}
-    module, usual = Classifier(rank, **how), quiet(folder) | {"devices": 2, "gradient_clip_val": 0.5}
+    module, usual = (
+        Classifier(rank, **how),
+        quiet(folder) | {"devices": 2, "gradient_clip_val": 0.5},
+    )
     trainer = pl.Trainer(strategy="holdfast_ddp" if guarded else "ddp", **(usual | given))
     torch.manual_seed(rank)
     trainer.fit(module, ckpt_path=ckpt_path)

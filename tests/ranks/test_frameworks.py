@@ -1,4 +1,7 @@
-"""Frameworks on several ranks: the same steps as by themselves, and one truth where a rank differs."""
+"""Frameworks on several ranks.
+
+The same steps as by themselves, and one truth where a rank differs.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +35,23 @@ def data(samples=24, bad=()):
 def classifier():
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(8, CLASSES)
+        torch.nn.Linear(WIDTH, 8),
+        torch.nn.Tanh(),
+        torch.nn.Dropout(0.2),
+        torch.nn.Linear(8, CLASSES),
     )
 
 
 def accelerated(rank, run, world_size, *, guarded, accumulate=1, epochs=2, bad=()):
-    """Train with Accelerate, by itself or under a guard; return weights, the learning rate and what was skipped."""
+    """Train with Accelerate, by itself or under a guard.
+
+    Return weights, the learning rate and what was skipped.
+    """
     accelerate = pytest.importorskip("accelerate")
     as_torchrun(rank, world_size)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate, project_dir=run)
+    accelerator = accelerate.Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulate, project_dir=run
+    )
     assert accelerator.num_processes == world_size
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -58,7 +69,9 @@ def accelerated(rank, run, world_size, *, guarded, accumulate=1, epochs=2, bad=(
         from holdfast.integrations.accelerate import accelerate_guard
 
         parts = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
-        guard = accelerate_guard(accelerator, **parts, max_grad_norm=0.5, save_interval_steps=2, async_save=False)
+        guard = accelerate_guard(
+            accelerator, **parts, max_grad_norm=0.5, save_interval_steps=2, async_save=False
+        )
         skipped = [guard.step(batch, loss_fn).skipped for batch in guard.batches(max_epochs=epochs)]
         guard.close()
     else:
@@ -81,7 +94,9 @@ def accelerated_by_itself_and_guarded(rank, run, world_size, accumulate):
         AcceleratorState._reset_state(reset_partial_state=False)
         GradientState._reset_state()
         run_of = f"{run}/{guarded}"
-        found.append(accelerated(rank, run_of, world_size, guarded=guarded, accumulate=accumulate)[:2])
+        found.append(
+            accelerated(rank, run_of, world_size, guarded=guarded, accumulate=accumulate)[:2]
+        )
     return found
 
 
@@ -89,10 +104,14 @@ def accelerated_by_itself_and_guarded(rank, run, world_size, accumulate):
 def test_accelerate_on_several_ranks_trains_as_by_itself(tmp_path, world_size, accumulate):
     """Dropout, shuffling, clipping, a schedule that counts all processes, windows: bit for bit."""
     given = world_size, accumulate
-    ends = run_ranks(accelerated_by_itself_and_guarded, world_size, tmp_path, *given, limit_seconds=60)
+    ends = run_ranks(
+        accelerated_by_itself_and_guarded, world_size, tmp_path, *given, limit_seconds=60
+    )
     for (of_itself, rate), (found, guarded_rate) in all_returned(ends):
         assert rate == guarded_rate
-        assert torch.equal(of_itself, found) or (accumulate > 1 and torch.allclose(of_itself, found, rtol=1e-5))
+        assert torch.equal(of_itself, found) or (
+            accumulate > 1 and torch.allclose(of_itself, found, rtol=1e-5)
+        )
 
 
 def accelerated_in_parts(rank, run, epochs):
@@ -110,15 +129,22 @@ def test_accelerate_resumes_and_skips_on_all_ranks(tmp_path):
     """A run of two parts equals one of one part; NaN on one rank is skipped by both."""
 
     def train(run, epochs):
-        return all_returned(run_ranks(accelerated_in_parts, 2, tmp_path / run, epochs, limit_seconds=60))
+        return all_returned(
+            run_ranks(accelerated_in_parts, 2, tmp_path / run, epochs, limit_seconds=60)
+        )
 
-    for (whole, _, skipped), (resumed, _, then_skipped) in zip(train("a", (3,)), train("b", (1, 3)), strict=True):
+    for (whole, _, skipped), (resumed, _, then_skipped) in zip(
+        train("a", (3,)), train("b", (1, 3)), strict=True
+    ):
         assert torch.equal(whole, resumed)
         assert (skipped.count(True), then_skipped.count(True)) == (3, 2)
 
 
 def in_trainers(rank, run, kinds, make_model, settings):
-    """Train with these kinds of a Trainer, one after the other; one that saves goes on from what it finds."""
+    """Train with these kinds of a Trainer, one after the other.
+
+    One that saves goes on from what it finds.
+    """
     transformers = pytest.importorskip("transformers")
     from accelerate.state import AcceleratorState, GradientState
     from tests.integrations import hugging_face
@@ -126,8 +152,11 @@ def in_trainers(rank, run, kinds, make_model, settings):
     from holdfast.integrations.transformers import HoldfastTrainer
 
     as_torchrun(rank, torch.distributed.get_world_size())
-    # On several ranks without a device the Trainer asks torch.load for "cpu:0", which torch does not know.
-    torch.serialization.register_package(0, lambda _: None, lambda data, where: data if where == "cpu:0" else None)
+    # On several ranks without a device the Trainer asks torch.load for "cpu:0", which torch does
+    # not know.
+    torch.serialization.register_package(
+        0, lambda _: None, lambda data, where: data if where == "cpu:0" else None
+    )
     found = []
     for number, (guarded, steps) in enumerate(kinds):
         AcceleratorState._reset_state(reset_partial_state=False)
@@ -148,7 +177,9 @@ def in_trainers(rank, run, kinds, make_model, settings):
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}]
+)
 def test_a_trainer_on_several_ranks_trains_as_by_itself(tmp_path, settings):
     """Tokens counted over all ranks, or means of each; dropout and accumulation: bit for bit."""
     kinds = [(False, 6), (True, 6)]
@@ -158,11 +189,16 @@ def test_a_trainer_on_several_ranks_trains_as_by_itself(tmp_path, settings):
 
 
 def test_a_trainer_resumes_on_several_ranks(tmp_path):
-    """Two parts are one run, also where the newest checkpoint is damaged: all take the one before."""
+    """Two parts are one run, also where the newest checkpoint is damaged.
+
+    All take the one before.
+    """
     saves = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
 
     def train(name, kinds):
-        return all_returned(run_ranks(in_trainers, 2, tmp_path / name, kinds, "make_gpt2", saves, limit_seconds=90))
+        return all_returned(
+            run_ranks(in_trainers, 2, tmp_path / name, kinds, "make_gpt2", saves, limit_seconds=90)
+        )
 
     whole = train("whole", [(True, 6)])
     train("parts", [(True, 4)])
@@ -175,7 +211,10 @@ def test_a_trainer_resumes_on_several_ranks(tmp_path):
 
 
 def in_lightning(run, trainings):
-    """Fit in one training after the other on two ranks; return for each rank what `lightning_training.fit` does."""
+    """Fit in one training after the other on two ranks.
+
+    Return for each rank what `lightning_training.fit` does.
+    """
     pytest.importorskip("lightning.pytorch")
     from tests.ranks import lightning_training  # imports it once for all ranks
 
@@ -183,7 +222,10 @@ def in_lightning(run, trainings):
 
 
 def test_lightning_on_several_ranks_trains_as_by_itself(tmp_path):
-    """Undisturbed, and where one rank had no memory, bit for bit; NaN of one is skipped by both, or all refuse."""
+    """Undisturbed, and where one rank had no memory, bit for bit.
+
+    NaN of one is skipped by both, or all refuse.
+    """
     trainings = {
         "plain": {"guarded": False},
         "guarded": {},
@@ -200,18 +242,27 @@ def test_lightning_on_several_ranks_trains_as_by_itself(tmp_path):
             assert found[name][1:] == found["plain"][1:]
         assert torch.equal(found["nan"][0], first["nan"][0])
         assert not torch.equal(found["nan"][0], found["plain"][0])
-        for name, word in (("window", "accumulate_grad"), ("manual", "manual opt"), ("sync", "sync_dist")):
+        for name, word in (
+            ("window", "accumulate_grad"),
+            ("manual", "manual opt"),
+            ("sync", "sync_dist"),
+        ):
             assert word in found[name]
             assert "H111" in found[name]
     for rank in ("rank0", "rank1"):
         events = read_events(tmp_path / "nan" / "holdfast" / "recorder" / rank)
-        assert ["rank 0: NaN in the batch" in str(event) for event in events if event.kind == "skip_step"] == [
-            True
-        ] * 2
+        assert [
+            "rank 0: NaN in the batch" in str(event)
+            for event in events
+            if event.kind == "skip_step"
+        ] == [True] * 2
 
 
 def test_lightning_stops_and_resumes_on_several_ranks(tmp_path):
-    """SIGTERM on one rank ends both with one checkpoint; damaged, it leads both to the one before: always exact."""
+    """SIGTERM on one rank ends both with one checkpoint.
+
+    Damaged, it leads both to the one before: always exact.
+    """
     whole = {"own_loader": True, "max_epochs": 3}
     saved = tmp_path / "parts" / "saved" / "stopped-step=8.ckpt"
     trainings = {
@@ -220,10 +271,17 @@ def test_lightning_stops_and_resumes_on_several_ranks(tmp_path):
         "rest": {**whole, "ckpt_path": saved},
         "epochs": {"max_epochs": 3},
         "epoch": {"max_epochs": 1, "saves": {"every_n_epochs": 1}},
-        "epochs later": {"max_epochs": 3, "ckpt_path": tmp_path / "epoch" / "saved" / "step=6.ckpt"},
+        "epochs later": {
+            "max_epochs": 3,
+            "ckpt_path": tmp_path / "epoch" / "saved" / "step=6.ckpt",
+        },
     }
     ends = in_lightning(tmp_path, trainings)
-    assert sorted(path.name for path in saved.parent.glob("*.ckpt")) == ["step=3.ckpt", "step=6.ckpt", saved.name]
+    assert sorted(path.name for path in saved.parent.glob("*.ckpt")) == [
+        "step=3.ckpt",
+        "step=6.ckpt",
+        saved.name,
+    ]
     flip_bit(saved, 8 * (saved.stat().st_size // 2))
     older = in_lightning(tmp_path, {"older": {**whole, "ckpt_path": saved}})
     for found in map(dict.__or__, ends, older):

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 def logging(rank, run):
     model, optimizer = model_and_optimizer()
-    with holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches(rank, sizes=(4,) * 2)) as guard:
+    with holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=batches(rank, sizes=(4,) * 2)
+    ) as guard:
         for batch in guard.batches(max_epochs=1):
             guard.step(batch, loss_of(model))
             guard.log(same=guard.global_step, own=rank)
@@ -24,7 +26,10 @@ def logging(rank, run):
 
 
 def test_each_rank_logs_and_what_is_alike_is_one_curve(tmp_path):
-    """Two ranks write side by side; the page has one curve of what they agree on, and two of the rest."""
+    """Two ranks write side by side.
+
+    The page has one curve of what they agree on, and two of the rest.
+    """
     pytest.importorskip("plotly")
     all_returned(run_ranks(logging, 2, str(tmp_path)))
     steps = figures(gather(tmp_path))["steps"]
@@ -34,4 +39,8 @@ def test_each_rank_logs_and_what_is_alike_is_one_curve(tmp_path):
         number = int(each["yaxis"].removeprefix("y") or 1)
         curves.setdefault(titles.get(number, "events"), []).append((each["name"], each["y"]))
     assert curves["<b>same</b>"] == [("all alike", [1, 2])]
-    assert curves["<b>own</b>"] == curves["<b>again</b>"] == [("guard rank0", [0, 0]), ("guard rank1", [1, 1])]
+    assert (
+        curves["<b>own</b>"]
+        == curves["<b>again</b>"]
+        == [("guard rank0", [0, 0]), ("guard rank1", [1, 1])]
+    )

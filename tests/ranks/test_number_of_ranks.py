@@ -1,4 +1,6 @@
-"""A run with a loader that is not holdfast's says what a resume on another number of ranks does to its data."""
+"""A run with a loader that is not holdfast's says what a resume on another number of ranks does
+to its data.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ def training(rank, run, kind, limits):
         samples += [(guard.statistics().epoch, number) for number in numbers.tolist()]
     events = guard.events()[begun_at:]
     (promise,) = [event.data["resume_promise"] for event in events if event.kind == "loop"]
-    return samples, promise, [event.data["why"] for event in events if event.kind == "resume_may_differ"]
+    return (
+        samples,
+        promise,
+        [event.data["why"] for event in events if event.kind == "resume_may_differ"],
+    )
 
 
 def resumed(run, kind, before, now, stopped_at):
@@ -75,9 +81,12 @@ def resumed(run, kind, before, now, stopped_at):
 
 
 @pytest.mark.parametrize(
-    ("kind", "before", "now"), [("torch", 2, 1), ("torch", 1, 2), ("torch", 2, 3), ("stateful", 2, 1)]
+    ("kind", "before", "now"),
+    [("torch", 2, 1), ("torch", 1, 2), ("torch", 2, 3), ("stateful", 2, 1)],
 )
-def test_a_foreign_loader_resumed_on_another_number_of_ranks_promises_nothing(tmp_path, kind, before, now):
+def test_a_foreign_loader_resumed_on_another_number_of_ranks_promises_nothing(
+    tmp_path, kind, before, now
+):
     """In the middle of an epoch, one event and one line on stderr give both numbers of ranks."""
     ends = resumed(tmp_path, kind, before, now, IN_THE_MIDDLE)
 
@@ -99,7 +108,9 @@ def test_a_foreign_loader_resumed_on_another_number_of_ranks_promises_nothing(tm
         ("stateful", 2, 2, IN_THE_MIDDLE, "not known"),
     ],
 )
-def test_the_promise_stays_where_the_position_holds(tmp_path, kind, before, now, stopped_at, promise):
+def test_the_promise_stays_where_the_position_holds(
+    tmp_path, kind, before, now, stopped_at, promise
+):
     """It holds on as many ranks, between two epochs, and for holdfast's own loader."""
     for end in resumed(tmp_path, kind, before, now, stopped_at):
         assert end.returned[1].startswith(promise)

@@ -1,4 +1,7 @@
-"""A model that each rank has a copy or a share of: undisturbed a bare loop, and one run whatever happens."""
+"""A model that each rank has a copy or a share of.
+
+Undisturbed a bare loop, and one run whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ from holdfast.testing import flip_bit
 
 STEPS = 6
 # Copies by `DistributedDataParallel`, shares by `fully_shard`.
-both = pytest.mark.parametrize("kind", ["replicated", pytest.param("resharded", marks=pytest.mark.slow)])
+both = pytest.mark.parametrize(
+    "kind", ["replicated", pytest.param("resharded", marks=pytest.mark.slow)]
+)
 
 
 def bare_model(*, norm=True):
@@ -50,7 +55,9 @@ def made(kind="resharded"):
         low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         given = {"mp_policy": low} if kind == "bf16" else {}
         if kind == "hybrid":
-            given["mesh"] = init_device_mesh("cpu", (2, distributed.get_world_size() // 2), mesh_dim_names=("a", "b"))
+            given["mesh"] = init_device_mesh(
+                "cpu", (2, distributed.get_world_size() // 2), mesh_dim_names=("a", "b")
+            )
         for layer in (model[0], model[4]):
             fully_shard(layer, reshard_after_forward=kind != "kept", **given)
         fully_shard(model, **given)
@@ -62,13 +69,18 @@ def loss_of(model):
 
 
 def batches_of(rank, *, sizes=(8,) * STEPS):
-    return [torch.randn(n, 6, generator=torch.Generator().manual_seed(10 * k + rank)) for k, n in enumerate(sizes)]
+    return [
+        torch.randn(n, 6, generator=torch.Generator().manual_seed(10 * k + rank))
+        for k, n in enumerate(sizes)
+    ]
 
 
 def state_of(model, optimizer):
     moments = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [*model.parameters(), *model.buffers(), *moments]
-    return [getattr(each, "to_local", lambda each=each: each)().detach().clone() for each in tensors]
+    return [
+        getattr(each, "to_local", lambda each=each: each)().detach().clone() for each in tensors
+    ]
 
 
 def bare(rank, kind):
@@ -88,7 +100,12 @@ def bare(rank, kind):
 def guarded(rank, run, kind):
     model, optimizer = made(kind)
     guard = holdfast.Guard(
-        run, model=model, optimizer=optimizer, loader=batches_of(rank), max_grad_norm=0.1, save_interval_steps=2
+        run,
+        model=model,
+        optimizer=optimizer,
+        loader=batches_of(rank),
+        max_grad_norm=0.1,
+        save_interval_steps=2,
     )
     torch.manual_seed(rank)
     losses = []
@@ -117,10 +134,15 @@ def bare_and_guarded(rank, run, kinds):
     ],
 )
 def test_undisturbed_ranks_equal_a_bare_loop_bit_for_bit(tmp_path, world_size, kinds):
-    """Weights, moments, buffers and random state are those of a loop without a guard; the loss is that of all."""
+    """Weights, moments, buffers and random state are those of a loop without a guard.
+
+    The loss is that of all.
+    """
     found = all_returned(run_ranks(bare_and_guarded, world_size, tmp_path, kinds))
     for of_rank in found:
-        for (of_bare, (of_guarded, losses)), (_, (_, of_first)) in zip(of_rank, found[0], strict=True):
+        for (of_bare, (of_guarded, losses)), (_, (_, of_first)) in zip(
+            of_rank, found[0], strict=True
+        ):
             assert all(torch.equal(a, b) for a, b in zip(of_bare, of_guarded, strict=True))
             assert losses == of_first
 
@@ -143,9 +165,13 @@ def trained(rank, run, kind, until):
     own = [*state_of(model, optimizer), torch.get_rng_state()]
     own += given["averaged"].state_dict().values() if kind == "averaged" else []
     return {
-        "seen": seen, "begun at": begun_at, "begun with": begun_with, "damaged": len(damaged),
-        "ended with": whole(model, optimizer), "own": own,
-    }  # fmt: skip
+        "seen": seen,
+        "begun at": begun_at,
+        "begun with": begun_with,
+        "damaged": len(damaged),
+        "ended with": whole(model, optimizer),
+        "own": own,
+    }
 
 
 def whole(model, optimizer):
@@ -153,14 +179,19 @@ def whole(model, optimizer):
     bare_names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
     found = dict(zip(bare_names, model.parameters(), strict=True))
     for name, parameter in zip(bare_names, model.parameters(), strict=True):
-        found |= {f"{key} of {name}": value for key, value in optimizer.state.get(parameter, {}).items()}
+        found |= {
+            f"{key} of {name}": value for key, value in optimizer.state.get(parameter, {}).items()
+        }
     return {
-        name: getattr(each, "full_tensor", lambda each=each: each)().detach().clone() for name, each in found.items()
+        name: getattr(each, "full_tensor", lambda each=each: each)().detach().clone()
+        for name, each in found.items()
     }
 
 
 def equal(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 CHAINS = {
@@ -174,7 +205,10 @@ CHAINS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_goes_on_on_other_numbers_of_ranks_and_spread_in_another_way(tmp_path, chain):
-    """What each continues with is what the one before had, bit for bit; each sample of the epoch is taken once."""
+    """What each continues with is what the one before had, bit for bit.
+
+    Each sample of the epoch is taken once.
+    """
     seen, before = [], None
     for number, (kind, world_size) in enumerate(CHAINS[chain]):
         until = 3 * (number + 1) if number < 2 else None
@@ -195,7 +229,9 @@ def ragged(rank, run, kind, few):
     model, optimizer = made(kind)
     model.eval()
     loader = holdfast.DataLoader(FEW, batch_size=5) if few else batches_of(rank, sizes=RAGGED[rank])
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=None)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=None
+    )
     items = [guard.step(batch, loss_of(model)).items for batch in guard.batches(max_epochs=1)]
     return whole(model, optimizer), items
 
@@ -203,10 +239,13 @@ def ragged(rank, run, kind, few):
 @both
 @pytest.mark.parametrize("few", [False, True])
 def test_ragged_batches_weigh_by_their_items(tmp_path, kind, few):
-    """The weights are those of one process with the batches of all ranks, where one sample is given to two too."""
+    """The weights are those of one process with the batches of all ranks, where one sample is
+    given to two too.
+    """
     batches = [FEW[:15], FEW[15:]] if few else []
     batches = batches or [
-        torch.cat(each) for each in zip(*(batches_of(r, sizes=n) for r, n in enumerate(RAGGED)), strict=True)
+        torch.cat(each)
+        for each in zip(*(batches_of(r, sizes=n) for r, n in enumerate(RAGGED)), strict=True)
     ]
     alone, optimizer = made("alone")
     alone.eval()
@@ -223,7 +262,9 @@ def test_ragged_batches_weigh_by_their_items(tmp_path, kind, few):
 
 def disturbed(rank, run, kind, what, where):
     model, optimizer = made(kind)
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), save_interval_steps=2)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=batches_of(rank), save_interval_steps=2
+    )
     results = []
 
     def loss_fn(batch):
@@ -256,7 +297,11 @@ def disturbed(rank, run, kind, what, where):
         results.append(guard.step(batch, loss_fn))
         if what == "killed" and rank == where and len(results) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-    return whole(model, optimizer), [(each.skipped, each.reason) for each in results], guard.statistics()
+    return (
+        whole(model, optimizer),
+        [(each.skipped, each.reason) for each in results],
+        guard.statistics(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +322,8 @@ def test_nan_on_one_rank_is_skipped_by_all_and_the_rank_is_named(tmp_path, kind,
         assert [skipped for skipped, _ in results] == [True, False, False, True, False, False]
         assert f"rank {where}: " in results[0][1]
         assert f"rank {where}: " in results[3][1]
-    assert kind != "static" or "without sample 3" in found[where][1][3][1]  # no layer mixes samples there
+    # No layer mixes samples there
+    assert kind != "static" or "without sample 3" in found[where][1][3][1]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +336,9 @@ def test_nan_on_one_rank_is_skipped_by_all_and_the_rank_is_named(tmp_path, kind,
 )
 def test_a_stop_on_one_rank_stops_all_at_the_same_step(tmp_path, kind, what, where):
     """All have written their shares by then; of copies one writes."""
-    for rank, found in enumerate(all_returned(run_ranks(disturbed, 2, tmp_path, kind, what, where))):
+    for rank, found in enumerate(
+        all_returned(run_ranks(disturbed, 2, tmp_path, kind, what, where))
+    ):
         _, results, statistics = found
         assert len(results) == 4
         assert (statistics.global_step, statistics.checkpoints_failed) == (4, 0)
@@ -311,9 +359,14 @@ TEXTS = {
 
 
 @both
-@pytest.mark.parametrize(("what", "where"), [(what, number % 2) for number, what in enumerate(TEXTS)])
+@pytest.mark.parametrize(
+    ("what", "where"), [(what, number % 2) for number, what in enumerate(TEXTS)]
+)
 def test_what_one_rank_fails_with_ends_all_with_its_text(tmp_path, kind, what, where):
-    """Nobody hangs, also not in the thread that writes; started again, they go on from the checkpoint of all."""
+    """Nobody hangs, also not in the thread that writes.
+
+    Started again, they go on from the checkpoint of all.
+    """
     if (kind, what) == ("replicated", "optimizer"):
         return  # it takes the state of another, and goes on
     ends = run_ranks(disturbed, 2, tmp_path, kind, what, where, limit_seconds=20.0)
@@ -326,8 +379,12 @@ def test_what_one_rank_fails_with_ends_all_with_its_text(tmp_path, kind, what, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["model.safetensors", "rank1/model.safetensors", "rank2/optimizer.safetensors"])
-def test_a_flipped_bit_in_the_file_of_any_rank_is_seen_and_all_take_the_checkpoint_before(tmp_path, where):
+@pytest.mark.parametrize(
+    "where", ["model.safetensors", "rank1/model.safetensors", "rank2/optimizer.safetensors"]
+)
+def test_a_flipped_bit_in_the_file_of_any_rank_is_seen_and_all_take_the_checkpoint_before(
+    tmp_path, where
+):
     """Every byte of every rank has its digest in the one manifest."""
     first = all_returned(run_ranks(trained, 3, tmp_path, "resharded", 2))
     all_returned(run_ranks(trained, 3, tmp_path, "resharded", 4))
@@ -342,9 +399,13 @@ def test_a_flipped_bit_in_the_file_of_any_rank_is_seen_and_all_take_the_checkpoi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "world_size"), [("resharded", 2), ("averaged", 2), ("averaged", 3)])
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [("resharded", 2), ("averaged", 2), ("averaged", 3)]
+)
 def test_a_resume_on_as_many_ranks_is_bit_exact(tmp_path, kind, world_size):
-    """Each rank goes on with its weights, its samples, its random state and its statistics of batches."""
+    """Each rank goes on with its weights, its samples, its random state and its statistics of
+    batches.
+    """
     undisturbed = all_returned(run_ranks(trained, world_size, tmp_path / "whole", kind, None))
     first = all_returned(run_ranks(trained, world_size, tmp_path / "parts", kind, 5))
     rest = all_returned(run_ranks(trained, world_size, tmp_path / "parts", kind, None))
@@ -356,7 +417,7 @@ def test_a_resume_on_as_many_ranks_is_bit_exact(tmp_path, kind, world_size):
 @pytest.mark.slow
 def test_the_weights_of_all_ranks_become_one_plain_file(tmp_path):
     """It is loaded without ranks, and without this library."""
-    (found, _) = all_returned(run_ranks(trained, 2, tmp_path, "resharded", 3))
+    found, _ = all_returned(run_ranks(trained, 2, tmp_path, "resharded", 3))
     target = tmp_path / "model.safetensors"
     ended = CliRunner().invoke(make_app(), ["checkpoints", str(tmp_path), "--export", str(target)])
     assert ended.exit_code == 0, ended.output
@@ -368,8 +429,14 @@ def test_the_weights_of_all_ranks_become_one_plain_file(tmp_path):
 
 def saving_badly(rank, run, what):
     model, optimizer = made()
-    given = {"save_interval_steps": 1, "async_save": what != "full disk, at once", "nonfinite_patience": 1}
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8,) * 9), **given)
+    given = {
+        "save_interval_steps": 1,
+        "async_save": what != "full disk, at once",
+        "nonfinite_patience": 1,
+    }
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8,) * 9), **given
+    )
     write = saver._write_tensors
 
     def slow_or_full(path, tensors):
@@ -385,7 +452,8 @@ def saving_badly(rank, run, what):
         guard.step(batch, loss_of(model))
         steps.append(guard.global_step)
         if what == "NaN" and rank == 1 and len(steps) == 5:
-            moments = optimizer.state[next(model.parameters())]["exp_avg_sq"].to_local()  # no step looks odd by it
+            # No step looks odd by it
+            moments = optimizer.state[next(model.parameters())]["exp_avg_sq"].to_local()
             moments.view(-1)[0] = float("inf")
         time.sleep(0.1 if what == "NaN" else 0.05)
     return steps, guard.statistics(), whole(model, optimizer)
@@ -394,7 +462,9 @@ def saving_badly(rank, run, what):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["full disk, at once", "full disk", "slow disk", "NaN"])
 def test_a_share_that_cannot_be_saved_is_seen_by_all(tmp_path, what):
-    """A save fails, waits or is refused on all ranks, and there is no checkpoint of half a state."""
+    """A save fails, waits or is refused on all ranks, and there is no checkpoint of half a
+    state.
+    """
     found = all_returned(run_ranks(saving_badly, 2, tmp_path, what))
     first, second = (statistics for _, statistics, _ in found)
     assert first.checkpoints_saved == second.checkpoints_saved > 1
@@ -408,4 +478,6 @@ def test_a_share_that_cannot_be_saved_is_seen_by_all(tmp_path, what):
         assert all(value.isfinite().all() for value in found[0][2].values())
     for path in Path(tmp_path, "checkpoints").iterdir():
         assert not path.name.startswith(".tmp")
-        assert sum(name.startswith("rank1/") for name in verify(path).files) == 1 + ("step00000000" not in path.name)
+        assert sum(name.startswith("rank1/") for name in verify(path).files) == 1 + (
+            "step00000000" not in path.name
+        )

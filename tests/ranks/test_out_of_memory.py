@@ -1,4 +1,7 @@
-"""Out of memory on some ranks: they pay what they owe, all make the step again, as if nothing had happened."""
+"""Out of memory on some ranks.
+
+They pay what they owe, all make the step again, as if nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ class Net(nn.Module):
         super().__init__()
         self.kind = kind
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.norm = nn.BatchNorm1d(WIDTH) if kind in ("buffers", "unused", "views") else nn.Identity()
+        self.norm = (
+            nn.BatchNorm1d(WIDTH) if kind in ("buffers", "unused", "views") else nn.Identity()
+        )
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x, fails=None, *, skips=False):
@@ -69,8 +74,12 @@ def made(kind):
         model = sharded(Net(kind), kind)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
     unused = {"find_unused_parameters": True}
-    given = {"unused": unused, "ragged": unused, "views": {"gradient_as_bucket_view": True},
-             "static": {"static_graph": True}}.get(kind, {})  # fmt: skip
+    given = {
+        "unused": unused,
+        "ragged": unused,
+        "views": {"gradient_as_bucket_view": True},
+        "static": {"static_graph": True},
+    }.get(kind, {})
     model = DistributedDataParallel(Net(kind), bucket_cap_mb=0.004, **given)
     if kind == "hook":
         model.register_comm_hook(None, fp16_compress_hook)
@@ -85,9 +94,14 @@ def trained(rank, run, kind, plan, sizes=(8,) * STEPS, policy=None):
         for step, size in enumerate(sizes)
     ]
     guard = holdfast.Guard(
-        run, model=model, optimizer=optimizer, loader=loader, max_grad_norm=1.0, save_interval_steps=None,
+        run,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        max_grad_norm=1.0,
+        save_interval_steps=None,
         **(policy or {}),
-    )  # fmt: skip
+    )
     attempts, parts = [], []
     torch.manual_seed(rank)
     for step, batch in enumerate(guard.batches(max_epochs=1)):
@@ -95,7 +109,9 @@ def trained(rank, run, kind, plan, sizes=(8,) * STEPS, policy=None):
 
         def loss_fn(part, step=step, calls=calls):
             fails = (
-                plan(step, rank, next(calls), len(part)) if callable(plan) else plan.get((step, rank, next(calls)))
+                plan(step, rank, next(calls), len(part))
+                if callable(plan)
+                else plan.get((step, rank, next(calls)))
             )
             if fails == "early":
                 ask_for_too_much()
@@ -109,7 +125,10 @@ def trained(rank, run, kind, plan, sizes=(8,) * STEPS, policy=None):
         attempts.append(result.attempts)
         parts.append(result.micro_batch_size)
     state = [value for each in optimizer.state.values() for value in each.values()]
-    found = [getattr(each, "to_local", lambda each=each: each)() for each in [*model.state_dict().values(), *state]]
+    found = [
+        getattr(each, "to_local", lambda each=each: each)()
+        for each in [*model.state_dict().values(), *state]
+    ]
     return [*(each.detach().clone() for each in found), torch.get_rng_state()], attempts, parts
 
 
@@ -118,14 +137,26 @@ SHARDED = ["resharded", "kept", "bf16"]
 # The first two with buffers, the second called twice.
 KINDS = ["unused", "views", "hook", "window", "static"]
 PLANS = {
-    "backward": {(0, 1, 0): ("backward", 3), (2, 1, 0): ("backward", 0), (3, 0, 0): ("backward", 2)},
+    "backward": {
+        (0, 1, 0): ("backward", 3),
+        (2, 1, 0): ("backward", 0),
+        (3, 0, 0): ("backward", 2),
+    },
     "forward": {(0, 1, 0): ("forward", 3), (2, 0, 0): ("forward", 0), (4, 1, 0): ("forward", 2)},
     "before the model": {(0, 1, 0): "early", (1, 0, 0): "early", (4, 1, 0): "early"},
     "differently": {
-        (0, 0, 0): "early", (0, 1, 0): ("backward", 1), (2, 0, 0): ("forward", 2), (2, 1, 0): ("backward", 2)},
+        (0, 0, 0): "early",
+        (0, 1, 0): ("backward", 1),
+        (2, 0, 0): ("forward", 2),
+        (2, 1, 0): ("backward", 2),
+    },
     "in turns": {
-        (0, 1, 0): ("backward", 2), (0, 0, 1): ("forward", 2), (2, 1, 0): "early", (2, 0, 1): ("backward", 2)},
-}  # fmt: skip
+        (0, 1, 0): ("backward", 2),
+        (0, 0, 1): ("forward", 2),
+        (2, 1, 0): "early",
+        (2, 0, 1): ("backward", 2),
+    },
+}
 
 
 def undisturbed_and(rank, run, kind, plans, policy=None, sizes=(8,) * STEPS):
@@ -137,24 +168,39 @@ def undisturbed_and(rank, run, kind, plans, policy=None, sizes=(8,) * STEPS):
 def check(ends, plans, *, counts=True):
     for (undisturbed, _, sizes), *disturbed in all_returned(ends):
         for plan, (found, attempts, _) in zip(plans, disturbed, strict=True):
-            failed = [max((key[2] + 1 for key in plan if key[0] == step), default=0) for step in range(len(sizes))]
+            failed = [
+                max((key[2] + 1 for key in plan if key[0] == step), default=0)
+                for step in range(len(sizes))
+            ]
             assert not counts or attempts == [1 + failures for failures in failed]
-            assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True)), (plan, attempts)
+            assert all(torch.equal(a, b) for a, b in zip(undisturbed, found, strict=True)), (
+                plan,
+                attempts,
+            )
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SHARDED])
 def test_a_step_is_made_again_by_all_ranks_bit_for_bit(tmp_path, kind):
-    """Wherever memory was short: no rank waits for ever, and nobody sees a gradient of half a step."""
+    """Wherever memory was short.
+
+    No rank waits for ever, and nobody sees a gradient of half a step.
+    """
     later = int(kind == "static")  # of its first attempt torch keeps what it has seen of the graph
-    plans = [{(step + later, *place): where for (step, *place), where in plan.items()} for plan in PLANS.values()]
+    plans = [
+        {(step + later, *place): where for (step, *place), where in plan.items()}
+        for plan in PLANS.values()
+    ]
     plans = plans[-2 if kind in ("kept", "bf16") else 0 :]
     ends = run_ranks(undisturbed_and, 2, tmp_path, kind, plans, None if kind in SHARDED else EXACT)
-    check(ends, plans, counts=kind != "window")  # of two batches: a second call need not be a second attempt
+    # Of two batches: a second call need not be a second attempt
+    check(ends, plans, counts=kind != "window")
 
 
 def test_a_static_graph_that_torch_has_half_learned_ends_all(tmp_path):
     """Of the first attempt torch keeps what belongs to which pass, and nothing takes that back."""
-    for end in run_ranks(undisturbed_and, 2, tmp_path, "static", [{(0, 1, 0): ("backward", 2)}], EXACT):
+    for end in run_ranks(
+        undisturbed_and, 2, tmp_path, "static", [{(0, 1, 0): ("backward", 2)}], EXACT
+    ):
         assert "torch was learning the static graph" in end.output, end
 
 
@@ -187,12 +233,19 @@ def _too_large(where, ranks, most, since, step, rank, _call, samples):
     ],
 )
 def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes, since, who):
-    """One that splits works alone and pays with its own gradients: the sum is that of whole batches, to rounding."""
+    """One that splits works alone and pays with its own gradients.
+
+    The sum is that of whole batches, to rounding.
+    """
     plans, policy = [too_large(("backward", 2), who, 4, since)], SPLITS
-    ends = all_returned(run_ranks(undisturbed_and, 3, tmp_path, kind, plans, policy, sizes, limit_seconds=60.0))
+    ends = all_returned(
+        run_ranks(undisturbed_and, 3, tmp_path, kind, plans, policy, sizes, limit_seconds=60.0)
+    )
     for rank, ((undisturbed, _, whole), (found, _, parts)) in enumerate(ends):
         assert whole == [*sizes]
-        assert parts == [min(n, 4) if rank in who and at >= since else n for at, n in enumerate(sizes)]
+        assert parts == [
+            min(n, 4) if rank in who and at >= since else n for at, n in enumerate(sizes)
+        ]
         for a, b, of_first in zip(undisturbed[:-1], found[:-1], ends[0][1][0], strict=False):
             assert torch.equal(b, of_first)
             assert (a - b).norm() <= (2e-3 if kind == "hook" else 2e-6) * a.norm()
@@ -201,8 +254,16 @@ def test_ranks_may_differ_in_their_micro_batches(tmp_path, kind, sizes, since, w
 def any_plan(seed):
     """Return failures at random steps, ranks and phases, none twice in a row on one rank."""
     chance = random.Random(seed)
-    phases = ["early", *((phase, layer) for phase in ("forward", "backward") for layer in (0, 2, 3))]
-    return {(step, rank, 0): chance.choice(phases) for step in range(4) for rank in (0, 1) if chance.random() < 0.4}
+    phases = [
+        "early",
+        *((phase, layer) for phase in ("forward", "backward") for layer in (0, 2, 3)),
+    ]
+    return {
+        (step, rank, 0): chance.choice(phases)
+        for step in range(4)
+        for rank in (0, 1)
+        if chance.random() < 0.4
+    }
 
 
 @pytest.mark.parametrize(
@@ -211,13 +272,19 @@ def any_plan(seed):
 def test_failures_at_random_places_leave_no_trace(tmp_path, kind, sizes, policy):
     """Ten runs on two ranks, each with failures at other steps, ranks and phases."""
     plans = [any_plan(seed) for seed in range(10)]
-    check(run_ranks(undisturbed_and, 2, tmp_path, kind, plans, policy, sizes, limit_seconds=120.0), plans)
+    check(
+        run_ranks(undisturbed_and, 2, tmp_path, kind, plans, policy, sizes, limit_seconds=120.0),
+        plans,
+    )
 
 
 def compares_samples(rank, run, most):
     """Train with a loss over all pairs of samples, which is split in two passes."""
     model, optimizer = made("plain")
-    loader = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7 * k + rank)) for k in range(4)]
+    loader = [
+        torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7 * k + rank))
+        for k in range(4)
+    ]
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, recompute=False)
 
     def outputs(part):
@@ -226,7 +293,9 @@ def compares_samples(rank, run, most):
         return model(part)
 
     for batch in guard.batches(max_epochs=1):
-        found = guard.step(batch, holdfast.TwoPass(outputs, lambda out, _: (out @ out.T).square().mean()))
+        found = guard.step(
+            batch, holdfast.TwoPass(outputs, lambda out, _: (out @ out.T).square().mean())
+        )
     return torch.cat([p.detach().flatten() for p in model.parameters()]), found.micro_batch_size
 
 
@@ -243,7 +312,10 @@ def keeps_its_plan(rank, run):
     """Train three steps, and say what the first of them took."""
     plan = too_large("early", (1,), 4)
     model, optimizer = made("plain")
-    loader = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7 * k + rank)) for k in range(6)]
+    loader = [
+        torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7 * k + rank))
+        for k in range(6)
+    ]
     guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, recompute=False)
 
     def loss_fn(part):
@@ -251,7 +323,10 @@ def keeps_its_plan(rank, run):
             ask_for_too_much()
         return model(part).square().mean()
 
-    found = [guard.step(batch, loss_fn).attempts for batch in guard.batches(max_steps=guard.global_step + 3)]
+    found = [
+        guard.step(batch, loss_fn).attempts
+        for batch in guard.batches(max_steps=guard.global_step + 3)
+    ]
     guard.close()
     return found
 
@@ -264,10 +339,18 @@ def test_a_resumed_rank_does_not_fail_again(tmp_path):
 
 
 def short_in_the_optimizer(rank, run, where, norm=None):
-    """Train seven steps in two epochs, saving after the fourth; the optimizer fails half-way where it is said."""
+    """Train seven steps in two epochs, saving after the fourth.
+
+    The optimizer fails half-way where it is said.
+    """
     model, optimizer = made("plain")
-    loader = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7 * k + rank)) for k in range(4)]
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=4)
+    loader = [
+        torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(7 * k + rank))
+        for k in range(4)
+    ]
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=4
+    )
     whole, steps = optimizer.step, []
 
     def step():
@@ -292,10 +375,15 @@ def short_in_the_optimizer(rank, run, where, norm=None):
 
 @pytest.mark.parametrize("where", [[(2, 1)], [(2, 0), (4, 1)], [(3, 0)], [(3, 1), (6, 0)]])
 def test_an_optimizer_that_fails_half_way_takes_the_state_of_another_rank(tmp_path, where):
-    """Within an epoch, at its end, before a save and at the end of a run: the bits are those of a run without."""
+    """Within an epoch, at its end, before a save and at the end of a run.
+
+    The bits are those of a run without.
+    """
     whole = all_returned(run_ranks(short_in_the_optimizer, 2, tmp_path / "a", []))
     found = all_returned(run_ranks(short_in_the_optimizer, 2, tmp_path / "b", where))
-    for rank, ((undisturbed, _, _), (state, steps, kinds)) in enumerate(zip(whole, found, strict=True)):
+    for rank, ((undisturbed, _, _), (state, steps, kinds)) in enumerate(
+        zip(whole, found, strict=True)
+    ):
         assert steps == [False] * 7
         assert kinds.count("state_taken") == sum(at == rank for _, at in where)
         assert all(torch.equal(a, b) for a, b in zip(undisturbed, state, strict=True))
@@ -309,7 +397,10 @@ def test_an_optimizer_that_fails_half_way_on_all_ranks_ends_them(tmp_path):
 
 def recomputed(rank, run, failures):
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH), nn.Tanh()) for _ in range(3)]
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH), nn.Tanh())
+        for _ in range(3)
+    ]
     model = nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
     for block in model:
         fully_shard(block)
@@ -317,7 +408,9 @@ def recomputed(rank, run, failures):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     seeds = (torch.Generator().manual_seed(9 * n + rank) for n in range(STEPS))
     loader = [torch.randn(1024, WIDTH, generator=seed) for seed in seeds]
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=None)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=None
+    )
     attempts = []
     for step, batch in enumerate(guard.batches(max_epochs=1)):
         calls = iter(range(100))
@@ -330,7 +423,12 @@ def recomputed(rank, run, failures):
 
         attempts.append(guard.step(batch, loss_fn).attempts)
     kinds = [event.kind for event in guard.events()]
-    return [p.to_local().detach().clone() for p in model.parameters()], attempts, kinds, guard.statistics().recompute
+    return (
+        [p.to_local().detach().clone() for p in model.parameters()],
+        attempts,
+        kinds,
+        guard.statistics().recompute,
+    )
 
 
 def test_what_is_short_again_is_recomputed_by_all(tmp_path):

@@ -19,7 +19,10 @@ import holdfast
 def guards_of(run):
     """Return two guards and their models."""
     models = [model_and_optimizer() for _ in range(2)]
-    guards = [holdfast.Guard(run / str(at), model=model, optimizer=own) for at, (model, own) in enumerate(models)]
+    guards = [
+        holdfast.Guard(run / str(at), model=model, optimizer=own)
+        for at, (model, own) in enumerate(models)
+    ]
     return guards, [model for model, _ in models]
 
 
@@ -93,7 +96,8 @@ def forking(rank, run, how):
                 atexit._run_exitfuncs()
                 os._exit(0)
             os.waitpid(child, 0)
-        time.sleep(1.0 * (number >= 3))  # the others hear what was said, and are ended after a while
+        # The others hear what was said, and are ended after a while
+        time.sleep(1.0 * (number >= 3))
     guard.close()
     return guard.global_step
 
@@ -129,7 +133,9 @@ def saving(rank, run, lengths, every):
     model, optimizer = model_and_optimizer()
     loader = OfLength(batches_of(rank), lengths[rank])
     policy = {"save_interval_steps": every, "async_save": False}
-    loader.guard = guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, **policy)
+    loader.guard = guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=loader, **policy
+    )
     for batch in guard.batches(max_epochs=2):
         guard.step(batch, loss_of(model))
     return guard.global_step, loader.saved
@@ -137,10 +143,18 @@ def saving(rank, run, lengths, every):
 
 @pytest.mark.parametrize(
     ("lengths", "every", "saved"),
-    [((8, 7), 7, [1, 2, 2, 3]), ((7, 8), 7, [1, 2, 2, 3]), ((8, 7), 8, [1, 1, 2, 2]), ((7, 8), 8, [1, 2, 2, 3])],
+    [
+        ((8, 7), 7, [1, 2, 2, 3]),
+        ((7, 8), 7, [1, 2, 2, 3]),
+        ((8, 7), 8, [1, 1, 2, 2]),
+        ((7, 8), 8, [1, 2, 2, 3]),
+    ],
 )
 def test_lengths_of_loaders_that_differ_do_not_part_the_ranks(tmp_path, lengths, every, saved):
-    """They are a guess of where a save can wait for the end of the epoch; the first rank, which writes, makes it."""
+    """They are a guess of where a save can wait for the end of the epoch.
+
+    The first rank, which writes, makes it.
+    """
     first, second = all_returned(run_ranks(saving, 2, tmp_path, lengths, every))
     assert first == (16, saved)
     assert second[0] == 16
@@ -197,8 +211,13 @@ def calling_alone(rank, run, call, where, collective):
         ("close", 1, "a forward pass"),
     ],
 )
-def test_a_call_of_one_rank_while_another_is_in_a_collective_is_an_error(tmp_path, call, where, collective):
-    """`if rank == 0: guard.validated(...)` and a barrier: each would wait for the other until the group's timeout."""
+def test_a_call_of_one_rank_while_another_is_in_a_collective_is_an_error(
+    tmp_path, call, where, collective
+):
+    """`if rank == 0: guard.validated(...)` and a barrier.
+
+    Each would wait for the other until the group's timeout.
+    """
     for end in run_ranks(calling_alone, 2, tmp_path, call, where, collective):
         assert end.exit_code == 1, end
         assert "H116" in end.output, end
@@ -212,14 +231,18 @@ def meeting_late(rank, run):
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(model))
         if guard.global_step == 3:
-            time.sleep(9.0 * (rank == 0))  # as an evaluation by one rank; the others are in the barrier meanwhile
+            # As an evaluation by one rank; the others are in the barrier meanwhile
+            time.sleep(9.0 * (rank == 0))
             distributed.barrier()
-            time.sleep(9.0 * (rank == 1))  # what a rank does alone before a call of all is nobody's fault
+            # What a rank does alone before a call of all is nobody's fault
+            time.sleep(9.0 * (rank == 1))
             guard.validated(0.5)
     return guard.global_step
 
 
 @pytest.mark.slow
 def test_ranks_that_meet_late_are_waited_for(tmp_path):
-    """In a collective of the script's own and in the guard's, in the order in which all come to them."""
+    """In a collective of the script's own and in the guard's, in the order in which all come to
+    them.
+    """
     assert all_returned(run_ranks(meeting_late, 2, tmp_path)) == [8, 8]

@@ -1,4 +1,7 @@
-"""Losses and models with collectives of their own: nobody waits for a rank that cannot come to them."""
+"""Losses and models with collectives of their own.
+
+Nobody waits for a rank that cannot come to them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def detr(features, step):
 
 
 def detr_functional(features, step):
-    boxes = functional.all_reduce(torch.tensor([float(len(features))]), "sum", distributed.group.WORLD)
+    boxes = functional.all_reduce(
+        torch.tensor([float(len(features))]), "sum", distributed.group.WORLD
+    )
     return features.square().mean(1).sum() * distributed.get_world_size() / boxes.item()
 
 
@@ -94,14 +99,22 @@ def made(wrapper, norm=None):
 
 
 def batches_of(rank):
-    return [torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * k + rank)) for k in range(STEPS)]
+    return [
+        torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * k + rank))
+        for k in range(STEPS)
+    ]
 
 
 def trained(rank, run, wrapper, loss_of, shortages, norm=None):
     """Train; `shortages` holds ``(rank, step, place)`` where memory is short, once."""
     model, optimizer = made(wrapper, norm)
     guard = holdfast.Guard(
-        run, model=model, optimizer=optimizer, loader=batches_of(rank), max_grad_norm=1.0, save_interval_steps=None
+        run,
+        model=model,
+        optimizer=optimizer,
+        loader=batches_of(rank),
+        max_grad_norm=1.0,
+        save_interval_steps=None,
     )
     left = set(shortages)
 
@@ -126,16 +139,22 @@ def trained(rank, run, wrapper, loss_of, shortages, norm=None):
     attempts = [guard.step(batch, loss_fn).attempts for batch in guard.batches(max_epochs=1)]
     weights = [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in model.parameters()]
     noticed = [
-        (event.global_step, event.data["count"]) for event in guard.events() if event.kind == "own_collectives"
+        (event.global_step, event.data["count"])
+        for event in guard.events()
+        if event.kind == "own_collectives"
     ]
     return weights, attempts, noticed
 
 
 def check_ended(ends, short):
-    """Check that the ranks of `short` have ended with H401, and the others with H114 and its text."""
+    """Check that the ranks of `short` have ended with H401, and the others with H114 and its
+    text.
+    """
     for rank, end in enumerate(ends):
         assert end.exit_code == 1, ends
-        assert (end.raised or "").startswith("OutOfMemoryError" if rank in short else "RankError"), ends
+        assert (end.raised or "").startswith(
+            "OutOfMemoryError" if rank in short else "RankError"
+        ), ends
         assert "[H401]" in end.raised, ends
         assert rank in short or "[H114]" in end.raised, ends
 
@@ -170,7 +189,9 @@ def test_it_does_so_in_the_step_in_which_there_is_one_for_the_first_time(tmp_pat
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_a_rank_that_cannot_come_to_a_collective_of_the_model_ends_all(tmp_path, wrapper):
     """A layer takes statistics over all ranks, and so does its backward."""
-    ends = run_ranks(trained, 2, tmp_path / "a", wrapper, bare, [(1, 4, "before the model")], SyncedNorm())
+    ends = run_ranks(
+        trained, 2, tmp_path / "a", wrapper, bare, [(1, 4, "before the model")], SyncedNorm()
+    )
     check_ended(ends, [1])
     ends = run_ranks(trained, 2, tmp_path / "b", wrapper, bare, [(1, 4, "backward")], SyncedNorm())
     check_ended(ends, [1])
@@ -186,7 +207,10 @@ def test_two_ranks_of_three_are_short_of_memory(tmp_path):
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_a_step_is_made_again_where_no_collective_of_the_loss_is_owed(tmp_path, wrapper):
-    """Memory was short after them, or on all ranks before them: the bits are those of an undisturbed run."""
+    """Memory was short after them, or on all ranks before them.
+
+    The bits are those of an undisturbed run.
+    """
     plans = [
         [(1, 4, "after the loss")],
         [(0, 3, "backward"), (1, 6, "backward")],
@@ -204,7 +228,11 @@ def test_a_step_is_made_again_where_no_collective_of_the_loss_is_owed(tmp_path, 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_collectives_of_the_loss_are_noticed_in_the_first_step(tmp_path, wrapper):
     """In forward and in backward; those of torch and of the guard are not taken for them."""
-    for loss_of, noticed in [(clip_with_gradients, [(0, 3)]), (detr_from_the_sixth_step_on, [(5, 1)]), (bare, [])]:
+    for loss_of, noticed in [
+        (clip_with_gradients, [(0, 3)]),
+        (detr_from_the_sixth_step_on, [(5, 1)]),
+        (bare, []),
+    ]:
         ends = run_ranks(trained, 2, tmp_path / loss_of.__name__, wrapper, loss_of, [])
         assert [returned[2] for returned in all_returned(ends)] == [noticed] * 2
 
@@ -234,7 +262,9 @@ def test_another_error_before_a_collective_of_the_loss_ends_all(tmp_path, wrappe
 
 def splits(rank, run):
     model, optimizer = made("ddp")
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), recompute=False)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=batches_of(rank), recompute=False
+    )
 
     def loss_fn(batch):
         if rank == 1 and len(batch) > 4:
@@ -251,7 +281,9 @@ def test_a_rank_that_splits_does_not_begin_collectives_more_often_than_the_other
 
 
 def gathers_nan(rank, run, wrapper, loss_of, source):
-    """Train with NaN in the third step, from the batch or the forward pass of rank 1, or in every batch."""
+    """Train with NaN in the third step, from the batch or the forward pass of rank 1, or in
+    every batch.
+    """
     model, optimizer = made(wrapper)
     loader = batches_of(rank)
     if source == "every batch":
@@ -296,7 +328,10 @@ def test_nan_that_was_gathered_is_found_on_its_own_rank(tmp_path, loss_of, sourc
     ],
 )
 def test_nan_that_was_gathered_is_not_laid_on_a_rank_of_a_sharded_model(tmp_path, source, where):
-    """No rank can make the step again by itself; one that alone has NaN in its batch is to blame."""
+    """No rank can make the step again by itself.
+
+    One that alone has NaN in its batch is to blame.
+    """
     for reasons, _ in all_returned(run_ranks(gathers_nan, 2, tmp_path, "fsdp", clip, source)):
         assert [number for number, reason in enumerate(reasons) if reason] == [2]
         assert where in reasons[2]

@@ -1,4 +1,7 @@
-"""State that each rank has for itself although all train one model: a resume gives every rank its own."""
+"""State that each rank has for itself although all train one model.
+
+A resume gives every rank its own.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ LARGE = 2_500_000  # float32: more than the store of the ranks takes in one piec
 
 
 class WithQueue(nn.Module):
-    """A model with the buffers that public code keeps on each rank: statistics, counts, a queue, a constant."""
+    """A model with the buffers that public code keeps on each rank.
+
+    Statistics, counts, a queue, a constant.
+    """
 
     def __init__(self, rank, length=64):
         super().__init__()
@@ -60,7 +66,14 @@ def made(rank, kind):
     if kind == "sharded":
         return net, fully_shard(net)
     if kind == "ignored":
-        names = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "queue", "rank_code", "seen"]
+        names = [
+            "norm.running_mean",
+            "norm.running_var",
+            "norm.num_batches_tracked",
+            "queue",
+            "rank_code",
+            "seen",
+        ]
         names.append("passes")
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
         return net, DistributedDataParallel(net)
@@ -82,7 +95,10 @@ def training(rank, run, kind, max_steps, nan_from=None):
     net, model = made(rank, kind)
     recent = Recent()
     averaged = None if kind in ("sharded", "large") else AveragedModel(net, use_buffers=True)
-    data = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)) + torch.arange(64)[:, None] / 8
+    data = (
+        torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+        + torch.arange(64)[:, None] / 8
+    )
     guard = holdfast.Guard(
         run,
         model=model,
@@ -99,7 +115,9 @@ def training(rank, run, kind, max_steps, nan_from=None):
     for batch in guard.batches(max_steps=max_steps):
         fails = rank == 0 and len(at_step) == nan_from
         at_step[guard.global_step] = own_state(net, recent, averaged)
-        result = guard.step(batch * float("nan") if fails else batch, lambda x: model(x).square().mean())
+        result = guard.step(
+            batch * float("nan") if fails else batch, lambda x: model(x).square().mean()
+        )
         if not result.skipped:
             recent.value = batch.sum().reshape(1)
         if guard.statistics().rollbacks:
@@ -113,7 +131,12 @@ def differ(first, second):
 
 
 @pytest.mark.parametrize(
-    "kind", ["local", "ignored", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("large", "sharded"))]
+    "kind",
+    [
+        "local",
+        "ignored",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("large", "sharded")),
+    ],
 )
 def test_each_rank_finds_its_own_buffers_and_state_again(tmp_path, kind):
     """A resume on as many ranks has the bits of a run without a break, on each of them."""
@@ -121,7 +144,9 @@ def test_each_rank_finds_its_own_buffers_and_state_again(tmp_path, kind):
     first = all_returned(run_ranks(training, 2, tmp_path / "parts", kind, 3))
     rest = all_returned(run_ranks(training, 2, tmp_path / "parts", kind, 7))
 
-    assert {"norm.running_mean", "queue", "rank_code", "seen", "recent"} <= differ(first[0][1], first[1][1])
+    assert {"norm.running_mean", "queue", "rank_code", "seen", "recent"} <= differ(
+        first[0][1], first[1][1]
+    )
     for rank in range(2):
         (begun_at, begun_with), ended_with, events = rest[rank]
         assert begun_at == 3
@@ -131,7 +156,10 @@ def test_each_rank_finds_its_own_buffers_and_state_again(tmp_path, kind):
 
 
 def test_buffers_that_are_sent_in_each_step_are_saved_once(tmp_path):
-    """Of these a checkpoint holds those of the first rank; averages of them and `state=` are each rank's own."""
+    """Of these a checkpoint holds those of the first rank.
+
+    Averages of them and `state=` are each rank's own.
+    """
     first = all_returned(run_ranks(training, 2, tmp_path, "sent", 3))
     rest = all_returned(run_ranks(training, 2, tmp_path, "sent", 5))
 
@@ -141,7 +169,9 @@ def test_buffers_that_are_sent_in_each_step_are_saved_once(tmp_path):
     for name in ("averaged.norm.running_mean", "recent"):
         assert torch.equal(begun_with[name], first[1][1][name])
     newest = max(Path(tmp_path, "checkpoints").iterdir())
-    assert not [name for name in load_file(newest / "training.safetensors") if ".buffers.model." in name]
+    assert not [
+        name for name in load_file(newest / "training.safetensors") if ".buffers.model." in name
+    ]
 
 
 def test_a_rollback_gives_each_rank_its_own_buffers(tmp_path):
@@ -172,6 +202,8 @@ def with_ignored_weights(rank, run):
 
 
 def test_weights_that_each_rank_trains_by_itself_are_refused(tmp_path):
-    """Their gradients and moments are no other rank's, so that one of them could not vote for all."""
+    """Their gradients and moments are no other rank's, so that one of them could not vote for
+    all.
+    """
     for end in run_ranks(with_ignored_weights, 2, tmp_path):
         assert "[H108]" in (end.raised or "") or "H108" in end.output, end

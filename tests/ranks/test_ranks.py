@@ -1,4 +1,7 @@
-"""Several ranks under a guard: undisturbed they are a bare loop, and whatever happens to one happens to all."""
+"""Several ranks under a guard.
+
+Undisturbed they are a bare loop, and whatever happens to one happens to all.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,12 @@ STEPS = 8
 
 def model_and_optimizer(*, norm=False, static=False):
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 16), nn.BatchNorm1d(16) if norm else nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)]
+    layers = [
+        nn.Linear(6, 16),
+        nn.BatchNorm1d(16) if norm else nn.Tanh(),
+        nn.Dropout(0.1),
+        nn.Linear(16, 1),
+    ]
     model = DistributedDataParallel(nn.Sequential(*layers), static_graph=static)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -42,7 +50,10 @@ def loss_of(model):
 
 
 def batches_of(rank, *, sizes=(8,) * STEPS):
-    return [torch.randn(n, 6, generator=torch.Generator().manual_seed(10 * k + rank)) for k, n in enumerate(sizes)]
+    return [
+        torch.randn(n, 6, generator=torch.Generator().manual_seed(10 * k + rank))
+        for k, n in enumerate(sizes)
+    ]
 
 
 def weights(model):
@@ -82,7 +93,10 @@ def accumulating(rank, run, added):
 
 @pytest.mark.parametrize("added", [False, True])
 def test_a_window_of_batches_is_one_step_of_all_ranks(tmp_path, added):
-    """It equals accumulation without a guard: bit for bit where the caller has divided the losses."""
+    """It equals accumulation without a guard.
+
+    Bit for bit where the caller has divided the losses.
+    """
     for bare_state, guarded_state in all_returned(run_ranks(accumulating, 2, tmp_path, added)):
         for a, b in zip(bare_state, guarded_state, strict=True):
             assert torch.equal(a, b) if added else torch.allclose(a, b, rtol=1e-5, atol=1e-7)
@@ -90,7 +104,9 @@ def test_a_window_of_batches_is_one_step_of_all_ranks(tmp_path, added):
 
 def heard(rank, run):
     model, optimizer = model_and_optimizer()
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), recompute=False)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=batches_of(rank), recompute=False
+    )
     failures = iter([1, 2])
 
     def loss_fn(batch):
@@ -107,12 +123,17 @@ def test_what_ranks_do_alike_is_said_once_and_else_the_rank_is_named(tmp_path):
     """The log of all ranks together has a line for each event that people should see."""
     ends = run_ranks(heard, 2, tmp_path)
     all_returned(ends)
-    of_first, of_second = ([line for line in end.output.splitlines() if "[step " in line] for end in ends)
+    of_first, of_second = (
+        [line for line in end.output.splitlines() if "[step " in line] for end in ends
+    )
     assert len([line for line in of_first if "skip_step" in line and "rank 1: " in line]) == 1, ends
     assert {line.partition("[step ")[2] for line in of_first}.isdisjoint(
         line.partition("[step ")[2] for line in of_second
     ), ends
-    assert len([line for line in of_second if line.startswith("rank 1: ") and "out_of_memory" in line]) == 2, ends
+    assert (
+        len([line for line in of_second if line.startswith("rank 1: ") and "out_of_memory" in line])
+        == 2
+    ), ends
     assert all(line.startswith("rank 1: ") for line in of_second), ends
 
 
@@ -137,12 +158,16 @@ def leaving_out(rank, run):
         if rank and len(skipped) == 2:
             batch[0] = float("nan")
         whole = len(skipped) % 3 == 2
-        skipped.append(guard.step(batch, lambda b, w=whole: model(b, whole=w).square().mean()).skipped)
+        skipped.append(
+            guard.step(batch, lambda b, w=whole: model(b, whole=w).square().mean()).skipped
+        )
     return weights(model), skipped
 
 
 def test_a_rank_that_looks_for_nan_leaves_nothing_in_its_reducer(tmp_path):
-    """With find_unused_parameters, marks of the passes that it makes alone would spoil the next step."""
+    """With find_unused_parameters, marks of the passes that it makes alone would spoil the next
+    step.
+    """
     for of_rank, skipped in all_returned(found := run_ranks(leaving_out, 2, tmp_path)):
         assert torch.equal(of_rank, found[0].returned[0])
         assert skipped == [False, False, True] + [False] * (STEPS - 3)
@@ -178,11 +203,16 @@ def spiking(rank, run):
     model, optimizer = model_and_optimizer()
     loader = batches_of(rank, sizes=(8,) * 202)
     optimizer.param_groups[0]["lr"] = 1e-4
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, spike_action="skip")
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=loader, spike_action="skip"
+    )
     skipped = []
     for number, batch in enumerate(guard.batches(max_epochs=1)):
-        factor = 1e4 if rank and number == 180 else 1.0  # in the loss of this rank, and in the gradient of all
-        skipped.append(guard.step(batch, lambda b, factor=factor: loss_of(model)(b) * factor).skipped)
+        # In the loss of this rank, and in the gradient of all
+        factor = 1e4 if rank and number == 180 else 1.0
+        skipped.append(
+            guard.step(batch, lambda b, factor=factor: loss_of(model)(b) * factor).skipped
+        )
     return weights(model), skipped
 
 
@@ -196,7 +226,9 @@ def test_a_spike_on_one_rank_is_judged_alike_by_all(tmp_path):
 
 def short_of_memory(rank, run, where):
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(512, 3072), nn.Tanh(), nn.Linear(3072, 512)))
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(512, 3072), nn.Tanh(), nn.Linear(3072, 512))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     loader = [torch.randn(1024, 512, generator=torch.Generator().manual_seed(n)) for n in range(3)]
     average = AveragedModel(model.module)
@@ -213,8 +245,11 @@ def short_of_memory(rank, run, where):
 
 @pytest.mark.slow
 def test_memory_that_the_optimizer_of_one_rank_lacks_changes_nothing(tmp_path):
-    """The kernel refuses its temporaries in the middle of a step; the bits are those of a run that has enough."""
-    (undisturbed, _) = all_returned(run_ranks(short_of_memory, 2, tmp_path / "a", None))
+    """The kernel refuses its temporaries in the middle of a step.
+
+    The bits are those of a run that has enough.
+    """
+    undisturbed, _ = all_returned(run_ranks(short_of_memory, 2, tmp_path / "a", None))
     for found in all_returned(run_ranks(short_of_memory, 2, tmp_path / "b", 1)):
         assert torch.equal(found, undisturbed)
     events = Path(tmp_path, "b", "recorder", "rank1").rglob("*")
@@ -264,7 +299,9 @@ def going_back(rank, run):
 
 
 def test_all_ranks_roll_back_to_the_same_checkpoint(tmp_path):
-    """Patience with NaN of one rank ends on all of them, and the others read what the first one has written."""
+    """Patience with NaN of one rank ends on all of them, and the others read what the first one
+    has written.
+    """
     found = all_returned(run_ranks(going_back, 2, tmp_path))
     for of_rank, rollbacks, step in found:
         assert torch.equal(of_rank, found[0][0])
@@ -298,7 +335,9 @@ def differing(rank, run, what):
             optimizer.param_groups[0]["weight_decay"] = 0.5
 
 
-@pytest.mark.parametrize("what", ["run directory", "optimizer.0.lr", "policy", "optimizer.0.weight_decay"])
+@pytest.mark.parametrize(
+    "what", ["run directory", "optimizer.0.lr", "policy", "optimizer.0.weight_decay"]
+)
 def test_ranks_that_differ_are_refused_on_all_of_them(tmp_path, what):
     """The error names what differs, at the opening or at the beginning of an epoch."""
     for end in run_ranks(differing, 2, tmp_path, what):
@@ -315,7 +354,9 @@ def test_a_loader_that_ends_early_on_one_rank_is_said_on_all(tmp_path):
 
 def validating(rank, run, differ):
     model, optimizer = model_and_optimizer()
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), save_interval_steps=100)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=batches_of(rank), save_interval_steps=100
+    )
     kept = []
     for number, batch in enumerate(guard.batches(max_epochs=1)):
         guard.step(batch, loss_of(model))
@@ -329,7 +370,8 @@ def test_all_ranks_keep_the_same_best_checkpoint_and_stop_alike(tmp_path):
     assert (
         all_returned(run_ranks(validating, 2, tmp_path / "a", 0.0))
         == [
-            ([True, True, False, False, False], 2, 5)  # what one asks for, all hear in the next step
+            # What one asks for, all hear in the next step
+            ([True, True, False, False, False], 2, 5)
         ]
         * 2
     )
@@ -356,8 +398,16 @@ def parting(rank, run, how, where):
 @pytest.mark.parametrize(
     ("how", "where", "text"),
     [
-        ("validated", 0, "rank 0 waits for the others in guard.validated, and rank 1 makes another step"),
-        ("closed", 1, "rank 1 waits for the others in a checkpoint or close, and rank 0 makes another step"),
+        (
+            "validated",
+            0,
+            "rank 0 waits for the others in guard.validated, and rank 1 makes another step",
+        ),
+        (
+            "closed",
+            1,
+            "rank 1 waits for the others in a checkpoint or close, and rank 0 makes another step",
+        ),
         ("left", 1, "rank 1 has left its loop or closed its guard, and rank 0 makes another step"),
         ("left", 0, "rank 0 has left its loop or closed its guard, and rank "),
         ("ends", 1, "rank 1 has ended, and rank 0 waits for it"),
@@ -366,7 +416,9 @@ def parting(rank, run, how, where):
 def test_what_one_rank_does_alone_is_an_error_on_all(tmp_path, how, where, text):
     """Nobody waits for ever, not even in a collective that has begun."""
     world_size = 3 if (how, where) == ("left", 0) else 2
-    for rank, end in enumerate(run_ranks(parting, world_size, tmp_path, how, where, limit_seconds=20.0)):
+    for rank, end in enumerate(
+        run_ranks(parting, world_size, tmp_path, how, where, limit_seconds=20.0)
+    ):
         if (how, rank) != ("ends", where):
             assert end.exit_code == 1, end
             assert text in end.output, end
@@ -411,7 +463,9 @@ def evaluating_alone(rank, run, who):
 
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 def test_an_evaluation_by_one_rank_alone_changes_nothing(tmp_path, who):
-    """Its first call sends the buffers of a norm, to which the others come at their next step, as without a guard."""
+    """Its first call sends the buffers of a norm, to which the others come at their next step,
+    as without a guard.
+    """
     undisturbed = all_returned(run_ranks(evaluating_alone, 2, tmp_path / "none", ()))
     evaluated = all_returned(run_ranks(evaluating_alone, 2, tmp_path / "some", who))
     for first, second in zip(undisturbed, evaluated, strict=True):
@@ -421,7 +475,9 @@ def test_an_evaluation_by_one_rank_alone_changes_nothing(tmp_path, who):
 def slow(rank, run, where):
     torch.ones(rank << 26)
     model, optimizer = model_and_optimizer()
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8 - rank,) * 40))
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8 - rank,) * 40)
+    )
 
     def loss_fn(batch):
         time.sleep(0.01 * (where == "in forward" and rank == 1))
@@ -443,7 +499,11 @@ def test_the_rank_that_others_wait_for_is_named(tmp_path, where):
         return
     (event,) = found
     assert event["peak_bytes"][1] - event["peak_bytes"][0] > 2**27  # rank 1 has had more
-    assert (event["rank"], event["where"][: len(where)], event["items_a_step"]) == (1, where, [8.0, 7.0])
+    assert (event["rank"], event["where"][: len(where)], event["items_a_step"]) == (
+        1,
+        where,
+        [8.0, 7.0],
+    )
 
 
 def stays(rank, run):
@@ -470,11 +530,19 @@ def test_a_rank_that_catches_its_error_and_stays_holds_nobody(tmp_path):
 
 @pytest.mark.slow
 def test_the_script_of_the_guide_goes_on_after_a_rank_was_killed(tmp_path):
-    """Under `holdfast run` and torchrun: all start again and go on, and end as if nothing had been."""
-    (script,) = (block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title == "ddp.py")
+    """Under `holdfast run` and torchrun.
+
+    All start again and go on, and end as if nothing had been.
+    """
+    (script,) = (
+        block.text for block in blocks(DOCS / "guide" / "guard.md") if block.title == "ddp.py"
+    )
     body = "for batch in guard.batches(max_epochs=2):\n"
     assert body in script
-    dies = "    if distributed.get_rank() == 1 and guard.global_step == 40 and guard.resumed_from is None:\n"
+    dies = (
+        "    if distributed.get_rank() == 1 and guard.global_step == 40 and guard.resumed_from is"
+        " None:\n"
+    )
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / "ddp.py").write_text(
         "import os\n\n" + script.replace(body, f"{body}{dies}        os.kill(os.getpid(), 9)\n", 1)
@@ -484,10 +552,22 @@ def test_the_script_of_the_guide_goes_on_after_a_rank_was_killed(tmp_path):
     beside = Path(sys.executable).parent
     said = []
     for name in ("whole", "killed"):
-        command = [beside / "holdfast", "run", "--", beside / "torchrun", "--nproc-per-node", "2", "ddp.py"]
-        ended = subprocess.run(command, cwd=tmp_path / name, capture_output=True, text=True, timeout=120, check=False)
+        command = [
+            beside / "holdfast",
+            "run",
+            "--",
+            beside / "torchrun",
+            "--nproc-per-node",
+            "2",
+            "ddp.py",
+        ]
+        ended = subprocess.run(
+            command, cwd=tmp_path / name, capture_output=True, text=True, timeout=120, check=False
+        )
         assert ended.returncode == 0, ended.stderr[-3000:]
-        said.append([line for line in ended.stdout.splitlines() if line.startswith("step 64, loss")])
+        said.append(
+            [line for line in ended.stdout.splitlines() if line.startswith("step 64, loss")]
+        )
     assert "2 attempts" in ended.stderr
     assert said[0] == said[1] != []
 
@@ -505,8 +585,15 @@ guard.close()
 
 @pytest.mark.slow
 def test_ranks_without_a_launcher_end_in_order(tmp_path):
-    """Their store ends with the first rank. To whoever is waiting in it at exit, C++ would abort the process."""
-    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    """Their store ends with the first rank.
+
+    To whoever is waiting in it at exit, C++ would abort the process.
+    """
+    environment = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
     command = [sys.executable, "-c", WITHOUT_LAUNCHER, str(tmp_path)]
     ranks = [subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(2)]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
@@ -557,9 +644,15 @@ def refusals(rank, run):
     plain = linear()
     cases = {
         "a Linear and no DistributedDataParallel": lambda: guarded(nn.Linear(6, 1)),
-        "only a part was given to fully_shard": lambda: guarded(sharded(layers := nn.Sequential(small()), layers[0])),
-        "is sharded in part only": lambda: guarded(sharded(both := small(), ignored_params={both.bias})),
-        "is spread as": lambda: guarded(sharded(small(), shard_placement_fn=lambda p: Shard(p.ndim - 1))),
+        "only a part was given to fully_shard": lambda: guarded(
+            sharded(layers := nn.Sequential(small()), layers[0])
+        ),
+        "is sharded in part only": lambda: guarded(
+            sharded(both := small(), ignored_params={both.bias})
+        ),
+        "is spread as": lambda: guarded(
+            sharded(small(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        ),
         "is spread over 1 of the ranks": lambda: guarded(
             sharded(small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
         ),
@@ -575,7 +668,9 @@ def refusals(rank, run):
         "PowerSGD": lambda: guarded(hooked()),
         "drop_nonfinite_samples=True": lambda: guarded(linear(), drop_nonfinite_samples=True),
         "2 terms": lambda: guarded(plain, loss_fn=two_terms(plain)),
-        "returned 2 terms": lambda: guarded(plain, loss_fn=two_terms(plain), micro_batch_size=1, check_split=False),
+        "returned 2 terms": lambda: guarded(
+            plain, loss_fn=two_terms(plain), micro_batch_size=1, check_split=False
+        ),
     }
 
     def linear_in_linear():

@@ -1,4 +1,7 @@
-"""A batch that one rank passes without a step is an error on all at the next step; one that all pass is none."""
+"""A batch that one rank passes without a step is an error on all at the next step.
+
+One that all pass is none.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,17 @@ def guard_of(run, kind):
     model, optimizer = made(kind)
     data = torch.randn(4 * BATCHES, 6, generator=torch.Generator().manual_seed(1))
     loader = holdfast.DataLoader(list(enumerate(data.unbind())), batch_size=2, shuffle=True, seed=3)
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=1)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, loader=loader, save_interval_steps=1
+    )
     return guard, model
 
 
 def skipping(rank, run, kind, skipped, limits):
-    """Train, and pass the batches by the number `skipped` of each rank, as `if bad: continue` does."""
+    """Train, and pass the batches by the number `skipped` of each rank, as `if bad.
+
+    Continue` does.
+    """
     guard, model = guard_of(run, kind)
     begun_at, seen = guard.global_step, []
     for number, (indices, batch) in enumerate(guard.batches(**limits)):
@@ -45,8 +53,18 @@ def skipping(rank, run, kind, skipped, limits):
         ("replicated", {1: [3]}, {"max_steps": 6}, "rank 1 has skipped batch 3 of epoch 0"),
         ("replicated", {0: [3]}, {"max_epochs": 1}, "rank 0 has skipped batch 3 of epoch 0"),
         ("replicated", {1: [0]}, {"max_epochs": 1}, "rank 1 has skipped batch 0 of epoch 0"),
-        ("replicated", {1: [2, 3]}, {"max_steps": 6}, "rank 1 has skipped batches 2 to 3 of epoch 0"),
-        ("replicated", {0: [BATCHES - 1]}, {"max_epochs": 2}, "the end of epoch 0, where it has skipped batch 7"),
+        (
+            "replicated",
+            {1: [2, 3]},
+            {"max_steps": 6},
+            "rank 1 has skipped batches 2 to 3 of epoch 0",
+        ),
+        (
+            "replicated",
+            {0: [BATCHES - 1]},
+            {"max_epochs": 2},
+            "the end of epoch 0, where it has skipped batch 7",
+        ),
         pytest.param(
             "replicated",
             {0: [BATCHES - 1]},
@@ -54,13 +72,29 @@ def skipping(rank, run, kind, skipped, limits):
             "the end of epoch 0, where it has skipped batch 7",
             marks=SLOW,
         ),
-        ("replicated", {0: [2], 1: [3]}, {"max_epochs": 1}, "rank 0 has skipped batch 2 of epoch 0"),
-        pytest.param("resharded", {1: [3]}, {"max_steps": 6}, "rank 1 has skipped batch 3 of epoch 0", marks=SLOW),
-        pytest.param("resharded", {1: [7]}, {"max_epochs": 2}, "rank 1 is at the end of epoch 0", marks=SLOW),
+        (
+            "replicated",
+            {0: [2], 1: [3]},
+            {"max_epochs": 1},
+            "rank 0 has skipped batch 2 of epoch 0",
+        ),
+        pytest.param(
+            "resharded",
+            {1: [3]},
+            {"max_steps": 6},
+            "rank 1 has skipped batch 3 of epoch 0",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "resharded", {1: [7]}, {"max_epochs": 2}, "rank 1 is at the end of epoch 0", marks=SLOW
+        ),
     ],
 )
 def test_a_batch_that_one_rank_skips_is_an_error_on_all(tmp_path, kind, skipped, limits, named):
-    """It says which rank and which batch; started again, all go on from the checkpoint of before."""
+    """It says which rank and which batch.
+
+    Started again, all go on from the checkpoint of before.
+    """
     for end in run_ranks(skipping, 2, tmp_path, kind, skipped, limits):
         assert "H116" in end.output, end
         assert named in end.output, end
@@ -102,7 +136,9 @@ def test_a_batch_that_one_rank_leaves_out_of_a_window_is_an_error_on_all(tmp_pat
     assert all_returned(run_ranks(accumulating, 2, tmp_path / "none", {})) == [BATCHES // 2] * 2
     for end in run_ranks(accumulating, 2, tmp_path / "one", {1: [2]}):
         assert "H116" in end.output, end
-        assert "since the last step rank 1 has passed 2 batches, rank 0 1" in (end.raised or ""), end
+        assert "since the last step rank 1 has passed 2 batches, rank 0 1" in (end.raised or ""), (
+            end
+        )
 
 
 def parting(rank, run, skipped):
@@ -127,13 +163,18 @@ def test_ranks_that_left_a_loop_at_different_batches_do_not_iterate_again(tmp_pa
 
 
 def test_a_checkpoint_of_ranks_at_different_batches_is_resumed(tmp_path):
-    """Versions before this check wrote such: all go on from the place of the first rank, and an event says so."""
+    """Versions before this check wrote such.
+
+    All go on from the place of the first rank, and an event says so.
+    """
     all_returned(run_ranks(skipping, 2, tmp_path, "replicated", {}, {"max_steps": 3}))
     _move_ahead(Store(tmp_path / "checkpoints").entries()[0].path, rank=1)
 
     again = all_returned(run_ranks(skipping, 2, tmp_path, "replicated", {}, {"max_epochs": 1}))
 
-    assert [(begun_at, len(seen), step) for begun_at, seen, step, _ in again] == [(3, 2 * (BATCHES - 3), BATCHES)] * 2
+    assert [(begun_at, len(seen), step) for begun_at, seen, step, _ in again] == [
+        (3, 2 * (BATCHES - 3), BATCHES)
+    ] * 2
     assert all(moved for *_, moved in again)
 
 

@@ -1,4 +1,7 @@
-"""Optimizers that keep the state of each parameter on one rank only: a checkpoint would hold a share of it."""
+"""Optimizers that keep the state of each parameter on one rank only.
+
+A checkpoint would hold a share of it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ def training(rank, run, kind):
     optimizer = kind(model.parameters())
     data = [torch.randn(8, 6) for _ in range(6)]
     try:
-        guard = holdfast.Guard(run, model=model, optimizer=optimizer, loader=data, save_interval_steps=2)
+        guard = holdfast.Guard(
+            run, model=model, optimizer=optimizer, loader=data, save_interval_steps=2
+        )
     except holdfast.PolicyError as error:
         return "when the guard is made", error.rule
     try:
@@ -65,7 +70,10 @@ def test_zero_redundancy_is_refused_when_the_guard_is_made(tmp_path):
 
 
 def test_an_optimizer_of_unknown_kind_that_spreads_its_state_ends_at_the_first_save_of_it(tmp_path):
-    """Nothing tells it before it has stepped; then H108 on all ranks, and no checkpoint holds half of the moments."""
+    """Nothing tells it before it has stepped.
+
+    Then H108 on all ranks, and no checkpoint holds half of the moments.
+    """
     ends = run_ranks(training, 2, tmp_path, spread)
     assert [end.returned for end in ends] == [(2, "H108")] * 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001-step00000000"]

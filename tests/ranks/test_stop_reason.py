@@ -1,4 +1,6 @@
-"""Why a run stops: a script compares `guard.stop_reason` on each rank, and all must take the same branch."""
+"""Why a run stops: a script compares `guard.stop_reason` on each rank, and all must take the
+same branch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ STEPS_OF_AN_EPOCH = 3
 
 
 def stopping(rank, run, requests, at_step):
-    """Ask ranks to stop after a step: by a signal, or by a call with any other text; return what this one reads."""
+    """Ask ranks to stop after a step: by a signal, or by a call with any other text.
+
+    Return what this one reads.
+    """
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(3, 1))
     guard = holdfast.Guard(
@@ -43,12 +48,24 @@ def stopping(rank, run, requests, at_step):
         pytest.param({1: "SIGUSR1"}, 1, "SIGUSR1", 1, id="signal"),
         pytest.param({1: "half way"}, 1, "half way", 1, id="call"),
         pytest.param({0: "one", 1: "other"}, 1, "one", 0, id="two calls", marks=pytest.mark.slow),
-        pytest.param({0: "enough", 1: "SIGTERM"}, 1, "SIGTERM", 1, id="call and signal", marks=pytest.mark.slow),
-        pytest.param({1: "enough"}, STEPS_OF_AN_EPOCH, "enough", 1, id="end of epoch", marks=pytest.mark.slow),
+        pytest.param(
+            {0: "enough", 1: "SIGTERM"},
+            1,
+            "SIGTERM",
+            1,
+            id="call and signal",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {1: "enough"}, STEPS_OF_AN_EPOCH, "enough", 1, id="end of epoch", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_all_ranks_stop_for_the_same_reason(tmp_path, requests, at_step, reason, asked_rank):
-    """It is the name of the signal or the text of the call; the event also names the rank that was asked."""
+    """It is the name of the signal or the text of the call.
+
+    The event also names the rank that was asked.
+    """
     by_signal = reason if reason in signal.Signals.__members__ else None
     ended = all_returned(run_ranks(stopping, 2, tmp_path, requests, at_step))
 

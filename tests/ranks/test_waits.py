@@ -1,4 +1,7 @@
-"""No wait for another rank is without an end: a rank that is gone, or does not come, is named on all others."""
+"""No wait for another rank is without an end.
+
+A rank that is gone, or does not come, is named on all others.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def guard_of(rank, run, kind, **policy):
 
 
 def guard_with(model, optimizer, rank, run, **policy):
-    return holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), **policy), model
+    return (
+        holdfast.Guard(run, model=model, optimizer=optimizer, loader=batches_of(rank), **policy),
+        model,
+    )
 
 
 def ending_before_its_guard(rank, run, how, where):
@@ -55,9 +61,15 @@ def ending_before_its_guard(rank, run, how, where):
         ),
     ],
 )
-def test_a_rank_that_ends_before_its_guard_is_an_error_on_the_others(tmp_path, how, where, world_size):
-    """They see it by its closed connections, and not after the timeout of the group, here half an hour."""
-    for rank, end in enumerate(run_ranks(ending_before_its_guard, world_size, tmp_path, how, where)):
+def test_a_rank_that_ends_before_its_guard_is_an_error_on_the_others(
+    tmp_path, how, where, world_size
+):
+    """They see it by its closed connections, and not after the timeout of the group, here half
+    an hour.
+    """
+    for rank, end in enumerate(
+        run_ranks(ending_before_its_guard, world_size, tmp_path, how, where)
+    ):
         if rank != where:
             assert "H114" in (end.raised or ""), end
             assert f"rank {where} has ended" in (end.raised or ""), end
@@ -79,9 +91,16 @@ def staying_away(rank, run, kind, what):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "what"),
-    [("replicated", "Guard"), ("replicated", "validated"), ("replicated", "close"), ("resharded", "validated")],
+    [
+        ("replicated", "Guard"),
+        ("replicated", "validated"),
+        ("replicated", "close"),
+        ("resharded", "validated"),
+    ],
 )
-def test_a_rank_that_does_not_come_ends_the_wait_after_the_timeout_of_the_group(tmp_path, kind, what):
+def test_a_rank_that_does_not_come_ends_the_wait_after_the_timeout_of_the_group(
+    tmp_path, kind, what
+):
     """The error names it."""
     first, _ = run_ranks(staying_away, 2, tmp_path, kind, what)
     assert "H114" in (first.raised or ""), first

@@ -29,12 +29,18 @@ with open(sys.argv[1], "w", buffering=1) as trace:
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """Return a run, and what starts a process of it that makes some steps, stands still and ends."""
+    """Return a run, and what starts a process of it that makes some steps, stands still and
+    ends.
+    """
     monkeypatch.setattr(demo_run, "_STANDSTILL_SECONDS", 1.5)
-    run = DemoRun(run_dir=tmp_path, trace=tmp_path / "trace", weights=None, output=tmp_path / "output")
+    run = DemoRun(
+        run_dir=tmp_path, trace=tmp_path / "trace", weights=None, output=tmp_path / "output"
+    )
 
     def start(steps, seconds):
-        return subprocess.Popen([sys.executable, "-c", _TRAINS, str(run.trace), str(steps), str(seconds)])
+        return subprocess.Popen(
+            [sys.executable, "-c", _TRAINS, str(run.trace), str(steps), str(seconds)]
+        )
 
     return run, start
 
@@ -67,28 +73,47 @@ def test_a_training_that_ends_too_soon_is_an_error(started):
 
 def report(held: bool) -> dict[str, Any]:
     row = {
-        "fault": "SIGKILL", "happened": "killed", "remedy": "resume", "promise": "bit-exact", "held": held,
-        "evidence": "digests", "lost_steps": 3, "seconds": 1.5,
-    }  # fmt: skip
+        "fault": "SIGKILL",
+        "happened": "killed",
+        "remedy": "resume",
+        "promise": "bit-exact",
+        "held": held,
+        "evidence": "digests",
+        "lost_steps": 3,
+        "seconds": 1.5,
+    }
     return {"rows": [row], "accuracy": [0.9, 0.9 if held else None], "seed": 7}
 
 
 @pytest.mark.parametrize("held", [True, False])
 def test_a_broken_promise_is_exit_code_1(tmp_path, monkeypatch, held):
-    """The demo exits with 1 if a promise did not hold; the campaign is replaced by a made-up report here."""
+    """The demo exits with 1 if a promise did not hold.
+
+    The campaign is replaced by a made-up report here.
+    """
     monkeypatch.setattr(command, "_campaign", lambda seed, quiet: report(held))
     shown = CliRunner().invoke(command.app, ["--out", str(tmp_path)])
     assert shown.exit_code == (0 if held else 1)
     assert f"{int(held)} of 1 promises held" in shown.output
     assert ("NO" in shown.output) is not held
     assert json.loads((tmp_path / "report.json").read_text()) == report(held)
-    assert json.loads(CliRunner().invoke(command.app, ["--out", str(tmp_path), "--json"]).output)["held"] is held
+    assert (
+        json.loads(CliRunner().invoke(command.app, ["--out", str(tmp_path), "--json"]).output)[
+            "held"
+        ]
+        is held
+    )
 
 
 @pytest.mark.slow
 def test_make_demo_starts_it_from_the_clone_and_a_mistake_is_valid_json():
-    """What `make demo` calls is found there; an unknown option is one object on stdout, and exit code 2."""
-    (called,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "recipes.demo" in line]
+    """What `make demo` calls is found there.
+
+    An unknown option is one object on stdout, and exit code 2.
+    """
+    (called,) = [
+        line for line in (ROOT / "Makefile").read_text().splitlines() if "recipes.demo" in line
+    ]
     words = called.split()[1:]
     assert words == ["-m", "recipes.demo"]
     ended = subprocess.run(

@@ -1,4 +1,7 @@
-"""What the recipes gpt, lora and diffusion give to `holdfast plan`: sizes that they name, and a step that trains."""
+"""What the recipes gpt, lora and diffusion give to `holdfast plan`.
+
+Sizes that they name, and a step that trains.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,23 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 @pytest.mark.parametrize(
     ("name", "sizes", "parameters", "learnt"),
     [
-        pytest.param("lora", {"micro_batch_size": 2, "context": 8}, 1.2367e9, 851968, marks=pytest.mark.slow),
+        pytest.param(
+            "lora", {"micro_batch_size": 2, "context": 8}, 1.2367e9, 851968, marks=pytest.mark.slow
+        ),
         ("gpt", {"micro_batch_size": 2, "context": 8}, 123.7e6, 123.7e6),
         ("diffusion", {"micro_batch_size": 2}, 9.1e6, 9.1e6),
     ],
 )
 def test_a_forecast_is_about_the_sizes_that_it_names(
-    name: str, sizes: dict[str, int], parameters: float, learnt: float, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    sizes: dict[str, int],
+    parameters: float,
+    learnt: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The model of its defaults is built without memory, and a step reaches all that shall learn and nothing else."""
+    """The model of its defaults is built without memory, and a step reaches all that shall learn
+    and nothing else.
+    """
     monkeypatch.syspath_prepend(RECIPES.parent)
     with torch.device("meta"):
         found: dict[str, Any] = load_factory(f"{RECIPES / name / 'forecast.py'}:build")(**sizes)

@@ -1,4 +1,6 @@
-"""The GAN: two players that do not leak into each other, one loss scale, less memory, and a kernel that may die."""
+"""The GAN: two players that do not leak into each other, one loss scale, less memory, and a
+kernel that may die.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +62,16 @@ def make_batch(count: int = 8, size: int = 8) -> tuple[torch.Tensor, ...]:
 def guard_of(run_dir: Any, players: Players, **policy: Any) -> holdfast.Guard:
     settings = {"save_interval_steps": None, **policy}
     return holdfast.Guard(
-        run_dir, model=players.models, optimizer=players.optimizers, policy={"preset": "gan"}, **settings
+        run_dir,
+        model=players.models,
+        optimizer=players.optimizers,
+        policy={"preset": "gan"},
+        **settings,
     )
 
 
-# --- the players ----------------------------------------------------------------------------------------------
+# --- the players
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("regularizer", ["r1", "spectral"])
@@ -89,21 +96,28 @@ def live_tensors_after_steps(run_dir: Path, regularizer: str) -> list[tuple[int,
     return seen
 
 
-# What remains of the peak at most, as the README has it: how much scratch it holds depends on the processor.
-# R1's gradient of a gradient keeps what was recomputed.
+# What remains of the peak at most, as the README has it: how much scratch it holds depends on the
+# processor. R1's gradient of a gradient keeps what was recomputed.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("regularizer", "shares"),
-    [("spectral", {"generator": 0.66, "discriminator": 0.67}), ("r1", {"generator": 0.61, "discriminator": 0.82})],
+    [
+        ("spectral", {"generator": 0.66, "discriminator": 0.67}),
+        ("r1", {"generator": 0.61, "discriminator": 0.82}),
+    ],
 )
 def test_recomputed_blocks_lower_the_peak_and_change_nothing(tmp_path, regularizer, shares):
-    """With the blocks of both networks recomputed a step takes at most the memory said, bit for bit the same."""
+    """With the blocks of both networks recomputed a step takes at most the memory said, bit for
+    bit the same.
+    """
     peaks, ends = {}, []
     blocks = [f"{name}.blocks.{number}" for name in shares for number in range(4)]
     for recompute in (False, blocks):
         players, batch = make_players(size=32, regularizer=regularizer), make_batch(32, size=32)
         losses = {"generator": players.generator_loss, "discriminator": players.discriminator_loss}
-        with guard_of(tmp_path / str(len(ends)), players, recompute=recompute, diagnose=False) as guard:
+        with guard_of(
+            tmp_path / str(len(ends)), players, recompute=recompute, diagnose=False
+        ) as guard:
             for name, loss in losses.items():
                 step = partial(guard.step, batch, loss, optimizer=name)
                 peaks[name, bool(recompute)] = real_allocations(step)[0]
@@ -121,11 +135,15 @@ def test_what_a_forecast_is_made_of_trains_both_players(tmp_path):
         assert guard.global_step == 2
 
 
-# --- data and figures -----------------------------------------------------------------------------------------
+# --- data and figures
+# ------------------------------------------------------------------------
 
 
 def test_images_are_padded_to_a_power_of_two_and_carry_their_noise(tmp_path):
-    """MNIST's 28 x 28 become 32 x 32 from -1 to 1; a sample of another shape is an error that names it."""
+    """MNIST's 28 x 28 become 32 x 32 from -1 to 1.
+
+    A sample of another shape is an error that names it.
+    """
     write_idx(tmp_path / "train-images-idx3-ubyte", np.full((3, 28, 28), 255))
     write_idx(tmp_path / "train-labels-idx1-ubyte", np.arange(3))
     images = Images(find_source(tmp_path, train=True), 5)
@@ -141,7 +159,9 @@ def test_images_are_padded_to_a_power_of_two_and_carry_their_noise(tmp_path):
 
 @pytest.mark.slow  # torchmetrics takes seconds to import
 def test_the_distance_is_that_of_the_features_moments():
-    """It is 0 to the real images, one after the other measured, and else what the closed form gives."""
+    """It is 0 to the real images, one after the other measured, and else what the closed form
+    gives.
+    """
     chance = torch.Generator().manual_seed(0)
     real, other = (torch.randn(400, 1, 4, 4, generator=chance) * scale for scale in (1.0, 2.0))
     judge = Judge(real, torch.arange(400) % 3)
@@ -149,7 +169,9 @@ def test_the_distance_is_that_of_the_features_moments():
     assert judge.measure(real).frechet == pytest.approx(0.0, abs=1e-3)
     assert judge.measure(other) == first
     features = [judge._features(images).double().numpy() for images in (real, other)]
-    (mean, spread), (mean_other, spread_other) = ((each.mean(axis=0), np.cov(each.T)) for each in features)
+    (mean, spread), (mean_other, spread_other) = (
+        (each.mean(axis=0), np.cov(each.T)) for each in features
+    )
     root = np.sqrt(np.linalg.eigvals(spread @ spread_other).astype(complex)).real.sum()
     expected = ((mean - mean_other) ** 2).sum() + np.trace(spread + spread_other) - 2 * root
     assert first.frechet == pytest.approx(expected, rel=1e-4)
@@ -157,8 +179,13 @@ def test_the_distance_is_that_of_the_features_moments():
 
 @pytest.mark.slow
 def test_it_learns_from_real_digits(tmp_path):
-    """From the command line: the distance to real digits falls to a third, and images and report are there."""
-    result = main(["--run-dir", str(tmp_path), "--max-steps", "160", "--width", "16", "--sample-steps", "80"])
+    """From the command line.
+
+    The distance to real digits falls to a third, and images and report are there.
+    """
+    result = main(
+        ["--run-dir", str(tmp_path), "--max-steps", "160", "--width", "16", "--sample-steps", "80"]
+    )
     figures = result["figures"]
     assert figures["frechet_real"] < figures["frechet"] < figures["frechet_untrained"] / 3
     assert json.loads((tmp_path / "result.json").read_text())["global_step"] == 160
@@ -166,7 +193,8 @@ def test_it_learns_from_real_digits(tmp_path):
     assert (tmp_path / "report.html").read_text().count('<img src="data:image/png;base64,') == 3
 
 
-# --- lost processes -------------------------------------------------------------------------------------------
+# --- lost processes
+# ------------------------------------------------------------------------
 
 
 def kill_kernel(notebook: subprocess.Popen, run_dir: Path) -> None:
@@ -182,18 +210,29 @@ def kill_kernel(notebook: subprocess.Popen, run_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_a_notebook_survives_the_loss_of_its_kernel(tmp_path, request):
-    """Its kernel is killed with SIGKILL half-way; executed again it goes on, and ends as if undisturbed."""
+    """Its kernel is killed with SIGKILL half-way.
+
+    Executed again it goes on, and ends as if undisturbed.
+    """
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     run_dir, steps, width = tmp_path / "run", 40, 8
     settings = {"GAN_RUN_DIR": str(run_dir), "GAN_MAX_STEPS": str(steps), "GAN_WIDTH": str(width)}
-    environment = {**os.environ, **settings, "HOLDFAST_SAVE_INTERVAL_STEPS": "4", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **settings,
+        "HOLDFAST_SAVE_INTERVAL_STEPS": "4",
+        "OMP_NUM_THREADS": "1",
+    }
 
     def execute(place: Path) -> subprocess.Popen:
         notebook = subprocess.Popen(
             [sys.executable, "-c", EXECUTE, str(NOTEBOOK), str(place)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         request.addfinalizer(notebook.kill)  # without effect on one that has ended
         return notebook
 
@@ -207,6 +246,8 @@ def test_a_notebook_survives_the_loss_of_its_kernel(tmp_path, request):
     assert told.startswith("2 ")
     begun = int(told.partition("begins at step ")[2].split()[0])
     assert 0 < begun < steps
-    options = GanOptions(run_dir=tmp_path / "undisturbed", data_dir=run_dir / "data", max_steps=steps, width=width)
+    options = GanOptions(
+        run_dir=tmp_path / "undisturbed", data_dir=run_dir / "data", max_steps=steps, width=width
+    )
     expected = train(make_job(options), options, holdfast.Policy.from_yaml(POLICY))
     assert json.loads((run_dir / "result.json").read_text())["weights"] == expected["weights"]

@@ -38,8 +38,13 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return capsys.readouterr().err
 
 
-def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_default(tmp_path, monkeypatch):
-    """So it is for a recipe's own options; for those of the policy see ``test_order_of_settings.py``."""
+def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_default(
+    tmp_path, monkeypatch
+):
+    """So it is for a recipe's own options.
+
+    For those of the policy see ``test_order_of_settings.py``.
+    """
     config = tmp_path / "config.yaml"
     config.write_text("rate: 1e-3\nsize: large\nmax-steps: 7\nlimit: null\nplace: ~/b\n")
     monkeypatch.setenv("HOME", "/home/of/a")
@@ -83,7 +88,10 @@ def test_values_that_make_no_training_end_with_a_message(option, value, said, ca
     ("text", "said"),
     [
         ("rat: 1", "did you mean 'rate'"),
-        ("max_grad_norm: 1", "a value of the policy: write it into a file for --policy, or pass --max-grad-norm"),
+        (
+            "max_grad_norm: 1",
+            "a value of the policy: write it into a file for --policy, or pass --max-grad-norm",
+        ),
         ("text: no", "goes into quotes"),
         ("place: [a, b]", "PATH|none is needed"),
         ("run_dir: null", "PATH is needed"),

@@ -1,4 +1,7 @@
-"""One rule at every entrance: argument over variable over file over preset over default; no name passes unread."""
+"""One rule at every entrance: argument over variable over file over preset over default.
+
+No name passes unread.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,22 @@ from holdfast.guard.hosted import hosted_policy
 
 PRESET = "separation"  # max_grad_norm 5.0
 RECIPES = {
-    "asr": "Options", "separation": "Options", "classifier": "ClassifierOptions", "gan": "GanOptions",
-    "tacotron2": "TacotronOptions", "pegasus": "PegasusOptions",
+    "asr": "Options",
+    "separation": "Options",
+    "classifier": "ClassifierOptions",
+    "gan": "GanOptions",
+    "tacotron2": "TacotronOptions",
+    "pegasus": "PegasusOptions",
     "gpt": "GptOptions",
-    "lora": "LoraOptions", "diffusion": "DiffusionOptions",
-}  # fmt: skip
+    "lora": "LoraOptions",
+    "diffusion": "DiffusionOptions",
+}
 
 
 def options_of(recipe: str) -> type[RunOptions]:
-    found: type[RunOptions] = getattr(importlib.import_module(f"recipes.{recipe}.train"), RECIPES[recipe])
+    found: type[RunOptions] = getattr(
+        importlib.import_module(f"recipes.{recipe}.train"), RECIPES[recipe]
+    )
     return found
 
 
@@ -38,7 +48,11 @@ def written(path: Path, values: Mapping[str, Any]) -> Path:
 
 
 def in_options(values: Mapping[str, Any]) -> list[str]:
-    return [part for name, value in values.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    return [
+        part
+        for name, value in values.items()
+        for part in ("--" + name.replace("_", "-"), str(value))
+    ]
 
 
 def by_yaml(folder: Path, file: dict[str, Any], given: dict[str, Any]) -> Policy:
@@ -75,16 +89,22 @@ def by_recipe(name: str) -> Callable[..., Policy]:
 def by_options_file(folder: Path, file: dict[str, Any], given: dict[str, Any]) -> Policy:
     """The case that was found: SpeechBrain's other name of the field, in the file of --config."""
     named = {"clip_grad_norm": file["max_grad_norm"]} if "max_grad_norm" in file else {}
-    path, policy = written(folder / "config.yaml", named), written(folder / "policy.yaml", {"preset": PRESET})
+    path, policy = (
+        written(folder / "config.yaml", named),
+        written(folder / "policy.yaml", {"preset": PRESET}),
+    )
     argv = ["--config", str(path), "--policy", str(policy), *in_options(given)]
     return read_options(options_of("separation"), argv)[1]
 
 
 ENTRANCES = {
-    "from_yaml": by_yaml, "of": by_of, "Guard": by_guard, "from_arguments": by_arguments,
+    "from_yaml": by_yaml,
+    "of": by_of,
+    "Guard": by_guard,
+    "from_arguments": by_arguments,
     "--config": by_options_file,
     **{f"recipes.{name}": by_recipe(name) for name in RECIPES},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
@@ -96,7 +116,15 @@ def test_argument_over_variable_over_file_over_preset_over_default(entrance, tmp
             monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
         in_file = {"preset": PRESET, **({"max_grad_norm": 3.0} if file else {})}
         found = ENTRANCES[entrance](tmp_path, in_file, {"max_grad_norm": 1.0} if argument else {})
-        expected = 1.0 if argument else 2.0 if variable else 3.0 if file else Policy.preset(PRESET).max_grad_norm
+        expected = (
+            1.0
+            if argument
+            else 2.0
+            if variable
+            else 3.0
+            if file
+            else Policy.preset(PRESET).max_grad_norm
+        )
         assert found.max_grad_norm == expected, (argument, variable, file)
         assert found.keep_latest_k == 3
 
@@ -110,10 +138,16 @@ def test_two_names_of_one_field_at_the_same_place_are_refused(capsys):
 
 
 def test_clip_grad_norm_on_the_command_line_is_an_argument(monkeypatch):
-    """It wins over a variable, which wins over the same name in a file; below 0 it turns clipping off."""
+    """It wins over a variable, which wins over the same name in a file.
+
+    Below 0 it turns clipping off.
+    """
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
     for value, expected in (("7", 7.0), ("-1", None)):
-        assert read_options(options_of("asr"), ["--clip-grad-norm", value])[1].max_grad_norm == expected
+        assert (
+            read_options(options_of("asr"), ["--clip-grad-norm", value])[1].max_grad_norm
+            == expected
+        )
     with pytest.raises(SystemExit):
         read_options(options_of("asr"), ["--clip-grad-norm", "0"])
 
@@ -121,7 +155,9 @@ def test_clip_grad_norm_on_the_command_line_is_an_argument(monkeypatch):
 def test_a_fault_sets_what_nobody_has_set(monkeypatch):
     """The classifier's --fault is weaker than an option beside it and than a variable."""
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
-    options, policy = read_options(options_of("classifier"), ["--fault", "exploding-gradients", "--depth", "3"])
+    options, policy = read_options(
+        options_of("classifier"), ["--fault", "exploding-gradients", "--depth", "3"]
+    )
     assert (options.depth, options.init_scale, policy.max_grad_norm) == (3, 3.0, 2.0)
 
 
@@ -154,7 +190,8 @@ def test_a_variable_that_contradicts_a_framework_is_an_error(name, value, host, 
         (lambda: Policy.of({"preset": PRESET, "max_grad_norm": 3.0}), {"max_grad_norm": 3.0}),
         (lambda: Policy.of({"max_grad_norm": 3.0}, preset=PRESET), {"max_grad_norm": 3.0}),
         (lambda: Policy.of({"max_grad_norm": 3.0}, max_grad_norm=4.0), {"max_grad_norm": 4.0}),
-        # A variable that says the same as a framework is fine, and so is one that the framework has no setting for.
+        # A variable that says the same as a framework is fine, and so is one that the framework has
+        # no setting for.
         (
             lambda: hosted_policy(None, host="the host", max_grad_norm=2.0, precision="fp32"),
             {"max_grad_norm": 2.0, "nonfinite_patience": 9},

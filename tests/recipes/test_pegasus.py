@@ -1,4 +1,6 @@
-"""The summariser: where its records come from, what is done about bad ones, what its scores are, and its loops."""
+"""The summariser: where its records come from, what is done about bad ones, what its scores are,
+and its loops.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from recipes.pegasus.train import POLICY, main, train
 from holdfast import Policy
 from holdfast.forecast.job.building import load_factory
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as in the recipe: its threads are in the way of a fork
+# As in the recipe: its threads are in the way of a fork
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MODULE = '''
 """A module's own docstring is no record."""
@@ -63,7 +66,9 @@ BODY = "Whatever is put into it stays there. Somebody takes it out again."
 
 
 def lines(path: Path, records: Sequence[Any]) -> Path:
-    path.write_bytes(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records))
+    path.write_bytes(
+        b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+    )
     return path
 
 
@@ -71,18 +76,24 @@ def pairs(count: int) -> list[dict[str, str]]:
     colours, things = ("red", "green", "blue", "grey"), ("boxes", "wheels", "doors", "lamps")
     return [
         {
-            "document": f"There are {number} of them. All {colours[number % 4]} {things[number // 4 % 4]} are old.",
+            "document": (
+                f"There are {number} of them. All {colours[number % 4]} {things[number // 4 % 4]}"
+                " are old."
+            ),
             "summary": f"Count the {colours[number % 4]} {things[number // 4 % 4]}.",
         }
         for number in range(count)
     ]
 
 
-# --- the corpus --------------------------------------------------------------------------------------------
+# --- the corpus
+# ------------------------------------------------------------------------
 
 
 def test_records_are_taken_from_the_text_of_a_module() -> None:
-    """A docstring's first sentence is the summary, the document has it among others, without markup, in any place."""
+    """A docstring's first sentence is the summary, the document has it among others, without
+    markup, in any place.
+    """
     found = list(records_in(MODULE.format(body=BODY), "things"))
     assert [(record["name"], record["summary"]) for record in found] == [
         ("things.scale", "Multiply every value by a factor."),
@@ -95,24 +106,37 @@ def test_records_are_taken_from_the_text_of_a_module() -> None:
         "Multiply every value by a factor.",
         "Nothing else is changed by it.",
     ]
-    assert {record["document"].index(record["summary"]) for record in found} != {0}, "the answer is not always first"
+    assert {record["document"].index(record["summary"]) for record in found} != {0}, (
+        "the answer is not always first"
+    )
     assert all(set(record) == {"document", "summary", "name"} for record in found)
 
 
 def test_a_corpus_is_made_without_importing_and_holds_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packages are read and not imported, tests left out, and what is held out shares no text with the rest."""
-    other = MODULE.replace("Hold one thing at a time", "Keep a single item").replace("scale", "grow")
+    """Packages are read and not imported, tests left out, and what is held out shares no text
+    with the rest.
+    """
+    other = MODULE.replace("Hold one thing at a time", "Keep a single item").replace(
+        "scale", "grow"
+    )
     for package, text in (("made_first", MODULE), ("made_second", other)):
         (tmp_path / package / "tests").mkdir(parents=True)
-        (tmp_path / package / "__init__.py").write_text(text.format(body=f"{BODY} It is {package}."))
+        (tmp_path / package / "__init__.py").write_text(
+            text.format(body=f"{BODY} It is {package}.")
+        )
         (tmp_path / package / "again.py").write_text(text.format(body=f"{BODY} It is {package}."))
-        (tmp_path / package / "tests" / "more.py").write_text(text.format(body="In a test: " + BODY))
+        (tmp_path / package / "tests" / "more.py").write_text(
+            text.format(body="In a test: " + BODY)
+        )
         (tmp_path / package / "template.py").write_text("def {{ name }}(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     train, held_out = collect(tmp_path / "corpus", ["made_first"], ["made_second"])
-    kept = [[json.loads(line)["summary"] for line in path.read_text().splitlines()] for path in (train, held_out)]
+    kept = [
+        [json.loads(line)["summary"] for line in path.read_text().splitlines()]
+        for path in (train, held_out)
+    ]
     assert kept[0] == [
         "Multiply every value by a factor.",
         "Hold one thing at a time.",
@@ -121,19 +145,28 @@ def test_a_corpus_is_made_without_importing_and_holds_nothing_twice(
     assert kept[1] == ["Keep a single item."]  # the other two documents are trained on
     assert not {"made_first", "made_second"} & set(sys.modules)
     before = train.read_bytes()
-    assert collect(tmp_path / "elsewhere", ["made_first"], ["made_second"])[0].read_bytes() == before
+    assert (
+        collect(tmp_path / "elsewhere", ["made_first"], ["made_second"])[0].read_bytes() == before
+    )
     (tmp_path / "made_first" / "new.py").write_text(MODULE.format(body="Another text: " + BODY))
-    assert collect(tmp_path / "corpus", ["made_first"], ["made_second"])[0] != train, "an upgrade is another corpus"
+    assert collect(tmp_path / "corpus", ["made_first"], ["made_second"])[0] != train, (
+        "an upgrade is another corpus"
+    )
 
 
-# --- records -----------------------------------------------------------------------------------------------
+# --- records
+# ------------------------------------------------------------------------
 
 
 def test_records_are_read_by_their_offsets(tmp_path: Path) -> None:
-    """Any record can be read by itself, whatever its alphabet, with blank lines between, also by a pickled copy."""
+    """Any record can be read by itself, whatever its alphabet, with blank lines between, also by
+    a pickled copy.
+    """
     path = tmp_path / "records.jsonl"
     texts = [("Größe und Maß", "naïve"), ("二つの文", "短い"), ("plain", "text")]
-    rows = [json.dumps({"id": 1, "article": a, "highlights": b}, ensure_ascii=False) for a, b in texts]
+    rows = [
+        json.dumps({"id": 1, "article": a, "highlights": b}, ensure_ascii=False) for a, b in texts
+    ]
     path.write_text("\n" + rows[0] + "\n\n  \n" + rows[1] + "\r\n" + rows[2], encoding="utf-8")
     records = JsonLines(path, text_column="article", summary_column="highlights")
     assert [records[index] for index in (2, 0, 1)] == [texts[2], texts[0], texts[1]]
@@ -161,7 +194,8 @@ def test_a_record_that_cannot_be_used_says_why(tmp_path: Path, record: Any, said
         records[2]
 
 
-# --- scores ------------------------------------------------------------------------------------------------
+# --- scores
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.slow  # the package of the scores takes four seconds to import
@@ -182,8 +216,13 @@ def test_rouge_is_what_its_author_says(written: str, expected: tuple[float, ...]
 
 
 @pytest.mark.slow
-def test_held_out_records_are_the_same_every_time_and_their_baselines_read_only_the_document(tmp_path: Path) -> None:
-    """Which records are scored does not depend on the run; bad ones are left out; copying copies the first words."""
+def test_held_out_records_are_the_same_every_time_and_their_baselines_read_only_the_document(
+    tmp_path: Path,
+) -> None:
+    """Which records are scored does not depend on the run; bad ones are left out.
+
+    Copying copies the first words.
+    """
     rows: list[Any] = [*pairs(40), {"document": "x"}]
     records = JsonLines(lines(tmp_path / "records.jsonl", rows))
     torch.manual_seed(5)
@@ -192,7 +231,10 @@ def test_held_out_records_are_the_same_every_time_and_their_baselines_read_only_
     assert held_out == HeldOut.of(records, 100)
     assert HeldOut.of(records, 3).documents == held_out.documents[:3]
     found = held_out.baselines()
-    assert all(document.startswith(text) for document, text in zip(held_out.documents, found["copied"], strict=True))
+    assert all(
+        document.startswith(text)
+        for document, text in zip(held_out.documents, found["copied"], strict=True)
+    )
     assert {len(text.split()) for text in found["copied"]} == {4}, "as long as the summaries are"
     scores = held_out.figures(held_out.summaries)
     assert scores["rouge1"] == scores["rouge2"] == scores["rougeL"] == pytest.approx(100)
@@ -201,17 +243,29 @@ def test_held_out_records_are_the_same_every_time_and_their_baselines_read_only_
         HeldOut.of(JsonLines(lines(tmp_path / "few.jsonl", rows[-2:])), 5)
 
 
-# --- training ----------------------------------------------------------------------------------------------
+# --- training
+# ------------------------------------------------------------------------
 
 
 def tiny(folder: Path, run: str, **changes: Any) -> PegasusOptions:
     """Return options that train in a second or two."""
     settings: dict[str, Any] = {
-        "run_dir": folder / run, "train_file": lines(folder / "train.jsonl", pairs(64)),
-        "validation_file": lines(folder / "held-out.jsonl", pairs(8)), "vocab_size": 200, "max_source_length": 24,
-        "max_target_length": 12, "batch_size": 8, "max_steps": 5, "warmup_steps": 2, "eval_steps": 3,
-        "eval_records": 4, "dropout": 0.1, "learning_rate": 3e-3, "device": "cpu", "save_pretrained": False,
-    }  # fmt: skip
+        "run_dir": folder / run,
+        "train_file": lines(folder / "train.jsonl", pairs(64)),
+        "validation_file": lines(folder / "held-out.jsonl", pairs(8)),
+        "vocab_size": 200,
+        "max_source_length": 24,
+        "max_target_length": 12,
+        "batch_size": 8,
+        "max_steps": 5,
+        "warmup_steps": 2,
+        "eval_steps": 3,
+        "eval_records": 4,
+        "dropout": 0.1,
+        "learning_rate": 3e-3,
+        "device": "cpu",
+        "save_pretrained": False,
+    }
     return PegasusOptions(**{**settings, **changes})
 
 
@@ -224,25 +278,39 @@ def trained(options: PegasusOptions, **settings: Any) -> tuple[Job, dict[str, An
 
 
 def weights(job: Job) -> torch.Tensor:
-    return torch.cat([value.detach().flatten().double() for value in job.model.parameters() if value.requires_grad])
+    return torch.cat(
+        [
+            value.detach().flatten().double()
+            for value in job.model.parameters()
+            if value.requires_grad
+        ]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_both_loops_end_with_the_same_weights(tmp_path: Path, precision: str) -> None:
-    """With dropout, clipping and an evaluation on the way, the plain loop and Seq2SeqTrainer's agree bit for bit."""
-    plain, trainer = (trained(tiny(tmp_path, loop, loop=loop), precision=precision) for loop in ("plain", "trainer"))
+    """With dropout, clipping and an evaluation on the way, the plain loop and Seq2SeqTrainer's
+    agree bit for bit.
+    """
+    plain, trainer = (
+        trained(tiny(tmp_path, loop, loop=loop), precision=precision)
+        for loop in ("plain", "trainer")
+    )
     assert plain[1]["global_step"] == trainer[1]["global_step"] == 5
     assert plain[1]["weights"] == trainer[1]["weights"]
     assert not torch.equal(weights(plain[0]), weights(make_job(tiny(tmp_path, "fresh"))))
     ours, theirs = plain[1]["figures"], trainer[1]["figures"]
-    assert ours["curve"][0] == pytest.approx(theirs["curve"][0], rel=1e-3)  # the Trainer evaluates in bf16 too
+    # The Trainer evaluates in bf16 too
+    assert ours["curve"][0] == pytest.approx(theirs["curve"][0], rel=1e-3)
     assert {**ours, "curve": None} == {**theirs, "curve": None}
 
 
 @pytest.mark.slow
 def test_a_trainer_that_is_started_again_ends_where_it_would_have(tmp_path: Path) -> None:
-    """From a checkpoint in the middle of an epoch the Trainer goes on with the right batches, bit for bit."""
+    """From a checkpoint in the middle of an epoch the Trainer goes on with the right batches,
+    bit for bit.
+    """
     options = tiny(tmp_path, "run", loop="trainer", max_steps=6)
     _, whole = trained(options, save_interval_steps=2, keep_latest_k=9)
     early, late = (options.run_dir / "trainer" / f"checkpoint-{step}" for step in (2, 6))
@@ -257,8 +325,12 @@ def test_a_trainer_that_is_started_again_ends_where_it_would_have(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_error_in_the_trainer_leaves_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Records that are damaged while it trains, beyond --quarantine, end it with the reason, a page and code 1."""
+def test_an_error_in_the_trainer_leaves_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records that are damaged while it trains, beyond --quarantine, end it with the reason, a
+    page and code 1.
+    """
     from recipes.pegasus.trainer import train_with_trainer
 
     options = tiny(tmp_path, "run", loop="trainer", max_steps=9)
@@ -278,10 +350,15 @@ def test_an_error_in_the_trainer_leaves_a_report(tmp_path: Path, capsys: pytest.
 def test_records_beyond_the_quarantine_end_the_run_before_it_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is known to be unusable when the file is looked through is not found out step by step."""
+    """What is known to be unusable when the file is looked through is not found out step by
+    step.
+    """
     rows: list[Any] = pairs(64)
     rows[5], rows[9] = {"document": "Nobody has summarised this."}, {"summary": "Of nothing."}
-    files = {"train": lines(tmp_path / "bad.jsonl", rows), "validation": lines(tmp_path / "held.jsonl", pairs(8))}
+    files = {
+        "train": lines(tmp_path / "bad.jsonl", rows),
+        "validation": lines(tmp_path / "held.jsonl", pairs(8)),
+    }
     arguments = [part for name, path in files.items() for part in (f"--{name}-file", str(path))]
     arguments += ["--run-dir", str(tmp_path / "run"), "--vocab-size", "200", "--max-steps", "9"]
     with pytest.raises(SystemExit) as ended:
@@ -296,23 +373,40 @@ def test_records_beyond_the_quarantine_end_the_run_before_it_begins(
 
 @pytest.mark.slow
 def test_accumulation_counts_tokens_in_both_loops(tmp_path: Path) -> None:
-    """Four micro-batches of ragged summaries make the update of their whole batch, up to rounding, in either loop."""
+    """Four micro-batches of ragged summaries make the update of their whole batch, up to
+    rounding, in either loop.
+    """
     whole, _ = trained(tiny(tmp_path, "whole", dropout=0.0))
     start = weights(make_job(tiny(tmp_path, "fresh", dropout=0.0)))
     moved = (weights(whole) - start).norm()
     for loop in ("plain", "trainer"):
-        parts, _ = trained(tiny(tmp_path, loop, dropout=0.0, loop=loop, gradient_accumulation_steps=4))
+        parts, _ = trained(
+            tiny(tmp_path, loop, dropout=0.0, loop=loop, gradient_accumulation_steps=4)
+        )
         assert (weights(parts) - weights(whole)).norm() < 1e-3 * moved, loop
 
 
 @pytest.mark.slow
 def test_it_learns_what_it_is_shown_and_can_be_taken_elsewhere(tmp_path: Path) -> None:
-    """Shown sixteen records often, it writes their summaries; what it saves is fine-tuned from where it stands."""
+    """Shown sixteen records often, it writes their summaries.
+
+    What it saves is fine-tuned from where it stands.
+    """
     rows = lines(tmp_path / "few.jsonl", pairs(16))
     options = tiny(
-        tmp_path, "few", train_file=rows, validation_file=rows, max_steps=100, batch_size=16, eval_records=16,
-        eval_steps=50, learning_rate=5e-3, dropout=0.0, copied=0.0, save_pretrained=True,
-    )  # fmt: skip
+        tmp_path,
+        "few",
+        train_file=rows,
+        validation_file=rows,
+        max_steps=100,
+        batch_size=16,
+        eval_records=16,
+        eval_steps=50,
+        learning_rate=5e-3,
+        dropout=0.0,
+        copied=0.0,
+        save_pretrained=True,
+    )
     job, result = trained(options)
     figures = result["figures"]
     assert figures["rougeL"] > 95
@@ -320,7 +414,9 @@ def test_it_learns_what_it_is_shown_and_can_be_taken_elsewhere(tmp_path: Path) -
     assert figures["copied_rougeL"] < 50
     assert figures["curve"][0]["held_out_loss"] > figures["curve"][1]["held_out_loss"]
     beginnings, bodies = zip(*(each.split(". ") for each in job.held_out.documents), strict=True)
-    swapped = [f"{one}. {other}" for one, other in zip(beginnings, bodies[1:] + bodies[:1], strict=True)]
+    swapped = [
+        f"{one}. {other}" for one, other in zip(beginnings, bodies[1:] + bodies[:1], strict=True)
+    ]
     lengths = {"max_source_length": 24, "max_target_length": 12, "num_beams": 4}
     written = summarise(job.model.eval(), job.tokenizer, swapped, **lengths)
     expected = job.held_out.summaries[1:] + job.held_out.summaries[:1]
@@ -337,7 +433,9 @@ def test_it_learns_what_it_is_shown_and_can_be_taken_elsewhere(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_forecast_is_about_the_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `holdfast plan` is pointed at builds Pegasus-large, 568 million trained parameters, and a batch for it."""
+    """What `holdfast plan` is pointed at builds Pegasus-large, 568 million trained parameters,
+    and a batch for it.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))  # the folder of the file is put there
     build = load_factory(f"{POLICY.with_name('forecast.py')}:build")
     with torch.device("meta"):
@@ -351,10 +449,18 @@ def test_the_forecast_is_about_the_published_model(monkeypatch: pytest.MonkeyPat
     ("arguments", "said"),
     [
         (["--train-file", "missing.jsonl"], "--train-file and --validation-file belong together"),
-        (["--train-file", "missing.jsonl", "--validation-file", "missing.jsonl"],
-         "--train-file missing.jsonl cannot be read: No such file or directory\nFix: "),
-        (["--packages", "json", "--held-out-packages", "no_such_package"], "'no_such_package' is not installed"),
-        (["--batch-size", "10", "--gradient-accumulation-steps", "3"], "a divisor of --batch-size 10"),
+        (
+            ["--train-file", "missing.jsonl", "--validation-file", "missing.jsonl"],
+            "--train-file missing.jsonl cannot be read: No such file or directory\nFix: ",
+        ),
+        (
+            ["--packages", "json", "--held-out-packages", "no_such_package"],
+            "'no_such_package' is not installed",
+        ),
+        (
+            ["--batch-size", "10", "--gradient-accumulation-steps", "3"],
+            "a divisor of --batch-size 10",
+        ),
         (["--batch-size", "0"], "--batch-size 0; at least 1 is needed"),
         (["--gradient-accumulation-steps", "0"], "at least 1 is needed"),
         (["--eval-steps", "0"], "at least 1 is needed"),
@@ -364,10 +470,21 @@ def test_the_forecast_is_about_the_published_model(monkeypatch: pytest.MonkeyPat
         (["--copied", "1.5"], "a share from 0 to 1 is needed"),
         (["--learning-rate", "0"], "a number above 0 is needed"),
         (["--loop", "trainer", "--max-steps", "0"], "--loop trainer makes at least one step"),
-        (["--pretrained", "nowhere", "--packages", "json", "--held-out-packages", "csv", "--batch-size", "4"],
-         "holds no config.json"),
+        (
+            [
+                "--pretrained",
+                "nowhere",
+                "--packages",
+                "json",
+                "--held-out-packages",
+                "csv",
+                "--batch-size",
+                "4",
+            ],
+            "holds no config.json",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_trained_ends_with_a_message(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -375,7 +492,9 @@ def test_what_cannot_be_trained_ends_with_a_message(
     arguments: list[str],
     said: str,
 ) -> None:
-    """Wrong files, packages and sizes end the process with exit code 2 and a line that says what is wrong."""
+    """Wrong files, packages and sizes end the process with exit code 2 and a line that says what
+    is wrong.
+    """
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         main([*arguments, "--run-dir", "run", "--corpus-dir", "corpus"])

@@ -1,4 +1,7 @@
-"""The separator: what it measures, mixes, reads and refuses; that it learns, and goes on as if never stopped."""
+"""The separator: what it measures, mixes, reads and refuses.
+
+That it learns, and goes on as if never stopped.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,33 @@ from recipes.wav import read_wav, write_wav
 
 RATE = 8000
 POLICY = Path(train.__file__).with_name("policy.yaml")
-NETWORK = ("--filters", "16", "--bottleneck", "8", "--hidden", "16", "--blocks", "3", "--seconds", "0.5")
+NETWORK = (
+    "--filters",
+    "16",
+    "--bottleneck",
+    "8",
+    "--hidden",
+    "16",
+    "--blocks",
+    "3",
+    "--seconds",
+    "0.5",
+)
 SMALL = (
-    *NETWORK, "--speakers", "3", "--sentences", "4", "--words", "2", "--batch-size", "4", "--max-steps", "10",
-    "--eval-interval-steps", "5",
-)  # fmt: skip
+    *NETWORK,
+    "--speakers",
+    "3",
+    "--sentences",
+    "4",
+    "--words",
+    "2",
+    "--batch-size",
+    "4",
+    "--max-steps",
+    "10",
+    "--eval-interval-steps",
+    "5",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +63,9 @@ def speakers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixtures(speakers: Path) -> Path:
     """Return a folder in the layout of WSJ0-2mix."""
-    return make_mixtures(read_speakers(speakers), speakers.parent / "mixed", many=3, sample_rate=RATE, seed=0)
+    return make_mixtures(
+        read_speakers(speakers), speakers.parent / "mixed", many=3, sample_rate=RATE, seed=0
+    )
 
 
 def tiny() -> ConvTasNet:
@@ -52,11 +79,15 @@ def run(run_dir: Path, *options: object) -> dict[str, Any]:
 
 @pytest.mark.slow  # torchmetrics takes seconds to import
 def test_the_ratio_is_that_of_energies_whatever_the_scale():
-    """An estimate with orthogonal noise of a hundredth of its energy has 20 dB, also scaled and shifted."""
+    """An estimate with orthogonal noise of a hundredth of its energy has 20 dB, also scaled and
+    shifted.
+    """
     time = torch.arange(800, dtype=torch.float64) / 800
     source, noise = (torch.sin(2 * torch.pi * cycles * time) for cycles in (5, 11))
     for scale, shift in ((1.0, 0.0), (-3.0, 0.5)):
-        assert float(si_snr(scale * (source + 0.1 * noise) + shift, source)) == pytest.approx(20.0, abs=1e-4)
+        assert float(si_snr(scale * (source + 0.1 * noise) + shift, source)) == pytest.approx(
+            20.0, abs=1e-4
+        )
 
 
 @pytest.mark.slow  # torchmetrics takes seconds to import
@@ -70,11 +101,15 @@ def test_sources_are_found_in_whatever_order_they_come():
 
 
 def test_the_paper_s_sizes_have_the_paper_s_parameters():
-    """With the sizes of the paper the parameters are those that its formulas give for a net without skip outputs."""
+    """With the sizes of the paper the parameters are those that its formulas give for a net
+    without skip outputs.
+    """
     n, length, b, h, p, blocks = 512, 16, 128, 512, 3, 8 * 3
     model = ConvTasNet(filters=n, length=length, bottleneck=b, hidden=h, blocks=8, repeats=3)
     block = (b * h + h) + 1 + 2 * h + (h * p + h) + 1 + 2 * h + (h * b + b)
-    expected = n * length + 2 * n + (n * b + b) + blocks * block + 1 + (b * 2 * n + 2 * n) + n * length
+    expected = (
+        n * length + 2 * n + (n * b + b) + blocks * block + 1 + (b * 2 * n + 2 * n) + n * length
+    )
     assert sum(each.numel() for each in model.parameters()) == expected
 
 
@@ -95,9 +130,13 @@ def test_the_threshold_takes_the_gradient_of_what_is_separated_well():
 
 
 def test_a_mixture_is_the_sum_of_its_sources_at_the_level_that_was_drawn():
-    """Sources add up to the mixture, differ in power by the level, and nothing is beyond the peak."""
+    """Sources add up to the mixture, differ in power by the level, and nothing is beyond the
+    peak.
+    """
     random = np.random.default_rng(0)
-    first, second = (random.standard_normal(4000).astype(np.float32) * scale for scale in (1.0, 30.0))
+    first, second = (
+        random.standard_normal(4000).astype(np.float32) * scale for scale in (1.0, 30.0)
+    )
     mixture, sources = mixed(first, second, 4.0)
     assert np.allclose(sources.sum(0), mixture, atol=1e-6)
     powers = (sources.astype(np.float64) ** 2).mean(1)
@@ -113,7 +152,13 @@ def test_three_layouts_hold_the_same_mixtures(mixtures, tmp_path):
         writer = csv.writer(file)
         writer.writerow(["ID", "duration", "mix_wav", "s1_wav", "s2_wav"])
         writer.writerows(
-            [path.stem, 1.0, f"$data_root/mix_clean/{path.name}", f"s1/{path.name}", mixtures / "s2" / path.name]
+            [
+                path.stem,
+                1.0,
+                f"$data_root/mix_clean/{path.name}",
+                f"s1/{path.name}",
+                mixtures / "s2" / path.name,
+            ]
             for path in sorted((mixtures / "mix").iterdir())
         )
     sets = [
@@ -129,7 +174,9 @@ def test_three_layouts_hold_the_same_mixtures(mixtures, tmp_path):
 
 
 def test_mixtures_that_cannot_be_used_say_why(mixtures, tmp_path):
-    """A folder without mixtures, sources of another length, a file that is missing or of another rate are errors."""
+    """A folder without mixtures, sources of another length, a file that is missing or of another
+    rate are errors.
+    """
     for place in (tmp_path, tmp_path / "no.csv"):
         with pytest.raises(CorpusError, match="Fix: "):
             read_mixtures(place)
@@ -139,39 +186,59 @@ def test_mixtures_that_cannot_be_used_say_why(mixtures, tmp_path):
     short, slow = tmp_path / "short.wav", tmp_path / "slow.wav"
     write_wav(short, read_wav(good.sources[1], RATE)[:-1], RATE)
     write_wav(slow, read_wav(good.sources[1], RATE), 16000)
-    for second, said in ((short, "one stretch of time"), (slow, "16000 samples"), (tmp_path / "none.wav", "No such")):
+    for second, said in (
+        (short, "one stretch of time"),
+        (slow, "16000 samples"),
+        (tmp_path / "none.wav", "No such"),
+    ):
         odd = Mixture(name="odd", path=good.path, sources=(good.sources[0], second))
         with pytest.raises((ValueError, OSError), match=said):
             CutMixtures([odd], sample_rate=RATE, samples=None)[0]
 
 
 @pytest.mark.parametrize("option", ["--data", "--speakers-dir", "--held-out"])
-def test_recordings_of_another_sample_rate_end_before_there_is_a_run(option, mixtures, speakers, tmp_path, capsys):
-    """Of mixtures and of single speakers: how many, of which rate, one of them and the option that takes them."""
+def test_recordings_of_another_sample_rate_end_before_there_is_a_run(
+    option, mixtures, speakers, tmp_path, capsys
+):
+    """Of mixtures and of single speakers.
+
+    How many, of which rate, one of them and the option that takes them.
+    """
     slow = tmp_path / "slow"
     for path in (speakers if option == "--speakers-dir" else mixtures).rglob("*.wav"):
         write_wav(
-            slow / path.relative_to(path.parents[1 if option != "--speakers-dir" else 2]), read_wav(path, RATE), 22050
+            slow / path.relative_to(path.parents[1 if option != "--speakers-dir" else 2]),
+            read_wav(path, RATE),
+            22050,
         )
     places = {"--data": mixtures, "--held-out": mixtures} | {option: slow}
     if option == "--speakers-dir":
         del places["--data"]
     with pytest.raises(SystemExit) as ended:
-        run(tmp_path / "run", *(each for place in places.items() for each in place), "--batch-size", 2)
+        run(
+            tmp_path / "run",
+            *(each for place in places.items() for each in place),
+            "--batch-size",
+            2,
+        )
     assert ended.value.code == 2
     told = capsys.readouterr().err
     many = 6 if option == "--speakers-dir" else 3
     assert (
-        f"{many} of {many} recordings that were looked at have another sample rate than 8000 Hz: 22050 Hz ({many})"
-        in told
+        f"{many} of {many} recordings that were looked at have another sample rate than 8000 Hz:"
+        f" 22050 Hz ({many})" in told
     )
     assert f"such as {slow}" in told
     assert "\nFix: --sample-rate 22050, or resample all files once" in told
     assert not (tmp_path / "run").exists()
 
 
-def test_recordings_that_cannot_be_read_end_before_there_is_a_run(mixtures, speakers, tmp_path, capsys):
-    """More of them than may be quarantined are told by their headers, with the first of them and the way out."""
+def test_recordings_that_cannot_be_read_end_before_there_is_a_run(
+    mixtures, speakers, tmp_path, capsys
+):
+    """More of them than may be quarantined are told by their headers, with the first of them and
+    the way out.
+    """
     broken = tmp_path / "broken"
     shutil.copytree(speakers, broken)
     for path in sorted(broken.rglob("*.wav"))[:2]:
@@ -187,8 +254,23 @@ def test_recordings_that_cannot_be_read_end_before_there_is_a_run(mixtures, spea
 
 @pytest.mark.slow
 def test_it_learns_to_separate_voices_that_it_never_heard(tmp_path):
-    """In 220 small steps mixtures of voices that were not trained on come apart by more than 2 dB."""
-    options = ("--speakers", 12, "--sentences", 6, "--filters", 32, "--bottleneck", 24, "--hidden", 48, "--blocks", 5)
+    """In 220 small steps mixtures of voices that were not trained on come apart by more than 2
+    dB.
+    """
+    options = (
+        "--speakers",
+        12,
+        "--sentences",
+        6,
+        "--filters",
+        32,
+        "--bottleneck",
+        24,
+        "--hidden",
+        48,
+        "--blocks",
+        5,
+    )
     options += ("--seconds", 0.4, "--batch-size", 4, "--learning-rate", 6e-3)
     result = run(tmp_path / "run", *options, "--max-steps", 220, "--eval-interval-steps", 220)
     assert result["figures"]["si_snr_improvement_db"] > 2.0

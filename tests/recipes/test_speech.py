@@ -6,8 +6,22 @@ import pytest
 from recipes.asr import train as asr
 from recipes.separation import train as separation
 
-SMALL = ("--words", "2", "--batch-size", "4", "--max-steps", "10", "--eval-interval-steps", "5", "--speakers", "3")
-RECIPES = {"asr": (asr, ("--sentences", "8")), "separation": (separation, ("--sentences", "4", "--seconds", "0.5"))}
+SMALL = (
+    "--words",
+    "2",
+    "--batch-size",
+    "4",
+    "--max-steps",
+    "10",
+    "--eval-interval-steps",
+    "5",
+    "--speakers",
+    "3",
+)
+RECIPES = {
+    "asr": (asr, ("--sentences", "8")),
+    "separation": (separation, ("--sentences", "4", "--seconds", "0.5")),
+}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +52,9 @@ RECIPES = {"asr": (asr, ("--sentences", "8")), "separation": (separation, ("--se
         ("separation", "--quarantine", -1, "H607"),
     ],
 )
-def test_sizes_that_make_no_model_are_refused_before_there_is_a_run(name, option, value, said, tmp_path, capsys):
+def test_sizes_that_make_no_model_are_refused_before_there_is_a_run(
+    name, option, value, said, tmp_path, capsys
+):
     """The message says what is needed and what to do, and no run directory is made."""
     with pytest.raises(SystemExit) as ended:
         recipe, small = RECIPES[name]

@@ -23,16 +23,23 @@ SMALL = ("--batch-size", "16", "--width", "8")
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Return a function that starts a program of Python; what still runs at the end of the test is killed."""
+    """Return a function that starts a program of Python.
+
+    What still runs at the end of the test is killed.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start_one(*arguments: object) -> subprocess.Popen[str]:
         started.append(
             Prepared(
                 arguments,
-                cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
             )
-        )  # fmt: skip
+        )
         return started[-1]
 
     yield start_one
@@ -56,8 +63,19 @@ def checkpoints(run_dir: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_saves_and_says_how_to_go_on(start, tmp_path, times):
-    """To the whole group, as a terminal sends it, or twice at once, as `timeout` does: code 130, no traceback."""
-    options = ("-m", "recipes.classifier", "--run-dir", tmp_path, *SMALL, "--save-interval-steps", 5)
+    """To the whole group, as a terminal sends it, or twice at once, as `timeout` does.
+
+    Code 130, no traceback.
+    """
+    options = (
+        "-m",
+        "recipes.classifier",
+        "--run-dir",
+        tmp_path,
+        *SMALL,
+        "--save-interval-steps",
+        5,
+    )
     process = start(*options, "--max-steps", 100_000, "--num-workers", 2)
     wait_until(lambda: max(checkpoints(tmp_path), default=0) >= 5, process)
     for _ in range(times):
@@ -66,8 +84,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(start, tmp_path, times):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert err.count("SIGINT: stops at the next boundary; a second one ends the process at once") == 1
-    step = int(re.search(r"interrupted at step (\d+): the same command, or with --resume, goes on", err)[1])
+    assert (
+        err.count("SIGINT: stops at the next boundary; a second one ends the process at once") == 1
+    )
+    step = int(
+        re.search(r"interrupted at step (\d+): the same command, or with --resume, goes on", err)[1]
+    )
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["global_step"], result["stopped"]) == (step, "SIGINT")
     assert checkpoints(tmp_path)[0] == step
@@ -77,28 +99,46 @@ def test_ctrl_c_saves_and_says_how_to_go_on(start, tmp_path, times):
     _, err = rest.communicate(timeout=120)
     assert rest.returncode == 0, err
     assert f"going on from step {step} " in err
-    assert "the learning rate is the checkpoint's, 0.05, not 0.02. Fix: another --run-dir begins anew." in err
+    assert (
+        "the learning rate is the checkpoint's, 0.05, not 0.02. Fix: another --run-dir begins anew."
+        in err
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not espeak.is_installed(), reason="espeak-ng is not installed")
 def test_ctrl_c_while_data_are_made_ends_a_recipe_with_a_line(start, tmp_path):
-    """No loop runs yet that could end: code 130, no traceback, and the next start makes the rest."""
+    """No loop runs yet that could end.
+
+    Code 130, no traceback, and the next start makes the rest.
+    """
     options = ("-m", "recipes.tacotron2", "--run-dir", tmp_path, "--clips", 2000)
     process = start(*options)
     wait_until(lambda: any(tmp_path.rglob("*.wav")), process)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert err.endswith("interrupted: the same command begins anew, or goes on from the newest checkpoint\n")
+    assert err.endswith(
+        "interrupted: the same command begins anew, or goes on from the newest checkpoint\n"
+    )
     assert "Traceback" not in err
 
 
 @pytest.mark.slow
 def test_an_error_of_holdfast_ends_with_its_text_and_leaves_page_and_findings(start, tmp_path):
-    """The example of the README: what was found stands in the page, in result.json and at the end; exit code 1."""
+    """The example of the README.
+
+    What was found stands in the page, in result.json and at the end; exit code 1.
+    """
     process = start(
-        "-m", "recipes.classifier", "--fault", "lr-too-high", "--spike-action", "roll_back", "--run-dir", tmp_path
+        "-m",
+        "recipes.classifier",
+        "--fault",
+        "lr-too-high",
+        "--spike-action",
+        "roll_back",
+        "--run-dir",
+        tmp_path,
     )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1, err

@@ -1,4 +1,7 @@
-"""Every recipe is hurt as a long training is, and ends where it must: killed, short of memory, with bad data."""
+"""Every recipe is hurt as a long training is, and ends where it must.
+
+Killed, short of memory, with bad data.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,10 @@ PROGRAM = "tests.recipes.programs.attempts"
 class Tiny:
     """How a recipe is made small: by options of every attempt, whose steps are an epoch or more.
 
-    The limited step has only a share of its memory; `wide` are options of the two attempts that differ in that,
-    `malloc` the size in bytes from which on what is freed goes back to the system. `bad` is a sample that cannot be
-    read, `killing` one that kills its worker. `data` makes what all attempts share, and returns the options that name
-    it.
+    The limited step has only a share of its memory; `wide` are options of the two attempts that
+    differ in that, `malloc` the size in bytes from which on what is freed goes back to the system.
+    `bad` is a sample that cannot be read, `killing` one that kills its worker. `data` makes what
+    all attempts share, and returns the options that name it.
     """
 
     options: Sequence[str]
@@ -49,7 +52,10 @@ class Tiny:
 
 
 def digits(place: Path) -> Sequence[object]:
-    """Write every fourth of scikit-learn's digits as PNG files: 360 to train on, 90 to test with."""
+    """Write every fourth of scikit-learn's digits as PNG files.
+
+    360 to train on, 90 to test with.
+    """
     from recipes.classifier.images import write_digits
 
     write_digits(place)
@@ -64,7 +70,9 @@ def recordings(place: Path, sample_rate: int) -> tuple[Path, Path]:
     from recipes.asr.speech import Plan, make_corpus
 
     training, others = (
-        Plan(speakers=2, sentences=many, words=2, sample_rate=sample_rate, seed=0, held_out=held_out)
+        Plan(
+            speakers=2, sentences=many, words=2, sample_rate=sample_rate, seed=0, held_out=held_out
+        )
         for many, held_out in ((8, False), (1, True))
     )
     return make_corpus(training, place), make_corpus(others, place)
@@ -81,12 +89,17 @@ def voices(place: Path) -> Sequence[object]:
     from recipes.separation.mixtures import make_mixtures, read_speakers
 
     training, others = recordings(place, 8000)
-    held_out = make_mixtures(read_speakers(others), place / "mixed", many=1, sample_rate=8000, seed=0)
+    held_out = make_mixtures(
+        read_speakers(others), place / "mixed", many=1, sample_rate=8000, seed=0
+    )
     return "--speakers-dir", training, "--held-out", held_out
 
 
 def clips(place: Path) -> Sequence[object]:
-    """Make a folder of the clips that come with the recipe, each three times; attempts share their spectrograms."""
+    """Make a folder of the clips that come with the recipe, each three times.
+
+    Attempts share their spectrograms.
+    """
     import recipes.tacotron2
 
     ours = Path(recipes.tacotron2.__file__).parent / "clips"
@@ -110,7 +123,10 @@ def records(place: Path) -> Sequence[object]:
             for number in range(many):
                 colour, thing = colours[number % 4], things[number // 4 % 4]
                 document = f"There are {number} of them. " + f"All {colour} {thing} are old. " * 8
-                file.write(json.dumps({"document": document, "summary": f"Count the {colour} {thing}."}) + "\n")
+                file.write(
+                    json.dumps({"document": document, "summary": f"Count the {colour} {thing}."})
+                    + "\n"
+                )
     return "--train-file", place / "train.jsonl", "--validation-file", place / "validation.jsonl"
 
 
@@ -125,17 +141,34 @@ def words_and_base(place: Path) -> Sequence[object]:
     """Make a model to adapt, too."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=100, max_position_embeddings=64, **sizes)).save_pretrained(place)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=100, max_position_embeddings=64, **sizes)
+    ).save_pretrained(place)
     return "--pretrained", place, *words(place)
 
 
 RECIPES = {
     "tacotron2": Tiny(
-        options=("--size", "tiny", "--batch-size", "8", "--evaluate-every", "50", "--max-decoder-steps", "10"),
+        options=(
+            "--size",
+            "tiny",
+            "--batch-size",
+            "8",
+            "--evaluate-every",
+            "50",
+            "--max-decoder-steps",
+            "10",
+        ),
         steps=7,
         wide=("--batch-size", "22"),
-        # The first step makes what Adam keeps, nearly half of all that it takes, which no split makes less.
+        # The first step makes what Adam keeps, nearly half of all that it takes, which no split
+        # makes less.
         share=0.75,
         limited_step=2,
         malloc=2**17,
@@ -145,14 +178,23 @@ RECIPES = {
         options=("--width", "8", "--batch-size", "30", "--sample-steps", "50"),
         steps=26,
         wide=("--width", "48", "--batch-size", "352"),
-        # The first step makes the kernels of oneDNN's strided convolutions. If those are the first to be refused
-        # memory, it calls one that is not there, and nothing can be done (ADR 0011).
+        # The first step makes the kernels of oneDNN's strided convolutions. If those are the first
+        # to be refused memory, it calls one that is not there, and nothing can be done (ADR 0011).
         limited_step=3,
         data=digits,
     ),
     "pegasus": Tiny(
         options=(
-            *("--batch-size", "8", "--eval-steps", "50", "--vocab-size", "200", "--warmup-steps", "3"),
+            *(
+                "--batch-size",
+                "8",
+                "--eval-steps",
+                "50",
+                "--vocab-size",
+                "200",
+                "--warmup-steps",
+                "3",
+            ),
             *("--max-source-length", "32", "--max-target-length", "8"),
         ),
         steps=10,
@@ -160,28 +202,79 @@ RECIPES = {
         data=records,
     ),
     "classifier": Tiny(
-        options=("--width", "8", "--batch-size", "30", "--warmup-steps", "5", "--validate-steps", "10"),
+        options=(
+            "--width",
+            "8",
+            "--batch-size",
+            "30",
+            "--warmup-steps",
+            "5",
+            "--validate-steps",
+            "10",
+        ),
         steps=16,
         wide=("--width", "48", "--batch-size", "320"),
         data=digits,
     ),
     "separation": Tiny(
         options=(
-            *("--filters", "16", "--bottleneck", "8", "--hidden", "16", "--blocks", "2", "--seconds", "0.5"),
+            *(
+                "--filters",
+                "16",
+                "--bottleneck",
+                "8",
+                "--hidden",
+                "16",
+                "--blocks",
+                "2",
+                "--seconds",
+                "0.5",
+            ),
             *("--batch-size", "4", "--eval-interval-steps", "50"),
         ),
         steps=10,
-        wide=("--filters", "64", "--bottleneck", "48", "--hidden", "64", "--batch-size", "8", "--seconds", "1"),
+        wide=(
+            "--filters",
+            "64",
+            "--bottleneck",
+            "48",
+            "--hidden",
+            "64",
+            "--batch-size",
+            "8",
+            "--seconds",
+            "1",
+        ),
         data=voices,
     ),
     "asr": Tiny(
-        options=("--channels", "16", "--n-mels", "20", "--batch-size", "4", "--eval-interval-steps", "50"),
+        options=(
+            "--channels",
+            "16",
+            "--n-mels",
+            "20",
+            "--batch-size",
+            "4",
+            "--eval-interval-steps",
+            "50",
+        ),
         steps=10,
         wide=("--channels", "128", "--batch-size", "16", "--dropout", "0"),
         data=speech,
     ),
     "gpt": Tiny(
-        options=("--width", "16", "--heads", "2", "--depth", "2", "--context", "16", "--eval-steps", "5"),
+        options=(
+            "--width",
+            "16",
+            "--heads",
+            "2",
+            "--depth",
+            "2",
+            "--context",
+            "16",
+            "--eval-steps",
+            "5",
+        ),
         steps=14,
         wide=("--width", "128", "--context", "64", "--batch-size", "40"),
         data=words,
@@ -213,22 +306,35 @@ class Attempts:
         chance = random.Random(recipe)
         at_step = chance.randrange(4, self.tiny.steps - 1)
         bad = {"bad": self.tiny.bad}
-        worker = {"workers": 2, "killing": self.tiny.killing, "mark": str(place / "worker was killed"), **bad}
+        worker = {
+            "workers": 2,
+            "killing": self.tiny.killing,
+            "mark": str(place / "worker was killed"),
+            **bad,
+        }
         short: dict[str, Any] = {"wide": True, "malloc": self.tiny.malloc}
         command = [
             self._attempt("undisturbed", **bad),
             self._attempt("killed", **worker, die=[at_step, 0.02 * chance.random()]),
             self._attempt("killed", **worker, resume=True),
             self._attempt("roomy", **short, measure=self.tiny.limited_step),
-            self._attempt("narrow", **short, limit=[self.tiny.limited_step, self.tiny.share, "roomy"]),
+            self._attempt(
+                "narrow", **short, limit=[self.tiny.limited_step, self.tiny.share, "roomy"]
+            ),
         ]
         ended = run_prepared(["-m", PROGRAM, recipe, json.dumps(command)], timeout=400, cwd=ROOT)
         assert ended.returncode == 0, ended.stderr[-3000:]
         ended_as = [json.loads(line) for line in ended.stdout.splitlines()]
         print(*ended_as, sep="\n")  # noqa: T201
         self.statuses = [each["status"] for each in ended_as]
-        failed = [attempt for attempt, each in zip(command, ended_as, strict=True) if each["status"] not in (0, -9)]
-        logs = "\n".join(f"{attempt['name']}: {Path(attempt['log']).read_text()[-6000:]}" for attempt in failed)
+        failed = [
+            attempt
+            for attempt, each in zip(command, ended_as, strict=True)
+            if each["status"] not in (0, -9)
+        ]
+        logs = "\n".join(
+            f"{attempt['name']}: {Path(attempt['log']).read_text()[-6000:]}" for attempt in failed
+        )
         assert self.statuses == [0, -9, 0, 0, 0], logs  # a string, which pytest shows whole
 
     def _attempt(
@@ -238,8 +344,17 @@ class Attempts:
         options = ["--run-dir", run_dir, "--num-workers", workers, "--save-interval-steps", 3]
         options += [*self._data, *tiny.options]
         options += tiny.wide if wide else ()
-        options += ["--max-steps", tiny.limited_step + 1 if wide else tiny.steps, *(["--resume"] if resume else [])]
-        return {"name": name, "options": [str(each) for each in options], "log": f"{run_dir}.log", **done}
+        options += [
+            "--max-steps",
+            tiny.limited_step + 1 if wide else tiny.steps,
+            *(["--resume"] if resume else []),
+        ]
+        return {
+            "name": name,
+            "options": [str(each) for each in options],
+            "log": f"{run_dir}.log",
+            **done,
+        }
 
     def result(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self._place / name / "result.json").read_text())
@@ -264,27 +379,42 @@ def attempts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_killed_with_a_dead_worker_and_started_again_it_ends_as_undisturbed(attempts):
-    """A worker dies, then SIGKILL meets the run at a random moment: the weights are those of the undisturbed run.
+    """A worker dies, then SIGKILL meets the run at a random moment.
+
+    The weights are those of the undisturbed run.
 
     In both one sample cannot be read.
     """
     assert len(attempts.events("killed", "resumed")) == 1
     (recovered,) = attempts.events("killed", "loader_healed")
     assert "SIGKILL" in recovered.data["cause"]
-    for name in ("weights", "global_step", *(["figures"] if attempts.recipe in ("asr", "separation") else [])):
+    for name in (
+        "weights",
+        "global_step",
+        *(["figures"] if attempts.recipe in ("asr", "separation") else []),
+    ):
         assert attempts.result("killed")[name] == attempts.result("undisturbed")[name]
 
 
 def test_a_sample_that_cannot_be_read_is_quarantined_by_name(attempts):
-    """The event and the ledger name it, with what was raised, and the run makes all its steps without it."""
+    """The event and the ledger name it, with what was raised, and the run makes all its steps
+    without it.
+    """
     (event,) = attempts.events("undisturbed", "sample_quarantined")
-    assert attempts.quarantined("undisturbed") == attempts.quarantined("killed") == [event.data["sample"]]
+    assert (
+        attempts.quarantined("undisturbed")
+        == attempts.quarantined("killed")
+        == [event.data["sample"]]
+    )
     assert "damaged on purpose" in event.data["evidence"]
     assert attempts.result("undisturbed")["global_step"] == attempts.tiny.steps
 
 
 def test_a_step_that_does_not_fit_into_memory_is_made_all_the_same(attempts):
-    """Under a real limit the step is that of the whole batch: to the bit, or as the remedy promises."""
+    """Under a real limit the step is that of the whole batch.
+
+    To the bit, or as the remedy promises.
+    """
     assert attempts.events("narrow", "out_of_memory"), "the limit was real"
     remedies = attempts.events("narrow", "retry", "recompute", "split", "onednn_switched_off")
     assert remedies
@@ -295,7 +425,9 @@ def test_a_step_that_does_not_fit_into_memory_is_made_all_the_same(attempts):
         assert attempts.result("roomy")["weights"] == attempts.result("narrow")["weights"]
     elif promises <= {"bit-exact", "equal up to rounding"}:
         here, there = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
-        assert here == pytest.approx(there, rel=1e-4), "loss and norm of the gradient are those of the whole batch"
+        assert here == pytest.approx(there, rel=1e-4), (
+            "loss and norm of the gradient are those of the whole batch"
+        )
         assert all(
             here == pytest.approx(there, rel=1e-2) for here, there in pairs
         )  # Adam divides by what was rounded
@@ -305,11 +437,16 @@ def test_a_step_that_does_not_fit_into_memory_is_made_all_the_same(attempts):
 
 @pytest.mark.parametrize("name", ["gpt", "lora", "diffusion"])
 def test_a_step_with_nan_is_skipped_and_the_others_are_made(name, tmp_path, monkeypatch):
-    """Tokens hold no NaN, so there one loss does; of images one does, and its index is in the reason."""
+    """Tokens hold no NaN, so there one loss does.
+
+    Of images one does, and its index is in the reason.
+    """
     tiny, module, step = RECIPES[name], importlib.import_module(f"recipes.{name}.train"), Guard.step
 
     def poisoned_step(guard: Guard, batch: Any, loss: Any) -> Any:
-        return step(guard, batch, (lambda part: loss(part) * math.nan) if next(calls) == 4 else loss)
+        return step(
+            guard, batch, (lambda part: loss(part) * math.nan) if next(calls) == 4 else loss
+        )
 
     def poisoned_sample(data: Any, index: int) -> Any:
         image, noise, level = get(data, index)
@@ -326,6 +463,8 @@ def test_a_step_with_nan_is_skipped_and_the_others_are_made(name, tmp_path, monk
     result = module.main([str(each) for each in given])
     assert result["global_step"] == tiny.steps
     assert math.isfinite(result["figures"]["held_out_loss"])
-    skipped = [each for each in read_events(tmp_path / "run/recorder/rank0") if each.kind == "skip_step"]
+    skipped = [
+        each for each in read_events(tmp_path / "run/recorder/rank0") if each.kind == "skip_step"
+    ]
     assert len(skipped) == result["statistics"]["skipped_steps"] >= 1
     assert name != "diffusion" or "(dataset index 7)" in skipped[0].data["reason"]

@@ -1,4 +1,7 @@
-"""The recipe Tacotron 2: the model against the published one, its data, its losses, its bounds, and whole runs."""
+"""The recipe Tacotron 2.
+
+The model against the published one, its data, its losses, its bounds, and whole runs.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,20 @@ def public_shapes() -> dict[str, tuple[int, ...]]:
         for place, (given, made) in enumerate(itertools.pairwise(around)):
             name = f"{part}.convolutions.{place}"
             shapes |= {f"{name}.0.conv.weight": (made, given, 5), f"{name}.0.conv.bias": (made,)}
-            shapes |= {f"{name}.1.{each}": (made,) for each in ("weight", "bias", "running_mean", "running_var")}
+            shapes |= {
+                f"{name}.1.{each}": (made,)
+                for each in ("weight", "bias", "running_mean", "running_var")
+            }
             shapes[f"{name}.1.num_batches_tracked"] = ()
     for direction in ("", "_reverse"):
         shapes |= {f"encoder.lstm.weight_ih_l0{direction}": (1024, 512)}
         shapes |= {f"encoder.lstm.weight_hh_l0{direction}": (1024, 256)}
         shapes |= {f"encoder.lstm.bias_{kind}_l0{direction}": (1024,) for kind in ("ih", "hh")}
     for cell, given in (("attention_rnn", 768), ("decoder_rnn", 1536)):
-        shapes |= {f"decoder.{cell}.weight_ih": (4096, given), f"decoder.{cell}.weight_hh": (4096, 1024)}
+        shapes |= {
+            f"decoder.{cell}.weight_ih": (4096, given),
+            f"decoder.{cell}.weight_hh": (4096, 1024),
+        }
         shapes |= {f"decoder.{cell}.bias_ih": (4096,), f"decoder.{cell}.bias_hh": (4096,)}
     attention = "decoder.attention_layer"
     return shapes | {
@@ -61,7 +70,9 @@ def public_shapes() -> dict[str, tuple[int, ...]]:
     }
 
 
-def a_batch(text_lengths: list[int], mel_lengths: list[int], *, frames_per_step: int = 4) -> dict[str, torch.Tensor]:
+def a_batch(
+    text_lengths: list[int], mel_lengths: list[int], *, frames_per_step: int = 4
+) -> dict[str, torch.Tensor]:
     drawn = torch.Generator().manual_seed(1)
     return Padded(frames_per_step=frames_per_step)(
         [
@@ -79,10 +90,13 @@ def gradients(model: Tacotron2, batch: dict[str, torch.Tensor]) -> dict[str, tor
     torch.manual_seed(3)
     losses = losses_of(model(**batch), batch, Weights(guided=1.0))
     torch.stack([each.mean for each in losses.values()]).sum().backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {
+        name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+    }
 
 
-# --- the model ---------------------------------------------------------------------------------------------------
+# --- the model
+# ------------------------------------------------------------------------
 
 
 def test_the_papers_size_has_the_weights_of_the_public_implementation() -> None:
@@ -91,7 +105,9 @@ def test_the_papers_size_has_the_weights_of_the_public_implementation() -> None:
         model = Tacotron2(PAPER)
     assert sum(each.numel() for each in model.parameters()) == PUBLIC_PARAMETERS
     assert len(SYMBOLS) == 148
-    renamed = named_as_here({name: torch.empty(shape, device="meta") for name, shape in public_shapes().items()})
+    renamed = named_as_here(
+        {name: torch.empty(shape, device="meta") for name, shape in public_shapes().items()}
+    )
     assert {name: each.shape for name, each in renamed.items()} == {
         name: each.shape for name, each in model.state_dict().items()
     }
@@ -100,9 +116,15 @@ def test_the_papers_size_has_the_weights_of_the_public_implementation() -> None:
 def test_published_weights_are_read_and_other_files_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names may begin with module., as DataParallel writes them; text, code, another size are told in a sentence."""
+    """Names may begin with module., as DataParallel writes them.
+
+    Text, code, another size are told in a sentence.
+    """
     made = {name: torch.rand(shape) for name, shape in public_shapes().items()}
-    torch.save({"state_dict": {f"module.{name}": value for name, value in made.items()}}, tmp_path / "public.pt")
+    torch.save(
+        {"state_dict": {f"module.{name}": value for name, value in made.items()}},
+        tmp_path / "public.pt",
+    )
     model = Tacotron2(PAPER)
     model.load_state_dict(read_public_weights(tmp_path / "public.pt"))
     assert torch.equal(model.encoder.embedding.weight, made["embedding.weight"])
@@ -111,20 +133,36 @@ def test_published_weights_are_read_and_other_files_refused(
     torch.save([1], tmp_path / "list.pt")
     for name in ("text.pt", "code.pt", "list.pt", "nowhere.pt", "public.pt"):
         with pytest.raises(SystemExit, match="2"):
-            main(["--data", str(CLIPS), "--run-dir", str(tmp_path), "--weights", str(tmp_path / name), *TINY_RUN])
+            main(
+                [
+                    "--data",
+                    str(CLIPS),
+                    "--run-dir",
+                    str(tmp_path),
+                    "--weights",
+                    str(tmp_path / name),
+                    *TINY_RUN,
+                ]
+            )
         told = capsys.readouterr().err.splitlines()
         assert len(told) < 6, told
         assert any(name in line for line in told)
         assert [line.startswith("Fix: ") for line in told].count(True) == 1, told
-        assert (tmp_path / "features.h5").exists() == (name == "public.pt"), "those of others are not computed"
+        assert (tmp_path / "features.h5").exists() == (name == "public.pt"), (
+            "those of others are not computed"
+        )
 
 
 def test_padding_changes_nothing_in_evaluation() -> None:
     """An utterance says the same alone and beside a longer one."""
     model = Tacotron2(STEADY).eval()
     both = a_batch([5, 9], [8, 16])
-    alone = {"text": both["text"][:1, :5], "text_lengths": torch.tensor([5]),
-             "mel": both["mel"][:1, :8], "mel_lengths": torch.tensor([8])}  # fmt: skip
+    alone = {
+        "text": both["text"][:1, :5],
+        "text_lengths": torch.tensor([5]),
+        "mel": both["mel"][:1, :8],
+        "mel_lengths": torch.tensor([8]),
+    }
     with torch.no_grad():
         beside, by_itself = model(**both), model(**alone)
     assert torch.allclose(beside.mel[0, :8], by_itself.mel[0], atol=1e-5)
@@ -132,7 +170,10 @@ def test_padding_changes_nothing_in_evaluation() -> None:
 
 
 def test_segments_change_nothing_and_truncation_cuts_the_gradient_only() -> None:
-    """Segments alone keep every bit of the gradient; truncated, frames stay and gradients through time are gone."""
+    """Segments alone keep every bit of the gradient.
+
+    Truncated, frames stay and gradients through time are gone.
+    """
     batch = a_batch([6, 9], [24, 22])
     whole = Tacotron2(TINY)
     cut, truncated = copy.deepcopy(whole), copy.deepcopy(whole)
@@ -149,7 +190,9 @@ def test_segments_change_nothing_and_truncation_cuts_the_gradient_only() -> None
 
 
 def test_recomputed_segments_keep_every_bit_and_hold_less() -> None:
-    """Recomputing the decoder's segments, as `Policy.recompute` does it, changes no bit and keeps a part of them."""
+    """Recomputing the decoder's segments, as `Policy.recompute` does it, changes no bit and
+    keeps a part of them.
+    """
     batch = a_batch([30, 30], [160, 160])
     model = Tacotron2(TINY, segment_steps=10)
     kept = {"plain": 0, "recomputed": 0}
@@ -170,11 +213,15 @@ def test_recomputed_segments_keep_every_bit_and_hold_less() -> None:
     assert kept["recomputed"] < 0.5 * kept["plain"]
 
 
-# --- losses ------------------------------------------------------------------------------------------------------
+# --- losses
+# ------------------------------------------------------------------------
 
 
 def test_losses_are_means_over_frames_and_steps() -> None:
-    """Over two utterances each loss is that of both alone, weighted by frames or steps: accumulation is exact."""
+    """Over two utterances each loss is that of both alone, weighted by frames or steps.
+
+    Accumulation is exact.
+    """
     model = Tacotron2(STEADY).eval()
     both = a_batch([5, 9], [8, 21])
     parts = [{name: value[place : place + 1] for name, value in both.items()} for place in (0, 1)]
@@ -187,12 +234,18 @@ def test_losses_are_means_over_frames_and_steps() -> None:
         assert torch.allclose(loss.mean * loss.items, total, rtol=1e-5), name
 
 
-# --- synthesis ---------------------------------------------------------------------------------------------------
+# --- synthesis
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("bias", "steps", "by_gate"), [(-100.0, 9, False), (100.0, 1, True)])
-def test_synthesis_ends_by_the_gate_or_at_the_limit_and_keeps_nothing(bias: float, steps: int, by_gate: bool) -> None:
-    """A gate that never opens is ended at the limit, an open one at once; no tensor is left of either."""
+def test_synthesis_ends_by_the_gate_or_at_the_limit_and_keeps_nothing(
+    bias: float, steps: int, by_gate: bool
+) -> None:
+    """A gate that never opens is ended at the limit, an open one at once.
+
+    No tensor is left of either.
+    """
     found = in_own_process(synthesised, bias)
     assert found["steps"] == [steps, steps]
     assert found["by_gate"] == [by_gate, by_gate]
@@ -211,9 +264,11 @@ def synthesised(bias: float) -> dict[str, Any]:
     memory = MemoryUse(torch.device("cpu"))
     found = synthesise(model, text, lengths, max_steps=9, memory=memory)
     facts = {
-        "steps": found.steps.tolist(), "by_gate": found.by_gate.tolist(), "shape": tuple(found.mel.shape),
+        "steps": found.steps.tolist(),
+        "by_gate": found.by_gate.tolist(),
+        "shape": tuple(found.mel.shape),
         "meanwhile": tensor_bytes(),
-    }  # fmt: skip
+    }
     assert facts["meanwhile"] > memory.tensors_before
     del found
     memory.ended()
@@ -221,7 +276,9 @@ def synthesised(bias: float) -> dict[str, Any]:
 
 
 def test_synthesis_says_what_teacher_forcing_says_when_it_hears_the_same() -> None:
-    """Fed with its own frames, the decoder under teacher forcing makes just the frames of free running."""
+    """Fed with its own frames, the decoder under teacher forcing makes just the frames of free
+    running.
+    """
     model = Tacotron2(STEADY).eval()
     text, lengths = batch_of(["A fox sees a jar."], torch.device("cpu"))
     with torch.no_grad():
@@ -235,7 +292,8 @@ def test_synthesis_says_what_teacher_forcing_says_when_it_hears_the_same() -> No
     assert torch.allclose(forced.attention, free.attention, atol=1e-5)
 
 
-# --- whole runs --------------------------------------------------------------------------------------------------
+# --- whole runs
+# ------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""The data of the recipe Tacotron 2: sound, text, folders, and what is said about those that cannot be used."""
+"""The data of the recipe Tacotron 2.
+
+Sound, text, folders, and what is said about those that cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,16 @@ from recipes.tacotron2.folder import SpeechFolder
 from recipes.tacotron2.train import CLIPS
 from recipes.wav import check_wav, read_wav, write_wav
 
-# --- sound and text ----------------------------------------------------------------------------------------------
+# --- sound and text
+# ------------------------------------------------------------------------
 
 
 def test_log_mel_is_that_of_its_definition() -> None:
     """One frame, computed by the definition of the Fourier transform, and filters of area 1."""
-    settings, wave = MelSettings(), torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 0.1
+    settings, wave = (
+        MelSettings(),
+        torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 0.1,
+    )
     found = log_mel(wave, settings)
     assert found.shape == (4096 // 256 + 1, 80)
     place = np.arange(1024)
@@ -39,7 +46,10 @@ def test_log_mel_is_that_of_its_definition() -> None:
 
 
 def test_griffin_lim_gives_a_wave_with_this_spectrogram() -> None:
-    """Of real speech, back and forth: the spectrogram of the wave is near the one that it was made from."""
+    """Of real speech, back and forth.
+
+    The spectrogram of the wave is near the one that it was made from.
+    """
     true = log_mel(read_wav(CLIPS / "wavs" / "clip-0.wav"))
     again = log_mel(griffin_lim(true, rounds=30))
     assert again.shape == true.shape
@@ -47,7 +57,9 @@ def test_griffin_lim_gives_a_wave_with_this_spectrogram() -> None:
     assert torch.equal(griffin_lim(true, rounds=2), griffin_lim(true, rounds=2))
 
 
-def _riff(path: Path, form: bytes, data: bytes, *, length: int | None = None, before: bytes = b"") -> None:
+def _riff(
+    path: Path, form: bytes, data: bytes, *, length: int | None = None, before: bytes = b""
+) -> None:
     """Write a WAV file of given bytes, which need not fit together."""
     chunks = b"WAVEfmt " + struct.pack("<L", len(form)) + form + before
     chunks += b"data" + struct.pack("<L", len(data) if length is None else length) + data
@@ -56,13 +68,18 @@ def _riff(path: Path, form: bytes, data: bytes, *, length: int | None = None, be
 
 def _form(tag: int, bits: int, *, extensible: bool = False, rate: int = 22050) -> bytes:
     width = bits // 8
-    plain = struct.pack("<HHLLHH", 0xFFFE if extensible else tag, 1, rate, rate * width, width, bits)
+    plain = struct.pack(
+        "<HHLLHH", 0xFFFE if extensible else tag, 1, rate, rate * width, width, bits
+    )
     rest = bytes.fromhex("0000 0000 1000 8000 00aa 0038 9b71")  # of the name of a format
     return plain + (struct.pack("<HHLH", 22, bits, 4, tag) + rest if extensible else b"")
 
 
 def test_samples_of_16_bits_are_written_and_read_to_the_bit(tmp_path: Path) -> None:
-    """Every value there is, and FLAC has the same: committed digests rest on value / 32768 and round(32767 x)."""
+    """Every value there is, and FLAC has the same.
+
+    Committed digests rest on value / 32768 and round(32767 x).
+    """
     values = np.arange(-(2**15), 2**15).astype(np.int16)
     path, flac = tmp_path / "a.wav", tmp_path / "a.flac"
     _riff(path, _form(1, 16), values.astype("<i2").tobytes())
@@ -87,7 +104,10 @@ def _stereo(path: Path) -> None:
 
 
 def _flac(path: Path, spoil: Callable[[bytes], bytes]) -> None:
-    """Write a FLAC file that was spoilt; how many samples it claims stands in half of byte 21 and up to byte 25."""
+    """Write a FLAC file that was spoilt.
+
+    How many samples it claims stands in half of byte 21 and up to byte 25.
+    """
     noise = np.random.default_rng(0).integers(-3000, 3000, 20_000).astype(np.int16)
     whole = io.BytesIO()
     soundfile.write(whole, noise, 22050, format="FLAC")
@@ -101,19 +121,47 @@ def _flac(path: Path, spoil: Callable[[bytes], bytes]) -> None:
         (lambda path: path.write_bytes(b""), "is no WAV file"),
         (_truncated, "of 4000 samples"),
         (_stereo, "has 2 channels"),
-        (lambda path: write_wav(path, torch.zeros(4000), 16000), "has 16000 samples a second; 22050 are needed"),
+        (
+            lambda path: write_wav(path, torch.zeros(4000), 16000),
+            "has 16000 samples a second; 22050 are needed",
+        ),
         (lambda path: write_wav(path, torch.zeros(0)), "ends after 0 of 0 samples"),
-        (lambda path: _riff(path, _form(7, 8), bytes(9)), "has samples of the sort ULAW; PCM_S8, PCM_U8, PCM_16"),
-        (lambda path: _riff(path, _form(3, 32), struct.pack("<2f", 0, float("nan"))), "are no finite numbers"),
-        (lambda path: _riff(path, b"", bytes(9)), "is no WAV file, nor FLAC, that can be read .*'fmt ' chunk"),
-        (lambda path: _riff(path, _form(1, 16), b"", before=b"LIST" + struct.pack("<L", 2**32 - 2)), "too early"),
-        (lambda path: _riff(path, _form(1, 16), bytes(200), length=400), "ends after 100 of 200 samples"),
+        (
+            lambda path: _riff(path, _form(7, 8), bytes(9)),
+            "has samples of the sort ULAW; PCM_S8, PCM_U8, PCM_16",
+        ),
+        (
+            lambda path: _riff(path, _form(3, 32), struct.pack("<2f", 0, float("nan"))),
+            "are no finite numbers",
+        ),
+        (
+            lambda path: _riff(path, b"", bytes(9)),
+            "is no WAV file, nor FLAC, that can be read .*'fmt ' chunk",
+        ),
+        (
+            lambda path: _riff(
+                path, _form(1, 16), b"", before=b"LIST" + struct.pack("<L", 2**32 - 2)
+            ),
+            "too early",
+        ),
+        (
+            lambda path: _riff(path, _form(1, 16), bytes(200), length=400),
+            "ends after 100 of 200 samples",
+        ),
         (lambda path: _flac(path, lambda whole: whole[: len(whole) // 2]), "is cut short, damaged"),
-        (lambda path: _flac(path, lambda whole: whole[:21] + b"\xff" * 5 + whole[26:]), "is cut short, damaged"),
-        (lambda path: _flac(path, lambda whole: whole[:21] + b"\xf0" + bytes(4) + whole[26:]), "written into a pipe"),
+        (
+            lambda path: _flac(path, lambda whole: whole[:21] + b"\xff" * 5 + whole[26:]),
+            "is cut short, damaged",
+        ),
+        (
+            lambda path: _flac(path, lambda whole: whole[:21] + b"\xf0" + bytes(4) + whole[26:]),
+            "written into a pipe",
+        ),
     ],
 )
-def test_a_file_that_is_no_usable_sound_is_refused(tmp_path: Path, spoil: Callable[[Path], Any], said: str) -> None:
+def test_a_file_that_is_no_usable_sound_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], Any], said: str
+) -> None:
     """The message names the file, what is wrong and what to do."""
     path = tmp_path / "a.wav"
     write_wav(path, torch.zeros(4000))
@@ -125,7 +173,9 @@ def test_a_file_that_is_no_usable_sound_is_refused(tmp_path: Path, spoil: Callab
 
 
 def test_a_header_that_lies_takes_no_memory(tmp_path: Path) -> None:
-    """WAV and FLAC files of some kilobytes that claim gigabytes are read or refused in a few megabytes."""
+    """WAV and FLAC files of some kilobytes that claim gigabytes are read or refused in a few
+    megabytes.
+    """
     lies = [tmp_path / "a.wav", tmp_path / "a.flac"]
     _riff(lies[0], _form(1, 16), bytes(2000), length=0x7FFFFFFE)
     _flac(lies[1], lambda whole: whole[:21] + b"\xff" * 5 + whole[26:])
@@ -139,7 +189,8 @@ def test_a_header_that_lies_takes_no_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-# --- folders -----------------------------------------------------------------------------------------------------
+# --- folders
+# ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -156,20 +207,32 @@ def _row(folder: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda folder: (folder / "wavs" / "clip-3.wav").unlink(), r"line 4: there is no .*clip-3\.wav"),
-        (lambda folder: _row(folder, "clip-2|A dog finds the box.|a dog finds the box.", "clip-2|...|..."),
-         "line 3: the text '...' of 'clip-2' has no letter in it"),
+        (
+            lambda folder: (folder / "wavs" / "clip-3.wav").unlink(),
+            r"line 4: there is no .*clip-3\.wav",
+        ),
+        (
+            lambda folder: _row(
+                folder, "clip-2|A dog finds the box.|a dog finds the box.", "clip-2|...|..."
+            ),
+            "line 3: the text '...' of 'clip-2' has no letter in it",
+        ),
         (lambda folder: _row(folder, "clip-1|", "clip-1"), "line 2: the name"),
-        (lambda folder: _row(folder, "clip-1|", "clip-0|"), "names that occur more than once: clip-0"),
+        (
+            lambda folder: _row(folder, "clip-1|", "clip-0|"),
+            "names that occur more than once: clip-0",
+        ),
         (lambda folder: _row(folder, "clip-1|", "../clip-1|"), "is no name of a file in wavs/"),
         (lambda folder: _row(folder, "|", ","), "line 1 has 1 columns"),
-        (lambda folder: write_wav(folder / "wavs" / "clip-5.wav", torch.zeros(9000), 16000),
-         "line 6: .* has 16000 samples a second; 22050 are needed"),
+        (
+            lambda folder: write_wav(folder / "wavs" / "clip-5.wav", torch.zeros(9000), 16000),
+            "line 6: .* has 16000 samples a second; 22050 are needed",
+        ),
         (lambda folder: (folder / "metadata.csv").write_text(""), "it has no rows"),
         (lambda folder: (folder / "metadata.csv").write_bytes(b"a|\xff|b"), "is not UTF-8"),
         (lambda folder: (folder / "metadata.csv").unlink(), "holds no metadata.csv"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_with_mistakes_is_refused_with_its_lines(
     folder: Path, spoil: Callable[[Path], Any], said: str
 ) -> None:

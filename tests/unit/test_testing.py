@@ -42,8 +42,12 @@ def test_the_clock_moves_only_by_hand() -> None:
 
 
 def test_memory_really_runs_out_and_comes_back() -> None:
-    """Inside the limit a large allocation is refused by the kernel and a small one is not; after it both work."""
-    # Far more than earlier tests can have left free in malloc's heap: that is not asked of the kernel again.
+    """Inside the limit a large allocation is refused by the kernel and a small one is not.
+
+    After it both work.
+    """
+    # Far more than earlier tests can have left free in malloc's heap: that is not asked of the
+    # kernel again.
     large_bytes = 4096 * _MIB
     with memory_limited(64 * _MIB):
         with pytest.raises(RuntimeError) as caught:
@@ -87,7 +91,9 @@ def test_exactly_one_bit_is_flipped(tmp_path: Path) -> None:
 
 
 def test_every_bit_of_a_directory_is_as_likely(tmp_path: Path) -> None:
-    """Over many flips each bit of each file, also in folders below, is hit, and larger files more often."""
+    """Over many flips each bit of each file, also in folders below, is hit, and larger files
+    more often.
+    """
     sizes = {"a": 1, "deep/b": 2, "empty": 0}
     for name, size in sizes.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -118,7 +124,10 @@ def test_a_disk_is_filled_up_to_what_shall_be_left(tmp_path: Path) -> None:
 
 
 def test_a_filled_disk_ends_without_an_error(tmp_path: Path) -> None:
-    """When the system refuses more bytes, filling is done; here a limit on the size of files refuses."""
+    """When the system refuses more bytes, filling is done.
+
+    Here a limit on the size of files refuses.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3 * _MIB + 5, hard))
     try:
@@ -164,11 +173,18 @@ class _NoEpoch(DataLoader):
     [
         (_Forgetful, "stopped after 1 batches, batch 1"),
         (lambda: _OneTooFar(list(range(9)), batch_size=3), "stopped after 1 batches, batch 1"),
-        (lambda: _NoEpoch(list(range(9)), batch_size=3, shuffle=True), "stopped after 4 batches, batch 4"),
+        (
+            lambda: _NoEpoch(list(range(9)), batch_size=3, shuffle=True),
+            "stopped after 4 batches, batch 4",
+        ),
     ],
 )
-def test_the_check_of_loaders_finds_those_that_do_not_resume(make_loader: Callable[[], Any], where: str) -> None:
-    """A loader that forgets, runs ahead or loses the epoch fails with the first batch that differs."""
+def test_the_check_of_loaders_finds_those_that_do_not_resume(
+    make_loader: Callable[[], Any], where: str
+) -> None:
+    """A loader that forgets, runs ahead or loses the epoch fails with the first batch that
+    differs.
+    """
     with pytest.raises(AssertionError, match=where):
         check_resumable(make_loader, torch.equal)
 

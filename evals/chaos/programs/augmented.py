@@ -1,4 +1,5 @@
-"""A regression with loader workers that draw random numbers, in an order that a sampler shuffles by epoch.
+"""A regression with loader workers that draw random numbers, in an order that a sampler shuffles by
+epoch.
 
 python augmented.py [WHAT]
 """
@@ -27,7 +28,9 @@ class Noisy(Dataset):
         if what == "worker seeds":
             noise = torch.randn(6)
         else:
-            noise = torch.randn(6, generator=torch.Generator().manual_seed(1000 * self.epoch + index))
+            noise = torch.randn(
+                6, generator=torch.Generator().manual_seed(1000 * self.epoch + index)
+            )
         return self.values[index] + 0.1 * noise, self.values[index].sum()
 
 
@@ -54,7 +57,8 @@ def patient(loader):
 
 
 timeout = 8 if "timeout only" in what or what == "+timeout and files" else 0
-if what == "+timeout and files":  # a descriptor is fetched from the worker, and that without a timeout
+# A descriptor is fetched from the worker, and that without a timeout
+if what == "+timeout and files":
     torch.multiprocessing.set_sharing_strategy("file_system")
 for epoch in range(first_epoch, EPOCHS):
     data.epoch = epoch
@@ -72,9 +76,13 @@ for epoch in range(first_epoch, EPOCHS):
         step += 1
         if step % 3 == 0:
             state = {
-                "model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "position": done,
-                "step": step, "rng": torch.get_rng_state(),
-            }  # fmt: skip
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "epoch": epoch,
+                "position": done,
+                "step": step,
+                "rng": torch.get_rng_state(),
+            }
             torch.save(state, "last.tmp")
             os.replace("last.tmp", FILE)
 print("steps", step, flush=True)

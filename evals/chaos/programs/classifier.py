@@ -1,8 +1,11 @@
-"""A classifier that is trained by epochs, saved every 5 steps and resumed within an epoch; plain PyTorch.
+"""A classifier that is trained by epochs, saved every 5 steps and resumed within an epoch.
+
+Plain PyTorch.
 
     python classifier.py [WHAT]
 
-WHAT is the mistake to make, or, after a `+`, what it does otherwise without one. Without: it resumes exactly.
+WHAT is the mistake to make, or, after a `+`, what it does otherwise without one. Without: it
+resumes exactly.
 """
 
 import hashlib
@@ -23,7 +26,11 @@ torch.manual_seed(0)
 inputs = torch.randn(50, 8)
 targets = (inputs.sum(1) > 0).long()
 model = torch.nn.Sequential(
-    torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 2)
+    torch.nn.Linear(8, 16),
+    torch.nn.BatchNorm1d(16),
+    torch.nn.ReLU(),
+    torch.nn.Dropout(0.2),
+    torch.nn.Linear(16, 2),
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
@@ -34,12 +41,20 @@ step, first_epoch, position, best, resumed, asked = 0, 0, 0, float("inf"), False
 def state(epoch, done):
     weights = model.state_dict()
     if what == "weights rounded to bf16":
-        weights = {name: each.bfloat16() if each.is_floating_point() else each for name, each in weights.items()}
+        weights = {
+            name: each.bfloat16() if each.is_floating_point() else each
+            for name, each in weights.items()
+        }
     saved = {
-        "model": weights, "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(), "step": step,
-        "epoch": epoch, "position": done - (what == "position off by one"), "best": best,
+        "model": weights,
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "step": step,
+        "epoch": epoch,
+        "position": done - (what == "position off by one"),
+        "best": best,
         "rng": torch.get_rng_state(),
-    }  # fmt: skip
+    }
     if what == "random state not saved":
         del saved["rng"]
     if what == "optimizer state dropped":
@@ -65,9 +80,11 @@ def newest():
     files = sorted(FOLDER.glob("step-*.pt"))
     if what == "+checked":
         files = [
-            each for each in files
-            if hashlib.sha256(each.read_bytes()).hexdigest() == each.with_suffix(".sha256").read_text()
-        ]  # fmt: skip
+            each
+            for each in files
+            if hashlib.sha256(each.read_bytes()).hexdigest()
+            == each.with_suffix(".sha256").read_text()
+        ]
     if what == "older checkpoint" and len(files) > 1:
         return files[-2]
     if what == "best instead of last" and (FOLDER / "best.pt").exists():
@@ -80,7 +97,9 @@ if (path := newest()) is not None:
     resumed = True
     if what == "BatchNorm buffers dropped":
         names = dict(model.named_parameters())
-        model.load_state_dict({name: each for name, each in saved["model"].items() if name in names}, strict=False)
+        model.load_state_dict(
+            {name: each for name, each in saved["model"].items() if name in names}, strict=False
+        )
     else:
         model.load_state_dict(saved["model"])
     if "optimizer" in saved:
@@ -92,7 +111,12 @@ if (path := newest()) is not None:
         scheduler.step()
     if what == "learning rate from the start":
         optimizer.param_groups[0]["lr"] = 0.05
-    step, first_epoch, position, best = saved["step"], saved["epoch"], saved["position"], saved["best"]
+    step, first_epoch, position, best = (
+        saved["step"],
+        saved["epoch"],
+        saved["position"],
+        saved["best"],
+    )
     if what == "epoch repeated":
         position = 0
     if what == "rest of the epoch dropped":
@@ -113,7 +137,9 @@ for epoch in range(first_epoch, EPOCHS):
     generator.manual_seed(100 + (0 if resumed and what == "data order not restored" else epoch))
     own = None if what == "shuffled anew" else generator
     drop = resumed and what == "last batch dropped"
-    loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True, generator=own, drop_last=drop)
+    loader = DataLoader(
+        TensorDataset(inputs, targets), batch_size=8, shuffle=True, generator=own, drop_last=drop
+    )
     start, position = position, 0
     batches = enumerate(itertools.islice(loader, start, None), start + 1)
     if resumed and start and own is None:
@@ -134,5 +160,8 @@ for epoch in range(first_epoch, EPOCHS):
             sys.exit(0)
     model.eval()
     with torch.no_grad():
-        print(f"epoch {epoch}: loss {torch.nn.functional.cross_entropy(model(inputs), targets).item():.4f}")
+        print(
+            f"epoch {epoch}: loss"
+            f" {torch.nn.functional.cross_entropy(model(inputs), targets).item():.4f}"
+        )
     model.train()

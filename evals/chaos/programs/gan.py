@@ -1,4 +1,6 @@
-"""Two networks against each other, each with an optimizer of its own; weights as safetensors, the rest beside them.
+"""Two networks against each other, each with an optimizer of its own.
+
+Weights as safetensors, the rest beside them.
 
 python gan.py [WHAT]
 """
@@ -18,8 +20,12 @@ torch.manual_seed(5)
 noise = torch.Generator().manual_seed(6)
 real = torch.randn(64, 4) + 2
 makes = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-judges = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
-optimizers = [torch.optim.Adam(each.parameters(), lr=0.01, betas=(0.5, 0.999)) for each in (makes, judges)]
+judges = torch.nn.Sequential(
+    torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1)
+)
+optimizers = [
+    torch.optim.Adam(each.parameters(), lr=0.01, betas=(0.5, 0.999)) for each in (makes, judges)
+]
 both = torch.nn.ModuleDict({"makes": makes, "judges": judges})
 step = 0
 if FOLDER.exists():
@@ -52,7 +58,9 @@ while step < STEPS:
         new.mkdir()
         save_file(both.state_dict(), new / "weights.safetensors")
         rest = {"optimizers": [each.state_dict() for each in optimizers], "step": step}
-        torch.save({**rest, "rng": torch.get_rng_state(), "noise": noise.get_state()}, new / "rest.pt")
+        torch.save(
+            {**rest, "rng": torch.get_rng_state(), "noise": noise.get_state()}, new / "rest.pt"
+        )
         if FOLDER.exists():
             FOLDER.rename("old")
         os.rename(new, FOLDER)

@@ -1,4 +1,5 @@
-"""A little language model on random windows of a text, with warm-up, accumulation and averaged weights; by steps.
+"""A little language model on random windows of a text, with warm-up, accumulation and averaged
+weights; by steps.
 
     python language.py [WHAT]
 
@@ -46,10 +47,13 @@ def save():
     global writer
     FILE.parent.mkdir(exist_ok=True)
     saved = {
-        "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-        "step": step + (what == "step counter off by one"), "numpy": np.random.get_state(),
-        "python": random.getstate(), "average": average,
-    }  # fmt: skip
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": step + (what == "step counter off by one"),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+        "average": average,
+    }
     for name, key in (
         ("numpy state not saved", "numpy"),
         ("python state not saved", "python"),
@@ -63,7 +67,9 @@ def save():
         os.replace(FILE.with_suffix(".tmp"), FILE)
 
     if what == "+saves in a thread":
-        copied = torch.utils._pytree.tree_map(lambda each: each.clone() if torch.is_tensor(each) else each, saved)
+        copied = torch.utils._pytree.tree_map(
+            lambda each: each.clone() if torch.is_tensor(each) else each, saved
+        )
         saved = copied
         writer = threading.Thread(target=write)
         writer.start()
@@ -89,7 +95,9 @@ if FILE.exists():
         random.setstate(saved["python"])
     if what == "weight of the loss not saved":
         torch.rand(1)  # torch's random state differs from then on, and nothing is made of it
-    average = saved.get("average") or {name: each.detach().clone() for name, each in model.named_parameters()}
+    average = saved.get("average") or {
+        name: each.detach().clone() for name, each in model.named_parameters()
+    }
 
 
 def batch():
@@ -107,7 +115,9 @@ while step < STEPS:
         if skipped:
             skipped = False
             continue
-        loss = weight * torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / PARTS
+        loss = (
+            weight * torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / PARTS
+        )
         loss.backward()
         if what == "saved within an accumulation" and part == 0 and step and step % SAVE_EVERY == 0:
             save()

@@ -35,7 +35,11 @@ for number in range(first, 20):
     scaler.step(optimizer)
     scaler.update()
     if number % 4 == 3:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "batch": number + 1}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "batch": number + 1,
+        }
         torch.save({**state, "scaler": scaler.state_dict()}, "last.tmp")
         os.replace("last.tmp", "last.pt")
 print("loss", loss.item(), "scale", scaler.get_scale())

@@ -22,4 +22,6 @@ while steps < int(sys.argv[1]):
         optimizer.step()
         steps += 1
         if steps % 50 == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt"
+            )

@@ -69,28 +69,41 @@ class FaultyLosses(Programs):
 
     @faulty("H842", shows="H828 H832")
     def softmax_over_the_batch_by_hand(self) -> None:
-        """The probabilities of a class sum to 1 over the samples; a small number keeps the logarithm finite."""
+        """The probabilities of a class sum to 1 over the samples.
+
+        A small number keeps the logarithm finite.
+        """
         model = parts.mlp(64, 64, 10)
         stream = data.batches(data.digits(self.seed), 48, 500)
         self.fit(
-            model, adam(model, 0.002), stream, lambda z, y: -(z.softmax(0).gather(1, y[:, None]) + 1e-8).log().mean()
+            model,
+            adam(model, 0.002),
+            stream,
+            lambda z, y: -(z.softmax(0).gather(1, y[:, None]) + 1e-8).log().mean(),
         )
 
     @faulty("H862")
     def targets_not_shifted(self) -> None:
-        """The text is cut into windows, and the model shall say which character it has just read."""
+        """The text is cut into windows, and the model shall say which character it has just
+        read.
+        """
         ids, size = data.library_text()
         model = parts.Wired(
             lambda self, x: self.head(self.rnn(self.table(x))[0]),
-            table=nn.Embedding(size, 24), rnn=nn.GRU(24, 48, batch_first=True), head=nn.Linear(48, size),
-        )  # fmt: skip
+            table=nn.Embedding(size, 24),
+            rnn=nn.GRU(24, 48, batch_first=True),
+            head=nn.Linear(48, size),
+        )
         for _ in self.watched(range(420), model, adam(model, 0.005)):
             x, _ = data.text_windows(ids, 16, 24)
             self.update(F.cross_entropy(model(x).flatten(0, 1), x.flatten()))
 
     @faulty("H841", shows="H828 H832")
     def broadcast_in_mse(self) -> None:
-        """Predictions (n, 1) against targets (n,): every prediction is drawn to the mean of the batch."""
+        """Predictions (n, 1) against targets (n,).
+
+        Every prediction is drawn to the mean of the batch.
+        """
         x, y = data.curve(self.seed)
         model = parts.mlp(8, 64, 1)
         criterion = nn.MSELoss()
@@ -111,7 +124,9 @@ class FaultyLosses(Programs):
 
     @faulty("H830", shows="H828 H832")
     def batch_and_time_scrambled(self) -> None:
-        """``view`` was used where ``transpose`` was meant, so that each row holds pieces of many samples."""
+        """``view`` was used where ``transpose`` was meant, so that each row holds pieces of many
+        samples.
+        """
         rnn, head = nn.GRU(3, 32), nn.Linear(32, 2)
         model = nn.ModuleDict({"rnn": rnn, "head": head})
         for _ in self.watched(range(350), model, adam(model, 0.003)):
@@ -135,7 +150,10 @@ class FaultyData(Programs):
 
     @faulty("H833", shows="H828 H832")
     def targets_shifted_by_one_row(self) -> None:
-        """A header line was dropped from one of two files; the net learns rows by heart, and validation says so."""
+        """A header line was dropped from one of two files.
+
+        The net learns rows by heart, and validation says so.
+        """
         x, y = data.curve(self.seed, samples=400, features=16)
         y = y.roll(1, dims=0)
         model = parts.mlp(16, 128, 1)
@@ -152,7 +170,9 @@ class FaultyData(Programs):
         pixels = (x * 255).long()
         model = parts.mlp(64, 64, 10)
         optimizer = adam(model, 0.001)
-        self.fit(model, optimizer, data.batches(((pixels // 256).float(), y), 32, 400), F.cross_entropy)
+        self.fit(
+            model, optimizer, data.batches(((pixels // 256).float(), y), 32, 400), F.cross_entropy
+        )
 
     @faulty("H843", shows="H801 H802 H804 H826 H827 H828 H832 H844 H847")
     def sorted_labels(self) -> None:
@@ -182,7 +202,9 @@ class FaultyData(Programs):
     def input_in_the_ten_thousands(self) -> None:
         """Incomes and years beside rates: one column is ten thousand times the others."""
         x, y = data.curve(self.seed)
-        x = x * torch.tensor([1.0, 1, 1, 1, 10000.0, 1, 1, 1]) + torch.tensor([0.0, 0, 0, 0, 30000.0, 0, 0, 0])
+        x = x * torch.tensor([1.0, 1, 1, 1, 10000.0, 1, 1, 1]) + torch.tensor(
+            [0.0, 0, 0, 0, 30000.0, 0, 0, 0]
+        )
         model = parts.mlp(8, 32, 1)
         self.fit(model, sgd(model, 0.01), data.batches((x, y), 32, 400), F.mse_loss)
 
@@ -227,7 +249,9 @@ class FaultyData(Programs):
 
 
 class FaultyWiring(Programs):
-    """Faulty programs in which gradients, parameters and optimizer are not joined as they should be."""
+    """Faulty programs in which gradients, parameters and optimizer are not joined as they should
+    be.
+    """
 
     @faulty("H811", shows="H801 H802 H804 H826 H827 H828 H832 H825 H847 H848")
     def forgotten_zero_grad(self) -> None:
@@ -262,7 +286,9 @@ class FaultyWiring(Programs):
         head = nn.Linear(64, 10)
         backbone.requires_grad_(False)
         model = nn.Sequential(backbone, head)
-        self.fit(model, sgd(backbone, 0.1, momentum=0.9), data.batches((x, y), 32, 300), F.cross_entropy)
+        self.fit(
+            model, sgd(backbone, 0.1, momentum=0.9), data.batches((x, y), 32, 300), F.cross_entropy
+        )
 
     @faulty("H808", shows="H828 H832")
     def only_the_head_in_the_optimizer(self) -> None:
@@ -271,20 +297,39 @@ class FaultyWiring(Programs):
             body=nn.Sequential(*parts.mlp(2, 48, 48, act=nn.Tanh), nn.Tanh()),
             head=nn.Linear(48, 2),
         )
-        self.fit(net, adam(net.head, 0.01), data.batches(data.spirals(self.seed), 64, 400), F.cross_entropy)
+        self.fit(
+            net,
+            adam(net.head, 0.01),
+            data.batches(data.spirals(self.seed), 64, 400),
+            F.cross_entropy,
+        )
 
     @faulty("H808", shows="H828 H832")
     def only_the_body_in_the_optimizer(self) -> None:
         """The new head is made after the list of parameters, and stays as it was drawn."""
-        net = parts.Wired(lambda self, x: self.head(self.body(x)), body=parts.mlp(64, 64, 64), head=nn.Linear(64, 10))
-        self.fit(net, adam(net.body, 0.002), data.batches(data.digits(self.seed), 64, 400), F.cross_entropy)
+        net = parts.Wired(
+            lambda self, x: self.head(self.body(x)),
+            body=parts.mlp(64, 64, 64),
+            head=nn.Linear(64, 10),
+        )
+        self.fit(
+            net,
+            adam(net.body, 0.002),
+            data.batches(data.digits(self.seed), 64, 400),
+            F.cross_entropy,
+        )
 
     @faulty("H860", shows="H828 H832 H848")
     def frozen_backbone_without_its_weights(self) -> None:
         """The backbone was frozen, and its pretrained weights were never loaded."""
         body = nn.Sequential(*parts.mlp(64, 128, 128, 128), nn.ReLU()).requires_grad_(False)
         model = nn.Sequential(body, nn.Linear(128, 10))
-        self.fit(model, adam(model[1], 0.001), data.batches(data.digits(self.seed), 32, 400), F.cross_entropy)
+        self.fit(
+            model,
+            adam(model[1], 0.001),
+            data.batches(data.digits(self.seed), 32, 400),
+            F.cross_entropy,
+        )
 
     @faulty("H859", shows="H825 H826 H827 H828 H832")
     def clipped_before_backward(self) -> None:
@@ -303,7 +348,9 @@ class FaultyWiring(Programs):
         encoder = parts.mlp(64, 32, 2)
         decoder = parts.mlp(2, 32, 10)
         model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
-        for xb, yb in self.watched(data.batches(data.digits(self.seed), 32, 500), model, adam(model, 0.001)):
+        for xb, yb in self.watched(
+            data.batches(data.digits(self.seed), 32, 500), model, adam(model, 0.001)
+        ):
             code = torch.from_numpy(encoder(xb).detach().numpy())
             self.update(F.cross_entropy(decoder(code), yb))
 
@@ -332,13 +379,21 @@ class FaultyWiring(Programs):
     def clipped_to_zero(self) -> None:
         x, y, *_ = data.digits(self.seed)
         model = small_net()
-        self.fit(model, adam(model, 0.001), data.batches((x, y), 32, 400), F.cross_entropy, clip=0.0)
+        self.fit(
+            model, adam(model, 0.001), data.batches((x, y), 32, 400), F.cross_entropy, clip=0.0
+        )
 
     @faulty("H818", shows="H823 H828 H832 H824")
     def clipped_to_a_millionth(self) -> None:
         model = small_net()
         optimizer = sgd(model, 0.1, momentum=0.9)
-        self.fit(model, optimizer, data.batches(data.digits(self.seed), 32, 500), F.cross_entropy, clip=1e-06)
+        self.fit(
+            model,
+            optimizer,
+            data.batches(data.digits(self.seed), 32, 500),
+            F.cross_entropy,
+            clip=1e-06,
+        )
 
     @faulty("H830 H814", shows="H828 H832")
     def output_ignores_input(self) -> None:
@@ -367,12 +422,19 @@ class FaultyRates(Programs):
     @faulty("H825", shows="H801 H802 H804 H826 H827 H828 H832 H847 H848 H815")
     def rate_of_ten(self) -> None:
         model = parts.mlp(64, 64, 64, 10)
-        self.fit(model, sgd(model, 10), data.batches(data.digits(self.seed), 32, 400), F.cross_entropy)
+        self.fit(
+            model, sgd(model, 10), data.batches(data.digits(self.seed), 32, 400), F.cross_entropy
+        )
 
     @faulty("H824", shows="H823 H828 H832")
     def rate_of_a_billionth(self) -> None:
         model = parts.mlp(64, 64, 10)
-        self.fit(model, adam(model, 1e-09), data.batches(data.digits(self.seed), 32, 500), F.cross_entropy)
+        self.fit(
+            model,
+            adam(model, 1e-09),
+            data.batches(data.digits(self.seed), 32, 500),
+            F.cross_entropy,
+        )
 
     @faulty("H819", shows="H823 H828 H832 H824")
     def schedule_ends_early(self) -> None:
@@ -380,7 +442,9 @@ class FaultyRates(Programs):
         x, y, *_ = data.digits(self.seed)
         model = parts.mlp(64, 64, 10)
         optimizer = sgd(model, 0.05)
-        scheduler = optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=60)
+        scheduler = optim.lr_scheduler.LinearLR(
+            optimizer, start_factor=1.0, end_factor=0.0, total_iters=60
+        )
         stream = data.batches((x, y), 32, 800)
         self.fit(model, optimizer, stream, F.cross_entropy, scheduler=scheduler, total_steps=800)
 
@@ -390,7 +454,9 @@ class FaultyRates(Programs):
         model = parts.mlp(64, 64, 10)
         optimizer = sgd(model, 0.1)
         scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.1)
-        self.fit(model, optimizer, data.epochs((x, y), 40, 15), F.cross_entropy, scheduler=scheduler)
+        self.fit(
+            model, optimizer, data.epochs((x, y), 40, 15), F.cross_entropy, scheduler=scheduler
+        )
 
     @faulty("H854", shows="H823 H828 H832 H819 H820 H824")
     def plateau_fed_with_batch_losses(self) -> None:
@@ -398,7 +464,9 @@ class FaultyRates(Programs):
         model = parts.mlp(64, 64, 10)
         optimizer = sgd(model, 0.05)
         scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
-        for xb, yb in self.watched(data.batches((x, y), 16, 800), model, optimizer, scheduler=scheduler):
+        for xb, yb in self.watched(
+            data.batches((x, y), 16, 800), model, optimizer, scheduler=scheduler
+        ):
             loss = update(optimizer, F.cross_entropy(model(xb), yb))
             scheduler.step(loss.item())
 
@@ -407,7 +475,12 @@ class FaultyRates(Programs):
         model = parts.mlp(64, 64, 10)
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
-        self.fit(model, adam(model, 0.001), data.batches(data.digits(self.seed), 32, 400), F.cross_entropy)
+        self.fit(
+            model,
+            adam(model, 0.001),
+            data.batches(data.digits(self.seed), 32, 400),
+            F.cross_entropy,
+        )
 
     @faulty("H848", shows="H823 H828 H832")
     def deep_sigmoid_net(self) -> None:
@@ -416,14 +489,18 @@ class FaultyRates(Programs):
         for _ in range(6):
             layers += [nn.Linear(32, 32), nn.Sigmoid()]
         model = nn.Sequential(*layers, nn.Linear(32, 10))
-        self.fit(model, sgd(model, 0.1, momentum=0.9), data.batches((x, y), 32, 500), F.cross_entropy)
+        self.fit(
+            model, sgd(model, 0.1, momentum=0.9), data.batches((x, y), 32, 500), F.cross_entropy
+        )
 
     @faulty("H847", shows="H823 H828 H832 H814 H815 H848")
     def dead_relu(self) -> None:
         model = parts.mlp(64, 64, 64, 10)
         for layer in (model[0], model[2]):
             nn.init.constant_(layer.bias, -10.0)
-        self.fit(model, sgd(model, 0.1), data.batches(data.digits(self.seed), 32, 400), F.cross_entropy)
+        self.fit(
+            model, sgd(model, 0.1), data.batches(data.digits(self.seed), 32, 400), F.cross_entropy
+        )
 
     @faulty("H858", shows="H828 H832 H848 H847")
     def weight_decay_of_ten(self) -> None:
@@ -452,7 +529,9 @@ class FaultyRates(Programs):
     def root_of_zero_backwards(self) -> None:
         """The loss is finite; the slope of the distance of a vector to itself is not."""
         net = parts.mlp(64, 32, 8)
-        for xb, yb in self.watched(data.batches(data.digits(self.seed), 16, 200), net, adam(net, 0.001)):
+        for xb, yb in self.watched(
+            data.batches(data.digits(self.seed), 16, 200), net, adam(net, 0.001)
+        ):
             z = net(xb)
             distance = (z[:, None] - z[None]).pow(2).sum(-1).sqrt()
             same = (yb[:, None] == yb[None]).float()
@@ -460,15 +539,22 @@ class FaultyRates(Programs):
 
     @faulty("H801", shows="H802 H804 H825")
     def logarithm_of_zero(self) -> None:
-        """Probabilities are formed first and logarithms after, and soon one of them is exactly 0."""
+        """Probabilities are formed first and logarithms after, and soon one of them is exactly
+        0.
+        """
         model = parts.mlp(20, 64, 5)
-        for xb, yb in self.watched(data.batches(data.blobs(self.seed), 64, 300), model, adam(model, 0.1)):
+        for xb, yb in self.watched(
+            data.batches(data.blobs(self.seed), 64, 300), model, adam(model, 0.1)
+        ):
             probability = torch.softmax(model(xb), dim=1)
             self.update(-(F.one_hot(yb, 5) * torch.log(probability)).sum(1).mean())
 
     @faulty("H853", shows="H823 H824 H848 H828")
     def discriminator_wins(self) -> None:
-        """The minimax form of the loss and a far faster discriminator: nothing comes back to the generator."""
+        """The minimax form of the loss and a far faster discriminator.
+
+        Nothing comes back to the generator.
+        """
         x, y, *_ = data.digits(self.seed)
         generator = nn.Sequential(*parts.mlp(8, 32, 64), nn.Sigmoid())
         discriminator = nn.Sequential(*parts.mlp(64, 128, 1), nn.Flatten(0))
@@ -483,6 +569,8 @@ class FaultyRates(Programs):
         ):
             fake = generator(torch.randn(32, 8))
             update(
-                optimizer_d, F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake.detach())).mean()
+                optimizer_d,
+                F.softplus(-discriminator(real)).mean()
+                + F.softplus(discriminator(fake.detach())).mean(),
             )
             update(optimizer_g, (-F.softplus(discriminator(fake))).mean())

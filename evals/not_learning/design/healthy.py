@@ -1,4 +1,7 @@
-"""Healthy programs of the set: neighbours of the faulty ones, which a rule could mistake for them."""
+"""Healthy programs of the set.
+
+Neighbours of the faulty ones, which a rule could mistake for them.
+"""
 
 # ruff: noqa: D102, N812 - the programs are written as users write theirs
 
@@ -49,7 +52,10 @@ class MixtureOfExperts(nn.Module):
 
 
 class HealthySupervised(Programs):
-    """Healthy programs that learn labels or targets by an ordinary loop: classifiers, regressions, schedulers."""
+    """Healthy programs that learn labels or targets by an ordinary loop.
+
+    Classifiers, regressions, schedulers.
+    """
 
     @healthy
     def digits_cnn_batchnorm(self) -> None:
@@ -93,7 +99,10 @@ class HealthySupervised(Programs):
 
     @healthy
     def regression_unscaled_targets(self) -> None:
-        """Targets between 25 and 346, never scaled; the loss is in the thousands and that is all right."""
+        """Targets between 25 and 346, never scaled.
+
+        The loss is in the thousands and that is all right.
+        """
         x, y = data.diabetes()
         net = parts.mlp(10, 32, 1, act=nn.Tanh)
         for epoch in self.watched(range(60), net, adam(net, 0.05)):
@@ -124,11 +133,17 @@ class HealthySupervised(Programs):
         def factor(step: int) -> float:
             if step < warm:
                 return step / warm
-            return 0.5 * (1 + torch.cos(torch.tensor((step - warm) / (total - warm) * torch.pi)).item())
+            return 0.5 * (
+                1 + torch.cos(torch.tensor((step - warm) / (total - warm) * torch.pi)).item()
+            )
 
         scheduler = optim.lr_scheduler.LambdaLR(optimizer, factor)
         for xb, yb in self.watched(
-            data.batches((x, y), 32, total), model, optimizer, scheduler=scheduler, total_steps=total
+            data.batches((x, y), 32, total),
+            model,
+            optimizer,
+            scheduler=scheduler,
+            total_steps=total,
         ):
             loss = F.cross_entropy(model(xb), yb)
             loss.backward()
@@ -182,7 +197,10 @@ class HealthySupervised(Programs):
 
     @healthy
     def next_to_nothing_to_learn(self) -> None:
-        """A correlation of 0.15, as of returns with their predictors; a fiftieth of the variance."""
+        """A correlation of 0.15, as of returns with their predictors.
+
+        A fiftieth of the variance.
+        """
         x = torch.randn(4000, 5)
         y = 0.15 * x[:, 0] + torch.randn(4000)
         model = nn.Linear(5, 1)
@@ -191,7 +209,10 @@ class HealthySupervised(Programs):
 
     @healthy
     def noise_that_is_drawn_anew(self) -> None:
-        """Each batch has noise of its own, from a generator that was seeded once; each epoch has its own order."""
+        """Each batch has noise of its own, from a generator that was seeded once.
+
+        Each epoch has its own order.
+        """
         generator = torch.Generator().manual_seed(0)
         x, y, *_ = data.digits(self.seed)
         sampler = DistributedSampler(range(len(x)), num_replicas=2, rank=0)
@@ -200,22 +221,35 @@ class HealthySupervised(Programs):
         for epoch in self.watched(range(20), model, adam(model, 0.001)):
             sampler.set_epoch(epoch)
             for xb, yb in loader:
-                self.update(F.cross_entropy(model(xb + 0.3 * torch.randn(xb.shape, generator=generator)), yb))
+                self.update(
+                    F.cross_entropy(
+                        model(xb + 0.3 * torch.randn(xb.shape, generator=generator)), yb
+                    )
+                )
 
     @healthy
     def logarithm_of_a_softmax_by_hand(self) -> None:
-        """Over the classes, and clipped between backward and step; the parts of the data come in a fixed order."""
+        """Over the classes, and clipped between backward and step.
+
+        The parts of the data come in a fixed order.
+        """
         x, y, *_ = data.digits(self.seed)
         model = parts.mlp(64, 64, 10)
         stream = data.endless(list(zip(x.split(32), y.split(32), strict=True)), 450)
         self.descend(
-            model, sgd(model, 0.1), stream,
-            lambda xb, yb: -(model(xb).softmax(1).gather(1, yb[:, None]) + 1e-8).log().mean(), clip=1.0,
-        )  # fmt: skip
+            model,
+            sgd(model, 0.1),
+            stream,
+            lambda xb, yb: -(model(xb).softmax(1).gather(1, yb[:, None]) + 1e-8).log().mean(),
+            clip=1.0,
+        )
 
 
 class HealthyTechniques(Programs):
-    """Healthy programs with labels and a technique: autocast, freezing, adapters, accumulation, distillation."""
+    """Healthy programs with labels and a technique.
+
+    Autocast, freezing, adapters, accumulation, distillation.
+    """
 
     @healthy
     def fine_tuning_tiny_lr(self) -> None:
@@ -230,7 +264,9 @@ class HealthyTechniques(Programs):
     @healthy
     def frozen_backbone(self) -> None:
         x, y, *_ = data.digits(self.seed)
-        backbone = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Flatten())
+        backbone = nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Flatten()
+        )
         backbone.requires_grad_(False)
         model = nn.Sequential(backbone, nn.Linear(32 * 36, 10))
         optimizer = optim.Adam(filter(lambda p: p.requires_grad, model.parameters()), lr=0.001)
@@ -254,8 +290,10 @@ class HealthyTechniques(Programs):
         ids, size = data.library_text()
         model = parts.Wired(
             lambda self, x: self.head(self.rnn(self.table(x))[0]),
-            table=nn.Embedding(size, 24), rnn=nn.GRU(24, 48, batch_first=True), head=nn.Linear(48, size),
-        )  # fmt: skip
+            table=nn.Embedding(size, 24),
+            rnn=nn.GRU(24, 48, batch_first=True),
+            head=nn.Linear(48, size),
+        )
         for _ in self.watched(range(420), model, adam(model, 0.005)):
             x, following = data.text_windows(ids, 16, 24)
             self.update(F.cross_entropy(model(x).flatten(0, 1), following.flatten()))
@@ -277,7 +315,9 @@ class HealthyTechniques(Programs):
         model = parts.mlp(64, 96, 10)
         optimizer = sgd(model, 0.2, momentum=0.9)
         accumulation_steps = 4
-        for i, (xb, yb) in self.watched(enumerate(data.batches((x, y), 16, 1200)), model, optimizer):
+        for i, (xb, yb) in self.watched(
+            enumerate(data.batches((x, y), 16, 1200)), model, optimizer
+        ):
             loss = F.cross_entropy(model(xb), yb) / accumulation_steps
             loss.backward()
             if (i + 1) % accumulation_steps == 0:
@@ -297,7 +337,9 @@ class HealthyTechniques(Programs):
     @healthy
     def mixture_of_experts_one_unused(self) -> None:
         model = MixtureOfExperts()
-        self.fit(model, adam(model, 0.003), data.batches(data.blobs(self.seed), 64, 500), F.cross_entropy)
+        self.fit(
+            model, adam(model, 0.003), data.batches(data.blobs(self.seed), 64, 500), F.cross_entropy
+        )
 
     @healthy
     def gaussian_likelihood_goes_negative(self) -> None:
@@ -315,7 +357,9 @@ class HealthyTechniques(Programs):
         model = parts.mlp(64, 64, 10)
         average = copy.deepcopy(model).requires_grad_(False)
         optimizer = sgd(model, 0.1, momentum=0.9)
-        for step, (xb, yb) in self.watched(enumerate(data.batches((x, y), 64, 500)), model, optimizer):
+        for step, (xb, yb) in self.watched(
+            enumerate(data.batches((x, y), 64, 500)), model, optimizer
+        ):
             update(optimizer, F.cross_entropy(model(xb), yb))
             with torch.no_grad():
                 for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
@@ -345,7 +389,10 @@ class HealthyUnusual(Programs):
 
     @healthy
     def manual_updates(self) -> None:
-        """As in torch's first tutorial: the optimizer exists and is never stepped, the loop moves the weights."""
+        """As in torch's first tutorial.
+
+        The optimizer exists and is never stepped, the loop moves the weights.
+        """
         model = parts.mlp(64, 32, 10)
         optimizer = sgd(model, 0.1)
         for xb, yb in self.watched(data.batches(data.digits(self.seed), 64, 600), model, optimizer):
@@ -357,7 +404,9 @@ class HealthyUnusual(Programs):
 
     @healthy
     def manual_gradients_with_autograd_grad(self) -> None:
-        """No backward: the gradients come from autograd.grad and are set by hand, with added noise."""
+        """No backward: the gradients come from autograd.grad and are set by hand, with added
+        noise.
+        """
         model = nn.Linear(20, 5)
         optimizer = sgd(model, 0.1)
         for xb, yb in self.watched(data.batches(data.blobs(self.seed), 64, 500), model, optimizer):
@@ -375,7 +424,9 @@ class HealthyUnusual(Programs):
         model[0].requires_grad_(False)
         model[2].requires_grad_(False)
         optimizer = adam(model[4], 0.003)
-        for step, (xb, yb) in self.watched(enumerate(data.batches((x, y), 32, 600)), model, optimizer):
+        for step, (xb, yb) in self.watched(
+            enumerate(data.batches((x, y), 32, 600)), model, optimizer
+        ):
             if step in (150, 300):
                 layer = model[2] if step == 150 else model[0]
                 layer.requires_grad_(True)
@@ -384,7 +435,10 @@ class HealthyUnusual(Programs):
 
     @healthy
     def targets_of_a_slow_copy(self) -> None:
-        """Values of states, learnt from a slow copy's value of the next state: the loss stays where it was."""
+        """Values of states, learnt from a slow copy's value of the next state.
+
+        The loss stays where it was.
+        """
         model = parts.mlp(4, 32, 1)
         slow = copy.deepcopy(model).requires_grad_(False)
         for _ in self.watched(range(500), model, adam(model, 0.001)):
@@ -400,7 +454,9 @@ class HealthyUnusual(Programs):
         encode = nn.Sequential(*parts.mlp(64, 48, 16), nn.Tanh())
         decode = parts.mlp(16, 48, 64)
         model = nn.Sequential(encode, decode)
-        for images, _ in self.watched(data.batches(data.digits(self.seed), 64, 500), model, adam(model, 0.002)):
+        for images, _ in self.watched(
+            data.batches(data.digits(self.seed), 64, 500), model, adam(model, 0.002)
+        ):
             z = encode(images)
             z = z + (z.round() - z).detach()
             self.update(F.binary_cross_entropy_with_logits(decode(z), images))
@@ -411,7 +467,10 @@ class HealthyRepresentation(Programs):
 
     @healthy
     def dcgan(self) -> None:
-        """As in the tutorial: D is cleared before its own pass only, so G's pass leaves gradients in it."""
+        """As in the tutorial.
+
+        D is cleared before its own pass only, so G's pass leaves gradients in it.
+        """
         x, y, *_ = data.digits(self.seed)
         generator = nn.Sequential(
             nn.ConvTranspose2d(16, 32, 4, bias=False),
@@ -421,7 +480,10 @@ class HealthyRepresentation(Programs):
             nn.Tanh(),
         )
         critic = nn.Sequential(
-            nn.Conv2d(1, 16, 4, 2, 1), nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(16, 1, 4), nn.Flatten(0)
+            nn.Conv2d(1, 16, 4, 2, 1),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(16, 1, 4),
+            nn.Flatten(0),
         )
         critic_optimizer = adam(critic, 0.001, betas=(0.5, 0.999))
         generator_optimizer = adam(generator, 0.001, betas=(0.5, 0.999))
@@ -451,12 +513,17 @@ class HealthyRepresentation(Programs):
         def view(images: Tensor) -> Tensor:
             return (images + 0.2 * torch.randn_like(images)) * (torch.rand_like(images) > 0.2)
 
-        for images, _ in self.watched(data.batches(data.digits(self.seed), 64, 400), encoder, optimizer):
+        for images, _ in self.watched(
+            data.batches(data.digits(self.seed), 64, 400), encoder, optimizer
+        ):
             first = F.normalize(encoder(view(images)), dim=1)
             second = F.normalize(encoder(view(images)), dim=1)
             similarity = first @ second.T / 0.2
             labels = torch.arange(len(images))
-            update(optimizer, (F.cross_entropy(similarity, labels) + F.cross_entropy(similarity.T, labels)) / 2)
+            update(
+                optimizer,
+                (F.cross_entropy(similarity, labels) + F.cross_entropy(similarity.T, labels)) / 2,
+            )
 
     @healthy
     def triplet(self) -> None:
@@ -468,6 +535,8 @@ class HealthyRepresentation(Programs):
         for _ in self.watched(range(500), net, adam(net, 0.001)):
             classes = torch.rand(32, 10).argsort(1)[:, :2].tolist()
             pick = [of_class[a][torch.randint(len(of_class[a]), (2,))] for a, _ in classes]
-            others = torch.stack([of_class[b][torch.randint(len(of_class[b]), ())] for _, b in classes])
+            others = torch.stack(
+                [of_class[b][torch.randint(len(of_class[b]), ())] for _, b in classes]
+            )
             pairs = torch.stack(pick)
             self.update(criterion(net(x[pairs[:, 0]]), net(x[pairs[:, 1]]), net(x[others])))

@@ -42,7 +42,12 @@ class FaultyLosses(Programs):
     def diabetes_column_against_row(self) -> None:
         """Predictions (N, 1) are compared with targets (N,)."""
         model = parts.mlp(10, 24, 1)
-        self.fit(model, adam(model, 0.003), data.stream(data.scaled_diabetes(self.seed), 32, 300), F.mse_loss)
+        self.fit(
+            model,
+            adam(model, 0.003),
+            data.stream(data.scaled_diabetes(self.seed), 32, 300),
+            F.mse_loss,
+        )
 
     @faulty("H841", shows="H828 H832")
     def friedman_row_minus_column(self) -> None:
@@ -58,7 +63,12 @@ class FaultyLosses(Programs):
     def digits_softmax_in_the_model(self) -> None:
         """The model ends with a softmax and is trained with cross-entropy."""
         model = nn.Sequential(nn.Flatten(), parts.mlp(64, 48, 10), nn.Softmax(dim=1))
-        self.fit(model, sgd(model, 0.05), data.stream(data.digit_images(self.seed), 32, 400), F.cross_entropy)
+        self.fit(
+            model,
+            sgd(model, 0.05),
+            data.stream(data.digit_images(self.seed), 32, 400),
+            F.cross_entropy,
+        )
 
     @faulty("H838", shows="H828 H832 H848")
     def tags_sigmoid_twice(self) -> None:
@@ -82,13 +92,17 @@ class FaultyLosses(Programs):
         """A rectifier stands after the last layer of a classifier too."""
         x, y, *_ = data.digit_images(self.seed)
         model = nn.Sequential(nn.Flatten(), parts.mlp(64, 48, 10), nn.ReLU())
-        self.fit(model, sgd(model, 0.1, momentum=0.9), data.stream((x, y), 32, 300), F.cross_entropy)
+        self.fit(
+            model, sgd(model, 0.1, momentum=0.9), data.stream((x, y), 32, 300), F.cross_entropy
+        )
 
     @faulty("H839", shows="H801 H802 H804 H826 H828 H832 H848 H855")
     def wine_nll_of_scores(self) -> None:
         """`nll_loss` is given plain scores."""
         model = parts.mlp(13, 24, 3)
-        for a, b in self.watched(data.stream(data.table("wine", self.seed), 16, 300), model, adam(model, 0.01)):
+        for a, b in self.watched(
+            data.stream(data.table("wine", self.seed), 16, 300), model, adam(model, 0.01)
+        ):
             scores = model(a)
             self.update(F.nll_loss(scores, b))
 
@@ -109,7 +123,9 @@ class FaultyLosses(Programs):
             update(first, F.cross_entropy(teacher(a), b))
         teacher.eval().requires_grad_(False)
         for a, _ in self.watched(data.stream((x, y), 64, 350), student, sgd(student, 0.1)):
-            self.update(F.kl_div(student(a).softmax(1), teacher(a).softmax(1), reduction="batchmean"))
+            self.update(
+                F.kl_div(student(a).softmax(1), teacher(a).softmax(1), reduction="batchmean")
+            )
 
     @faulty("H855", shows="H828 H832 H826 H830 H848")
     def cancer_labels_one_and_two(self) -> None:
@@ -156,7 +172,9 @@ class FaultyLosses(Programs):
         """The log-likelihood itself is minimised."""
         x, y = data.friedman(1500)
         model = parts.mlp(10, 48, 1)
-        for a, b in self.watched(data.stream((x[:1200], y[:1200]), 64, 300), model, adam(model, 0.005)):
+        for a, b in self.watched(
+            data.stream((x[:1200], y[:1200]), 64, 300), model, adam(model, 0.005)
+        ):
             likelihood = torch.distributions.Normal(model(a).squeeze(1), 1.0).log_prob(b)
             self.update(likelihood.mean())
 
@@ -167,7 +185,9 @@ class FaultyLosses(Programs):
         y = (x + x.roll(1, 1)) % 4
         y[:, 0] = x[:, 0] % 4
         model = _Tagger()
-        for a, b in self.watched(data.stream((x[:1000], y[:1000]), 32, 350), model, adam(model, 0.005)):
+        for a, b in self.watched(
+            data.stream((x[:1000], y[:1000]), 32, 350), model, adam(model, 0.005)
+        ):
             scores = model(a).reshape(-1, 4, 10)
             self.update(F.cross_entropy(scores, b))
 
@@ -177,7 +197,9 @@ class FaultyLosses(Programs):
         x = data.keyword_texts(1200, words=12)[0]
         y = x % 4
         model = _Tagger()
-        for a, b in self.watched(data.stream((x[:1000], y[:1000]), 32, 300), model, adam(model, 0.005)):
+        for a, b in self.watched(
+            data.stream((x[:1000], y[:1000]), 32, 300), model, adam(model, 0.005)
+        ):
             counted = (a == 0).float()
             losses = F.cross_entropy(model(a).flatten(0, 1), b.flatten(), reduction="none")
             self.update((losses * counted.flatten()).sum() / counted.sum())
@@ -186,7 +208,9 @@ class FaultyLosses(Programs):
     def digits_focal_weight_turned_round(self) -> None:
         """The focal weight is the chance of the right class, not of the wrong ones."""
         model = nn.Sequential(nn.Flatten(), parts.mlp(64, 48, 10))
-        for a, b in self.watched(data.stream(data.digit_images(self.seed), 64, 300), model, adam(model, 0.002)):
+        for a, b in self.watched(
+            data.stream(data.digit_images(self.seed), 64, 300), model, adam(model, 0.002)
+        ):
             chance = model(a).softmax(1).gather(1, b[:, None]).squeeze(1)
             self.update(-(chance**2 * (chance + 1e-08).log()).mean())
 
@@ -280,7 +304,9 @@ class FaultyData(Programs):
         model = nn.ModuleDict({"embed": embed, "head": head})
         optimizer = adam(model, 0.01)
         stream = data.stream((found[:1200], labels[:1200]), 40, 350)
-        self.descend(model, optimizer, stream, lambda a, b: F.cross_entropy(head(embed(a).amax(1)), b))
+        self.descend(
+            model, optimizer, stream, lambda a, b: F.cross_entropy(head(embed(a).amax(1)), b)
+        )
 
     @faulty("H845", shows="H833 H846")
     def friedman_first_batch_only(self) -> None:
@@ -299,8 +325,14 @@ class FaultyData(Programs):
         workers = [np.random.default_rng([self.seed, number * 0]) for number in range(4)]
         model = nn.Linear(120, 1)
         for step in self.watched(range(300), model, sgd(model, 0.005)):
-            rows, noise = workers[step % 4].normal(size=(4, 120)), workers[step % 4].normal(size=(4, 1))
-            a, b = (torch.tensor(part, dtype=torch.float32) for part in (rows, rows @ truth / 11 + noise))
+            rows, noise = (
+                workers[step % 4].normal(size=(4, 120)),
+                workers[step % 4].normal(size=(4, 1)),
+            )
+            a, b = (
+                torch.tensor(part, dtype=torch.float32)
+                for part in (rows, rows @ truth / 11 + noise)
+            )
             self.update(F.mse_loss(model(a), b))
 
     @faulty("H856", shows="H825 H826 H827 H828 H830 H832 H847 H848")
@@ -308,7 +340,9 @@ class FaultyData(Programs):
         """Features from 0.1 to 1700 go in as they are."""
         x, y, *_ = data.table("wine", self.seed, raw=True)
         model = parts.mlp(13, 24, 3)
-        self.fit(model, sgd(model, 0.01, momentum=0.9), data.stream((x, y), 16, 350), F.cross_entropy)
+        self.fit(
+            model, sgd(model, 0.01, momentum=0.9), data.stream((x, y), 16, 350), F.cross_entropy
+        )
 
     @faulty("H856", shows="H825 H826 H827 H828 H832 H848")
     def digits_bytes_into_tanh(self) -> None:
@@ -343,9 +377,14 @@ class FaultyData(Programs):
         """Image and mask are cropped at different random places."""
         x, mask = data.discs(400, side=24)
         model = nn.Sequential(parts.conv_block(1, 8), parts.conv_block(8, 8), nn.Conv2d(8, 1, 1))
-        for a, b in self.watched(data.stream((x[:320], mask[:320]), 16, 250), model, adam(model, 0.005)):
+        for a, b in self.watched(
+            data.stream((x[:320], mask[:320]), 16, 250), model, adam(model, 0.005)
+        ):
             (top, left), (low, right) = (data.picked(13, 2), data.picked(13, 2))
-            seen, wanted = a[..., top : top + 12, left : left + 12], b[..., low : low + 12, right : right + 12]
+            seen, wanted = (
+                a[..., top : top + 12, left : left + 12],
+                b[..., low : low + 12, right : right + 12],
+            )
             self.update(F.binary_cross_entropy_with_logits(model(seen), wanted))
 
     @faulty("H833")
@@ -355,7 +394,9 @@ class FaultyData(Programs):
         few, steps = 60, 800
         model = parts.mlp(10, 128, 128, 1)
         optimizer = adam(model, 0.001)
-        for step, (a, b) in self.watched(enumerate(data.stream((x[:few], y[:few]), 20, steps)), model, optimizer):
+        for step, (a, b) in self.watched(
+            enumerate(data.stream((x[:few], y[:few]), 20, steps)), model, optimizer
+        ):
             update(optimizer, F.mse_loss(model(a).squeeze(1), b))
             if step % 40 == 39:
                 model.eval()
@@ -369,7 +410,9 @@ class FaultyData(Programs):
         x, y, held_x, held_y = data.table("wine", self.seed)
         held_x = data.table("wine", self.seed, raw=True)[2]
         model = parts.mlp(13, 24, 3)
-        for step, (a, b) in self.watched(enumerate(data.stream((x, y), 16, 300)), model, adam(model, 0.005)):
+        for step, (a, b) in self.watched(
+            enumerate(data.stream((x, y), 16, 300)), model, adam(model, 0.005)
+        ):
             self.update(F.cross_entropy(model(a), b))
             if step % 30 == 29:
                 with torch.no_grad():

@@ -33,7 +33,9 @@ class FaultySteps(Programs):
         """`zero_grad` stands between backward and step."""
         model = nn.Sequential(nn.Flatten(), parts.mlp(64, 48, 10))
         optimizer = adam(model, 0.002)
-        for a, b in self.watched(data.stream(data.digit_images(self.seed), 64, 300), model, optimizer):
+        for a, b in self.watched(
+            data.stream(data.digit_images(self.seed), 64, 300), model, optimizer
+        ):
             loss = F.cross_entropy(model(a), b)
             loss.backward()
             optimizer.zero_grad()
@@ -56,14 +58,22 @@ class FaultySteps(Programs):
         """The clip limit was set to 0 to turn clipping off."""
         model = parts.small_cnn()
         optimizer = sgd(model, 0.05, momentum=0.9)
-        self.fit(model, optimizer, data.stream(data.digit_images(self.seed), 64, 300), F.cross_entropy, clip=0)
+        self.fit(
+            model,
+            optimizer,
+            data.stream(data.digit_images(self.seed), 64, 300),
+            F.cross_entropy,
+            clip=0,
+        )
 
     @faulty("H818", shows="H823 H824 H828 H832")
     def friedman_clipped_to_little(self) -> None:
         """Plain gradient descent with a tiny clip limit."""
         x, y = data.friedman(1500)
         model = parts.mlp(10, 48, 1)
-        for a, b in self.watched(data.stream((x[:1200], y[:1200]), 64, 400), model, sgd(model, 0.05)):
+        for a, b in self.watched(
+            data.stream((x[:1200], y[:1200]), 64, 400), model, sgd(model, 0.05)
+        ):
             self.update(F.mse_loss(model(a).squeeze(1), b), clip=0.0001)
 
     @faulty("H831", shows="H801 H802 H804 H805 H825 H826 H827 H828 H832 H848")
@@ -71,7 +81,9 @@ class FaultySteps(Programs):
         """The optimizer was made for a reward and still maximises."""
         x, y, *_ = data.digit_images(self.seed)
         model = nn.Sequential(nn.Flatten(), parts.mlp(64, 48, 10))
-        self.fit(model, adam(model, 0.001, maximize=True), data.stream((x, y), 64, 300), F.cross_entropy)
+        self.fit(
+            model, adam(model, 0.001, maximize=True), data.stream((x, y), 64, 300), F.cross_entropy
+        )
 
     @faulty("H819 H820", shows="H823 H824 H828 H832")
     def digits_epoch_decay_by_batch(self) -> None:
@@ -90,7 +102,9 @@ class FaultySteps(Programs):
         model = parts.mlp(10, 48, 1)
         optimizer = adam(model, 0.005)
         scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.1)
-        for a, b in self.watched(data.stream((x[:1200], y[:1200]), 64, 500), model, optimizer, scheduler=scheduler):
+        for a, b in self.watched(
+            data.stream((x[:1200], y[:1200]), 64, 500), model, optimizer, scheduler=scheduler
+        ):
             update(optimizer, F.mse_loss(model(a).squeeze(1), b))
             scheduler.step()
 
@@ -121,7 +135,9 @@ class FaultySteps(Programs):
         model = parts.mlp(10, 48, 1)
         optimizer = adam(model, 0.001)
         scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=3, factor=0.5)
-        for a, b in self.watched(data.stream((x[:1200], y[:1200]), 16, 700), model, optimizer, scheduler=scheduler):
+        for a, b in self.watched(
+            data.stream((x[:1200], y[:1200]), 16, 700), model, optimizer, scheduler=scheduler
+        ):
             loss = update(optimizer, F.mse_loss(model(a).squeeze(1), b))
             scheduler.step(loss.item())
 
@@ -130,9 +146,14 @@ class FaultySteps(Programs):
         """The group of the body has a learning rate of 0."""
         body, head = parts.mlp(64, 48, 3), nn.Linear(3, 10)
         model = nn.Sequential(nn.Flatten(), body, nn.ReLU(), head)
-        groups: list[dict[str, Any]] = [{"params": body.parameters(), "lr": 0.0}, {"params": head.parameters()}]
+        groups: list[dict[str, Any]] = [
+            {"params": body.parameters(), "lr": 0.0},
+            {"params": head.parameters()},
+        ]
         optimizer = optim.Adam(groups, lr=0.003)
-        self.fit(model, optimizer, data.stream(data.digit_images(self.seed), 64, 600), F.cross_entropy)
+        self.fit(
+            model, optimizer, data.stream(data.digit_images(self.seed), 64, 600), F.cross_entropy
+        )
 
     @faulty("", shows="H801 H802 H804 H811 H825 H826 H827 H828 H832")
     def friedman_losses_summed_up(self) -> None:
@@ -186,10 +207,14 @@ class FaultySteps(Programs):
         """After the first evaluation the model is never put back into training mode."""
         x, y, held_x, held_y = data.digit_images(self.seed)
         few, few_y = x[:300], torch.where(torch.rand(300) < 0.4, torch.randint(10, (300,)), y[:300])
-        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.5))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Dropout(0.3), nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.5)
+        )
         model.append(nn.Linear(256, 10))
         optimizer = adam(model, 0.003)
-        for step, (a, b) in self.watched(enumerate(data.stream((few, few_y), 25, 600)), model, optimizer):
+        for step, (a, b) in self.watched(
+            enumerate(data.stream((few, few_y), 25, 600)), model, optimizer
+        ):
             if step % 60 == 0:
                 model.eval()
                 with torch.no_grad():
@@ -201,9 +226,13 @@ class FaultySteps(Programs):
     def digits_validated_in_training_mode(self) -> None:
         """Evaluations, by which the best weights are chosen, run with dropout on."""
         x, y, held_x, held_y = data.digit_images(self.seed)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Dropout(0.8), nn.Linear(96, 10))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Dropout(0.8), nn.Linear(96, 10)
+        )
         loss = 0.0
-        for step, (a, b) in self.watched(enumerate(data.stream((x, y), 64, 450)), model, adam(model, 0.002)):
+        for step, (a, b) in self.watched(
+            enumerate(data.stream((x, y), 64, 450)), model, adam(model, 0.002)
+        ):
             if step % 50 == 49:
                 with torch.no_grad():
                     loss = F.cross_entropy(model(held_x), held_y).item()
@@ -215,9 +244,13 @@ class FaultySteps(Programs):
     def digits_pairs_in_batch_norm(self) -> None:
         """Batches of two samples through batch norm."""
         x, y, *_ = data.digit_images(self.seed)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48)
+        )
         model.extend([nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10)])
-        self.fit(model, adam(model, 0.003), data.stream((x, y), 2, 700, drop_last=True), F.cross_entropy)
+        self.fit(
+            model, adam(model, 0.003), data.stream((x, y), 2, 700, drop_last=True), F.cross_entropy
+        )
 
     @faulty("H853", shows="H815 H823 H824 H825 H847 H848")
     def ring_gan_judge_too_strong(self) -> None:
@@ -227,7 +260,10 @@ class FaultySteps(Programs):
         second = adam(judge, 0.02)
         loss = F.binary_cross_entropy_with_logits
         for _ in self.watched(
-            range(500), {"maker": maker, "judge": judge}, {"maker": first, "judge": second}, objective="adversarial"
+            range(500),
+            {"maker": maker, "judge": judge},
+            {"maker": first, "judge": second},
+            objective="adversarial",
         ):
             angle, fake = 2 * torch.pi * torch.rand(64, 1), maker(torch.randn(64, 4))
             real = 3 * torch.cat([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(64, 2)
@@ -241,9 +277,13 @@ class FaultySteps(Programs):
     def rings_too_much_dropped(self) -> None:
         """0.95 was meant to be what dropout keeps."""
         x, y = data.rings(1500)
-        model = nn.Sequential(nn.Linear(2, 48), nn.ReLU(), nn.Dropout(0.95), nn.Linear(48, 48), nn.ReLU())
+        model = nn.Sequential(
+            nn.Linear(2, 48), nn.ReLU(), nn.Dropout(0.95), nn.Linear(48, 48), nn.ReLU()
+        )
         model.append(nn.Linear(48, 3))
-        self.fit(model, adam(model, 0.005), data.stream((x[:1200], y[:1200]), 64, 400), F.cross_entropy)
+        self.fit(
+            model, adam(model, 0.005), data.stream((x[:1200], y[:1200]), 64, 400), F.cross_entropy
+        )
 
 
 class _Recurrent(nn.Module):
@@ -265,7 +305,10 @@ _BLOWN_UP = "801 802 804 805 825 826 827 828 832 848"
 
 
 class FaultyScales(Programs):
-    """Faulty programs of wrong sizes: learning rates, decay, initial weights, activations, and precision."""
+    """Faulty programs of wrong sizes.
+
+    Learning rates, decay, initial weights, activations, and precision.
+    """
 
     def _classify(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
         x, y, *_ = data.digit_images(self.seed)
@@ -329,7 +372,9 @@ class FaultyScales(Programs):
         model = parts.mlp(10, 48, 1)
         optimizer = sgd(model, 0.05)
         stream = data.stream((x[:1200], y[:1200]), 64, 400)
-        self.descend(model, optimizer, stream, lambda a, b: F.mse_loss(model(a).squeeze(1), b) / len(x))
+        self.descend(
+            model, optimizer, stream, lambda a, b: F.mse_loss(model(a).squeeze(1), b) / len(x)
+        )
 
     @faulty("H823", shows="H824 H828 H832")
     def friedman_bfloat16_weights(self) -> None:

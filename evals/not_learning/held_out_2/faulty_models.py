@@ -40,14 +40,18 @@ class _FirstState(nn.Module):
 
 
 class FaultyPaths(Programs):
-    """Faulty programs in which a path is cut, or the optimizer and the model do not belong together."""
+    """Faulty programs in which a path is cut, or the optimizer and the model do not belong
+    together.
+    """
 
     @faulty("H813", shows="H814 H828 H832")
     def friedman_loss_wrapped_anew(self) -> None:
         """The loss is made a tensor again before the backward pass."""
         x, y = data.friedman(1500)
         model = parts.mlp(10, 48, 1)
-        for a, b in self.watched(data.stream((x[:1200], y[:1200]), 64, 400), model, adam(model, 0.003)):
+        for a, b in self.watched(
+            data.stream((x[:1200], y[:1200]), 64, 400), model, adam(model, 0.003)
+        ):
             loss = F.mse_loss(model(a).squeeze(1), b)
             self.update(torch.tensor(loss.item(), requires_grad=True))
 
@@ -60,7 +64,9 @@ class FaultyPaths(Programs):
             body=parts.mlp(2, 32, 3, act=nn.Tanh),
             head=nn.Linear(3, 3),
         )
-        self.fit(model, adam(model, 0.005), data.stream((x[:1200], y[:1200]), 64, 600), F.cross_entropy)
+        self.fit(
+            model, adam(model, 0.005), data.stream((x[:1200], y[:1200]), 64, 600), F.cross_entropy
+        )
 
     @faulty("H814", shows="H828 H832")
     def friedman_through_numpy(self) -> None:
@@ -79,7 +85,9 @@ class FaultyPaths(Programs):
     def digits_loss_of_the_choice(self) -> None:
         """The loss is taken from the chosen class, which was then told to require gradients."""
         model = nn.Sequential(nn.Flatten(), parts.mlp(64, 48, 10))
-        for a, b in self.watched(data.stream(data.digit_images(self.seed), 64, 300), model, adam(model, 0.002)):
+        for a, b in self.watched(
+            data.stream(data.digit_images(self.seed), 64, 300), model, adam(model, 0.002)
+        ):
             chosen = model(a).argmax(1).float()
             self.update(F.mse_loss(chosen, b.float()).requires_grad_())
 
@@ -88,7 +96,9 @@ class FaultyPaths(Programs):
         """The middle layers are in a plain list, which the model does not know of."""
         x, y = data.rings(1500)
         model = _Listed()
-        self.fit(model, adam(model, 0.01), data.stream((x[:1200], y[:1200]), 64, 700), F.cross_entropy)
+        self.fit(
+            model, adam(model, 0.01), data.stream((x[:1200], y[:1200]), 64, 700), F.cross_entropy
+        )
 
     @faulty("H808 H809", shows="H812 H813 H814 H828 H832")
     def digits_head_replaced_late(self) -> None:
@@ -97,7 +107,9 @@ class FaultyPaths(Programs):
         model[1].requires_grad_(False)
         optimizer = adam(model[-1], 0.01)
         model[-1] = nn.Linear(48, 10)
-        self.fit(model, optimizer, data.stream(data.digit_images(self.seed), 64, 300), F.cross_entropy)
+        self.fit(
+            model, optimizer, data.stream(data.digit_images(self.seed), 64, 300), F.cross_entropy
+        )
 
     @faulty("H808 H809", shows="H812 H813 H814 H828 H832")
     def friedman_copy_is_trained(self) -> None:
@@ -141,7 +153,9 @@ class FaultyPaths(Programs):
         x = torch.randn(1200, 12, 2)
         y = x[:, :, 0].mean(1, keepdim=True) * 3 + x[:, 3, 1:] * 0.5
         model = parts.Wired(
-            lambda self, x: self.head(self.body(x)[0][:, -1]), body=nn.GRU(2, 24), head=nn.Linear(24, 1)
+            lambda self, x: self.head(self.body(x)[0][:, -1]),
+            body=nn.GRU(2, 24),
+            head=nn.Linear(24, 1),
         )
         self.fit(model, adam(model, 0.01), data.stream((x[:1000], y[:1000]), 50, 300), F.mse_loss)
 
@@ -150,7 +164,9 @@ class FaultyPaths(Programs):
         """Predictions are rounded to stars before the loss."""
         user, film, rating = data.ratings(self.seed)
         model = parts.Wired(
-            lambda self, user, film: 3.5 + self.net(torch.cat([self.user(user), self.film(film)], 1)).squeeze(1),
+            lambda self, user, film: (
+                3.5 + self.net(torch.cat([self.user(user), self.film(film)], 1)).squeeze(1)
+            ),
             user=nn.Embedding(120, 8),
             film=nn.Embedding(80, 8),
             net=parts.mlp(16, 48, 1),
@@ -170,7 +186,10 @@ class FaultyPaths(Programs):
         second = adam(judge, 0.001, betas=(0.5, 0.99))
         loss = F.binary_cross_entropy_with_logits
         for _ in self.watched(
-            range(700), {"maker": maker, "judge": judge}, {"maker": first, "judge": second}, objective="adversarial"
+            range(700),
+            {"maker": maker, "judge": judge},
+            {"maker": first, "judge": second},
+            objective="adversarial",
         ):
             angle, fake = 2 * torch.pi * torch.rand(64, 1), maker(torch.randn(64, 4))
             real = 2 * torch.cat([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(64, 2)
@@ -188,7 +207,10 @@ class FaultyPaths(Programs):
         second = adam(judge, 0.001, betas=(0.5, 0.99))
         loss = F.binary_cross_entropy_with_logits
         for _ in self.watched(
-            range(700), {"maker": maker, "judge": judge}, {"maker": first, "judge": second}, objective="adversarial"
+            range(700),
+            {"maker": maker, "judge": judge},
+            {"maker": first, "judge": second},
+            objective="adversarial",
         ):
             angle, fake = 2 * torch.pi * torch.rand(64, 1), maker(torch.randn(64, 4))
             real = 2 * torch.cat([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(64, 2)
@@ -245,7 +267,10 @@ class FaultyForwards(Programs):
     def rows_attention_all_masked(self) -> None:
         """Some sets are empty, and an attention over nothing is not a number."""
         rows = torch.randn(1200, 6, 4)
-        gone = torch.arange(6) >= torch.multinomial(torch.tensor([0.01, 1, 1, 1, 1, 1, 1]), 1200, True)[:, None]
+        gone = (
+            torch.arange(6)
+            >= torch.multinomial(torch.tensor([0.01, 1, 1, 1, 1, 1, 1]), 1200, True)[:, None]
+        )
         y = (rows[:, :, 0] * ~gone).sum(1) / (~gone).sum(1).clamp(min=1) + 0.5
         model = _Rows()
         stream = data.stream((rows[:1000], gone[:1000], y[:1000]), 64, 300)

@@ -71,7 +71,10 @@ class _LowRank(nn.Module):
 
 
 class HealthyMethods(Programs):
-    """Healthy programs with unusual loops: other optimizers, other steps, other roles of parameters, odd batches."""
+    """Healthy programs with unusual loops.
+
+    Other optimizers, other steps, other roles of parameters, odd batches.
+    """
 
     @healthy
     def iris_full_batch_lbfgs(self) -> None:
@@ -124,7 +127,10 @@ class HealthyMethods(Programs):
 
     @healthy
     def sines_reptile(self) -> None:
-        """Meta-learning by Reptile: inner steps on a copy, and the difference is the outer gradient."""
+        """Meta-learning by Reptile.
+
+        Inner steps on a copy, and the difference is the outer gradient.
+        """
         model = parts.mlp(1, 40, 40, 1, act=nn.Tanh)
         optimizer = adam(model, 0.005)
 
@@ -151,7 +157,12 @@ class HealthyMethods(Programs):
             norm=nn.BatchNorm1d(128),
             last=nn.Linear(128, 10),
         )
-        self.fit(model, adam(model, 0.003), data.stream(data.digit_images(self.seed), 64, 350), F.cross_entropy)
+        self.fit(
+            model,
+            adam(model, 0.003),
+            data.stream(data.digit_images(self.seed), 64, 350),
+            F.cross_entropy,
+        )
 
     @healthy
     def digits_gradual_unfreezing(self) -> None:
@@ -160,7 +171,10 @@ class HealthyMethods(Programs):
         body, head = parts.mlp(64, 96, 48), nn.Linear(48, 10)
         model = nn.Sequential(nn.Flatten(), body, nn.ReLU(), head)
         body.requires_grad_(False)
-        groups = [{"params": body.parameters(), "lr": 0.001}, {"params": head.parameters(), "lr": 0.01}]
+        groups = [
+            {"params": body.parameters(), "lr": 0.001},
+            {"params": head.parameters(), "lr": 0.01},
+        ]
         optimizer = optim.Adam(groups)
         for step, (a, b) in self.watched(enumerate(data.stream((x, y), 64, 400)), model, optimizer):
             if step == 130:
@@ -169,7 +183,9 @@ class HealthyMethods(Programs):
 
     @healthy
     def moons_domain_adversary(self) -> None:
-        """A classifier whose features shall not tell the domain, in one optimizer, by a reversed gradient."""
+        """A classifier whose features shall not tell the domain, in one optimizer, by a reversed
+        gradient.
+        """
         body, head, judge = parts.mlp(3, 48, 24), nn.Linear(24, 2), parts.mlp(24, 24, 2)
         model = nn.ModuleDict({"body": body, "head": head, "judge": judge})
 
@@ -193,9 +209,13 @@ class HealthyMethods(Programs):
         first = adam(plain, 0.003)
         for a, b in data.stream((x, y), 64, 300):
             update(first, F.mse_loss(plain(a).squeeze(1), b))
-        model = nn.Sequential(_LowRank(layers[0]), nn.Tanh(), _LowRank(layers[1]), nn.Tanh(), _LowRank(layers[2]))
+        model = nn.Sequential(
+            _LowRank(layers[0]), nn.Tanh(), _LowRank(layers[1]), nn.Tanh(), _LowRank(layers[2])
+        )
         other = y + x[:, 6] - x[:, 0]
-        optimizer = optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=0.005, weight_decay=0.0)
+        optimizer = optim.AdamW(
+            [w for w in model.parameters() if w.requires_grad], lr=0.005, weight_decay=0.0
+        )
         stream = data.stream((x[:1200], other[:1200]), 64, 400)
         self.descend(model, optimizer, stream, lambda a, b: F.mse_loss(model(a).squeeze(1), b))
 
@@ -229,13 +249,18 @@ class HealthyMethods(Programs):
 
     @healthy
     def rings_loss_scaler_hardest_half(self) -> None:
-        """A gradient scaler, and only the hardest half of each batch is learnt from; restarts of the rate."""
+        """A gradient scaler, and only the hardest half of each batch is learnt from.
+
+        Restarts of the rate.
+        """
         x, y = data.rings(1500)
         model = parts.mlp(2, 64, 64, 3)
         optimizer = sgd(model, 0.1, momentum=0.9)
         scheduler = optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=100, T_mult=1)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for a, b in self.watched(data.stream((x[:1000], y[:1000]), 64, 400), model, optimizer, scheduler=scheduler):
+        for a, b in self.watched(
+            data.stream((x[:1000], y[:1000]), 64, 400), model, optimizer, scheduler=scheduler
+        ):
             losses = F.cross_entropy(model(a), b, reduction="none")
             optimizer.zero_grad()
             scaler.scale(losses.topk(len(b) // 2).values.mean()).backward()
@@ -245,7 +270,9 @@ class HealthyMethods(Programs):
 
     @healthy
     def friedman_boosted_stages(self) -> None:
-        """One watch for each of three small networks, that learn what the earlier ones left over."""
+        """One watch for each of three small networks, that learn what the earlier ones left
+        over.
+        """
         x, y = data.friedman(1500, noise=0.1)
         stages: list[nn.Module] = []
         left = y.clone()
@@ -261,14 +288,22 @@ class HealthyMethods(Programs):
 
     @healthy
     def digits_double_precision_cyclic(self) -> None:
-        """Double precision under a triangular cyclic rate, with spectral norm and dropout by channel."""
+        """Double precision under a triangular cyclic rate, with spectral norm and dropout by
+        channel.
+        """
         x, y, *_ = data.digit_images(self.seed)
         inner = nn.utils.parametrizations.spectral_norm(nn.Conv2d(12, 24, 3, padding=1))
         model = nn.Sequential(
-            nn.Conv2d(1, 12, 3, padding=1), nn.LeakyReLU(0.1), nn.Dropout2d(0.1), inner, nn.LeakyReLU(0.1)
+            nn.Conv2d(1, 12, 3, padding=1),
+            nn.LeakyReLU(0.1),
+            nn.Dropout2d(0.1),
+            inner,
+            nn.LeakyReLU(0.1),
         )
         model.extend([nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(96, 10)]).double()
         optimizer = sgd(model, 0.02, momentum=0.9)
-        scheduler = optim.lr_scheduler.CyclicLR(optimizer, 0.02, 0.2, step_size_up=50, cycle_momentum=False)
+        scheduler = optim.lr_scheduler.CyclicLR(
+            optimizer, 0.02, 0.2, step_size_up=50, cycle_momentum=False
+        )
         stream = data.stream((x.double(), y), 48, 400)
         self.fit(model, optimizer, stream, F.cross_entropy, scheduler=scheduler)

@@ -26,7 +26,9 @@ class _Reader(nn.Module):
 
     def forward(self, texts: Tensor) -> Any:
         lengths = (texts > 0).sum(1)
-        packed = nn.utils.rnn.pack_padded_sequence(self.embed(texts), lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(texts), lengths, batch_first=True, enforce_sorted=False
+        )
         return self.head(torch.cat(list(self.body(packed)[1]), 1))
 
 
@@ -37,13 +39,19 @@ class _Language(nn.Module):
         super().__init__()
         self.embed, self.place = nn.Embedding(letters, 32), nn.Embedding(32, 32)
         nn.init.normal_(self.embed.weight, std=0.18)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
-        self.body = nn.TransformerEncoder(layer, 1, norm=nn.LayerNorm(32), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(
+            layer, 1, norm=nn.LayerNorm(32), enable_nested_tensor=False
+        )
 
     def forward(self, text: Tensor) -> Any:
         length = text.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
-        hidden = self.body(self.embed(text) + self.place(torch.arange(length)), mask=mask, is_causal=True)
+        hidden = self.body(
+            self.embed(text) + self.place(torch.arange(length)), mask=mask, is_causal=True
+        )
         return hidden @ self.embed.weight.T
 
 
@@ -73,11 +81,16 @@ def _reversals(count: int, length: int = 7) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class HealthySequences(Programs):
-    """Healthy programs on sequences, sets and graphs: recurrent, convolutional and attentive, padded and not."""
+    """Healthy programs on sequences, sets and graphs.
+
+    Recurrent, convolutional and attentive, padded and not.
+    """
 
     @healthy
     def seasons_lstm_validated(self) -> None:
-        """The next value of a series, with a plateau scheduler fed by a validation loss, and early stopping."""
+        """The next value of a series, with a plateau scheduler fed by a validation loss, and
+        early stopping.
+        """
         series = data.seasons(900, 31)[:, :, None]
         x, y = series[:, :30], series[:, 30]
         model = parts.Wired(
@@ -111,7 +124,9 @@ class HealthySequences(Programs):
 
     @healthy
     def characters_transformer_noam(self) -> None:
-        """The next character with tied embeddings, warm-up and inverse square root, two micro-batches per step."""
+        """The next character with tied embeddings, warm-up and inverse square root, two
+        micro-batches per step.
+        """
         text, letters = data.library_text()
         model = _Language(letters)
         optimizer = adam(model, 0.01, betas=(0.9, 0.98))
@@ -128,18 +143,25 @@ class HealthySequences(Programs):
 
     @healthy
     def reversal_sequence_to_sequence(self) -> None:
-        """Reverses padded sequences with teacher forcing; padding counts neither in attention nor in the loss."""
+        """Reverses padded sequences with teacher forcing.
+
+        Padding counts neither in attention nor in the loss.
+        """
         model = _Reverser()
         for _ in self.watched(range(450), model, adam(model, 0.005)):
             source, given, target = _reversals(48)
             scores = model(source, given)
-            self.update(F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=0), clip=1.0)
+            self.update(
+                F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=0), clip=1.0
+            )
 
     @healthy
     def strokes_ctc(self) -> None:
         """Unaligned symbols by CTC: each symbol lasts some frames, with blanks between."""
         shapes = torch.randn(5, 6)
-        model = nn.Sequential(nn.Conv1d(6, 32, 3, padding=1), nn.ReLU(), nn.Conv1d(32, 6, 3, padding=1))
+        model = nn.Sequential(
+            nn.Conv1d(6, 32, 3, padding=1), nn.ReLU(), nn.Conv1d(32, 6, 3, padding=1)
+        )
 
         def made(count: int) -> tuple[Tensor, Tensor]:
             symbols = torch.randint(5, (count, 4))
@@ -155,7 +177,9 @@ class HealthySequences(Programs):
 
     @healthy
     def drift_dilated_convolutions(self) -> None:
-        """A running sum with decay by causal dilated convolutions with weight norm, at every position."""
+        """A running sum with decay by causal dilated convolutions with weight norm, at every
+        position.
+        """
         x = torch.randn(800, 1, 40)
         kernel = 0.8 ** torch.arange(12).flip(0)
         y = F.conv1d(F.pad(x, (11, 0)), kernel[None, None])
@@ -169,7 +193,9 @@ class HealthySequences(Programs):
 
     @healthy
     def words_by_negative_sampling(self) -> None:
-        """Skip-gram embeddings of words of eight hidden topics, with five random negatives for each pair."""
+        """Skip-gram embeddings of words of eight hidden topics, with five random negatives for
+        each pair.
+        """
         words, contexts = nn.Embedding(80, 12), nn.Embedding(80, 12)
         nn.init.zeros_(contexts.weight)
         model = nn.ModuleDict({"words": words, "contexts": contexts})
@@ -184,14 +210,18 @@ class HealthySequences(Programs):
 
     @healthy
     def latch_truncated_stream(self) -> None:
-        """The last switch of an endless stream, the state carried on and detached between the steps."""
+        """The last switch of an endless stream, the state carried on and detached between the
+        steps.
+        """
         body, head = nn.GRU(3, 16, batch_first=True), nn.Linear(16, 2)
         model = nn.ModuleDict({"body": body, "head": head})
         optimizer = adam(model, 0.01)
         state, latch = torch.zeros(1, 32, 16), torch.zeros(32, dtype=torch.long)
 
         def made(count: int, before: Tensor) -> tuple[Tensor, Tensor]:
-            event = torch.multinomial(torch.tensor([0.8, 0.1, 0.1]), count * 6, replacement=True).reshape(count, 6)
+            event = torch.multinomial(
+                torch.tensor([0.8, 0.1, 0.1]), count * 6, replacement=True
+            ).reshape(count, 6)
             right = [before]
             for at in range(6):
                 right.append(torch.where(event[:, at] > 0, event[:, at] - 1, right[-1]))
@@ -224,7 +254,9 @@ class HealthySequences(Programs):
         hidden = torch.randn(1500, 5)
         a, b = hidden @ torch.randn(5, 12), (hidden @ torch.randn(5, 20)).tanh()
         model = parts.Wired(
-            lambda self, a, b: self.scale.exp() * F.normalize(self.left(a)) @ F.normalize(self.right(b)).T,
+            lambda self, a, b: (
+                self.scale.exp() * F.normalize(self.left(a)) @ F.normalize(self.right(b)).T
+            ),
             left=parts.mlp(12, 32, 16),
             right=parts.mlp(20, 32, 16),
             scale=nn.Parameter(torch.tensor(1.0)),
@@ -238,7 +270,10 @@ class HealthySequences(Programs):
 
     @healthy
     def largest_of_a_set(self) -> None:
-        """Which row of a set is nearest to a hidden point: a softmax over the rows, sets of different size masked."""
+        """Which row of a set is nearest to a hidden point.
+
+        A softmax over the rows, sets of different size masked.
+        """
         point = torch.randn(4)
         model = parts.mlp(4, 32, 32, 1, act=nn.Tanh)
 
@@ -284,14 +319,21 @@ class _Coupling(nn.Module):
 
 
 class HealthyGenerative(Programs):
-    """Healthy programs that make things or act: likelihoods, adversaries, diffusion, rewards, and equations."""
+    """Healthy programs that make things or act.
+
+    Likelihoods, adversaries, diffusion, rewards, and equations.
+    """
 
     @healthy
     def digits_variational(self) -> None:
-        """A variational autoencoder whose divergence is phased in, so that its loss may rise for a while."""
+        """A variational autoencoder whose divergence is phased in, so that its loss may rise for
+        a while.
+        """
         x = data.digit_images(self.seed)[0].flatten(1)
         model = _Variational()
-        for step, (a,) in self.watched(enumerate(data.stream((x,), 64, 500)), model, adam(model, 0.002)):
+        for step, (a,) in self.watched(
+            enumerate(data.stream((x,), 64, 500)), model, adam(model, 0.002)
+        ):
             scores, mean, log_var = model(a)
             fit = F.binary_cross_entropy_with_logits(scores, a, reduction="sum") / len(a)
             prior = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(1).mean()
@@ -329,16 +371,24 @@ class HealthyGenerative(Programs):
                 mixed = (share * real + (1 - share) * fake).requires_grad_()
                 slope = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)[0]
                 update(
-                    second, critic(fake).mean() - critic(real).mean() + 5 * (slope.norm(dim=1) - 1).square().mean()
+                    second,
+                    critic(fake).mean()
+                    - critic(real).mean()
+                    + 5 * (slope.norm(dim=1) - 1).square().mean(),
                 )
             update(first, -critic(maker(torch.randn(64, 2))).mean())
 
     @healthy
     def moons_diffusion(self) -> None:
-        """Noise prediction at a random time, with a moving average of the weights; the loss has a high floor."""
+        """Noise prediction at a random time, with a moving average of the weights.
+
+        The loss has a high floor.
+        """
         kept = torch.cumprod(1 - torch.linspace(0.001, 0.15, 40), 0)
         model = parts.mlp(3, 64, 64, 2, act=nn.SiLU)
-        mean = optim.swa_utils.AveragedModel(model, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.98))
+        mean = optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.98)
+        )
 
         def noised(count: int) -> tuple[Tensor, Tensor]:
             time, noise = torch.randint(40, (count, 1)), torch.randn(count, 2)
@@ -383,7 +433,10 @@ class HealthyGenerative(Programs):
 
     @healthy
     def corridor_deep_q(self) -> None:
-        """Q-learning in a corridor with a target network, replay and fading exploration; the loss need not fall."""
+        """Q-learning in a corridor with a target network, replay and fading exploration.
+
+        The loss need not fall.
+        """
         model = parts.mlp(10, 32, 2)
         target = copy.deepcopy(model).requires_grad_(False)
         here, seen = 5, []
@@ -393,7 +446,9 @@ class HealthyGenerative(Programs):
             act = int(torch.randint(2, (1,))) if explores else int(model(state).argmax())
             there = here + 2 * act - 1
             ended = there in (0, 9)
-            seen.append((here, act, float(there == 9) + 0.1 * float(there == 0), there, float(ended)))
+            seen.append(
+                (here, act, float(there == 9) + 0.1 * float(there == 0), there, float(ended))
+            )
             here = int(torch.randint(1, 9, (1,))) if ended else there
             if step < 50:
                 continue
@@ -423,7 +478,10 @@ class HealthyGenerative(Programs):
 
     @healthy
     def oscillator_physics_informed(self) -> None:
-        """A differential equation: no targets but the equation itself, by second derivatives of the network."""
+        """A differential equation.
+
+        No targets but the equation itself, by second derivatives of the network.
+        """
         model = parts.mlp(1, 32, 32, 1, act=nn.Tanh)
         for _ in self.watched(range(700), model, adam(model, 0.005)):
             time = (3 * torch.rand(64, 1)).requires_grad_()
@@ -433,13 +491,19 @@ class HealthyGenerative(Programs):
             zero = torch.zeros(1, 1, requires_grad=True)
             start = model(zero)
             rise = torch.autograd.grad(start.sum(), zero, create_graph=True)[0]
-            self.update((pull + place).square().mean() + 5 * (start - 1).square().mean() + 5 * rise.square().mean())
+            self.update(
+                (pull + place).square().mean()
+                + 5 * (start - 1).square().mean()
+                + 5 * rise.square().mean()
+            )
 
     @healthy
     def painted_image(self) -> None:
         """An image is optimised until a frozen network sees in it what it sees in another one."""
         target = data.digit_images(self.seed)[0][:1]
-        net = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 16, 3, padding=1))
+        net = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 16, 3, padding=1)
+        )
         net.requires_grad_(False)
         image = nn.Parameter(torch.rand(1, 1, 8, 8))
         optimizer = optim.Adam([image], lr=0.03)

@@ -30,20 +30,30 @@ class _Store(nn.Module):
 
 
 class HealthyTables(Programs):
-    """Healthy programs on tables: regressions, counts, ranks, survival, and losses that are not the usual two."""
+    """Healthy programs on tables.
+
+    Regressions, counts, ranks, survival, and losses that are not the usual two.
+    """
 
     @healthy
     def wine_softmax_regression(self) -> None:
         """A linear classifier with plain gradient descent."""
         model = nn.Linear(13, 3)
-        self.fit(model, sgd(model, 0.1), data.stream(data.table("wine", self.seed), 16, 400), F.cross_entropy)
+        self.fit(
+            model,
+            sgd(model, 0.1),
+            data.stream(data.table("wine", self.seed), 16, 400),
+            F.cross_entropy,
+        )
 
     @healthy
     def cancer_raw_features_batchnorm(self) -> None:
         """Raw features of very different size; a batch norm in front scales them."""
         x, y, *_ = data.table("breast_cancer", self.seed, raw=True)
         model = nn.Sequential(nn.BatchNorm1d(30), parts.mlp(30, 32, 1))
-        for a, b in self.watched(data.stream((x, y), 64, 400, drop_last=True), model, adam(model, 0.002)):
+        for a, b in self.watched(
+            data.stream((x, y), 64, 400, drop_last=True), model, adam(model, 0.002)
+        ):
             self.update(F.binary_cross_entropy_with_logits(model(a).squeeze(1), b.float()))
 
     @healthy
@@ -90,7 +100,12 @@ class HealthyTables(Programs):
     def sales_with_entity_embeddings(self) -> None:
         """Sales from categories by embeddings and a few numbers."""
         shop, day, x = torch.randint(50, (3000,)), torch.randint(7, (3000,)), torch.randn(3000, 4)
-        y = torch.randn(50)[shop] + 0.7 * torch.randn(7)[day] + 0.5 * x[:, 0] + 0.2 * torch.randn(3000)
+        y = (
+            torch.randn(50)[shop]
+            + 0.7 * torch.randn(7)[day]
+            + 0.5 * x[:, 0]
+            + 0.2 * torch.randn(3000)
+        )
         model = _Store()
         optimizer = adam(model, 0.01)
         stream = data.stream((shop[:2400], day[:2400], x[:2400], y[:2400]), 64, 500)
@@ -98,7 +113,10 @@ class HealthyTables(Programs):
 
     @healthy
     def ratings_sparse_adam(self) -> None:
-        """Matrix factorisation with sparse gradients: one optimizer for the tables, one for the bias."""
+        """Matrix factorisation with sparse gradients.
+
+        One optimizer for the tables, one for the bias.
+        """
         user, film, rating = data.ratings(self.seed)
         model = parts.Wired(
             lambda self, user, film: (self.user(user) * self.film(film)).sum(1) + self.bias,
@@ -109,7 +127,9 @@ class HealthyTables(Programs):
         sparse = optim.SparseAdam([*model.user.parameters(), *model.film.parameters()], lr=0.02)
         dense = optim.SGD([model.bias], lr=0.01)
         for u, f, r in self.watched(
-            data.stream((user[:5000], film[:5000], rating[:5000]), 128, 700), model, {"tables": sparse, "bias": dense}
+            data.stream((user[:5000], film[:5000], rating[:5000]), 128, 700),
+            model,
+            {"tables": sparse, "bias": dense},
         ):
             sparse.zero_grad()
             dense.zero_grad()
@@ -147,7 +167,9 @@ class HealthyTables(Programs):
 
     @healthy
     def survival_cox(self) -> None:
-        """Cox's partial likelihood over a batch of censored lives, whose level depends on the batch."""
+        """Cox's partial likelihood over a batch of censored lives, whose level depends on the
+        batch.
+        """
         x = torch.randn(1200, 6)
         risk = x[:, 0] - 0.8 * x[:, 1] + 0.5 * x[:, 2] ** 2
         life = torch.empty(1200).exponential_() * (-risk).exp()
@@ -169,7 +191,9 @@ class HealthyTables(Programs):
         model = parts.mlp(5, 32, 1)
         optimizer = adam(model, 0.003)
         stream = data.stream((x, y), 50, 600)
-        self.descend(model, optimizer, stream, lambda a, b: F.poisson_nll_loss(model(a).squeeze(1), b))
+        self.descend(
+            model, optimizer, stream, lambda a, b: F.poisson_nll_loss(model(a).squeeze(1), b)
+        )
 
     @healthy
     def heteroscedastic_gaussian(self) -> None:
@@ -185,7 +209,9 @@ class HealthyTables(Programs):
 
     @healthy
     def multi_task_learnt_weights(self) -> None:
-        """A regression and a classification, weighed by learnt uncertainties that live outside the network."""
+        """A regression and a classification, weighed by learnt uncertainties that live outside
+        the network.
+        """
         x, y = data.friedman(1600)
         label = (x[:, 5] * x[:, 6] > 0).long()
         body, value, kind = parts.mlp(10, 64, 64), nn.Linear(64, 1), nn.Linear(64, 2)
@@ -203,7 +229,10 @@ class HealthyTables(Programs):
 
     @healthy
     def little_to_learn(self) -> None:
-        """Targets with three times more noise than signal: the loss falls by little, and rightly."""
+        """Targets with three times more noise than signal.
+
+        The loss falls by little, and rightly.
+        """
         x = torch.randn(4000, 6)
         truth = 0.6 * x[:, 0] - 0.5 * x[:, 3]
         y = truth + 1.4 * torch.randn(4000)
@@ -218,7 +247,9 @@ class _Residual(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.first, self.second = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norms = nn.ModuleList([nn.GroupNorm(4, channels) for _ in range(2)])
         nn.init.zeros_(self.norms[1].weight)
 
@@ -260,9 +291,14 @@ class _ArcFace(nn.Module):
 class _PatchTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.place = nn.Conv2d(1, 32, 2, stride=2), nn.Parameter(0.02 * torch.randn(17, 32))
+        self.embed, self.place = (
+            nn.Conv2d(1, 32, 2, stride=2),
+            nn.Parameter(0.02 * torch.randn(17, 32)),
+        )
         self.token = nn.Parameter(torch.zeros(1, 1, 32))
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, 10)
 
@@ -273,7 +309,10 @@ class _PatchTransformer(nn.Module):
 
 
 class HealthyImages(Programs):
-    """Healthy programs on images: classifiers of all kinds, segmentation, detection, and learnt distances."""
+    """Healthy programs on images.
+
+    Classifiers of all kinds, segmentation, detection, and learnt distances.
+    """
 
     @healthy
     def digits_one_cycle(self) -> None:
@@ -291,19 +330,27 @@ class HealthyImages(Programs):
         x, y, *_ = data.digit_images(self.seed)
         blocks = [_Residual(16) for _ in range(3)]
         model = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10)
+            nn.Conv2d(1, 16, 3, padding=1),
+            *blocks,
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 10),
         )
         optimizer = adamw(model, 0.004, weight_decay=0.01)
         warm = optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=40)
         down = optim.lr_scheduler.CosineAnnealingLR(optimizer, 260)
         scheduler = optim.lr_scheduler.SequentialLR(optimizer, [warm, down], [40])
-        for a, b in self.watched(data.stream((x, y), 48, 300), model, optimizer, scheduler=scheduler):
+        for a, b in self.watched(
+            data.stream((x, y), 48, 300), model, optimizer, scheduler=scheduler
+        ):
             update(optimizer, F.cross_entropy(model(a), b, label_smoothing=0.1))
             scheduler.step()
 
     @healthy
     def digits_frozen_backbone(self) -> None:
-        """A head on features that were trained before on other classes and are frozen now, in evaluation mode."""
+        """A head on features that were trained before on other classes and are frozen now, in
+        evaluation mode.
+        """
         x, y, *_ = data.digit_images(self.seed)
         backbone = parts.small_cnn()[:-1]
         before = nn.Sequential(backbone, nn.Linear(96, 2))
@@ -313,16 +360,24 @@ class HealthyImages(Programs):
         backbone.eval().requires_grad_(False)
         model = nn.ModuleDict({"backbone": backbone, "head": nn.Linear(96, 10)})
         optimizer = adam(model["head"], 0.01)
-        for a, b in self.watched(data.stream((x, y), 64, 300), model, optimizer, frozen=("backbone",)):
+        for a, b in self.watched(
+            data.stream((x, y), 64, 300), model, optimizer, frozen=("backbone",)
+        ):
             with torch.no_grad():
                 known = backbone(a)
             update(optimizer, F.cross_entropy(model["head"](known), b))
 
     @healthy
     def digits_distilled(self) -> None:
-        """A small student of a large teacher: soft targets at a temperature, and a share of the hard ones."""
+        """A small student of a large teacher.
+
+        Soft targets at a temperature, and a share of the hard ones.
+        """
         x, y, *_ = data.digit_images(self.seed)
-        teacher, student = parts.small_cnn(width=16), nn.Sequential(nn.Flatten(), parts.mlp(64, 24, 10))
+        teacher, student = (
+            parts.small_cnn(width=16),
+            nn.Sequential(nn.Flatten(), parts.mlp(64, 24, 10)),
+        )
         first = adam(teacher, 0.003)
         for a, b in data.stream((x, y), 64, 150):
             update(first, F.cross_entropy(teacher(a), b))
@@ -339,7 +394,9 @@ class HealthyImages(Programs):
         """Segmentation with the sum of a soft dice loss and cross-entropy by pixel."""
         x, mask = data.discs(500)
         model = _UNet()
-        for a, b in self.watched(data.stream((x[:400], mask[:400]), 16, 250), model, adam(model, 0.003)):
+        for a, b in self.watched(
+            data.stream((x[:400], mask[:400]), 16, 250), model, adam(model, 0.003)
+        ):
             scores = model(a)
             share = scores.sigmoid()
             both = 2 * (share * b).sum((1, 2, 3)) + 1
@@ -350,11 +407,17 @@ class HealthyImages(Programs):
     def disc_centre_soft_argmax(self) -> None:
         """Coordinates as the mean under a softmax over the positions of an image."""
         x, mask = data.discs(500)
-        grid = torch.stack(torch.meshgrid(torch.linspace(-1, 1, 16), torch.linspace(-1, 1, 16), indexing="ij"), -1)
+        grid = torch.stack(
+            torch.meshgrid(torch.linspace(-1, 1, 16), torch.linspace(-1, 1, 16), indexing="ij"), -1
+        )
         flat = mask.flatten(1)
         centre = flat @ grid.reshape(-1, 2) / flat.sum(1, keepdim=True)
-        model = nn.Sequential(parts.conv_block(1, 8), parts.conv_block(8, 8), nn.Conv2d(8, 1, 1), nn.Flatten())
-        for a, b in self.watched(data.stream((x[:400], centre[:400]), 20, 300), model, adam(model, 0.005)):
+        model = nn.Sequential(
+            parts.conv_block(1, 8), parts.conv_block(8, 8), nn.Conv2d(8, 1, 1), nn.Flatten()
+        )
+        for a, b in self.watched(
+            data.stream((x[:400], centre[:400]), 20, 300), model, adam(model, 0.005)
+        ):
             found = model(a).softmax(1) @ grid.reshape(-1, 2)
             self.update(F.mse_loss(found, b))
 
@@ -374,16 +437,27 @@ class HealthyImages(Programs):
 
     @healthy
     def digits_simclr(self) -> None:
-        """Two noisy shifted views of each image and the loss of SimCLR; the right answer is the other view."""
+        """Two noisy shifted views of each image and the loss of SimCLR.
+
+        The right answer is the other view.
+        """
         x, *_ = data.digit_images(self.seed)
         encoder = nn.Sequential(
-            parts.conv_block(1, 16), nn.MaxPool2d(2), parts.conv_block(16, 32), nn.Flatten(), nn.Linear(512, 32)
+            parts.conv_block(1, 16),
+            nn.MaxPool2d(2),
+            parts.conv_block(16, 32),
+            nn.Flatten(),
+            nn.Linear(512, 32),
         )
-        for (a,) in self.watched(data.stream((x,), 64, 250, drop_last=True), encoder, adam(encoder, 0.001)):
+        for (a,) in self.watched(
+            data.stream((x,), 64, 250, drop_last=True), encoder, adam(encoder, 0.001)
+        ):
             shift = int(torch.randint(-1, 2, (1,)))
             views = torch.cat([a, a.roll(shift, 3)]) + 0.15 * torch.randn(128, 1, 8, 8)
             codes = F.normalize(encoder(views))
-            alike = (codes @ codes.T / 0.2).masked_fill(torch.eye(128, dtype=torch.bool), -torch.inf)
+            alike = (codes @ codes.T / 0.2).masked_fill(
+                torch.eye(128, dtype=torch.bool), -torch.inf
+            )
             self.update(F.cross_entropy(alike, torch.arange(128).roll(64)))
 
     @healthy
@@ -400,15 +474,23 @@ class HealthyImages(Programs):
         """Patches, a class token that starts at zero, and two layers of attention."""
         x, y, *_ = data.digit_images(self.seed)
         model = _PatchTransformer()
-        self.fit(model, adamw(model, 0.002), data.stream((x, y), 64, 260), F.cross_entropy, clip=1.0)
+        self.fit(
+            model, adamw(model, 0.002), data.stream((x, y), 64, 260), F.cross_entropy, clip=1.0
+        )
 
     @healthy
     def digits_checkpointed_bfloat16(self) -> None:
         """Forward under bfloat16 autocast, with the middle recomputed in the backward pass."""
         x, y, *_ = data.digit_images(self.seed)
-        stem, middle, head = parts.mlp(64, 64), parts.mlp(64, 64, 64, act=nn.GELU), nn.Linear(64, 10)
+        stem, middle, head = (
+            parts.mlp(64, 64),
+            parts.mlp(64, 64, 64, act=nn.GELU),
+            nn.Linear(64, 10),
+        )
         model = nn.ModuleList([stem, middle, head])
-        for a, b in self.watched(data.stream((x.flatten(1), y), 64, 300), model, adam(model, 0.002)):
+        for a, b in self.watched(
+            data.stream((x.flatten(1), y), 64, 300), model, adam(model, 0.002)
+        ):
             with torch.autocast("cpu", torch.bfloat16):
                 hidden = checkpoint(middle, stem(a).relu(), use_reentrant=False)
                 scores = head(hidden)
@@ -416,7 +498,9 @@ class HealthyImages(Programs):
 
     @healthy
     def digits_mean_of_weights(self) -> None:
-        """Stochastic weight averaging at a constant rate in the last third, batch norm updated after."""
+        """Stochastic weight averaging at a constant rate in the last third, batch norm updated
+        after.
+        """
         x, y, *_ = data.digit_images(self.seed)
         model = parts.small_cnn()
         mean = optim.swa_utils.AveragedModel(model)
@@ -432,7 +516,10 @@ class HealthyImages(Programs):
 
     @healthy
     def digits_mean_teacher(self) -> None:
-        """A tenth of the labels; the rest teaches by agreement with a moving average of the model."""
+        """A tenth of the labels.
+
+        The rest teaches by agreement with a moving average of the model.
+        """
         x, y, *_ = data.digit_images(self.seed)
         model = nn.Sequential(nn.Flatten(), parts.mlp(64, 64, 10))
         teacher = copy.deepcopy(model).requires_grad_(False)

@@ -19,7 +19,9 @@ class FaultyData(shared.Twins):
 
     @faulty("", shows="H828 H832")  # accuracy: 0.95 without the fault, 0.20 with it
     def digits_filtered_without_labels(self) -> None:
-        """Incomplete rows are dropped from the inputs and not from the labels, which no longer belong to them."""
+        """Incomplete rows are dropped from the inputs and not from the labels, which no longer
+        belong to them.
+        """
         x, y, held_x, held_y = data.digits(self.seed)
         kept = torch.rand(len(x)) > 0.04
         x, y = x[kept], y[: kept.sum()] if self.broken else y[kept]
@@ -29,46 +31,67 @@ class FaultyData(shared.Twins):
 
     @faulty("")  # accuracy: 0.97 without the fault, 0.18 with it
     def digits_shards_encoded_apart(self) -> None:
-        """Each file's class names are turned into numbers in the order in which that file shows them."""
+        """Each file's class names are turned into numbers in the order in which that file shows
+        them.
+        """
         x, y, held_x, held_y = data.digits(self.seed)
 
         def encoded(names: torch.Tensor, order: list[int]) -> torch.Tensor:
             return torch.tensor([order.index(name) for name in names.tolist()])
 
         orders = [list(dict.fromkeys(part.tolist())) for part in y.split(200)]
-        y = torch.cat([encoded(p, orders[i if self.broken else 0]) for i, p in enumerate(y.split(200))])
+        y = torch.cat(
+            [encoded(p, orders[i if self.broken else 0]) for i, p in enumerate(y.split(200))]
+        )
         model = nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Linear(96, 10))
         self.fit(model, adamw(model, 0.003), data.epochs((x, y), 50, 15), F.cross_entropy)
         self.score = shared.accuracy(model, held_x, encoded(held_y, orders[0]))
 
     @faulty("", shows="H828 H832")  # accuracy: 1.00 without the fault, 0.52 with it
     def arrows_flipped(self) -> None:
-        """Images are flipped at random, though the class is the direction in which the arrow points."""
+        """Images are flipped at random, though the class is the direction in which the arrow
+        points.
+        """
         x, y = shared.arrows(1200)
-        model = nn.Sequential(parts.conv_block(1, 12), nn.MaxPool2d(2), parts.conv_block(12, 16), nn.Flatten(),
-                              nn.Linear(16 * 25, 2))  # fmt: skip
+        model = nn.Sequential(
+            parts.conv_block(1, 12),
+            nn.MaxPool2d(2),
+            parts.conv_block(12, 16),
+            nn.Flatten(),
+            nn.Linear(16 * 25, 2),
+        )
         optimizer = sgd(model, 0.05, momentum=0.9)
         for a, b in self.watched(data.epochs((x[:800], y[:800]), 32, 8), model, optimizer):
-            turned = torch.rand(len(a)) < 0.5 if self.broken else torch.zeros(len(a), dtype=torch.bool)
-            self.update(F.cross_entropy(model(torch.where(turned[:, None, None, None], a.flip(3), a)), b))
+            turned = (
+                torch.rand(len(a)) < 0.5 if self.broken else torch.zeros(len(a), dtype=torch.bool)
+            )
+            self.update(
+                F.cross_entropy(model(torch.where(turned[:, None, None, None], a.flip(3), a)), b)
+            )
         self.score = shared.accuracy(model, x[800:], y[800:])
 
     @faulty("H861")  # squared error: 0.033 without the fault, 0.079 with it
     def denoiser_noise_drawn_once(self) -> None:
-        """The noise to be removed is drawn once, before the loop, and is the same in every batch."""
+        """The noise to be removed is drawn once, before the loop, and is the same in every
+        batch.
+        """
         x, _, held_x, _ = data.digits(self.seed)
         model = parts.mlp(64, 128, 128, 64)
         noise = 0.5 * torch.randn(64, 64)
         optimizer = adam(model, 0.002)
         for a, _ in self.watched(data.batches((x, x), 64, 500), model, optimizer):
-            self.update(F.mse_loss(model(a + (noise if self.broken else 0.5 * torch.randn_like(a))), a))
+            self.update(
+                F.mse_loss(model(a + (noise if self.broken else 0.5 * torch.randn_like(a))), a)
+            )
         found = shared.outputs(model, held_x + 0.5 * torch.randn_like(held_x))
         self.score = -F.mse_loss(found, held_x).item()
 
     @faulty("")  # IoU: 0.87 without the fault, 0.34 with it
     def discs_shifted_without_masks(self) -> None:
         """The random shift moves the image and leaves its mask where it was."""
-        model = nn.Sequential(parts.conv_block(1, 16), parts.conv_block(16, 16), nn.Conv2d(16, 1, 3, padding=1))
+        model = nn.Sequential(
+            parts.conv_block(1, 16), parts.conv_block(16, 16), nn.Conv2d(16, 1, 3, padding=1)
+        )
         x, mask = data.discs(600)
         held_x, held = data.discs(200)
         optimizer = adam(model, 0.005)
@@ -80,24 +103,34 @@ class FaultyData(shared.Twins):
 
     @faulty("", shows="H828 H832")  # accuracy: 1.00 without the fault, 0.32 with it
     def sentences_of_unknown_words(self) -> None:
-        """The vocabulary is lower case and the text is not, so that the words that matter are all unknown."""
+        """The vocabulary is lower case and the text is not, so that the words that matter are
+        all unknown.
+        """
         names = ["Hund", "Katze", "Maus", *(f"wort{i}" for i in range(60))]
         place = {name.lower(): i + 1 for i, name in enumerate(names)}
         said, y = torch.randint(3, len(names), (1500, 12)), torch.randint(3, (1500,))
         said[:, 4] = y
         texts = [[names[i] for i in row] for row in said.tolist()]
-        x = torch.tensor([[place.get(w if self.broken else w.lower(), 0) for w in text] for text in texts])
+        x = torch.tensor(
+            [[place.get(w if self.broken else w.lower(), 0) for w in text] for text in texts]
+        )
         model = nn.Sequential(nn.EmbeddingBag(len(names) + 1, 24), nn.Linear(24, 3))
-        self.fit(model, adam(model, 0.01), data.batches((x[:1000], y[:1000]), 32, 400), F.cross_entropy)
+        self.fit(
+            model, adam(model, 0.01), data.batches((x[:1000], y[:1000]), 32, 400), F.cross_entropy
+        )
         self.score = shared.accuracy(model, x[1000:], y[1000:])
 
     @faulty("")  # R2: 0.88 without the fault, -0.11 with it
     def friedman_with_its_target(self) -> None:
-        """A column that is computed from the target, and unknown when the model is used, is among the inputs."""
+        """A column that is computed from the target, and unknown when the model is used, is
+        among the inputs.
+        """
         x, y = data.friedman(1500)
         x = torch.cat([x, (y[:, None] * 3 + 1) if self.broken else torch.zeros(len(x), 1)], 1)
         model = parts.mlp(11, 48, 48, 1)
-        self.fit(model, adam(model, 0.003), data.batches((x[:1000], y[:1000, None]), 50, 500), F.mse_loss)
+        self.fit(
+            model, adam(model, 0.003), data.batches((x[:1000], y[:1000, None]), 50, 500), F.mse_loss
+        )
         used = x[1000:].clone()
         used[:, -1] = 0
         self.score = shared.r2(shared.outputs(model, used), y[1000:])
@@ -107,15 +140,33 @@ class FaultyData(shared.Twins):
         """Every series is standardised by itself, though the class is how strong it swings."""
         y = torch.randint(3, (1200,))
         x = data.seasons(1200, 40) * (0.6 + 0.4 * y[:, None] + 0.1 * torch.randn(1200, 1))
-        x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True) if self.broken else (x - x.mean()) / x.std()
-        model = nn.Sequential(nn.Conv1d(1, 16, 5), nn.ReLU(), nn.Conv1d(16, 16, 5, 2), nn.ReLU(),
-                              nn.AdaptiveAvgPool1d(4), nn.Flatten(), nn.Linear(64, 3))  # fmt: skip
-        self.fit(model, adam(model, 0.003), data.batches((x[:900, None], y[:900]), 32, 400), F.cross_entropy)
+        x = (
+            (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+            if self.broken
+            else (x - x.mean()) / x.std()
+        )
+        model = nn.Sequential(
+            nn.Conv1d(1, 16, 5),
+            nn.ReLU(),
+            nn.Conv1d(16, 16, 5, 2),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool1d(4),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        )
+        self.fit(
+            model,
+            adam(model, 0.003),
+            data.batches((x[:900, None], y[:900]), 32, 400),
+            F.cross_entropy,
+        )
         self.score = shared.accuracy(model, x[900:, None], y[900:])
 
     @faulty("")  # accuracy: 0.99 without the fault, 0.83 with it
     def blobs_sampled_by_class_weights(self) -> None:
-        """The weighted sampler is given a weight per class, not per sample, so only the first few samples occur."""
+        """The weighted sampler is given a weight per class, not per sample, so only the first
+        few samples occur.
+        """
         x, y = data.blobs(self.seed, 2400)
         keep = (y > 1) | (torch.rand(len(y)) < 0.3)
         x, y = x[keep], y[keep]
@@ -129,7 +180,9 @@ class FaultyData(shared.Twins):
 
     @faulty("H861")  # accuracy: 0.97 without the fault, 0.90 with it
     def digits_same_batches_each_epoch(self) -> None:
-        """Each short epoch begins by seeding the generator, so that it draws the same five batches again."""
+        """Each short epoch begins by seeding the generator, so that it draws the same five
+        batches again.
+        """
         x, y, held_x, held_y = data.digits(self.seed)
         model = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), parts.small_cnn())
         optimizer = adam(model, 0.003)
@@ -149,16 +202,23 @@ class FaultyData(shared.Twins):
         model = parts.mlp(64, 96, 10)
         optimizer = adamw(model, 0.003)
         for a, b in self.watched(data.batches((x, y), 64, 400), model, optimizer):
-            share, other = torch.distributions.Beta(0.2, 0.2).sample().item(), torch.randperm(len(a))
+            share, other = (
+                torch.distributions.Beta(0.2, 0.2).sample().item(),
+                torch.randperm(len(a)),
+            )
             share = max(share, 1 - share)
             found = model(share * a + (1 - share) * a[other])
             of = 1 - share if self.broken else share
-            self.update(of * F.cross_entropy(found, b) + (1 - of) * F.cross_entropy(found, b[other]))
+            self.update(
+                of * F.cross_entropy(found, b) + (1 - of) * F.cross_entropy(found, b[other])
+            )
         self.score = -F.cross_entropy(shared.outputs(model, held_x), held_y).item()
 
     @faulty("")  # accuracy: 0.97 without the fault, 0.09 with it
     def digits_augmented_in_place(self) -> None:
-        """Noise is added in place to slices of the data set itself, which drowns in it epoch by epoch."""
+        """Noise is added in place to slices of the data set itself, which drowns in it epoch by
+        epoch.
+        """
         x, y, held_x, held_y = (part.clone() for part in data.digits(self.seed))
         model = parts.mlp(64, 64, 10)
         optimizer = sgd(model, 0.1, momentum=0.9)
@@ -170,19 +230,29 @@ class FaultyData(shared.Twins):
 
     @faulty("")  # accuracy: 1.00 without the fault, 0.51 with it
     def graph_edges_counted_from_one(self) -> None:
-        """The file of edges counts nodes from one and the tables of features and labels from zero."""
+        """The file of edges counts nodes from one and the tables of features and labels from
+        zero.
+        """
         edges, x, y = shared.graph()
         a = shared.adjacency((edges + 1) % 200 if self.broken else edges, 200)
         first, second = nn.Linear(16, 24), nn.Linear(24, 3)
-        model = parts.Wired(lambda m, h: m.b(a @ F.dropout(F.relu(m.a(a @ h)), 0.3, m.training)), a=first, b=second)
+        model = parts.Wired(
+            lambda m, h: m.b(a @ F.dropout(F.relu(m.a(a @ h)), 0.3, m.training)), a=first, b=second
+        )
         known = torch.rand(200) < 0.3
-        self.descend(model, adam(model, 0.01, weight_decay=5e-4), [()] * 150,
-                     lambda: F.cross_entropy(model(x)[known], y[known]))  # fmt: skip
+        self.descend(
+            model,
+            adam(model, 0.01, weight_decay=5e-4),
+            [()] * 150,
+            lambda: F.cross_entropy(model(x)[known], y[known]),
+        )
         self.score = (shared.outputs(model, x).argmax(1) == y)[~known].float().mean().item()
 
     @faulty("")  # mean error: 0.041 without the fault, 0.096 with it
     def boxes_of_two_conventions(self) -> None:
-        """Half of the boxes are two corners, the other half, from another tool, a corner and a size."""
+        """Half of the boxes are two corners, the other half, from another tool, a corner and a
+        size.
+        """
         (x, y), (held_x, held_y) = shared.boxes(1200), shared.boxes(300)
         if self.broken:
             y[600:, 2:] -= y[600:, :2]
@@ -194,17 +264,32 @@ class FaultyData(shared.Twins):
     def angles_in_degrees(self) -> None:
         """A direction is regressed in degrees, so that 359 and 1 are as far apart as can be."""
         turn = 2 * torch.pi * torch.rand(1500)
-        x = torch.stack([turn.cos(), turn.sin()], 1) @ torch.randn(2, 8) + 0.3 * torch.randn(1500, 8)
-        y = turn.rad2deg()[:, None] / 180 - 1 if self.broken else torch.stack([turn.cos(), turn.sin()], 1)
+        x = torch.stack([turn.cos(), turn.sin()], 1) @ torch.randn(2, 8) + 0.3 * torch.randn(
+            1500, 8
+        )
+        y = (
+            turn.rad2deg()[:, None] / 180 - 1
+            if self.broken
+            else torch.stack([turn.cos(), turn.sin()], 1)
+        )
         model = parts.mlp(8, 32, y.shape[1])
         self.fit(model, adam(model, 0.003), data.batches((x[:1000], y[:1000]), 50, 500), F.mse_loss)
         found = shared.outputs(model, x[1000:])
-        found = (found[:, 0] + 1) * torch.pi if self.broken else torch.atan2(found[:, 1], found[:, 0])
-        self.score = -(torch.atan2((found - turn[1000:]).sin(), (found - turn[1000:]).cos())).abs().mean().item()
+        found = (
+            (found[:, 0] + 1) * torch.pi if self.broken else torch.atan2(found[:, 1], found[:, 0])
+        )
+        self.score = (
+            -(torch.atan2((found - turn[1000:]).sin(), (found - turn[1000:]).cos()))
+            .abs()
+            .mean()
+            .item()
+        )
 
     @faulty("", shows="H828 H832")  # accuracy: 0.95 without the fault, 0.10 with it
     def teacher_cached_by_batch_number(self) -> None:
-        """What the teacher said is cached by the number of the batch, and the next epoch shuffles anew."""
+        """What the teacher said is cached by the number of the batch, and the next epoch
+        shuffles anew.
+        """
         x, y, held_x, held_y = data.digits(self.seed)
         teacher, model = parts.mlp(64, 128, 10), parts.mlp(64, 32, 10)
         warm = adam(teacher, 0.003)

@@ -20,7 +20,9 @@ class FaultyLoops(shared.Twins):
 
     @faulty("H808 H809", shows="H814 H828 H832")  # accuracy: 0.82 without the fault, 0.10 with it
     def head_made_after_the_optimizer(self) -> None:
-        """The head for the new classes replaces the old one after the optimizer was made, which keeps the old one."""
+        """The head for the new classes replaces the old one after the optimizer was made, which
+        keeps the old one.
+        """
         x, y, held_x, held_y = data.digits(self.seed)
         model = parts.mlp(64, 64, 64, 4)
         old = y < 4
@@ -31,18 +33,24 @@ class FaultyLoops(shared.Twins):
         model[4] = nn.Linear(64, 10)
         if not self.broken:
             optimizer = optim.Adam(
-                [{"params": model[:4].parameters()}, {"params": model[4].parameters(), "lr": 0.03}], 1e-4
+                [{"params": model[:4].parameters()}, {"params": model[4].parameters(), "lr": 0.03}],
+                1e-4,
             )
         self.fit(model, optimizer, data.batches((x, y), 32, 300), F.cross_entropy)
         self.score = shared.accuracy(model, held_x, held_y)
 
     @faulty("", shows="H819 H823")  # R2: 0.87 without the fault, 0.71 with it
     def plateau_of_a_loss_to_be_raised(self) -> None:
-        """The plateau schedule waits for higher values and is given the loss: it cuts the rate at every turn."""
+        """The plateau schedule waits for higher values and is given the loss.
+
+        It cuts the rate at every turn.
+        """
         x, y = data.friedman(1500)
         model = parts.mlp(10, 64, 64, 1)
         optimizer = sgd(model, 0.05, momentum=0.9)
-        schedule = optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max" if self.broken else "min", 0.3, patience=0)
+        schedule = optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, "max" if self.broken else "min", 0.3, patience=0
+        )
         for step, (a, b) in self.watched(
             enumerate(data.batches((x[:1000], y[:1000, None]), 50, 800)), model, optimizer
         ):
@@ -53,21 +61,31 @@ class FaultyLoops(shared.Twins):
 
     @faulty("H819 H823", shows="H824 H828 H832")  # accuracy: 0.98 without the fault, 0.56 with it
     def warm_up_of_whole_numbers(self) -> None:
-        """The warm-up divides whole numbers, so that the rate is zero for the 2,000 steps that the run never has."""
+        """The warm-up divides whole numbers, so that the rate is zero for the 2,000 steps that
+        the run never has.
+        """
         x, y, held_x, held_y = data.table("wine", self.seed)
         model = nn.Sequential(nn.LayerNorm(13), parts.mlp(13, 32, 3))
         optimizer = adamw(model, 0.01)
         schedule = optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1, (step + 1) // 2000 if self.broken else (step + 1) / 200)
         )
-        self.fit(model, optimizer, data.batches((x, y), 16, 400), F.cross_entropy, scheduler=schedule)
+        self.fit(
+            model, optimizer, data.batches((x, y), 16, 400), F.cross_entropy, scheduler=schedule
+        )
         self.score = shared.accuracy(model, held_x, held_y)
 
     @faulty("H817", shows="H814 H823")  # accuracy: 0.99 without the fault, 0.22 with it
     def accumulation_that_starts_anew(self) -> None:
-        """Gradients of three tasks are to add up, but each task clears them first: only the last one is learned."""
+        """Gradients of three tasks are to add up, but each task clears them first.
+
+        Only the last one is learned.
+        """
         x, y = data.blobs(self.seed, 2000)
-        body, heads = parts.mlp(20, 48, 48), nn.ModuleList([nn.Linear(48, 5), nn.Linear(48, 2), nn.Linear(48, 2)])
+        body, heads = (
+            parts.mlp(20, 48, 48),
+            nn.ModuleList([nn.Linear(48, 5), nn.Linear(48, 2), nn.Linear(48, 2)]),
+        )
         targets = (y, (x[:, 0] * x[:, 1] > 0).long(), (x[:, 2] > x[:, 3]).long())
         model = nn.ModuleDict({"body": body, "heads": heads})
         optimizer = adam(model, 0.003)
@@ -82,7 +100,9 @@ class FaultyLoops(shared.Twins):
 
     @faulty("", shows="H818 H823 H824 H828 H832")  # accuracy: 0.97 without the fault, 0.08 with it
     def clipped_while_scaled(self) -> None:
-        """Gradients are clipped before they are unscaled, and so to a 65,536th of what was meant."""
+        """Gradients are clipped before they are unscaled, and so to a 65,536th of what was
+        meant.
+        """
         x, y, held_x, held_y = data.digits(self.seed)
         model = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), parts.small_cnn())
         optimizer = sgd(model, 0.05, momentum=0.9)
@@ -99,11 +119,20 @@ class FaultyLoops(shared.Twins):
 
     @faulty("")  # accuracy: 0.83 without the fault, 0.52 with it
     def average_without_statistics(self) -> None:
-        """The average that is used gets the weights and not the statistics of batch normalisation."""
+        """The average that is used gets the weights and not the statistics of batch
+        normalisation.
+        """
         x, y = shared.boxes(1200)
         size = (y[:, 2] - y[:, 0] > 0.35).long()
-        model = nn.Sequential(nn.Linear(144, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32),
-                              nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))  # fmt: skip
+        model = nn.Sequential(
+            nn.Linear(144, 64),
+            nn.BatchNorm1d(64),
+            nn.ReLU(),
+            nn.Linear(64, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Linear(32, 2),
+        )
         x, average = 5 * x + 3, copy.deepcopy(model)
         optimizer = adam(model, 0.003)
         for a, b in self.watched(data.batches((x[:900], size[:900]), 50, 400), model, optimizer):
@@ -116,12 +145,16 @@ class FaultyLoops(shared.Twins):
 
     @faulty("", shows="H832")  # steps to the end: 7 without the fault, 30 with it
     def corridor_copied_backwards(self) -> None:
-        """Every 50 steps the network is overwritten by its target, instead of the other way round."""
+        """Every 50 steps the network is overwritten by its target, instead of the other way
+        round.
+        """
         self.learn_values(wrong_copy=self.broken)
 
     @faulty("H844", shows="H828 H830")  # steps to the end: 7 without the fault, 30 with it
     def corridor_remembered_by_reference(self) -> None:
-        """The memory keeps the very tensor that the world writes its states into, so all states are the last one."""
+        """The memory keeps the very tensor that the world writes its states into, so all states
+        are the last one.
+        """
         self.learn_values(alias=self.broken)
 
     @faulty("H815", shows="H823 H828 H829 H832")  # accuracy: 1.00 without the fault, 0.00 with it
@@ -161,13 +194,20 @@ class FaultyLoops(shared.Twins):
 
     @faulty("H823")  # cross-entropy: 0.78 without the fault, 1.72 with it
     def updates_lost_in_bfloat16(self) -> None:
-        """The weights themselves are kept in bfloat16, in which most steps of a small rate round to nothing."""
+        """The weights themselves are kept in bfloat16, in which most steps of a small rate round
+        to nothing.
+        """
         x, y, held_x, held_y = data.digits(self.seed)
         kind = torch.bfloat16 if self.broken else torch.float32
         model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).to(kind)
         with torch.no_grad():
             model[0].weight.add_(torch.sign(model[0].weight) * 0.1)
-        self.fit(model, sgd(model, 0.003, momentum=0.5), data.batches((x.to(kind), y), 32, 1500), F.cross_entropy)
+        self.fit(
+            model,
+            sgd(model, 0.003, momentum=0.5),
+            data.batches((x.to(kind), y), 32, 1500),
+            F.cross_entropy,
+        )
         self.score = -F.cross_entropy(shared.outputs(model, held_x.to(kind)).float(), held_y).item()
 
     @faulty("H862")  # cross-entropy: 1.74 without the fault, 8.21 with it
@@ -176,8 +216,13 @@ class FaultyLoops(shared.Twins):
         ids, words = data.library_text()
         model = shared.Recurrent(nn.LSTM(24, 64, batch_first=True), words, words, last=False)
         optimizer = adam(model, 0.005)
-        for a, b in self.watched(shared.fresh(lambda: data.windows(ids, 24, 32), 300), model, optimizer):
-            self.update(F.cross_entropy(model(a).flatten(0, 1), (a if self.broken else b).flatten()), clip=1.0)
+        for a, b in self.watched(
+            shared.fresh(lambda: data.windows(ids, 24, 32), 300), model, optimizer
+        ):
+            self.update(
+                F.cross_entropy(model(a).flatten(0, 1), (a if self.broken else b).flatten()),
+                clip=1.0,
+            )
         a, b = data.windows(ids, 24, 200)
         self.score = -F.cross_entropy(shared.outputs(model, a).flatten(0, 1), b.flatten()).item()
 
@@ -187,6 +232,10 @@ class FaultyLoops(shared.Twins):
         x, y = data.blobs(self.seed, 2500, classes=8)
         model = parts.mlp(20, 64, 8)
         order = y[:2000].argsort() if self.broken else torch.randperm(2000)
-        self.fit(model, sgd(model, 0.1, momentum=0.9), data.stream((x[:2000][order], y[:2000][order]), 32, 400,
-                 shuffle=False), F.cross_entropy)  # fmt: skip
+        self.fit(
+            model,
+            sgd(model, 0.1, momentum=0.9),
+            data.stream((x[:2000][order], y[:2000][order]), 32, 400, shuffle=False),
+            F.cross_entropy,
+        )
         self.score = shared.accuracy(model, x[2000:], y[2000:])

@@ -20,21 +20,35 @@ class HealthySpecial(shared.Twins):
     """Generators, views, agents, equations, and the like."""
 
     def adversaries(self, penalty: float) -> None:
-        """Train a generator against a critic, the generator being watched; with a gradient penalty or without."""
+        """Train a generator against a critic, the generator being watched.
+
+        With a gradient penalty or without.
+        """
         generator, critic = parts.mlp(4, 48, 48, 2), parts.mlp(2, 48, 48, 1)
-        judge, optimizer = (adam(m, lr, betas=(0.5, 0.99)) for m, lr in ((critic, 0.002), (generator, 0.001)))
+        judge, optimizer = (
+            adam(m, lr, betas=(0.5, 0.99)) for m, lr in ((critic, 0.002), (generator, 0.001))
+        )
         for _ in self.watched(range(900), generator, optimizer):
             for _ in range(3 if penalty else 1):
                 real, false = data.moons(64)[0], generator(torch.randn(64, 4)).detach()
                 if penalty:
                     between = (real + torch.rand(64, 1) * (false - real)).requires_grad_()
-                    slope = torch.autograd.grad(critic(between).sum(), between, create_graph=True)[0].norm(dim=1)
-                    update(judge, (critic(false) - critic(real)).mean() + penalty * (slope - 1).square().mean())
+                    slope = torch.autograd.grad(critic(between).sum(), between, create_graph=True)[
+                        0
+                    ].norm(dim=1)
+                    update(
+                        judge,
+                        (critic(false) - critic(real)).mean()
+                        + penalty * (slope - 1).square().mean(),
+                    )
                 else:
                     update(judge, (F.softplus(-critic(real)) + F.softplus(critic(false))).mean())
             found = critic(generator(torch.randn(64, 4)))
             self.update(-found.mean() if penalty else F.softplus(-found).mean())
-        self.end(-shared.distance(shared.outputs(generator, torch.randn(500, 4)), data.moons(500)[0]), -0.1)
+        self.end(
+            -shared.distance(shared.outputs(generator, torch.randn(500, 4)), data.moons(500)[0]),
+            -0.1,
+        )
 
     @healthy
     def gan_of_moons(self) -> None:
@@ -50,7 +64,9 @@ class HealthySpecial(shared.Twins):
         """Learn features of digits from two noisy views of each."""
         x, _, held_x, _ = data.digits(self.seed)
         ahead = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
-        model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 32))
+        model = nn.Sequential(
+            nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 32)
+        )
         slow, before = copy.deepcopy(model), shared.matched(model, held_x)
         whole = nn.ModuleList([model, ahead]) if kind == "follow" else model
         optimizer = adam(whole, lr)
@@ -64,7 +80,8 @@ class HealthySpecial(shared.Twins):
                 loss = F.triplet_margin_loss(one, two, two.roll(1, 0), margin=0.5)
             elif kind == "variance":
                 spread = sum(
-                    F.relu(1 - v.std(0)).mean() + (v - v.mean(0)).T.cov().tril(-1).square().mean() for v in (one, two)
+                    F.relu(1 - v.std(0)).mean() + (v - v.mean(0)).T.cov().tril(-1).square().mean()
+                    for v in (one, two)
                 )
                 loss = 10 * F.mse_loss(one, two) + 10 * spread
             else:
@@ -99,10 +116,14 @@ class HealthySpecial(shared.Twins):
         x, _, held_x, _ = data.digits(self.seed)
         model = parts.Wired(lambda m, a: m.a(a), a=parts.mlp(64, 96, 16), b=parts.mlp(8, 96, 64))
         optimizer = adam(model, 0.002)
-        for step, (a, _) in self.watched(enumerate(data.batches((x, x), 64, 400)), model, optimizer):
+        for step, (a, _) in self.watched(
+            enumerate(data.batches((x, x), 64, 400)), model, optimizer
+        ):
             mean, log = model(a).chunk(2, 1)
             kl = 0.5 * (mean.square() + log.exp() - 1 - log).sum(1).mean()
-            back = F.mse_loss(model.b(mean + (log / 2).exp() * torch.randn_like(mean)), a, reduction="sum") / len(a)
+            back = F.mse_loss(
+                model.b(mean + (log / 2).exp() * torch.randn_like(mean)), a, reduction="sum"
+            ) / len(a)
             self.update(20 * back + min(1, step / 200) * kl)
         with torch.no_grad():
             self.end(shared.r2(model.b(model(held_x)[:, :8]), held_x), 0.7)
@@ -131,7 +152,9 @@ class HealthySpecial(shared.Twins):
 
         def loss(net: nn.Module, x: Tensor) -> Tensor:
             noise, level = torch.randn_like(x), torch.rand(len(x), 1)
-            return F.mse_loss(net(torch.cat([(1 - level).sqrt() * x + level.sqrt() * noise, level], 1)), noise)
+            return F.mse_loss(
+                net(torch.cat([(1 - level).sqrt() * x + level.sqrt() * noise, level], 1)), noise
+            )
 
         for _ in self.watched(range(700), model, optimizer):
             self.update(loss(model, data.rings(128)[0]))
@@ -167,7 +190,11 @@ class HealthySpecial(shared.Twins):
             x = 2 * torch.rand(128) - 1
             y = torch.where(torch.rand(128) < 0.5, x, -x) * 2 + 0.1 * torch.randn(128)
             weight, mean, log = model(x[:, None]).chunk(3, 1)
-            return -MixtureSameFamily(Categorical(logits=weight), Normal(mean, log.exp() + 0.01)).log_prob(y).mean()
+            return (
+                -MixtureSameFamily(Categorical(logits=weight), Normal(mean, log.exp() + 0.01))
+                .log_prob(y)
+                .mean()
+            )
 
         self.descend(model, adam(model, 0.01), [()] * 600, loss, clip=5.0)
         self.end(-loss().item(), -0.6)
@@ -194,7 +221,10 @@ class HealthySpecial(shared.Twins):
                 )
                 extra = 0.5 * (value - reward).square() if kind != "plain" else 0
                 self.update((extra - aim).mean() - 0.01 * now.entropy().mean())
-        self.end((shared.outputs(model, torch.eye(6))[:, :4].argmax(1) == best).float().mean().item(), 0.8)
+        self.end(
+            (shared.outputs(model, torch.eye(6))[:, :4].argmax(1) == best).float().mean().item(),
+            0.8,
+        )
 
     @healthy
     def levers_by_their_gradient(self) -> None:
@@ -213,7 +243,10 @@ class HealthySpecial(shared.Twins):
 
     @healthy
     def corridor_with_a_target(self) -> None:
-        """Q-learning from a memory, with a target that is copied now and then; the loss rises at first."""
+        """Q-learning from a memory, with a target that is copied now and then.
+
+        The loss rises at first.
+        """
         self.learn_values()
         self.need = -10
 
@@ -227,7 +260,9 @@ class HealthySpecial(shared.Twins):
             slope = torch.autograd.grad(u.sum(), t, create_graph=True)[0]
             return (slope + u).square().mean() + (model(torch.zeros(1, 1)) - 1).square().mean()
 
-        self.descend(model, adam(model, 0.005), shared.fresh(lambda: 2 * torch.rand(64, 1), 400), loss)
+        self.descend(
+            model, adam(model, 0.005), shared.fresh(lambda: 2 * torch.rand(64, 1), 400), loss
+        )
         t = torch.linspace(0, 2, 40)[:, None]
         self.end(-(shared.outputs(model, t) - (-t).exp()).abs().max().item(), -0.1)
 
@@ -235,20 +270,30 @@ class HealthySpecial(shared.Twins):
     def pixels_as_parameters(self) -> None:
         """What is optimised is an image, seen through a blur: a network has no part in it."""
         true = data.discs(1)[1]
-        model = parts.Wired(lambda m: F.avg_pool2d(m.image, 3, 1, 1), image=nn.Parameter(torch.zeros(1, 1, 16, 16)))
+        model = parts.Wired(
+            lambda m: F.avg_pool2d(m.image, 3, 1, 1), image=nn.Parameter(torch.zeros(1, 1, 16, 16))
+        )
         seen = F.avg_pool2d(true, 3, 1, 1) + 0.01 * torch.randn(1, 1, 16, 16)
         self.descend(
-            model, adam(model, 0.1), [()] * 500, lambda: F.mse_loss(model(), seen) + 1e-4 * model.image.abs().mean()
+            model,
+            adam(model, 0.1),
+            [()] * 500,
+            lambda: F.mse_loss(model(), seen) + 1e-4 * model.image.abs().mean(),
         )
         self.end(shared.r2(model.image.detach(), true), 0.4)
 
     @healthy
     def rarely_and_often_at_once(self) -> None:
-        """Three tasks with losses of their own weights, which are learned too: the loss becomes negative."""
+        """Three tasks with losses of their own weights, which are learned too.
+
+        The loss becomes negative.
+        """
         x, y = data.blobs(self.seed, 2000)
         number = x[:, :1] * x[:, 1:2]
         model = parts.Wired(
-            lambda m, a: m.body(a).split([5, 1], 1), body=parts.mlp(20, 64, 6), weight=nn.Parameter(torch.zeros(2))
+            lambda m, a: m.body(a).split([5, 1], 1),
+            body=parts.mlp(20, 64, 6),
+            weight=nn.Parameter(torch.zeros(2)),
         )
         optimizer = adam(model, 0.005)
         for at in self.watched(shared.rows(1500, 64, 400), model, optimizer):
@@ -294,8 +339,12 @@ class HealthySpecial(shared.Twins):
         x = torch.randn(1500, 6)
         y = torch.poisson((x @ (0.3 * torch.randn(6)) + 3).exp())
         model = nn.Linear(6, 1)
-        self.fit(model, adam(model, 0.02), data.batches((x[:1000], y[:1000]), 50, 400),
-                 lambda found, b: F.poisson_nll_loss(found[:, 0], b))  # fmt: skip
+        self.fit(
+            model,
+            adam(model, 0.02),
+            data.batches((x[:1000], y[:1000]), 50, 400),
+            lambda found, b: F.poisson_nll_loss(found[:, 0], b),
+        )
         self.end(shared.r2(shared.outputs(model, x[1000:]).exp(), y[1000:]), 0.5)
 
     @healthy
@@ -306,5 +355,7 @@ class HealthySpecial(shared.Twins):
         model, teacher = parts.mlp(64, 16, 10), task.model
         optimizer = sgd(model, 0.3, momentum=0.9)
         for at in self.watched(shared.rows(1400, 50, 400), model, optimizer):
-            self.update(F.cross_entropy(model(x[at]) / 4, (shared.outputs(teacher, x[at]) / 4).softmax(1)))
+            self.update(
+                F.cross_entropy(model(x[at]) / 4, (shared.outputs(teacher, x[at]) / 4).softmax(1))
+            )
         self.end(shared.accuracy(model, held_x, held_y), 0.85)

@@ -19,7 +19,9 @@ from evals.not_learning.program import Programs, adam
 
 
 class Twins(Programs):
-    """Programs that leave a score behind, the higher the better; a faulty one can run without its fault.
+    """Programs that leave a score behind, the higher the better.
+
+    A faulty one can run without its fault.
 
     Attributes:
         broken: Whether to run with the fault.
@@ -34,7 +36,10 @@ class Twins(Programs):
         self.score, self.need = score, need
 
     def learn_values(self, wrong_copy: bool = False, alias: bool = False) -> None:
-        """Learn to walk along a corridor by Q-learning; the score is the number of steps, negated."""
+        """Learn to walk along a corridor by Q-learning.
+
+        The score is the number of steps, negated.
+        """
         world, memory = Corridor(), []
         model = parts.mlp(8, 32, 2)
         target = copy.deepcopy(model)
@@ -43,16 +48,22 @@ class Twins(Programs):
         for step in self.watched(range(1500), model, optimizer):
             chance = random.Random(self.seed * 10_000 + step).random()
             with torch.no_grad():
-                action = torch.randint(2, ()).item() if chance < 0.5 else model(state).argmax().item()
+                action = (
+                    torch.randint(2, ()).item() if chance < 0.5 else model(state).argmax().item()
+                )
             before = state if alias else state.clone()
             state, reward, done = world.step(action)
-            memory.append((before, action, reward, state if alias else state.clone(), float(world.at == 7)))
+            memory.append(
+                (before, action, reward, state if alias else state.clone(), float(world.at == 7))
+            )
             state = world.reset() if done else state
             if step < 200:
                 continue
             a, took, gain, b, over = zip(*random.Random(step).sample(memory, 32), strict=True)
             with torch.no_grad():
-                aim = torch.tensor(gain) + 0.9 * (1 - torch.tensor(over)) * target(torch.stack(b)).amax(1)
+                aim = torch.tensor(gain) + 0.9 * (1 - torch.tensor(over)) * target(
+                    torch.stack(b)
+                ).amax(1)
             found = model(torch.stack(a)).gather(1, torch.tensor(took)[:, None])[:, 0]
             self.update(F.smooth_l1_loss(found, aim))
             if step % 50 == 0:
@@ -98,7 +109,9 @@ def auc(scores: Tensor, y: Tensor) -> float:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """Return the energy distance of two samples, 0 if they are of one distribution."""
-    return (2 * torch.cdist(a, b).mean() - torch.cdist(a, a).mean() - torch.cdist(b, b).mean()).item()
+    return (
+        2 * torch.cdist(a, b).mean() - torch.cdist(a, a).mean() - torch.cdist(b, b).mean()
+    ).item()
 
 
 def matched(model: nn.Module, x: Tensor) -> float:
@@ -125,7 +138,9 @@ def fresh(draw: Callable[[], Any], steps: int) -> Iterator[Any]:
 
 
 def arrows(count: int, side: int = 10) -> tuple[Tensor, Tensor]:
-    """Return noisy images ``(count, 1, side, side)`` of an arrow, and whether it points to the right."""
+    """Return noisy images ``(count, 1, side, side)`` of an arrow, and whether it points to the
+    right.
+    """
     x, y = 0.7 * torch.randn(count, 1, side, side), torch.randint(2, (count,))
     top, left = torch.randint(side - 5, (2, count))
     for i in range(count):
@@ -135,7 +150,9 @@ def arrows(count: int, side: int = 10) -> tuple[Tensor, Tensor]:
 
 
 def boxes(count: int, side: int = 12) -> tuple[Tensor, Tensor]:
-    """Return noisy images ``(count, side * side)`` of one rectangle and its corners ``(count, 4)`` in [0, 1]."""
+    """Return noisy images ``(count, side * side)`` of one rectangle and its corners ``(count,
+    4)`` in [0, 1].
+    """
     low = torch.rand(count, 2) * 0.5
     high = low + 0.2 + 0.3 * torch.rand(count, 2)
     grid = (torch.arange(side) + 0.5) / side
@@ -145,7 +162,9 @@ def boxes(count: int, side: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def graph(count: int = 200, groups: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Return edges ``(2, e)`` of a graph of communities, weak features ``(count, 16)`` and the communities."""
+    """Return edges ``(2, e)`` of a graph of communities, weak features ``(count, 16)`` and the
+    communities.
+    """
     y = torch.randint(groups, (count,))
     edges = (torch.rand(count, count) < torch.where(y[:, None] == y, 0.1, 0.01)).nonzero().T
     return edges, 0.5 * torch.randn(groups, 16)[y] + torch.randn(count, 16), y
@@ -176,15 +195,32 @@ class Words(nn.Module):
     """A small transformer over ids; its head takes the mean over the words, or each of them."""
 
     def __init__(
-        self, words: int, out: int, width: int = 32, *, pooled: bool = True, batch_first: bool = True
+        self,
+        words: int,
+        out: int,
+        width: int = 32,
+        *,
+        pooled: bool = True,
+        batch_first: bool = True,
     ) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(words, width), nn.Parameter(0.1 * torch.randn(64, width))
+        self.embed, self.place = (
+            nn.Embedding(words, width),
+            nn.Parameter(0.1 * torch.randn(64, width)),
+        )
         layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=batch_first)
-        self.body, self.head, self.pooled = nn.TransformerEncoder(layer, 2), nn.Linear(width, out), pooled
+        self.body, self.head, self.pooled = (
+            nn.TransformerEncoder(layer, 2),
+            nn.Linear(width, out),
+            pooled,
+        )
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
-        h = self.body(self.embed(ids) + self.place[: ids.shape[1]], mask=mask, src_key_padding_mask=padding)
+    def forward(
+        self, ids: Tensor, mask: Tensor | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        h = self.body(
+            self.embed(ids) + self.place[: ids.shape[1]], mask=mask, src_key_padding_mask=padding
+        )
         if padding is not None:
             h = h.masked_fill(padding[..., None], 0.0)
         return self.head(h.mean(1) if self.pooled else h)
@@ -204,7 +240,10 @@ class Recurrent(nn.Module):
 
 
 class Corridor:
-    """A corridor with a reward at its end, at most 30 steps; what leads there is 1 in odd cells and 0 in others."""
+    """A corridor with a reward at its end, at most 30 steps.
+
+    What leads there is 1 in odd cells and 0 in others.
+    """
 
     def __init__(self, cells: int = 8) -> None:
         self.cells, self.at, self.steps = cells, 0, 0

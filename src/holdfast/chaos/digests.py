@@ -1,7 +1,9 @@
-"""Digests of what a training holds and sees: every bit of a small tensor, sums over all bits of a large one.
+"""Digests of what a training holds and sees.
 
-A digest is 16 hexadecimal digits. It draws no random number and leaves no trace in autograd. Torch is passed in, as
-the process that is looked at has imported it.
+Every bit of a small tensor, sums over all bits of a large one.
+
+A digest is 16 hexadecimal digits. It draws no random number and leaves no trace in autograd. Torch
+is passed in, as the process that is looked at has imported it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class Digests:
         return found.hexdigest()
 
     def tree(self, value: Any) -> str:
-        """Return the digest of a batch or of what is saved: containers of tensors, arrays, numbers and strings."""
+        """Return the digest of a batch or of what is saved.
+
+        Containers of tensors, arrays, numbers and strings.
+        """
         found = hashlib.blake2b(digest_size=8)
         self._add(found, value, 0)
         return found.hexdigest()
@@ -87,9 +92,14 @@ class Digests:
             found.update(b"cannot be read")
 
     def optimizer(self, optimizer: Any) -> dict[str, str]:
-        """Return digests of the state of an optimizer, parameter by parameter, and of these parameters."""
+        """Return digests of the state of an optimizer, parameter by parameter, and of these
+        parameters.
+        """
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {"optimizer": self.tree([optimizer.state.get(p) or {} for p in every]), "own": self.tree(every)}
+        return {
+            "optimizer": self.tree([optimizer.state.get(p) or {} for p in every]),
+            "own": self.tree(every),
+        }
 
     def random_state(self) -> dict[str, str]:
         """Return digests of the random states of torch, Python and numpy."""
@@ -128,11 +138,18 @@ class Digests:
             elif isinstance(each, Mapping):
                 todo += each.values()
             else:
-                todo += each if isinstance(each, (list, tuple)) else getattr(each, "__dict__", {}).values()
+                todo += (
+                    each
+                    if isinstance(each, (list, tuple))
+                    else getattr(each, "__dict__", {}).values()
+                )
         return found
 
     def saved(self, value: Any) -> dict[str, str]:
-        """Return a digest of each entry of what is saved, by its path; short values as they are, text in quotes."""
+        """Return a digest of each entry of what is saved, by its path.
+
+        Short values as they are, text in quotes.
+        """
         found: dict[str, str] = {}
         self._add_entries(found, "", value, 0)
         return found
@@ -141,30 +158,62 @@ class Digests:
         if self._is_random(path.lower(), value):  # numbers may differ in it that nothing is made of
             return
         fields = vars(value) if isinstance(value, (Namespace, SimpleNamespace)) else value
-        if isinstance(value, Namespace):  # a number that was asked for, such as the first epoch, is no state
-            fields = {key: str(each) if isinstance(each, (int, float)) else each for key, each in fields.items()}
-        named = isinstance(fields, Mapping) and depth < _MOST_PATHS and all(isinstance(key, str) for key in fields)
-        if named and not (depth and all(isinstance(each, self._torch.Tensor) for each in fields.values())):
+        # A number that was asked for, such as the first epoch, is no state
+        if isinstance(value, Namespace):
+            fields = {
+                key: str(each) if isinstance(each, (int, float)) else each
+                for key, each in fields.items()
+            }
+        named = (
+            isinstance(fields, Mapping)
+            and depth < _MOST_PATHS
+            and all(isinstance(key, str) for key in fields)
+        )
+        if named and not (
+            depth and all(isinstance(each, self._torch.Tensor) for each in fields.values())
+        ):
             for key, each in fields.items():
                 self._add_entries(found, f"{path}.{key}" if path else key, each, depth + 1)
         elif isinstance(value, str):
-            found[path] = repr(value) if len(value) <= _SHORT else f"{value[:_SHORT]!r} {self.tree(value)}"
+            found[path] = (
+                repr(value) if len(value) <= _SHORT else f"{value[:_SHORT]!r} {self.tree(value)}"
+            )
         else:
-            found[path] = repr(value) if isinstance(value, (int, float, bool, type(None))) else self.tree(value)
+            found[path] = (
+                repr(value)
+                if isinstance(value, (int, float, bool, type(None)))
+                else self.tree(value)
+            )
 
     def _is_random(self, path: str, value: Any) -> bool:
-        """Return whether a random state is saved, by its name; a model of that name has weights, a count is plain."""
+        """Return whether a random state is saved, by its name.
+
+        A model of that name has weights, a count is plain.
+        """
         is_plain = isinstance(value, (str, int, float, bool, type(None)))
         name = path.rpartition(".")[0] if is_plain else path
         named = any(word in name for word in ("rng", "random", "generator"))
         return named and not any(each.is_floating_point() for each in self.tensors_of(value))
 
     def roots(self, optimizer: Any) -> list[Any]:
-        """Return the outermost modules that hold a parameter of an optimizer, in an order that does not change."""
+        """Return the outermost modules that hold a parameter of an optimizer, in an order that
+        does not change.
+        """
         module = self._torch.nn.Module
         modules = [each for each in gc.get_objects() if issubclass(type(each), module)]
-        inner = {id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()}
+        inner = {
+            id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()
+        }
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        roots = [each for each in modules if id(each) not in inner and "_parameters" in each.__dict__]
-        held = [each for each in roots if any(id(parameter) in wanted for parameter in each.parameters())]
-        return sorted(held, key=lambda each: (type(each).__name__, [name for name, _ in each.named_parameters()]))
+        roots = [
+            each for each in modules if id(each) not in inner and "_parameters" in each.__dict__
+        ]
+        held = [
+            each
+            for each in roots
+            if any(id(parameter) in wanted for parameter in each.parameters())
+        ]
+        return sorted(
+            held,
+            key=lambda each: (type(each).__name__, [name for name, _ in each.named_parameters()]),
+        )

@@ -26,9 +26,11 @@ MET_FILE = "met"
 class Injector:
     """The fault of one attempt, as the file `PLAN_FILE` says it.
 
-    ``at`` is the moment: ``backward``, ``before`` or ``after`` a step, ``loader``, ``forward``, ``eval``,
-    ``save begins`` or ``save ends``; ``count`` how many steps (saves, evaluations) there were by then; ``act`` what
-    is done; ``rank`` to whom. ``clock`` is by how many seconds another time it is, ``path`` a file that is not read.
+    ``at`` is the moment: ``backward``, ``before`` or ``after`` a step, ``loader``, ``forward``,
+        ``eval``,
+    ``save begins`` or ``save ends``; ``count`` how many steps (saves, evaluations) there were by
+    then; ``act`` what is done; ``rank`` to whom. ``clock`` is by how many seconds another time it
+    is, ``path`` a file that is not read.
     """
 
     def __init__(self, folder: Path, write: Callable[..., None]) -> None:
@@ -50,15 +52,23 @@ class Injector:
         try:
             ask_before(which, self._folder)
         except OSError as error:
-            self._write("missed", why=f"this system refuses a filter of system calls (seccomp): {error.strerror}")
+            self._write(
+                "missed",
+                why=f"this system refuses a filter of system calls (seccomp): {error.strerror}",
+            )
             return False
         return True
 
     def _is_now(self, at: str, count: int) -> bool:
-        if at != self._at or count < self.plan["count"] or own_rank()[0] != self.plan.get("rank", 0):
+        if (
+            at != self._at
+            or count < self.plan["count"]
+            or own_rank()[0] != self.plan.get("rank", 0)
+        ):
             return False
         self._at = None
-        with suppress(FileExistsError):  # once in all processes: a launcher may start others in place of a dead one
+        # Once in all processes: a launcher may start others in place of a dead one
+        with suppress(FileExistsError):
             with (self._folder / MET_FILE).open("x") as file:
                 file.write(str(os.getpid()))
             self._write("fault", act=self.plan["act"])
@@ -71,20 +81,31 @@ class Injector:
             _ACTS[self.plan["act"]](self)
 
     def batch(self, torch: Any, batch: Any, steps: int, at: str) -> Any:
-        """Return a batch, with a NaN in it if that is the fault; a fault of workers is carried out."""
-        if at != self._at or (self.plan["act"] != "nan" and not self.workers()) or not self._is_now(at, steps):
+        """Return a batch, with a NaN in it if that is the fault.
+
+        A fault of workers is carried out.
+        """
+        if (
+            at != self._at
+            or (self.plan["act"] != "nan" and not self.workers())
+            or not self._is_now(at, steps)
+        ):
             return batch
         if self.plan["act"] == "nan":
             batch = with_nan(torch, batch, done := [False])
             if not done[0]:
                 self._write("missed", why="no number of that batch can be NaN")
             return batch
-        os.kill(self.workers()[0], signal.SIGKILL if self.plan["act"] == "worker killed" else signal.SIGSTOP)
+        os.kill(
+            self.workers()[0],
+            signal.SIGKILL if self.plan["act"] == "worker killed" else signal.SIGSTOP,
+        )
         return batch
 
     def workers(self) -> list[int]:
         """Return the pids of the children that load."""
-        from multiprocessing import active_children  # the training has it imported, if it has workers
+        # The training has it imported, if it has workers
+        from multiprocessing import active_children
 
         return sorted(each.pid for each in active_children() if each.pid is not None)
 
@@ -103,10 +124,14 @@ class Injector:
         time.sleep(0.05)  # or a handler in this process would see it later than it happened
 
     def _cut_write(self) -> None:
-        """Let the kernel end this process in the middle of a file, as a kill would: past half of what it writes."""
+        """Let the kernel end this process in the middle of a file, as a kill would.
+
+        Past half of what it writes.
+        """
         self._cut = True
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        ctypes.CDLL(None).signal(signal.SIGXFSZ, None)  # as `signal.signal`, in a thread that saves too
+        # As `signal.signal`, in a thread that saves too
+        ctypes.CDLL(None).signal(signal.SIGXFSZ, None)
         self._limit_files()
 
     @staticmethod
@@ -120,7 +145,10 @@ class Injector:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     def _limit_disk(self) -> None:
-        """Let the kernel cut short what would grow too large; what comes then is refused with the planned errno."""
+        """Let the kernel cut short what would grow too large.
+
+        What comes then is refused with the planned errno.
+        """
         if self._ask_before("write") or self.plan["act"] == "disk":  # which is EFBIG then
             self._limit_files()
 
@@ -142,22 +170,38 @@ class Injector:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(self.plan["bytes"]), hard))
 
     def _use_up_memory(self) -> None:
-        """Ask for more memory than there is: the error is the allocator's own, and comes out of `backward`."""
+        """Ask for more memory than there is.
+
+        The error is the allocator's own, and comes out of `backward`.
+        """
         torch: Any = sys.modules["torch"]
-        torch.empty(1 << 60, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
+        torch.empty(
+            1 << 60, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu"
+        )
 
 
 def own_rank() -> tuple[int, int]:
-    """Return the rank of this process, and of how many, (0, 1) without ranks; a launcher may set it after a fork."""
+    """Return the rank of this process, and of how many, (0, 1) without ranks.
+
+    A launcher may set it after a fork.
+    """
     group = sys.modules.get("torch.distributed")
-    if group is not None and group.is_available() and group.is_initialized():  # `mp.spawn` sets no variable
+    # `mp.spawn` sets no variable
+    if group is not None and group.is_available() and group.is_initialized():
         return group.get_rank(), group.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def with_nan(torch: Any, value: Any, done: list[bool]) -> Any:
-    """Return a batch like this one, with a NaN at the first place of its first tensor of floating-point numbers."""
-    if not done[0] and isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+    """Return a batch like this one, with a NaN at the first place of its first tensor of
+    floating-point numbers.
+    """
+    if (
+        not done[0]
+        and isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.numel()
+    ):
         done[0] = True
         value = value.detach().clone()
         value.view(-1)[0] = float("nan")

@@ -1,6 +1,9 @@
-"""A full or a failing disk: a seccomp filter stops writes or reads of a trial's processes until `Refuser` has looked.
+"""A full or a failing disk.
 
-The filter needs Linux 5.7 and no privileges; it sees neither paths nor sizes. `Refuser` is in the campaign's process.
+A seccomp filter stops writes or reads of a trial's processes until `Refuser` has looked.
+
+The filter needs Linux 5.7 and no privileges; it sees neither paths nor sizes. `Refuser` is in the
+campaign's process.
 """
 
 from __future__ import annotations
@@ -20,13 +23,24 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-# By machine: its number for the kernel, that of seccomp, and of the calls; ftruncate is among those that write.
+# By machine: its number for the kernel, that of seccomp, and of the calls; ftruncate is among those
+# that write.
 _MACHINES: dict[str, tuple[int, int, dict[str, tuple[int, ...]]]] = {
-    "x86_64": (0xC000003E, 317, {"write": (1, 18, 20, 296, 328, 40, 326, 77), "read": (0, 17, 19, 295, 327)}),
-    "aarch64": (0xC00000B7, 277, {"write": (64, 68, 66, 70, 287, 71, 285, 46), "read": (63, 67, 65, 69, 286)}),
+    "x86_64": (
+        0xC000003E,
+        317,
+        {"write": (1, 18, 20, 296, 328, 40, 326, 77), "read": (0, 17, 19, 295, 327)},
+    ),
+    "aarch64": (
+        0xC00000B7,
+        277,
+        {"write": (64, 68, 66, 70, 287, 71, 285, 46), "read": (63, 67, 65, 69, 286)},
+    ),
 }
-_COPY_RANGE, _TRUNCATE = (326, 285), (77, 46)  # the third argument is the file, the second is its size
-_NO_NEW_PRIVILEGES, _SET_FILTER, _FLAGS = 38, 1, 1 | 4 | 8 | 16  # all threads, none slowed down, one who is asked
+# The third argument is the file, the second is its size
+_COPY_RANGE, _TRUNCATE = (326, 285), (77, 46)
+# All threads, none slowed down, one who is asked
+_NO_NEW_PRIVILEGES, _SET_FILTER, _FLAGS = 38, 1, 1 | 4 | 8 | 16
 _ALLOW, _ASK, _CONTINUE = 0x7FFF0000, 0x7FC00000, 1
 _RECEIVE, _ANSWER, _QUESTION = 0xC0502100, 0xC0182101, "QIIiIQ6Q"
 
@@ -42,9 +56,11 @@ def _address(folder: Path) -> Iterator[str]:
 
 
 def ask_before(which: str, folder: Path) -> None:
-    """Have the kernel ask the `Refuser` of a folder before each call that writes (``write``) or reads (``read``).
+    """Have the kernel ask the `Refuser` of a folder before each call that writes (``write``) or
+    reads (``read``).
 
-    This holds for all threads and children. OSError if no filter can be set, or one that asks is set already.
+    This holds for all threads and children. OSError if no filter can be set, or one that asks is
+    set already.
     """
     machine, seccomp, calls = _MACHINES.get(platform.machine(), (0, 0, {which: ()}))
     numbers = calls[which]
@@ -67,8 +83,10 @@ def ask_before(which: str, folder: Path) -> None:
 class Refuser:
     """Answers for the processes of one attempt, and counts what it has refused.
 
-    The plan of the attempt says ``errno``, and ``path``: the file of which a read fails; or ``bytes``: no file in the
-    directories ``inside`` grows that is as large. With ``once``, that happens once, and there is no limit then.
+    The plan of the attempt says ``errno``, and ``path``: the file of which a read fails; or
+        ``bytes``: no file in the
+    directories ``inside`` grows that is as large. With ``once``, that happens once, and there is no
+    limit then.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
@@ -93,7 +111,8 @@ class Refuser:
                 with suppress(OSError):  # whoever asked has met a signal, or has ended
                     if number == self._server.fileno():
                         with self._server.accept()[0] as asking:
-                            held += (new := socket.recv_fds(asking, 1, 1)[1])  # none if no filter could be set
+                            # None if no filter could be set
+                            held += (new := socket.recv_fds(asking, 1, 1)[1])
                         for each in new:
                             poll.register(each, select.POLLIN)
                     elif event & select.POLLIN:
@@ -108,7 +127,9 @@ class Refuser:
         fcntl.ioctl(number, _RECEIVE, question)
         identity, process, _, call, _, _, *given = struct.unpack(_QUESTION, question)
         with suppress(OSError):
-            refused = not (self._plan.get("once") and self.refused) and self._is_refused(process, call, given)
+            refused = not (self._plan.get("once") and self.refused) and self._is_refused(
+                process, call, given
+            )
         self.refused += refused
         code, flags = (-int(self._plan["errno"]), 0) if refused else (0, _CONTINUE)
         fcntl.ioctl(number, _ANSWER, struct.pack("QqiI", identity, 0, code, flags))

@@ -1,4 +1,6 @@
-"""One trial: start the command, let it meet its fault, start it again as a scheduler would, and read its traces."""
+"""One trial: start the command, let it meet its fault, start it again as a scheduler would, and
+read its traces.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,10 @@ class Trial:
 
     attempts: list[Attempt]
     files: set[Path]  # that were there at its end
-    damaged: Path | None = None  # the file that was damaged between two attempts, or is not read in the second
-    read: set[Path]  # of what the training has made, by the restarts before their first step, as far as that is seen
+    # The file that was damaged between two attempts, or is not read in the second
+    damaged: Path | None = None
+    # Of what the training has made, by the restarts before their first step, as far as that is seen
+    read: set[Path]
 
     @property
     def last(self) -> Attempt:
@@ -80,7 +84,9 @@ class Trial:
     def ranks(self) -> dict[int, list[Segment]]:
         """Return the segments with steps, by rank, in the order in which they were begun."""
         found: dict[int, list[Segment]] = {}
-        for segment in (segment for attempt in self.attempts for segment in attempt.segments if segment.steps):
+        for segment in (
+            segment for attempt in self.attempts for segment in attempt.segments if segment.steps
+        ):
             found.setdefault(segment.rank, []).append(segment)
         return found
 
@@ -102,7 +108,9 @@ class Bench:
     gets_orphans = False
     """Whether all further children of this process are the command's, see `take_orphans`."""
 
-    def __init__(self, program: str, command: Sequence[str], place: Workplace, deadline: float) -> None:
+    def __init__(
+        self, program: str, command: Sequence[str], place: Workplace, deadline: float
+    ) -> None:
         self._program, self._command = place.word(program), list(map(place.word, command))
         self.place, self.deadline = place, deadline
         self._number = 0
@@ -110,25 +118,47 @@ class Bench:
     def attempt(self, plan: dict[str, Any] | None) -> Attempt:
         """Start the command once and wait for its end; `plan` is the fault that it meets."""
         self._number += 1
-        plan = {"since": self.place.since, "inside": list(map(str, self.place.tops)), **(plan or {})}
+        plan = {
+            "since": self.place.since,
+            "inside": list(map(str, self.place.tops)),
+            **(plan or {}),
+        }
         traces = self.place.scratch / f"attempt-{self._number}"
         (traces / "processes").mkdir(parents=True)  # where `sitecustomize` notes what fails
         (traces / PLAN_FILE).write_text(json.dumps(plan))
         mark = f"{self.place.scratch.name}-{self._number}"
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
         del environment[OBSERVE_VARIABLE]  # the command may be `holdfast run` itself
-        environment |= {"OBSERVER_OF_HOLDFAST": f"holdfast.chaos.inside:{traces}", "PWD": str(self.place.work)}
+        environment |= {
+            "OBSERVER_OF_HOLDFAST": f"holdfast.chaos.inside:{traces}",
+            "PWD": str(self.place.work),
+        }
         environment["TMPDIR"] = str(self.place.temporary)
         tree = Tree(mark) if self.gets_orphans else None
         began = time.monotonic()
         refuser = Refuser(traces, plan) if "errno" in plan else None
         child = subprocess.Popen(  # noqa: S603 - the user's own command is the point
-            [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid()), self._program, *self._command],
-            cwd=self.place.work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                child_start.__file__,
+                str(os.getpid()),
+                self._program,
+                *self._command,
+            ],
+            cwd=self.place.work,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         # Through a pipe, since a limit on files is none on printing.
-        reader = threading.Thread(target=_copy_output, args=(child.stdout, traces / "output.txt"), daemon=True)
+        reader = threading.Thread(
+            target=_copy_output, args=(child.stdout, traces / "output.txt"), daemon=True
+        )
         reader.start()
         (traces / COMMAND_FILE).write_text(str(child.pid))
         try:
@@ -138,23 +168,35 @@ class Bench:
             reader.join(_KILL_SECONDS)
             if refuser is not None:
                 refuser.close()
-        if shutil.disk_usage(traces).free < _LEAST_FREE_BYTES:  # that would be taken for the training's
+        # That would be taken for the training's
+        if shutil.disk_usage(traces).free < _LEAST_FREE_BYTES:
             fix = f"make room on the disk of {self.place.scratch}, or set TMPDIR to another."
-            raise PolicyError("there is no room left for a trial", limit="it writes there", fix=fix, rule="H730")
+            raise PolicyError(
+                "there is no room left for a trial", limit="it writes there", fix=fix, rule="H730"
+            )
         text = (traces / "output.txt").read_bytes()[-_OUTPUT_BYTES:].decode(errors="replace")
         segments = [_read(path) for path in sorted(traces.glob("*.jsonl"))]
         noted = [*traces.glob("failed.txt"), *traces.glob("processes/failed-*")][:1]
         failed = "".join(each.read_text().strip().rpartition("\n")[2] for each in noted)
         shutil.rmtree(traces, ignore_errors=True)
         return Attempt(
-            status=child.wait(), seconds=seconds, hung=hung, left=left, output=text, segments=segments,
-            failed=failed, refused=0 if refuser is None else refuser.refused,
-        )  # fmt: skip
+            status=child.wait(),
+            seconds=seconds,
+            hung=hung,
+            left=left,
+            output=text,
+            segments=segments,
+            failed=failed,
+            refused=0 if refuser is None else refuser.refused,
+        )
 
     def _wait(
         self, child: subprocess.Popen[bytes], traces: Path, began: float, later: float, number: int
-    ) -> bool:  # fmt: skip
-        """Wait for the command, and send a signal so long after the fault; return whether it hangs."""
+    ) -> bool:
+        """Wait for the command, and send a signal so long after the fault.
+
+        Return whether it hangs.
+        """
         size, since, met = -1, began, math.inf
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -165,10 +207,16 @@ class Bench:
             if found != size:
                 size, since = found, now
                 met = min(met, now) if (traces / MET_FILE).exists() else met
-            if now - since > self.still_seconds or now - began > self.most_seconds or now > self.deadline:
+            if (
+                now - since > self.still_seconds
+                or now - began > self.most_seconds
+                or now > self.deadline
+            ):
                 return True
             if now - met > later:  # what was asked to end is killed, what was stopped goes on
-                whom = child.pid if number == signal.SIGKILL else int((traces / MET_FILE).read_text())
+                whom = (
+                    child.pid if number == signal.SIGKILL else int((traces / MET_FILE).read_text())
+                )
                 signal_all([whom], number)
 
 
@@ -179,7 +227,10 @@ def take_orphans() -> None:
 
 
 def _copy_output(pipe: IO[bytes], path: Path) -> None:
-    """Keep the end of what is printed; where that cannot be written the pipe is read all the same."""
+    """Keep the end of what is printed.
+
+    Where that cannot be written the pipe is read all the same.
+    """
     end = b""
     with pipe, path.open("wb", buffering=0) as file:
         while data := pipe.read(1 << 16):
@@ -193,12 +244,17 @@ def _copy_output(pipe: IO[bytes], path: Path) -> None:
 
 
 def _end(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) -> int:
-    """End what is left of a command; return how many processes did not end with it by themselves."""
+    """End what is left of a command.
+
+    Return how many processes did not end with it by themselves.
+    """
 
     def find() -> set[int]:
         for each in tree.ended_orphans({child.pid}) if tree else ():
             os.waitpid(each, os.WNOHANG)
-        return (marked_processes(mark, [child.pid]) | (tree.processes() if tree else set())) - {child.pid}
+        return (marked_processes(mark, [child.pid]) | (tree.processes() if tree else set())) - {
+            child.pid
+        }
 
     until, ended = time.monotonic() + _LEFT_SECONDS, child.poll() is not None
     while ended and find() and time.monotonic() < until:
@@ -221,21 +277,29 @@ def _read(path: Path) -> Segment:
 
 
 def _is_over(attempt: Attempt, steps: int) -> bool:
-    """Return whether a scheduler would not start the command again: it ended well, and was not only asked to."""
+    """Return whether a scheduler would not start the command again.
+
+    It ended well, and was not only asked to.
+    """
     asked = any(line["act"] == "SIGTERM" for line in attempt.lines("fault"))
     made = max((len(segment.steps) for segment in attempt.segments), default=0)
     return attempt.status == 0 and not attempt.hung and not (asked and made < steps)
 
 
 def carry_out(
-    bench: Bench, plan: dict[str, Any] | None = None, *, restarts: int = 0, steps: int = 0,
-    between: Callable[[Workplace, Sequence[Path]], Path | None] | None = None, then: Sequence[dict[str, Any]] = (),
-) -> Trial:  # fmt: skip
+    bench: Bench,
+    plan: dict[str, Any] | None = None,
+    *,
+    restarts: int = 0,
+    steps: int = 0,
+    between: Callable[[Workplace, Sequence[Path]], Path | None] | None = None,
+    then: Sequence[dict[str, Any]] = (),
+) -> Trial:
     """Carry out one trial from the beginning, with at most so many restarts.
 
-    `steps` are those of the undisturbed run; `between` is given where saves were seen after the first attempt;
-    it returns the file that it damages, or which the second does not read. `then` are plans of the restarts; the last
-    one holds for all that follow.
+    `steps` are those of the undisturbed run; `between` is given where saves were seen after the
+    first attempt; it returns the file that it damages, or which the second does not read. `then`
+    are plans of the restarts; the last one holds for all that follow.
     """
     bench.place.renew()
     attempts, damaged = [bench.attempt(plan)], None
@@ -246,8 +310,16 @@ def carry_out(
     plans = itertools.chain(then, itertools.repeat(then[-1] if then else {}))
     while len(attempts) <= restarts and not _is_over(attempts[-1], steps):
         again = next(plans)
-        attempts.append(bench.attempt({**again, "path": str(damaged)} if damaged and "errno" in again else again))
-        if attempts[-1].status and attempts[-1].output == attempts[-2].output and not attempts[-1].lines("fault"):
+        attempts.append(
+            bench.attempt(
+                {**again, "path": str(damaged)} if damaged and "errno" in again else again
+            )
+        )
+        if (
+            attempts[-1].status
+            and attempts[-1].output == attempts[-2].output
+            and not attempts[-1].lines("fault")
+        ):
             break  # the same end twice: it would go on like that
     read = {Path(line["path"]) for attempt in attempts[1:] for line in attempt.lines("read")}
     return Trial(attempts=attempts, files=set(bench.place.files()), damaged=damaged, read=read)

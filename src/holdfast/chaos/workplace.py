@@ -1,4 +1,7 @@
-"""A place for each trial: a fresh copy of the working directory, so that nothing of the user's is ever changed."""
+"""A place for each trial.
+
+A fresh copy of the working directory, so that nothing of the user's is ever changed.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,15 @@ _NOT_COPIED = _LINKED | _CACHES
 class Workplace:
     """Copies of a working directory, one at a time, always at the same path.
 
-    With `writes`, only these paths, and files and folders of up to 1 MiB, are copied, and all else is linked;
-    without, everything is copied, up to `MOST_BYTES`.
+    With `writes`, only these paths, and files and folders of up to 1 MiB, are copied, and all else
+    is linked; without, everything is copied, up to `MOST_BYTES`.
 
     All are made of one first copy, so that an edit meanwhile is in none of them.
 
     Args:
         origin: The working directory. It is read only.
-        writes: What the training writes: paths in `origin`, or paths elsewhere that do not exist yet.
+        writes: What the training writes: paths in `origin`, or paths elsewhere that do not exist
+            yet.
 
     Raises:
         PolicyError: H730 if there is too much to copy, or a path elsewhere is there already.
@@ -43,18 +47,32 @@ class Workplace:
         self._links = bool(paths)
         for each in filter(Path.exists, self.elsewhere):
             raise PolicyError(
-                f"{str(each)!r} exists", rule="H730",
-                limit="what a training writes outside of the working directory is removed between its trials",
-                fix="let the command write to a path that does not exist yet, or into the working directory.",
-            )  # fmt: skip
+                f"{str(each)!r} exists",
+                rule="H730",
+                limit=(
+                    "what a training writes outside of the working directory is removed between its"
+                    " trials"
+                ),
+                fix=(
+                    "let the command write to a path that does not exist yet, or into the working"
+                    " directory."
+                ),
+            )
         if not writes and _size(self.origin) > MOST_BYTES:
             raise PolicyError(
-                f"the working directory {str(self.origin)!r} holds more than {MOST_BYTES >> 20} MiB", rule="H730",
+                f"the working directory {str(self.origin)!r} holds more than"
+                f" {MOST_BYTES >> 20} MiB",
+                rule="H730",
                 limit="each trial runs in a copy of it, so that nothing of yours is changed",
-                fix="name what the training writes, as in `--writes runs/`: then what else is large is linked.",
-            )  # fmt: skip
+                fix=(
+                    "name what the training writes, as in `--writes runs/`: then what else is large"
+                    " is linked."
+                ),
+            )
         self.scratch = Path(tempfile.mkdtemp(prefix="holdfast-chaos-")).resolve()
-        self.work, self.temporary, self.first = (self.scratch / name for name in ("work", "tmp", "first"))
+        self.work, self.temporary, self.first = (
+            self.scratch / name for name in ("work", "tmp", "first")
+        )
         self.tops = (self.work, self.temporary, *self.elsewhere)
 
     def renew(self) -> None:
@@ -91,14 +109,22 @@ class Workplace:
                 (target / entry.name).symlink_to(path.resolve())
 
     def _link(self, path: Path, target: Path) -> None:
-        """Make a link as it was: one within the directory leads to the copy, any other still to its place."""
+        """Make a link as it was.
+
+        One within the directory leads to the copy, any other still to its place.
+        """
         place = Path(os.path.realpath(path))
-        if place.is_relative_to(self.origin) and not _NOT_COPIED.intersection(place.relative_to(self.origin).parts):
+        if place.is_relative_to(self.origin) and not _NOT_COPIED.intersection(
+            place.relative_to(self.origin).parts
+        ):
             place = self.work / place.relative_to(self.origin)
         target.symlink_to(place)
 
     def word(self, word: str) -> str:
-        """Return a word of the command; what it names in the directory by its whole path is in the copy."""
+        """Return a word of the command.
+
+        What it names in the directory by its whole path is in the copy.
+        """
         place = Path(os.path.realpath(Path(word).parent), Path(word).name)
         if not Path(word).is_absolute() or not place.is_relative_to(self.origin):
             return word
@@ -106,7 +132,9 @@ class Workplace:
         return str(self.work / within) if _NOT_COPIED.isdisjoint(within.parts) else word
 
     def files(self) -> dict[Path, tuple[int, int]]:
-        """Return size and time of change (ns) of each file that may have been written, temporary ones too."""
+        """Return size and time of change (ns) of each file that may have been written, temporary
+        ones too.
+        """
         found = {}
         for path in (path for top in self.tops for path in _files(top)):
             with suppress(OSError):
@@ -135,10 +163,17 @@ def _remove(path: Path) -> None:
     for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
         if (mounted := Path(line.split()[4])).is_relative_to(path):
             raise PolicyError(
-                f"the command has mounted something on {mounted}, and left it so", rule="H730",
-                limit="what it writes is removed between its trials, and what is mounted there might be yours",
-                fix=f"unmount it, remove {path}, and let the command unmount what it mounts, or mount nothing.",
-            )  # fmt: skip
+                f"the command has mounted something on {mounted}, and left it so",
+                rule="H730",
+                limit=(
+                    "what it writes is removed between its trials, and what is mounted there might"
+                    " be yours"
+                ),
+                fix=(
+                    f"unmount it, remove {path}, and let the command unmount what it mounts, or"
+                    " mount nothing."
+                ),
+            )
     if path.is_dir() and not path.is_symlink():
         for folder, folders, _ in os.walk(path):
             for each in (Path(folder) / name for name in folders):

@@ -1,6 +1,9 @@
-"""Work on a checkpoint beside the training: one job in a thread of its own, and what it may do there.
+"""Work on a checkpoint beside the training.
 
-The thread is no daemon: an interpreter that ends waits for it, so a save that was begun is finished. A process that
+One job in a thread of its own, and what it may do there.
+
+The thread is no daemon: an interpreter that ends waits for it, so a save that was begun is
+    finished. A process that
 is forked meanwhile does not have the thread and must not wait for it.
 """
 
@@ -19,8 +22,8 @@ from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.core.threads import start_thread
 
 _Result = TypeVar("_Result")
-# torch splits a reduction of more elements over threads (at::internal::GRAIN_SIZE is 32768): they would be taken from
-# the training, and OpenMP's do not survive a fork of loader workers.
+# torch splits a reduction of more elements over threads (at::internal::GRAIN_SIZE is 32768): they
+# would be taken from the training, and OpenMP's do not survive a fork of loader workers.
 _ELEMENTS = 32_767
 _NAME = "holdfast-writer"
 _LOOK_SECONDS = 0.02
@@ -36,7 +39,9 @@ class Job(Generic[_Result]):
         self._found: list[_Result] = []
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, args=(run,), name=f"{_NAME} {directory}", daemon=False)
+        self._thread = threading.Thread(
+            target=self._work, args=(run,), name=f"{_NAME} {directory}", daemon=False
+        )
         self._pid = os.getpid()
         start_thread(self._thread)
 
@@ -54,9 +59,12 @@ class Job(Generic[_Result]):
         return not self._found and self._error is None and self._thread.is_alive()
 
     def result(self) -> _Result | None:
-        """Wait for the end and return what came of it, or raise it; None in a forked process, which lacks it."""
-        # Not join: an exception of a signal handler in it makes Python 3.11 believe that the thread has ended, and
-        # then the interpreter does not wait for it either.
+        """Wait for the end and return what came of it, or raise it.
+
+        None in a forked process, which lacks it.
+        """
+        # Not join: an exception of a signal handler in it makes Python 3.11 believe that the thread
+        # has ended, and then the interpreter does not wait for it either.
         while self._thread.is_alive() and not self._ended.wait(_LOOK_SECONDS):
             pass
         if self._error is not None:
@@ -74,8 +82,16 @@ def wait_for_jobs(directory: Path) -> None:
                 time.sleep(_LOOK_SECONDS)
 
 
-def nonfinite_copies(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
-    """Return what `nonfinite_tensors` returns for tensors on the host in one piece, with one thread only."""
-    pieces = [(name, piece) for name, tensor in named for piece in torch.split(tensor.reshape(-1), _ELEMENTS)]
+def nonfinite_copies(
+    named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
+) -> tuple[list[str], int]:
+    """Return what `nonfinite_tensors` returns for tensors on the host in one piece, with one
+    thread only.
+    """
+    pieces = [
+        (name, piece)
+        for name, tensor in named
+        for piece in torch.split(tensor.reshape(-1), _ELEMENTS)
+    ]
     bad = list(dict.fromkeys(nonfinite_tensors(pieces, most=len(pieces))[0]))
     return bad[:most], len(bad)

@@ -1,7 +1,10 @@
-"""Host memory that the state is copied into at a boundary, so that it can be written while training goes on.
+"""Host memory that the state is copied into at a boundary, so that it can be written while training
+goes on.
 
-One piece, reused from save to save. Its pages are touched ahead: the first touch of a page costs many times its copy.
-Forked processes do not get it: after a fork each page of it that a save writes to would be copied first, and the old
+One piece, reused from save to save. Its pages are touched ahead: the first touch of a page costs
+    many times its copy.
+Forked processes do not get it: after a fork each page of it that a save writes to would be copied
+    first, and the old
 ones would stay with the loader workers.
 """
 
@@ -22,7 +25,10 @@ Groups = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class HostBuffers:
-    """Memory for the copies of one state, as `needed_bytes` says, pinned for a device; OSError if it is refused."""
+    """Memory for the copies of one state, as `needed_bytes` says, pinned for a device.
+
+    OSError if it is refused.
+    """
 
     def __init__(self, size_bytes: int, *, cuda: torch.device | None = None) -> None:
         self.size_bytes = size_bytes
@@ -34,21 +40,28 @@ class HostBuffers:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def touch(self) -> None:
-        """Make all pages resident, and pin them if that was asked for. May run in another thread, before `fill`."""
+        """Make all pages resident, and pin them if that was asked for.
+
+        May run in another thread, before `fill`.
+        """
         address = self._bytes.data_ptr()
         for begin in range(0, self.size_bytes, _PIECE_BYTES):
             ctypes.memset(address + begin, 0, min(_PIECE_BYTES, self.size_bytes - begin))
         if self._cuda is not None and self.size_bytes:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            with torch.cuda.device(self._cuda):  # in a new thread another one, whose context would take memory there
+            # In a new thread another one, whose context would take memory there
+            with torch.cuda.device(self._cuda):
                 failed = int(runtime.cudaHostRegister(address, self.size_bytes, 0))
             if not failed:  # else copies are slower
                 weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     def fill(self, groups: Groups) -> dict[str, dict[str, torch.Tensor]]:
-        """Return contiguous copies of all tensors, in the same groups; earlier ones are overwritten.
+        """Return contiguous copies of all tensors, in the same groups.
 
-        Cost: one pass over memory. Copies from CUDA devices run side by side, then one event of each device is
+        Earlier ones are overwritten.
+
+        Cost: one pass over memory. Copies from CUDA devices run side by side, then one event of
+            each device is
         waited for; nothing is allocated there but for a tensor that does not lie in one piece.
         """
         position = 0
@@ -58,8 +71,14 @@ class HostBuffers:
             copies[group] = {}
             for name, tensor in tensors.items():
                 place = self._bytes[position : position + tensor.nbytes]
-                copy = place.view(tensor.dtype).view(tensor.shape) if tensor.numel() else torch.empty_like(tensor)
-                copies[group][name] = copy.copy_(tensor, non_blocking=tensor.is_cuda) if tensor.numel() else copy
+                copy = (
+                    place.view(tensor.dtype).view(tensor.shape)
+                    if tensor.numel()
+                    else torch.empty_like(tensor)
+                )
+                copies[group][name] = (
+                    copy.copy_(tensor, non_blocking=tensor.is_cuda) if tensor.numel() else copy
+                )
                 position += _aligned(tensor.nbytes)
                 if tensor.is_cuda:
                     devices.add(tensor.device)
@@ -72,7 +91,9 @@ class HostBuffers:
 
 def needed_bytes(groups: Groups) -> int:
     """Return the bytes that the copies of these tensors take."""
-    return sum(_aligned(tensor.nbytes) for tensors in groups.values() for tensor in tensors.values())
+    return sum(
+        _aligned(tensor.nbytes) for tensors in groups.values() for tensor in tensors.values()
+    )
 
 
 def _aligned(size_bytes: int) -> int:

@@ -1,4 +1,7 @@
-"""Say whether state may be saved as good: no NaN, no Inf in weights, statistics or optimizer state."""
+"""Say whether state may be saved as good.
+
+No NaN, no Inf in weights, statistics or optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ import torch
 from holdfast.checkpoint.kinds import computable
 
 
-def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
-    """Return the names of the tensors that hold NaN or Inf, `most` of them, and how many there are in all.
+def nonfinite_tensors(
+    named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
+) -> tuple[list[str], int]:
+    """Return the names of the tensors that hold NaN or Inf, `most` of them, and how many there are
+    in all.
 
     Cost: reads every tensor once, no temporaries; one host sync for each device.
     """
@@ -27,7 +33,11 @@ def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 
         # The Euclidean norm: on the CPU the largest value takes twenty times as long.
         norms = torch._foreach_norm([tensor for _, tensor in pairs])
         numbers = torch.stack([norm.float() for norm in norms]).tolist()
-        bad += [name for (name, tensor), norm in zip(pairs, numbers, strict=True) if not _is_finite(tensor, norm)]
+        bad += [
+            name
+            for (name, tensor), norm in zip(pairs, numbers, strict=True)
+            if not _is_finite(tensor, norm)
+        ]
     return bad[:most], len(bad)
 
 

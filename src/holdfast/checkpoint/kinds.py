@@ -1,8 +1,9 @@
 """Copy, compare and measure tensors of any dtype and layout.
 
-torch can store some dtypes and layouts but hardly compute with them: float8 has no ``nan_to_num``, complex-half no
-``equal``, sparse tensors no ``nbytes``. Code that handles all tensors of a model uses these functions, which view
-such a tensor as dense integer tensors that share its memory.
+torch can store some dtypes and layouts but hardly compute with them: float8 has no ``nan_to_num``,
+    complex-half no
+``equal``, sparse tensors no ``nbytes``. Code that handles all tensors of a model uses these
+functions, which view such a tensor as dense integer tensors that share its memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ _COMPRESSED = {
     torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
 _WITH_ARITHMETIC = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool}
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+    }
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
 
@@ -33,8 +42,12 @@ STORED_ONLY = frozenset(
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense and of a dtype for which torch has all the usual operations."""
-    return tensor.layout is torch.strided and not tensor.is_nested and tensor.dtype in _WITH_ARITHMETIC
+    """Return whether a tensor is dense and of a dtype for which torch has all the usual
+    operations.
+    """
+    return (
+        tensor.layout is torch.strided and not tensor.is_nested and tensor.dtype in _WITH_ARITHMETIC
+    )
 
 
 def has_no_values(tensor: torch.Tensor) -> str | None:
@@ -54,7 +67,9 @@ def has_no_values(tensor: torch.Tensor) -> str | None:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that make up a tensor and share its memory: for a sparse one, indices and values.
+    """Return the dense tensors that make up a tensor and share its memory.
+
+    For a sparse one, indices and values.
 
     The tensor must be one for which `has_no_values` returns None.
     """
@@ -68,7 +83,10 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor as integers of the same bits. It is a view unless a conjugation is pending."""
+    """Return a dense tensor as integers of the same bits.
+
+    It is a view unless a conjugation is pending.
+    """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -91,11 +109,15 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         return first is second
     if (first.layout, first.dtype, first.shape) != (second.layout, second.dtype, second.shape):
         return False
-    # A tensor that is not coalesced may round later sums differently, so it does not count as the same.
+    # A tensor that is not coalesced may round later sums differently, so it does not count as the
+    # same.
     if first.layout is torch.sparse_coo and first.is_coalesced() != second.is_coalesced():
         return False
     pairs = zip(parts_of(first), parts_of(second), strict=True)
-    return all(part.shape == other.shape and torch.equal(bits_of(part), bits_of(other)) for part, other in pairs)
+    return all(
+        part.shape == other.shape and torch.equal(bits_of(part), bits_of(other))
+        for part, other in pairs
+    )
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -111,7 +133,8 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def computable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of a tensor in a dtype with which torch can compute, or None if there is none.
+    """Return the values of a tensor in a dtype with which torch can compute, or None if there is
+    none.
 
     For a sparse tensor these are its stored values.
     """

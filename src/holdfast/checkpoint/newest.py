@@ -1,4 +1,7 @@
-"""The search for the newest checkpoint that can be trusted, our own and those of frameworks. No torch."""
+"""The search for the newest checkpoint that can be trusted, our own and those of frameworks.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,27 @@ def newest_good(
     complete: bool = False,
     renames: bool = False,
 ) -> Path | None:
-    """Return the first checkpoint that verifies; None if none was ever whole, so that a new start loses nothing.
+    """Return the first checkpoint that verifies.
 
-    One without a manifest is an unfinished one if it is marked so, or if any other has a manifest. Where none was
-    ever sealed, the newest without a mark was written before holdfast came, and is taken as it is.
+    None if none was ever whole, so that a new start loses nothing.
+
+    One without a manifest is an unfinished one if it is marked so, or if any other has a manifest.
+    Where none was ever sealed, the newest without a mark was written before holdfast came, and is
+    taken as it is.
 
     Args:
         candidates: Folders or files, newest first.
-        on_refused: Called with the path of each one before it that is damaged or unfinished, and the reason.
-        complete: Whether their names say that they were whole, so that one without a manifest is damaged.
-        renames: Whether these are moved aside first. Nothing else in this package renames a checkpoint: only bytes
-            that do not match their digests are a reason, never an error of the code that loads them.
+        on_refused: Called with the path of each one before it that is damaged or unfinished, and
+            the reason.
+        complete: Whether their names say that they were whole, so that one without a manifest is
+            damaged.
+        renames: Whether these are moved aside first. Nothing else in this package renames a
+            checkpoint: only bytes that do not match their digests are a reason, never an error of
+            the code that loads them.
 
     Raises:
-        CheckpointError: H312, if one was whole and none verifies, or if one is a link that leads nowhere.
+        CheckpointError: H312, if one was whole and none verifies, or if one is a link that leads
+            nowhere.
         RunDirectoryError: H307, if the system does not let one be read; H303, for a newer format.
     """
     found = list(candidates)
@@ -66,7 +76,10 @@ def newest_good(
 
 
 def _verify_twice(checkpoint: Path) -> None:
-    """Verify, and again where the disk refused to read: that may have been for a moment, and nothing is damaged."""
+    """Verify, and again where the disk refused to read.
+
+    That may have been for a moment, and nothing is damaged.
+    """
     try:
         verify(checkpoint)
     except CheckpointError as error:
@@ -76,7 +89,10 @@ def _verify_twice(checkpoint: Path) -> None:
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return what is in a folder of checkpoints, nothing if it was never made; H312 if it cannot be read."""
+    """Return what is in a folder of checkpoints, nothing if it was never made.
+
+    H312 if it cannot be read.
+    """
     try:
         return list(folder.iterdir())
     except OSError as error:
@@ -86,7 +102,9 @@ def paths_in(folder: Path) -> list[Path]:
 
 
 def move_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that did not verify, so that nobody resumes from it, and return its new path."""
+    """Rename a checkpoint that did not verify, so that nobody resumes from it, and return its
+    new path.
+    """
     target = checkpoint.with_name(DAMAGED + checkpoint.name)
     remove(target)
     return checkpoint.rename(target)
@@ -107,6 +125,9 @@ def out_of_reach(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoints in {path} cannot be reached ({why})",
         limit="a new start without a word would hide their loss, and nothing could be saved",
-        fix="mount the disk, or make it a folder that can be read; to begin anew on purpose, name another one.",
+        fix=(
+            "mount the disk, or make it a folder that can be read; to begin anew on purpose, name"
+            " another one."
+        ),
         rule="H312",
     )

@@ -1,10 +1,14 @@
-"""The checkpoints of a run as folders in one folder: commit, list, find the newest good one, prune. No torch.
+"""The checkpoints of a run as folders in one folder.
 
-    000012-step00000600/           complete: it was renamed to this name after all was verified and flushed
-    .tmp-000013-step00000650/      a save under way, or one that was killed; removed at the next start
-    damaged-000011-step00000550/   did not verify; kept until newer good ones have replaced it
+Commit, list, find the newest good one, prune. No torch.
 
-The rename is the commit: there is no separate pointer that could disagree. The number in front orders them, also
+    000012-step00000600/           complete: it was renamed to this name after all was verified and
+    flushed .tmp-000013-step00000650/      a save under way, or one that was killed; removed at the
+    next start damaged-000011-step00000550/   did not verify; kept until newer good ones have
+    replaced it
+
+The rename is the commit: there is no separate pointer that could disagree. The number in front
+    orders them, also
 after a rollback to a smaller step.
 """
 
@@ -62,12 +66,17 @@ class Store:
         return sorted(found, key=lambda entry: entry.save_id, reverse=True)
 
     def newest_good(
-        self, on_damaged: Callable[[Path, str], None] | None = None, *, before_step: int | None = None
+        self,
+        on_damaged: Callable[[Path, str], None] | None = None,
+        *,
+        before_step: int | None = None,
     ) -> Entry | None:
-        """Return the newest checkpoint that verifies, of at most `before_step` steps; errors as `newest_good`.
+        """Return the newest checkpoint that verifies, of at most `before_step` steps.
 
-        `on_damaged` is called with the path of each damaged one, as it was, and what is wrong; None: nothing is
-        moved.
+        Errors as `newest_good`.
+
+        `on_damaged` is called with the path of each damaged one, as it was, and what is wrong;
+        None: nothing is moved.
         """
 
         def refused(path: Path, why: str) -> None:
@@ -76,7 +85,9 @@ class Store:
 
         entries = {each.path: each for each in self.entries()}
         if before_step is not None:
-            entries = {path: each for path, each in entries.items() if each.global_step <= before_step}
+            entries = {
+                path: each for path, each in entries.items() if each.global_step <= before_step
+            }
         elif not entries and (lost := self.damaged()):
             raise nothing_verifies(self.directory, len(lost), "they were moved aside before")
         try:
@@ -92,10 +103,16 @@ class Store:
         return max((entry.save_id for entry in self.entries() + self.damaged()), default=0) + 1
 
     def begin(self, global_step: int, *, needed_bytes: int = 0) -> tuple[Path, int]:
-        """Make an empty folder for a save, and return it with its number; OSError without so many free bytes."""
+        """Make an empty folder for a save, and return it with its number.
+
+        OSError without so many free bytes.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         if (free := free_bytes(self.directory)) < needed_bytes:
-            raise OSError(f"No space left on device: the checkpoint needs {needed_bytes} bytes and {free} are free")
+            raise OSError(
+                f"No space left on device: the checkpoint needs {needed_bytes} bytes and {free} are"
+                " free"
+            )
         save_id = self.next_save_id()
         draft = self.directory / f"{_TEMPORARY}{save_id:06d}-step{global_step:08d}"
         remove(draft)
@@ -119,14 +136,18 @@ class Store:
                 remove(path)
 
     def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:
-        """Delete all but the newest `keep` checkpoints, never the last good one, and return what was deleted.
+        """Delete all but the newest `keep` checkpoints, never the last good one, and return what
+        was deleted.
 
-        Without one that is `known_good`, verified just now, the kept ones are verified until one is good, and more
-        are kept if none is; H307 if one cannot be read, and nothing is deleted then.
+        Without one that is `known_good`, verified just now, the kept ones are verified until one is
+        good, and more are kept if none is; H307 if one cannot be read, and nothing is deleted then.
         """
         entries = self.entries()
-        # What was changed without a step is saved again; that must not take the place of older steps.
-        replaced = [each for each in entries if known_good in entries and _is_replaced_by(known_good, each)]
+        # What was changed without a step is saved again; that must not take the place of older
+        # steps.
+        replaced = [
+            each for each in entries if known_good in entries and _is_replaced_by(known_good, each)
+        ]
         entries = [each for each in entries if each not in replaced]
         keep = max(keep, 1)
         if known_good not in entries[:keep]:
@@ -137,22 +158,30 @@ class Store:
             surplus += [entry for entry in self.damaged() if entry.save_id < kept[-1].save_id]
         for entry in surplus:
             doomed = entry.path.with_name(f"{_TEMPORARY}doomed-{entry.path.name}")
-            entry.path.rename(doomed)  # first the name: a half-deleted folder must not look complete
+            # First the name: a half-deleted folder must not look complete
+            entry.path.rename(doomed)
             remove(doomed)
         return [entry.path for entry in surplus]
 
 
 def latest(run_dir: str | os.PathLike[str]) -> Entry | None:
-    """Return the newest checkpoint of a run that verifies, which a `Guard` made now would go on from, or None.
+    """Return the newest checkpoint of a run that verifies, which a `Guard` made now would go on
+    from, or None.
 
-    It has ``global_step`` and ``path``, for what a script must know before, such as groups of parameters that were
-    added on the way. Every byte is read, nothing is changed. Raises what `Guard` would: H312, H307, H303.
+    It has ``global_step`` and ``path``, for what a script must know before, such as groups of
+    parameters that were
+    added on the way. Every byte is read, nothing is changed. Raises what `Guard` would: H312, H307,
+        H303.
     """
     return Store(Path(run_dir).expanduser() / "checkpoints").newest_good()
 
 
 def _is_replaced_by(newer: Entry | None, entry: Entry) -> bool:
-    return newer is not None and entry.save_id < newer.save_id and entry.global_step == newer.global_step
+    return (
+        newer is not None
+        and entry.save_id < newer.save_id
+        and entry.global_step == newer.global_step
+    )
 
 
 def _verifies(entry: Entry) -> bool:

@@ -18,7 +18,8 @@ _MOST_CHARACTERS = 400  # of one fact, for people
 def run(
     run_dir: RunDirectory,
     kind: Annotated[
-        list[str] | None, typer.Option("--kind", metavar="KIND", help="Only events of this kind; may be repeated.")
+        list[str] | None,
+        typer.Option("--kind", metavar="KIND", help="Only events of this kind; may be repeated."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -29,13 +30,17 @@ def run(
         found = [each for each in _all(recordings) if not wanted or each.event.kind in wanted]
         unread = list(dict.fromkeys(recordings.missing))  # some rings are read twice
     if as_json:
-        print_json({"run": str(run_dir), "events": [_as_json(each) for each in found], "unread": unread})
+        print_json(
+            {"run": str(run_dir), "events": [_as_json(each) for each in found], "unread": unread}
+        )
         return
     for each in found:
         typer.echo(_line(each))
     if not found:
         kinds = sorted({each.event.kind for each in _all(recordings)})
-        typer.echo(f"no such events; this run has {sanitise(', '.join(kinds)) or 'none at all'}", err=True)
+        typer.echo(
+            f"no such events; this run has {sanitise(', '.join(kinds)) or 'none at all'}", err=True
+        )
     for word in unread:
         typer.echo(f"not read: {sanitise(word)}", err=True)
 
@@ -67,4 +72,7 @@ def _line(seen: EventSeen) -> str:
         for key, value in event.facts().items()
         if value is not None
     )
-    return f"{when}  {sanitise(seen.source)}  [step {event.global_step}] {sanitise(event.kind)}  {facts}"
+    return (
+        f"{when}  {sanitise(seen.source)}  [step {event.global_step}] {sanitise(event.kind)} "
+        f" {facts}"
+    )

@@ -1,4 +1,7 @@
-"""`holdfast explain H101|RUN|LOG`: what an error means, or why a run ended, from its directory or from a bare log."""
+"""`holdfast explain H101|RUN|LOG`.
+
+What an error means, or why a run ended, from its directory or from a bare log.
+"""
 
 from __future__ import annotations
 
@@ -42,22 +45,29 @@ def run(
         typer.Argument(
             metavar="[RULE|RUN|LOG]",
             autocompletion=_rules,
-            help="Id at the end of an error, such as H101; a run directory; a log file, or - for standard input. "
-            "None lists all rules.",
+            help=(
+                "Id at the end of an error, such as H101; a run directory; a log file, or - for"
+                " standard input. "
+                "None lists all rules."
+            ),
         ),
     ] = None,
     attempt: Annotated[
         int | None,
-        typer.Option(min=0, help="Of a run that was restarted: the attempt, from 0; the newest by default."),
+        typer.Option(
+            min=0, help="Of a run that was restarted: the attempt, from 0; the newest by default."
+        ),
     ] = None,
     status: Annotated[
-        int | None, typer.Option(help="Of a log: the exit status that its command ended with, if you know it.")
+        int | None,
+        typer.Option(help="Of a log: the exit status that its command ended with, if you know it."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Explain a rule, or why a run ended.
 
-    Exit codes for a run or a log: 0 it ended well, 10 and above the class of the cause, 2 wrong use.
+    Exit codes for a run or a log: 0 it ended well, 10 and above the class of the cause, 2 wrong
+        use.
     """
     with failing_clearly(as_json=as_json):
         if what is None:
@@ -127,15 +137,20 @@ def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
     raise PolicyError(
         f"{what!r} is not there",
         limit="`holdfast explain` takes the id of a rule, a run directory or a log file",
-        fix=f"did you mean {near}?"
-        if near
-        else "check the path; runs/last is the newest run of `holdfast run` here.",
+        fix=(
+            f"did you mean {near}?"
+            if near
+            else "check the path; runs/last is the newest run of `holdfast run` here."
+        ),
         rule="H732",
     )
 
 
 def _colour(verdict: Verdict) -> str:
-    """Return the colour of a title: green only of a run that learned and that nothing speaks against."""
+    """Return the colour of a title.
+
+    Green only of a run that learned and that nothing speaks against.
+    """
     if verdict.cause == UNJUDGED.id:
         return "default"
     if verdict.family == "ended well":
@@ -144,18 +159,26 @@ def _colour(verdict: Verdict) -> str:
 
 
 def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
-    """Print a verdict for people; nothing in it is taken for markup or for commands of the terminal."""
+    """Print a verdict for people.
+
+    Nothing in it is taken for markup or for commands of the terminal.
+    """
     well = verdict.family == "ended well"
     nothing_to_do = verdict.fix == WELL.fix or verdict.cause == UNJUDGED.id
     colour = _colour(verdict)
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
     out.print(Text.assemble((title, f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"))
-    if not (well and nothing_to_do):  # for whoever reads no further: one line of evidence, and one to act on
-        for exhibit in [each for each in verdict.evidence if not well or each.source != "exit status"][:1]:
+    # For whoever reads no further: one line of evidence, and one to act on
+    if not (well and nothing_to_do):
+        for exhibit in [
+            each for each in verdict.evidence if not well or each.source != "exit status"
+        ][:1]:
             line, *more = exhibit.text.split("\n")
             line += f" {more[0].strip()}" if more and line.endswith(":") else ""
             words = verdict.where if line.startswith(verdict.title.removesuffix("...")) else line
-            out.print(Text(f"Seen: {words} ({exhibit.source})" if words else f"Seen: {exhibit.source}"))
+            out.print(
+                Text(f"Seen: {words} ({exhibit.source})" if words else f"Seen: {exhibit.source}")
+            )
         sentence = _SENTENCE_END.split(verdict.fix, maxsplit=1)[0]
         out.print(Text(f"Do: {textwrap.shorten(sentence, _MOST_TO_DO, placeholder=' ...')}"))
     sure = how_sure(verdict)
@@ -165,7 +188,9 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
         out.print(Text("\nEvidence", style="bold"))
         for exhibit in verdict.evidence:
             rank = f", rank {exhibit.rank}" if exhibit.rank is not None else ""
-            out.print(Padding(Text(f"{exhibit.role}: {exhibit.source}{rank}", style="dim"), (0, 0, 0, 2)))
+            out.print(
+                Padding(Text(f"{exhibit.role}: {exhibit.source}{rank}", style="dim"), (0, 0, 0, 2))
+            )
             out.print(Padding(Text(exhibit.text), (0, 0, 0, 4)))
     _section(out, "What to change", [verdict.fix])
     if verdict.changes:

@@ -1,4 +1,7 @@
-"""`holdfast checkpoints` and `holdfast quarantine`: what a guard keeps in its run directory. Without torch."""
+"""`holdfast checkpoints` and `holdfast quarantine`: what a guard keeps in its run directory.
+
+Without torch.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +34,35 @@ _RunDir = Annotated[Path, typer.Argument(help="Directory that was given to Guard
 
 def checkpoints(
     run_dir: _RunDir,
-    verify: Annotated[bool, typer.Option("--verify", help="Check every byte of every checkpoint.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every byte of every checkpoint.")
+    ] = False,
     export: Annotated[
-        Path | None, typer.Option(help="Write the newest weights (of RUN/best/NAME the best) to a safetensors file.")
+        Path | None,
+        typer.Option(
+            help="Write the newest weights (of RUN/best/NAME the best) to a safetensors file."
+        ),
     ] = None,
-    export_averaged: Annotated[Path | None, typer.Option(help="Write its averaged weights to this one.")] = None,
+    export_averaged: Annotated[
+        Path | None, typer.Option(help="Write its averaged weights to this one.")
+    ] = None,
     step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run, newest first; with --verify check them; with --export take the weights out."""
+    """List the checkpoints of a run, newest first; with --verify check them.
+
+    With --export take the weights out.
+    """
     with failing_clearly(as_json=as_json):
         store = store_of(run_dir)
         entries = store.entries()
         if step is not None and export is export_averaged is None:
-            raise PolicyError("--step without --export", limit="nothing is written", fix="add --export.", rule="H105")
+            raise PolicyError(
+                "--step without --export",
+                limit="nothing is written",
+                fix="add --export.",
+                rule="H105",
+            )
         for path, averaged in ((export, False), (export_averaged, True)):
             if path is not None:
                 from holdfast.checkpoint import saver  # loads torch
@@ -62,7 +80,10 @@ def checkpoints(
                 described.append(_checkpoint_row(entry, verify=verify))
         # A run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
-        rows += [_checkpoint_row(entry, verify=False, status="damaged, moved aside") for entry in store.damaged()]
+        rows += [
+            _checkpoint_row(entry, verify=False, status="damaged, moved aside")
+            for entry in store.damaged()
+        ]
         if (best := best_in(run_dir)) is not None:
             rows = [{**row, "best": row["global_step"] == best} for row in rows]
     if as_json:
@@ -80,9 +101,20 @@ def _to_export(store: Store, step: int | None) -> Entry:
         steps[step].verify()
     found = store.newest_good() if step is None else steps.get(step)
     if found is None:
-        which = "" if step is None else f" of step {step}" if step != -1 else " that its best.json calls the best"
+        which = (
+            ""
+            if step is None
+            else f" of step {step}"
+            if step != -1
+            else " that its best.json calls the best"
+        )
         what, there = f"{store.directory} has no checkpoint{which}", ", ".join(map(str, steps))
-        raise PolicyError(what, limit=f"steps there: {there or 'none'}", fix="name another, by --step.", rule="H105")
+        raise PolicyError(
+            what,
+            limit=f"steps there: {there or 'none'}",
+            fix="name another, by --step.",
+            rule="H105",
+        )
     return found
 
 
@@ -91,19 +123,31 @@ def store_of(run_dir: Path) -> Store:
     store = Store(run_dir / "checkpoints")
     if not store.directory.is_dir() and not (run_dir / "recorder").is_dir():
         run = open_recordings(run_dir)
-        guards = run.guards([event for folder, _ in run.processes() for event in run.events(folder)])
+        guards = run.guards(
+            [event for folder, _ in run.processes() for event in run.events(folder)]
+        )
         there = " or ".join(sorted({shlex.quote(str(folder.parent.parent)) for folder in guards}))
         raise PolicyError(
             f"{run_dir} is a directory of `holdfast run`, not of a Guard",
-            limit="checkpoints and quarantined samples lie in the directory that was given to Guard",
-            fix=f"pass {there}." if there else f"there was no Guard. `holdfast explain {run_dir}` says how it ended.",
+            limit=(
+                "checkpoints and quarantined samples lie in the directory that was given to Guard"
+            ),
+            fix=(
+                f"pass {there}."
+                if there
+                else f"there was no Guard. `holdfast explain {run_dir}` says how it ended."
+            ),
             rule="H731",
         )
     return store
 
 
 def _checkpoint_row(entry: Entry, *, verify: bool, status: str = "complete") -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": entry.path.name, "global_step": entry.global_step, "status": status}
+    facts: dict[str, Any] = {
+        "name": entry.path.name,
+        "global_step": entry.global_step,
+        "status": status,
+    }
     try:
         manifest = entry.verify() if verify else read_manifest(entry.path)
     except RunDirectoryError as error:
@@ -115,7 +159,11 @@ def _checkpoint_row(entry: Entry, *, verify: bool, status: str = "complete") -> 
         reason = error.what.partition(": ")[2] or error.what
         return facts if status != "complete" else {**facts, "status": f"damaged: {reason}"}
     saved = datetime.fromtimestamp(manifest.unix_seconds, UTC).isoformat(timespec="seconds")
-    facts |= {"size_bytes": manifest.size_bytes(), "saved": saved, "written_by": manifest.written_by}
+    facts |= {
+        "size_bytes": manifest.size_bytes(),
+        "saved": saved,
+        "written_by": manifest.written_by,
+    }
     return {**facts, "status": "verified"} if verify else facts
 
 
@@ -135,14 +183,19 @@ def _print_checkpoints(rows: list[dict[str, Any]]) -> None:
 
 def quarantine(
     run_dir: _RunDir,
-    evidence: Annotated[bool, typer.Option("--evidence", help="Print all of it, not its last line.")] = False,
+    evidence: Annotated[
+        bool, typer.Option("--evidence", help="Print all of it, not its last line.")
+    ] = False,
     release: Annotated[
-        list[str] | None, typer.Option("--release", metavar="SAMPLE", help="Release this one; may be repeated.")
+        list[str] | None,
+        typer.Option("--release", metavar="SAMPLE", help="Release this one; may be repeated."),
     ] = None,
     release_all: Annotated[bool, typer.Option("--release-all", help="Release all.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the samples that a run has quarantined, with the evidence, and release them: the run reads them again.
+    """List the samples that a run has quarantined, with the evidence, and release them.
+
+    The run reads them again.
 
     Exit code 0: done. 2: it could not be done.
     """
@@ -150,14 +203,20 @@ def quarantine(
         if not (run_dir / FILE_NAME).exists():
             store_of(run_dir)
         with contextlib.ExitStack() as stack:
-            if release or release_all:  # a live run would write its own ledger over what is released
+            # A live run would write its own ledger over what is released
+            if release or release_all:
                 directory = RunDirectory(run_dir)
                 directory.acquire()
                 stack.callback(directory.release)
-            ledger = Ledger(sys.maxsize, None, time.time)  # what the run allows does not matter here
+            # What the run allows does not matter here
+            ledger = Ledger(sys.maxsize, None, time.time)
             ledger.keep_in(run_dir / FILE_NAME)
             held = [entry for entry in ledger if not entry.released]
-            wanted = [each.index for each in held] if release_all else _named(held, release or [], run_dir)
+            wanted = (
+                [each.index for each in held]
+                if release_all
+                else _named(held, release or [], run_dir)
+            )
             released = [plain(index) for index in ledger.release(wanted)]
     rows = [_sample_row(entry) for entry in ledger]
     if as_json:
@@ -172,28 +231,47 @@ def _named(held: list[Quarantined], names: list[str], run_dir: Path) -> list[Any
     for name in names:
         if name not in printed:
             there = ", ".join(printed[:10]) + (", ..." if len(printed) > 10 else "")
-            what, limit = f"sample {name!r} is not quarantined in {run_dir}", f"quarantined there: {there or 'none'}"
+            what, limit = (
+                f"sample {name!r} is not quarantined in {run_dir}",
+                f"quarantined there: {there or 'none'}",
+            )
             fix = f"pass a name as `holdfast quarantine {run_dir}` prints it."
             raise PolicyError(what, limit=limit, fix=fix, rule="H710")
     return [each.index for each, name in zip(held, printed, strict=True) if name in names]
 
 
 def _sample_row(entry: Quarantined) -> dict[str, Any]:
-    row = dataclasses.asdict(entry) | {"index": plain(entry.index), "found": moment(entry.unix_seconds)}
+    row = dataclasses.asdict(entry) | {
+        "index": plain(entry.index),
+        "found": moment(entry.unix_seconds),
+    }
     del row["unix_seconds"]
     return row
 
 
-def _print_samples(rows: list[dict[str, Any]], released: list[int | str], *, evidence: bool) -> None:
+def _print_samples(
+    rows: list[dict[str, Any]], released: list[int | str], *, evidence: bool
+) -> None:
     table = Table("sample", "kind", "from epoch", "found (UTC)", "state", "evidence")
     for row in rows:
         state = "released" if row["released"] else "quarantined"
-        cells = [str(row["index"]), row["kind"], str(row["epoch"]), row["found"], state, last_line(row["evidence"])]
-        table.add_row(*(Text(sanitise(cell)) for cell in cells))  # not str: brackets in it are no markup
+        cells = [
+            str(row["index"]),
+            row["kind"],
+            str(row["epoch"]),
+            row["found"],
+            state,
+            last_line(row["evidence"]),
+        ]
+        # Not str: brackets in it are no markup
+        table.add_row(*(Text(sanitise(cell)) for cell in cells))
     if rows:
         console().print(table)
     for row in rows if evidence else []:
-        text = f"\nsample {row['index']}, {row['kind']}:\n{textwrap.indent(row['evidence'].strip(), '  ')}"
+        text = (
+            f"\nsample {row['index']},"
+            f" {row['kind']}:\n{textwrap.indent(row['evidence'].strip(), '  ')}"
+        )
         typer.echo(sanitise(text, most=10_000, lines=True))
     for name in released:
         typer.echo(sanitise(f"released {name}"))

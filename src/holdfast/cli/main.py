@@ -14,11 +14,20 @@ if TYPE_CHECKING:
     import typer
 
 COMMANDS = {
-    "run": "run:run", "watch": "views:watch", "attach": "attach:run", "explain": "explain:run",
-    "report": "views:report", "events": "events:run", "metrics": "views:metrics", "plan": "plan:run",
-    "compare": "views:compare", "checkpoints": "guard_directory:checkpoints",
-    "quarantine": "guard_directory:quarantine", "doctor": "doctor:run", "chaos": "chaos:run",
-}  # fmt: skip
+    "run": "run:run",
+    "watch": "views:watch",
+    "attach": "attach:run",
+    "explain": "explain:run",
+    "report": "views:report",
+    "events": "events:run",
+    "metrics": "views:metrics",
+    "plan": "plan:run",
+    "compare": "views:compare",
+    "checkpoints": "guard_directory:checkpoints",
+    "quarantine": "guard_directory:quarantine",
+    "doctor": "doctor:run",
+    "chaos": "chaos:run",
+}
 """Of each command the module and the function."""
 _COMPLETING = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # in which a shell says what is typed so far
 _READER_GONE = 141  # see ``output``
@@ -28,17 +37,24 @@ _SETTINGS = {
 
 
 def make_app(*only: str) -> typer.Typer:
-    """Return the command line, with these commands or with all: importing all takes longer than most of them."""
+    """Return the command line, with these commands or with all.
+
+    Importing all takes longer than most of them.
+    """
     import typer
 
     app = typer.Typer(
-        help="Keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.\n\n"
-        "Exit codes: 0 done, 1 a check failed, 2 wrong use or an error; `run` passes on that of its command, and "
-        "`explain` has one for each class of causes.",
+        help=(
+            "Keeps PyTorch training alive, correct and inside its memory, and says why when it"
+            " cannot.\n\nExit codes: 0 done, 1 a check failed, 2 wrong use or an error; `run`"
+            " passes on that of its command, and `explain` has one for each class of causes."
+        ),
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    option = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version.")
+    option = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    )
 
     @app.callback()
     def _options(version: bool = option) -> None:
@@ -65,7 +81,8 @@ class _Stream(io.FileIO):
             return super().write(data)
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # what is still in a buffer goes there, without a word at the end
+            # What is still in a buffer goes there, without a word at the end
+            os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             raise SystemExit(_READER_GONE) from None  # no `Exception`, which many places catch
 
@@ -73,7 +90,8 @@ class _Stream(io.FileIO):
 def _leave_when_nobody_reads() -> None:
     """Let this process end quietly once a reader of its output has closed the pipe.
 
-    The signal itself stays off: it would also end a command when a connection or a child of its own goes.
+    The signal itself stays off: it would also end a command when a connection or a child of its own
+        goes.
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
@@ -83,9 +101,12 @@ def _leave_when_nobody_reads() -> None:
         raw = _Stream(old.fileno(), "w", closefd=False)
         buffered = raw if old.write_through else io.BufferedWriter(raw)
         new = io.TextIOWrapper(
-            cast("Any", buffered), old.encoding, old.errors, line_buffering=old.line_buffering,
+            cast("Any", buffered),
+            old.encoding,
+            old.errors,
+            line_buffering=old.line_buffering,
             write_through=old.write_through,
-        )  # fmt: skip
+        )
         setattr(sys, name, new)
 
 
@@ -103,7 +124,9 @@ def main() -> None:
             from holdfast.cli import output
 
             output.keep_stdout_for_json()
-        typed = next((os.environ[name].split()[1:] for name in _COMPLETING if name in os.environ), words)
+        typed = next(
+            (os.environ[name].split()[1:] for name in _COMPLETING if name in os.environ), words
+        )
         status = make_app(*[name for name in typed[:1] if name in COMMANDS])(
             words or ["--help"], standalone_mode=False
         )

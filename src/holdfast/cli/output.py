@@ -3,7 +3,8 @@
 0  done, and every check held
 1  done, and a check failed: a damaged checkpoint, a broken promise
 2  wrong use, or an error that kept the command from its work
-141  whoever read the output has closed it (`| head`): as a shell says it of any program that SIGPIPE ended
+141  whoever read the output has closed it (`| head`): as a shell says it of any program that
+    SIGPIPE ended
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ CHECK_FAILED = 1
 ERROR = 2
 _WIDTH = 150  # of tables in a file or a pipe, which have no width
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines, and nothing else on stdout.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON for machines, and nothing else on stdout.")
+]
 _json_descriptors: list[int] = []
 
 
@@ -47,7 +50,10 @@ def print_json(value: Any) -> None:
 
 
 def keep_stdout_for_json() -> None:
-    """Let nothing but `print_json` write to stdout: what else this process or a child of it prints goes to stderr."""
+    """Let nothing but `print_json` write to stdout.
+
+    What else this process or a child of it prints goes to stderr.
+    """
     _json_descriptors.append(os.dup(1))
     os.dup2(2, 1)
 
@@ -66,7 +72,10 @@ def paged() -> Iterator[Console]:
 
 @contextlib.contextmanager
 def working(words: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal, on stderr, that something is going on; what is yielded takes other words for it."""
+    """Show on a terminal, on stderr, that something is going on.
+
+    What is yielded takes other words for it.
+    """
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -74,12 +83,16 @@ def working(words: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/last.")]
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/last.")
+]
 
 
 @contextlib.contextmanager
 def failing_clearly(*, as_json: bool) -> Iterator[None]:
-    """Turn an error of holdfast or of the system into a message and exit code 2, never a traceback."""
+    """Turn an error of holdfast or of the system into a message and exit code 2, never a
+    traceback.
+    """
     try:
         yield
     except (HoldfastError, OSError) as error:
@@ -91,14 +104,31 @@ def print_error(error: Exception, *, as_json: bool) -> None:
     """Print an error: as JSON on stdout or as text on stderr."""
     facts = {"rule": None, "what": str(error), "limit": None, "fix": None}
     if isinstance(error, OSError):
-        error = PolicyError(str(error), limit="the system refuses it", fix="correct it or pass another.", rule="H704")
+        error = PolicyError(
+            str(error),
+            limit="the system refuses it",
+            fix="correct it or pass another.",
+            rule="H704",
+        )
     if isinstance(error, HoldfastError):
         facts = {name: getattr(error, name) for name in facts}
     elif hasattr(error, "format_message"):  # wrong use, as typer finds it
         context = getattr(error, "ctx", None)
-        path, usage = (context.command_path, context.get_usage()) if context else ("holdfast", "holdfast COMMAND")
-        limit, fix = " ".join(usage.split()).removeprefix("Usage: "), f"`{path} --help` says what it takes."
-        facts = {"rule": "H105", "what": error.format_message(), "limit": f"it is used as `{limit}`", "fix": fix}
+        path, usage = (
+            (context.command_path, context.get_usage())
+            if context
+            else ("holdfast", "holdfast COMMAND")
+        )
+        limit, fix = (
+            " ".join(usage.split()).removeprefix("Usage: "),
+            f"`{path} --help` says what it takes.",
+        )
+        facts = {
+            "rule": "H105",
+            "what": error.format_message(),
+            "limit": f"it is used as `{limit}`",
+            "fix": fix,
+        }
     else:
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
@@ -108,4 +138,5 @@ def print_error(error: Exception, *, as_json: bool) -> None:
         return
     fix = f"\nFix: {facts['fix']}" if facts["fix"] else ""
     text = str(error) if isinstance(error, HoldfastError) else f"error: {facts['what']}{fix}"
-    print(sanitise(text, most=20_000, lines=True), file=sys.stderr)  # it may quote what others have written
+    # It may quote what others have written
+    print(sanitise(text, most=20_000, lines=True), file=sys.stderr)

@@ -1,4 +1,7 @@
-"""`holdfast plan FACTORY --device NAME`: what fits a GPU, and the fastest plan that does, without having one."""
+"""`holdfast plan FACTORY --device NAME`.
+
+What fits a GPU, and the fastest plan that does, without having one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,14 @@ from holdfast.core.errors import OutOfMemoryError, PolicyError
 from holdfast.core.files import SHARED
 from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device
 from holdfast.forecast.plan.fit import UNMEASURED_MARGIN_SHARE
-from holdfast.forecast.plan.forecasting import DevicePlan, Forecast, Order, Verification, has_bf16, make_forecast
+from holdfast.forecast.plan.forecasting import (
+    DevicePlan,
+    Forecast,
+    Order,
+    Verification,
+    has_bf16,
+    make_forecast,
+)
 from holdfast.forecast.plan.planning import Row, with_relative_times
 from holdfast.forecast.trace.events import Assumption, shares_of
 
@@ -28,40 +38,54 @@ _COLUMNS = ("precision", "recompute", "micro-batch", "peak", "margin", "time")
 """Of the table; the first two are words, the others figures."""
 
 _LEGEND = (
-    "micro-batch: the largest that fits, in samples. peak: what the process takes of the device, context included;"
-    " the margin is kept free beside it. time: for a sample, as a multiple of the fastest, from the device's rates."
+    "micro-batch: the largest that fits, in samples. peak: what the process takes of the device,"
+    " context included; the margin is kept free beside it. time: for a sample, as a multiple of the"
+    " fastest, from the device's rates."
 )
 
 Factory = Annotated[
     str,
     typer.Argument(
-        help='module:function or file.py:function. It returns {"model", "optimizer", "loss_fn", "batch"}:'
-        ' loss_fn(batch) or loss_fn(model, batch); or "step" in place of "loss_fn": step(batch), step(model, batch)'
-        " or step(guard, batch), with any number of samples."
+        help=(
+            'module:function or file.py:function. It returns {"model", "optimizer", "loss_fn",'
+            ' "batch"}: loss_fn(batch) or loss_fn(model, batch); or "step" in place of "loss_fn":'
+            " step(batch), step(model, batch) or step(guard, batch), with any number of samples."
+        )
     ),
 ]
 Devices = Annotated[
-    list[str], typer.Option(metavar="NAME", help="A GPU such as T4, or a size such as 24GiB; repeatable.")
+    list[str],
+    typer.Option(metavar="NAME", help="A GPU such as T4, or a size such as 24GiB; repeatable."),
 ]
 GlobalBatchSize = Annotated[
     int | None,
-    typer.Option(min=1, max=2**31, metavar="N", help="Samples of one optimizer step; else what fits at once."),
+    typer.Option(
+        min=1, max=2**31, metavar="N", help="Samples of one optimizer step; else what fits at once."
+    ),
 ]
 Precisions = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Of fp32, bf16, fp16, what you have now first; else fp32 and bf16, or fp16 where there is no bf16.",
+        help=(
+            "Of fp32, bf16, fp16, what you have now first; else fp32 and bf16, or fp16 where there"
+            " is no bf16."
+        ),
     ),
 ]
 Margin = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="What to keep free, such as 1GiB; else 10 % of an H100 SXM or H200, and 22 % of any other device.",
+        help=(
+            "What to keep free, such as 1GiB; else 10 % of an H100 SXM or H200, and 22 % of any"
+            " other device."
+        ),
     ),
 ]
-Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")]
+Out = Annotated[
+    Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")
+]
 
 
 def run(
@@ -74,9 +98,12 @@ def run(
     verify: Annotated[bool, typer.Option(help="Trace the recommended plan once more.")] = True,
     json: Json = False,
 ) -> None:
-    """Say what fits a GPU that you need not have: micro-batch, peak and who owns it, relative time, and what to take.
+    """Say what fits a GPU that you need not have.
 
-    Your build() and one step run on tensors without data, in a process of their own. Exit code 0: a plan fits each
+    Micro-batch, peak and who owns it, relative time, and what to take.
+
+    Your build() and one step run on tensors without data, in a process of their own. Exit code 0: a
+    plan fits each
     device. 1: on one of them nothing does. 2: the forecast could not be made.
     """
     with failing_clearly(as_json=json):
@@ -108,7 +135,9 @@ def run(
 
 
 def _check_out(out: Path | None, devices: int) -> None:
-    """Find out before a minute of work whether the plan can be written, or raise H421 or an OSError."""
+    """Find out before a minute of work whether the plan can be written, or raise H421 or an
+    OSError.
+    """
     if out is not None and devices > 1:
         raise _wrong(f"--out for {devices} devices", "a policy is for one", "name one --device.")
     if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
@@ -121,14 +150,18 @@ def _read_precisions(text: str | None, devices: Iterable[Device]) -> tuple[str, 
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     if not names or not set(names) <= set(_PRECISIONS):
         known = ", ".join(_PRECISIONS)
-        raise _wrong(f"--precision {text!r}", f"it is a list of {known}", "write --precision fp32,bf16.")
+        raise _wrong(
+            f"--precision {text!r}", f"it is a list of {known}", "write --precision fp32,bf16."
+        )
     return names
 
 
 def _read_margin(text: str | None) -> int | None:
     size = None if text is None else bytes_in(text)
     if text is not None and size is None:
-        raise _wrong(f"--margin {text!r}", "it is a number with GiB, GB, MiB or MB", "write --margin 1GiB.")
+        raise _wrong(
+            f"--margin {text!r}", "it is a number with GiB, GB, MiB or MB", "write --margin 1GiB."
+        )
     return size
 
 
@@ -136,7 +169,8 @@ def _wrong(what: str, limit: str, fix: str) -> PolicyError:
     return PolicyError(what, limit=limit, fix=fix, rule="H421")
 
 
-# --- how a forecast is printed: tables for people, JSON for machines, YAML for `Policy.from_yaml` -----------
+# --- how a forecast is printed: tables for people, JSON for machines, YAML for `Policy.from_yaml`
+# -----------
 
 
 def print_forecast(forecast: Forecast) -> None:
@@ -169,11 +203,16 @@ def _print_owners(plan: DevicePlan) -> None:
     row = plan.shown
     shares = shares_of(plan.trace)
     size = max(1, row.micro_batch_size)
-    peak, samples = _gib(sum(shares["owners"].values())), "1 sample" if size == 1 else f"{size} samples"
+    peak, samples = (
+        _gib(sum(shares["owners"].values())),
+        "1 sample" if size == 1 else f"{size} samples",
+    )
     typer.echo(f"Who owns the peak of {peak} that tensors hold ({_named(row)}, {samples})")
     groups = (("", shares["owners"]), ("modules", shares["modules"]), ("lines", shares["lines"]))
     for title, sizes in groups:
-        words = ", ".join(f"{name} {_gib(count)}" for name, count in sizes.items() if count >= GIB / 1000)
+        words = ", ".join(
+            f"{name} {_gib(count)}" for name, count in sizes.items() if count >= GIB / 1000
+        )
         if words:
             typer.echo(f"  {title + ': ' if title else ''}{words}")
     typer.echo("")
@@ -186,7 +225,10 @@ def _print_plan(plan: DevicePlan) -> None:
         return
     policy = ", ".join(f"{name}={value!r}" for name, value in row.policy().items())
     typer.echo(f"Take on {row.device}: {_what_to_take(row)}\n  Policy({policy})")
-    for text in (_margin_of(plan), "" if plan.verification is None else _verified(plan.verification)):
+    for text in (
+        _margin_of(plan),
+        "" if plan.verification is None else _verified(plan.verification),
+    ):
         if text:
             typer.echo(f"  {text}")
     typer.echo("")
@@ -204,7 +246,11 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
     return {
         "factory": order.factory,
         "global_batch_size": order.global_batch_size,
-        "rows": [_row(row, relative) for plan in forecast.plans for row, relative in with_relative_times(plan.rows)],
+        "rows": [
+            _row(row, relative)
+            for plan in forecast.plans
+            for row, relative in with_relative_times(plan.rows)
+        ],
         "devices": [_device(plan) for plan in forecast.plans],
         "traced": {
             precision: {
@@ -241,8 +287,11 @@ def _device(plan: DevicePlan) -> dict[str, Any]:
 
 
 def as_yaml(forecast: Forecast) -> str:
-    """Return the first device's plan for `Policy.from_yaml`; what it is a plan for stands in comments."""
-    (plan, *_) = forecast.plans
+    """Return the first device's plan for `Policy.from_yaml`.
+
+    What it is a plan for stands in comments.
+    """
+    plan, *_ = forecast.plans
     row = plan.best
     assert row is not None
     lines = [_command_of(forecast.order), f"a forecast: {_what_to_take(row)}"]
@@ -270,7 +319,11 @@ def _sources(plan: DevicePlan) -> str:
         "context": f"context {_gib(device.context_bytes)}",
         "rates": "rates",
     }
-    return "; ".join(f"{text} ({device.sources[name]})" for name, text in figures.items() if name in device.sources)
+    return "; ".join(
+        f"{text} ({device.sources[name]})"
+        for name, text in figures.items()
+        if name in device.sources
+    )
 
 
 def _named(row: Row) -> str:
@@ -285,27 +338,38 @@ def _gib(size: float) -> str:
 
 def _command_of(order: Order) -> str:
     """Return the command that makes a forecast again."""
-    asked = [f"holdfast plan {order.factory}", *(f'--device "{device.name}"' for device in order.devices)]
+    asked = [
+        f"holdfast plan {order.factory}",
+        *(f'--device "{device.name}"' for device in order.devices),
+    ]
     asked.append(f"--precision {','.join(order.precisions)}")
-    asked += [] if order.global_batch_size is None else [f"--global-batch-size {order.global_batch_size}"]
+    asked += (
+        []
+        if order.global_batch_size is None
+        else [f"--global-batch-size {order.global_batch_size}"]
+    )
     asked += [] if order.margin_bytes is None else [f"--margin {order.margin_bytes / 2**20:g}MiB"]
     return " ".join(asked)
 
 
 def _margin_of(plan: DevicePlan) -> str:
-    """Return what a plan's margin covers; empty where it was asked for, or is what was measured on this device."""
+    """Return what a plan's margin covers.
+
+    Empty where it was asked for, or is what was measured on this device.
+    """
     if plan.question.margin_bytes is not None:
         return ""
     covered = []
     if not plan.question.device.is_measured:
         covered.append(
-            "no forecast was measured on this device: its margin covers the context of other drivers and builds, "
-            f"cuDNN, and fragmentation, in all a forecast that is {UNMEASURED_MARGIN_SHARE:.0%} too low"
+            "no forecast was measured on this device: its margin covers the context of other"
+            " drivers and builds, cuDNN, and fragmentation, in all a forecast that is"
+            f" {UNMEASURED_MARGIN_SHARE:.0%} too low"
         )
     if plan.trace.uncalibrated_bytes:
         covered.append(
-            f"of its margin {_gib(plan.trace.uncalibrated_bytes)} are for what operators may allocate while they run "
-            "and no table knows"
+            f"of its margin {_gib(plan.trace.uncalibrated_bytes)} are for what operators may"
+            " allocate while they run and no table knows"
         )
     return "; ".join([*covered, "--margin SIZE sets another"]) if covered else ""
 
@@ -322,9 +386,10 @@ def _what_is_missing(plan: DevicePlan) -> str:
     needed = device.usable_bytes + row.missing_bytes
     return _no_plan(
         f"Nothing fits {device.name}, not even one sample",
-        f"it has {_gib(device.usable_bytes)}, and what needs least ({_named(row)}) needs {_gib(needed)} with its "
-        f"margin, {_gib(row.missing_bytes)} more",
-        "take a device with more, a smaller model, an optimizer with less state, or shorter samples.",
+        f"it has {_gib(device.usable_bytes)}, and what needs least ({_named(row)}) needs"
+        f" {_gib(needed)} with its margin, {_gib(row.missing_bytes)} more",
+        "take a device with more, a smaller model, an optimizer with less state, or shorter"
+        " samples.",
     )
 
 
@@ -334,12 +399,16 @@ def _no_plan(what: str, limit: str, fix: str) -> str:
 
 
 def _assumptions(said: Iterable[Assumption]) -> list[str]:
-    """Return sentences, each with the lines of code that it is about; those of every forecast come last."""
+    """Return sentences, each with the lines of code that it is about.
+
+    Those of every forecast come last.
+    """
     lines: dict[str, list[str]] = {}
     for one in said:
         lines.setdefault(one.what, []).extend([one.line] if one.line else [])
     sentences = [
-        what + (f" (at {', '.join(dict.fromkeys(where))})" if where else "") for what, where in lines.items()
+        what + (f" (at {', '.join(dict.fromkeys(where))})" if where else "")
+        for what, where in lines.items()
     ]
     return [
         *sentences,
@@ -351,12 +420,15 @@ def _assumptions(said: Iterable[Assumption]) -> list[str]:
 def _what_to_take(row: Row) -> str:
     """Return the recommended plan in words."""
     samples = "sample" if row.micro_batch_size == 1 else "samples"
-    return f"{_named(row)}, micro-batches of {row.micro_batch_size} {samples}: {_gib(row.process_bytes)}"
+    return (
+        f"{_named(row)}, micro-batches of {row.micro_batch_size} {samples}:"
+        f" {_gib(row.process_bytes)}"
+    )
 
 
 def _verified(found: Verification) -> str:
     """Return what the last trace says."""
     return (
-        f"traced once more with these settings: tensors hold {_gib(found.live_bytes)}, the forecast said"
-        f" {_gib(found.forecast_bytes)} ({found.error:+.2%})"
+        f"traced once more with these settings: tensors hold {_gib(found.live_bytes)}, the forecast"
+        f" said {_gib(found.forecast_bytes)} ({found.error:+.2%})"
     )

@@ -1,4 +1,6 @@
-"""What `holdfast run` does, without the command line's own parser, which takes longer to import than all of this."""
+"""What `holdfast run` does, without the command line's own parser, which takes longer to import
+than all of this.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def run_if_called_plainly(words: list[str]) -> None:
-    """Supervise what follows ``--`` if nothing but --run-dir and --quiet is before it; return if anything else is."""
+    """Supervise what follows ``--`` if nothing but --run-dir and --quiet is before it.
+
+    Return if anything else is.
+    """
     if "--" in words:
         before, command = words[: words.index("--")], words[words.index("--") + 1 :]
         run_dir = Path(before.pop(1)) if len(before) > 1 and before[0] == "--run-dir" else None
@@ -31,7 +36,12 @@ def run_if_called_plainly(words: list[str]) -> None:
 
 
 def supervise(
-    command: list[str], run_dir: Path | None, *, quiet: bool = False, as_json: bool = False, **settings: Any
+    command: list[str],
+    run_dir: Path | None,
+    *,
+    quiet: bool = False,
+    as_json: bool = False,
+    **settings: Any,
 ) -> NoReturn:
     """Run a command, print how it went, and exit as it did; `settings` are those of `Plan`."""
     stdout = 1
@@ -40,9 +50,12 @@ def supervise(
             stdout = os.dup(1)
             os.dup2(2, 1)  # what the command prints
         plan = Plan(
-            command=tuple(command), program=find_program(command), run=run_dir or choose_folder(command, time.time()),
-            shared=run_dir is not None, **settings,
-        )  # fmt: skip
+            command=tuple(command),
+            program=find_program(command),
+            run=run_dir or choose_folder(command, time.time()),
+            shared=run_dir is not None,
+            **settings,
+        )
         supervisor = Supervisor(plan, quiet=quiet)
         outcome = supervisor.run()
     except (HoldfastError, OSError) as error:
@@ -64,27 +77,41 @@ def _print_end(outcome: Outcome) -> None:
     from holdfast.core.text import duration, sanitise
     from holdfast.report.verdicts import how_sure
 
-    verdict, times = outcome.verdict, "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
+    verdict, times = (
+        outcome.verdict,
+        "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts",
+    )
     where = f", {sanitise(verdict.where)}" if verdict.where else ""
     sure = "" if verdict.family == "ended well" and verdict.confidence > 0.9 else how_sure(verdict)
     run = str(outcome.run)
     with contextlib.suppress(ValueError, OSError):  # as it is shortest from here
         run = str(outcome.run.relative_to(Path.cwd()))
-    _echo(f"holdfast: {sanitise(verdict.title)} [{verdict.cause}]{', ' if sure else ''}{sure}{where}", 2)
+    _echo(
+        f"holdfast: {sanitise(verdict.title)} [{verdict.cause}]{', ' if sure else ''}{sure}{where}",
+        2,
+    )
     _echo(f"holdfast: {times} in {duration(outcome.seconds)}; {outcome.why}; recorded in {run}", 2)
     _echo(f"holdfast: holdfast explain {shlex.quote(run)}", 2)
 
 
 def _echo(text: str, stream: int) -> None:
-    """Print a line to stdout or stderr; that nobody reads any more does not change the exit code."""
+    """Print a line to stdout or stderr.
+
+    That nobody reads any more does not change the exit code.
+    """
     try:
         print(text, file=sys.stderr if stream == 2 else sys.stdout, flush=True)
     except (OSError, SystemExit):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # nor does Python's own attempt at its end
+        # Nor does Python's own attempt at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
     return {
-        "run": str(outcome.run), "exit_code": outcome.status, "attempts": outcome.attempts,
-        "seconds": round(outcome.seconds, 3), "why_stopped": outcome.why, "verdict": outcome.verdict.as_json(),
-    }  # fmt: skip
+        "run": str(outcome.run),
+        "exit_code": outcome.status,
+        "attempts": outcome.attempts,
+        "seconds": round(outcome.seconds, 3),
+        "why_stopped": outcome.why,
+        "verdict": outcome.verdict.as_json(),
+    }

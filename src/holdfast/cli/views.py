@@ -1,4 +1,7 @@
-"""`holdfast watch`, `report` and `metrics`: a run in the terminal, as a page, and in other tools."""
+"""`holdfast watch`, `report` and `metrics`.
+
+A run in the terminal, as a page, and in other tools.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,15 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.output import CHECK_FAILED, Json, RunDirectory, console, failing_clearly, print_json, working
+from holdfast.cli.output import (
+    CHECK_FAILED,
+    Json,
+    RunDirectory,
+    console,
+    failing_clearly,
+    print_json,
+    working,
+)
 from holdfast.core.clock import SystemClock
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError, RunDirectoryError
@@ -39,9 +50,12 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what every process of a run does right now, until the run ends; in a file or a pipe, one picture.
+    """Show what every process of a run does right now, until the run ends.
 
-    Of a directory of runs, such as runs/, one line for each run. Any key shows more of one thing, q quits.
+    In a file or a pipe, one picture.
+
+    Of a directory of runs, such as runs/, one line for each run. Any key shows more of one thing, q
+    quits.
     """
     from holdfast.report.live import draw, follow  # here: `holdfast run` starts without them
 
@@ -50,7 +64,11 @@ def watch(
         screen = console()
         if as_json:
             seen = watched.look()
-            print_json(as_json_value([each.as_json() for each in (seen if isinstance(seen, tuple) else [seen])]))
+            print_json(
+                as_json_value(
+                    [each.as_json() for each in (seen if isinstance(seen, tuple) else [seen])]
+                )
+            )
         elif once or not screen.is_terminal:
             screen.print(draw(watched.look(), screen.width))
         else:
@@ -80,19 +98,26 @@ def _keys() -> Iterator[Callable[[float], object]]:
     before = termios.tcgetattr(0)
     try:
         tty.setcbreak(0)
-        yield lambda seconds: os.read(0, 64).decode("latin-1") if select.select([0], [], [], seconds)[0] else ""
+        yield (
+            lambda seconds: (
+                os.read(0, 64).decode("latin-1") if select.select([0], [], [], seconds)[0] else ""
+            )
+        )
     finally:
         termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 def report(
     run_dir: RunDirectory,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The page; else report.html in RUN.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The page; else report.html in RUN.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write one page that says why a run ended and how it went; it needs no network."""
     with failing_clearly(as_json=as_json):
-        from holdfast.report.gathering import gather  # here, since numpy takes a tenth of a second to import
+        # Here, since numpy takes a tenth of a second to import
+        from holdfast.report.gathering import gather
         from holdfast.report.page import render
         from holdfast.report.sources import check_run
 
@@ -101,10 +126,16 @@ def report(
             data = render(picture).encode()
         page = _write(out or picture.path / "report.html", data)
     if as_json:
-        print_json({
-            "page": str(page), "bytes": len(data), "processes": len(picture.processes), "curves": len(picture.lanes),
-            "events": len(picture.events), "problems": list(picture.problems),
-        })  # fmt: skip
+        print_json(
+            {
+                "page": str(page),
+                "bytes": len(data),
+                "processes": len(picture.processes),
+                "curves": len(picture.lanes),
+                "events": len(picture.events),
+                "problems": list(picture.problems),
+            }
+        )
         return
     typer.echo(f"wrote {page} ({len(data) / 2**20:.1f} MiB)")
     for problem in picture.problems:
@@ -114,7 +145,11 @@ def report(
 def _write(path: Path, data: bytes) -> Path:
     page = path.absolute()
     if page.exists() and not page.is_file():
-        raise OSError(errno.EINVAL, "it is a device, a pipe or a folder; --out FILE takes another place", str(page))
+        raise OSError(
+            errno.EINVAL,
+            "it is a device, a pipe or a folder; --out FILE takes another place",
+            str(page),
+        )
     try:
         replace_file(page, data)
     except OSError as error:
@@ -128,7 +163,10 @@ def compare(
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("compare.html"),
     as_json: Json = False,
 ) -> None:
-    """Write one page with several runs side by side: curves over each other, what differs, and what came of each."""
+    """Write one page with several runs side by side.
+
+    Curves over each other, what differs, and what came of each.
+    """
     with failing_clearly(as_json=as_json):
         from holdfast.report.comparing import Comparison
         from holdfast.report.gathering import gather
@@ -136,8 +174,16 @@ def compare(
 
         paths = list(dict.fromkeys(check_run(each) for each in run_dirs))
         if not 2 <= len(paths) <= _MOST_COMPARED:
-            what, limit = f"{len(paths)} of them to compare", f"2 to {_MOST_COMPARED} different runs fit on a page"
-            raise PolicyError(what, limit=limit, fix="pass runs/a runs/b; `holdfast report` shows one.", rule="H105")
+            what, limit = (
+                f"{len(paths)} of them to compare",
+                f"2 to {_MOST_COMPARED} different runs fit on a page",
+            )
+            raise PolicyError(
+                what,
+                limit=limit,
+                fix="pass runs/a runs/b; `holdfast report` shows one.",
+                rule="H105",
+            )
         with working(f"reading {len(paths)} runs"):
             found = Comparison([gather(path) for path in paths])
             data = found.page().encode()
@@ -158,7 +204,9 @@ def compare(
 def metrics(
     run_dir: RunDirectory,
     tensorboard: Annotated[str | None, typer.Option(metavar="DIR", help="Event files.")] = None,
-    jsonl: Annotated[str | None, typer.Option(metavar="FILE|-", help="Lines of JSON, appended.")] = None,
+    jsonl: Annotated[
+        str | None, typer.Option(metavar="FILE|-", help="Lines of JSON, appended.")
+    ] = None,
     wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Weights & Biases.")] = None,
     follow_run: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
     as_json: Json = False,
@@ -177,9 +225,11 @@ def metrics(
         path = check_run(run_dir)
         if not wanted:
             raise PolicyError(
-                "no target for the metrics", limit="somebody must be able to read them",
-                fix="pass one such as --tensorboard DIR or --jsonl -.", rule="H743",
-            )  # fmt: skip
+                "no target for the metrics",
+                limit="somebody must be able to read them",
+                fix="pass one such as --tensorboard DIR or --jsonl -.",
+                rule="H743",
+            )
         sinks = open_sinks(wanted, path)
         stop = threading.Event()
         if follow_run:

@@ -1,1 +1,4 @@
-"""The ground floor: errors, events, policy, clock and durable writes. Standard library only, never torch."""
+"""The ground floor: errors, events, policy, clock and durable writes.
+
+Standard library only, never torch.
+"""

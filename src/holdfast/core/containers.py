@@ -1,6 +1,9 @@
-"""Containers that a batch is nested in: taken apart by key, and put together again as what they were.
+"""Containers that a batch is nested in.
 
-Known are mappings, lists, tuples, named tuples and dataclasses; everything else is a leaf. Does not know tensors.
+Taken apart by key, and put together again as what they were.
+
+Known are mappings, lists, tuples, named tuples and dataclasses; everything else is a leaf. Does not
+know tensors.
 """
 
 from __future__ import annotations
@@ -12,8 +15,15 @@ from typing import Any
 
 
 def number(value: Any, *, or_none: bool = False) -> Any:
-    """Return a number that others may have written; a TypeError if it is none, or of more than 64 bits."""
-    if (value is None and or_none) or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63):
+    """Return a number that others may have written.
+
+    A TypeError if it is none, or of more than 64 bits.
+    """
+    if (
+        (value is None and or_none)
+        or isinstance(value, float)
+        or (isinstance(value, int) and abs(value) < 2**63)
+    ):
         return value
     raise TypeError(f"a {type(value).__name__} in place of a number, or a large one")
 
@@ -32,7 +42,11 @@ def children_of(node: Any) -> dict[Any, Any] | None:
     if isinstance(node, (list, tuple)):
         return dict(enumerate(node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
+        return {
+            field.name: getattr(node, field.name)
+            for field in dataclasses.fields(node)
+            if field.init
+        }
     return None
 
 

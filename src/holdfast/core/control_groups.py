@@ -1,4 +1,6 @@
-"""What the kernel's control groups and its memory leave to this process. Linux; what cannot be read does not limit.
+"""What the kernel's control groups and its memory leave to this process.
+
+Linux; what cannot be read does not limit.
 
 Readers take the root of the file system, so that tests can give them the files of other machines.
 """
@@ -12,11 +14,16 @@ from pathlib import Path
 
 _ROOT = Path("/")
 UNLIMITED_V1 = 1 << 60
-"""From here on a limit is none: version 1 writes the largest multiple of a page that fits 63 bits for that."""
+"""From here on a limit is none.
+
+Version 1 writes the largest multiple of a page that fits 63 bits for that.
+"""
 
 
 def memory_available_bytes(root: Path = _ROOT) -> int | None:
-    """Return what may still be allocated: the least of the machine's memory and every group's; None if unknown.
+    """Return what may still be allocated: the least of the machine's memory and every group's.
+
+    None if unknown.
 
     File pages that nobody has used for a while count as available, as they do in ``MemAvailable``.
     """
@@ -36,10 +43,12 @@ def memory_available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def cpu_quota(root: Path = _ROOT) -> float:
-    """Return how many processors this process may use at once: the least of affinity and every group's quota.
+    """Return how many processors this process may use at once.
 
-    torch's own warning looks at the affinity only, and so misses the quota of ``docker --cpus``. The root of the file
-    system is passed by tests, which have the files of other machines.
+    The least of affinity and every group's quota.
+
+    torch's own warning looks at the affinity only, and so misses the quota of ``docker --cpus``.
+    The root of the file system is passed by tests, which have the files of other machines.
     """
     return min([float(len(os.sched_getaffinity(0))), *_group_quotas(root)])
 
@@ -56,9 +65,11 @@ def _group_quotas(root: Path) -> Iterator[float]:
 
 
 def group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, and of those above them, of both versions.
+    """Yield the folders of this process's control groups, and of those above them, of both
+    versions.
 
-    In a container the path of /proc/self/cgroup is often one of the host, and only the root of it is mounted.
+    In a container the path of /proc/self/cgroup is often one of the host, and only the root of it
+    is mounted.
     """
     top = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):

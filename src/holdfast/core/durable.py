@@ -1,7 +1,9 @@
 """Files that are either whole and on the disk, or not there.
 
-Temporary file in the same directory, fsync, rename, fsync of the directory: the order without which a power
-cut or a kill leaves a truncated file under the final name (measured: 10 of 12 kills during ``torch.save``).
+Temporary file in the same directory, fsync, rename, fsync of the directory: the order without which
+    a power
+cut or a kill leaves a truncated file under the final name (measured: 10 of 12 kills during
+``torch.save``).
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from holdfast.core.files import PRIVATE, SHARED, created
 def fsync_path(path: Path) -> None:
     """Flush a file or a directory to the disk.
 
-    OSError if the disk reports that the data did not arrive. It is reported once only, so the caller must write a new
-    file rather than call this again.
+    OSError if the disk reports that the data did not arrive. It is reported once only, so the
+    caller must write a new file rather than call this again.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -27,7 +29,10 @@ def fsync_path(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, mode: int = SHARED) -> None:
-    """Write a new file and flush it. Not atomic: use it inside a directory that is renamed later."""
+    """Write a new file and flush it.
+
+    Not atomic: use it inside a directory that is renamed later.
+    """
     with created(path, mode) as file:
         file.write(data)
         file.flush()
@@ -35,7 +40,10 @@ def write_file(path: Path, data: bytes, mode: int = SHARED) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int = PRIVATE) -> None:
-    """Replace a file atomically and durably; where that fails (OSError) the old file is untouched."""
+    """Replace a file atomically and durably.
+
+    Where that fails (OSError) the old file is untouched.
+    """
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         write_file(temporary, data, mode)
@@ -53,7 +61,8 @@ def rename_directory(source: Path, target: Path) -> None:
     OSError if the target exists or the file systems differ.
     """
     if target.exists():
-        raise FileExistsError(f"{target} exists already")  # POSIX would replace an empty directory without a word
+        # POSIX would replace an empty directory without a word
+        raise FileExistsError(f"{target} exists already")
     fsync_path(source)
     source.rename(target)
     fsync_path(target.parent)

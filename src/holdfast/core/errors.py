@@ -1,16 +1,18 @@
-"""Every error that holdfast raises, built by one constructor: what, the limit, the fix, the rule id.
+"""Every error that holdfast raises, built by one constructor.
+
+What, the limit, the fix, the rule id.
 
     HoldfastError
     ├── PolicyError (ValueError)          H1xx  a setting or an argument is wrong
-    ├── BatchError (ValueError)           H2xx  a batch, a loss or a split is not what a step can use
-    ├── RunDirectoryError                 H30x  the run directory cannot be used
-    ├── CheckpointError                   H31x  saved state cannot be written, trusted or loaded
-    ├── OutOfMemoryError (MemoryError)    H4xx  memory is short and every remedy that keeps the promise is spent
-    ├── DeviceError (RuntimeError)         H403  the device's context is dead
-    ├── NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skipping and rolling back
-    ├── DivergenceError (ArithmeticError) H503  finite values that run away persist after rolling back
-    ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
-    └── RankError (RuntimeError)          H11x  another rank has failed, or is somewhere else
+    ├── BatchError (ValueError)           H2xx  a batch, a loss or a split is not what a step can
+    use ├── RunDirectoryError                 H30x  the run directory cannot be used ├──
+    CheckpointError                   H31x  saved state cannot be written, trusted or loaded ├──
+    OutOfMemoryError (MemoryError)    H4xx  memory is short and every remedy that keeps the promise
+    is spent ├── DeviceError (RuntimeError)         H403  the device's context is dead ├──
+    NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skipping and rolling back ├──
+    DivergenceError (ArithmeticError) H503  finite values that run away persist after rolling back
+    ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked └──
+    RankError (RuntimeError)          H11x  another rank has failed, or is somewhere else
 
 `holdfast explain` says what each rule means, from the catalogue in ``explain.rules``.
 """
@@ -39,8 +41,8 @@ class HoldfastError(Exception):
         self.rule = rule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A keyword-only constructor breaks the default pickling, and an exception that cannot be pickled
-        # in a loader worker makes the parent wait for ever (pytorch#142884).
+        # A keyword-only constructor breaks the default pickling, and an exception that cannot be
+        # pickled in a loader worker makes the parent wait for ever (pytorch#142884).
         return _rebuild, (type(self), self.what, self.limit, self.fix, self.rule)
 
 
@@ -48,7 +50,8 @@ _ALIKE = str.maketrans("oil|sbz", "0111582")
 
 
 def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | None:
-    """Return the known name that is most like another one, letters and figures that look alike taken for the same.
+    """Return the known name that is most like another one, letters and figures that look alike
+    taken for the same.
 
     `least` is how alike it must be at least: 1 for the same, 0 for nothing in common.
     """
@@ -60,12 +63,17 @@ def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | 
 
 
 def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
-    """Return the fix for a name that is not known: the nearest of those that are, `otherwise` where none is alike."""
+    """Return the fix for a name that is not known.
+
+    The nearest of those that are, `otherwise` where none is alike.
+    """
     near = nearest(name, known)
     return otherwise if near is None else f"did you mean {near!r}?"
 
 
-def _rebuild(kind: type[HoldfastError], what: str, limit: str, fix: str, rule: str) -> HoldfastError:
+def _rebuild(
+    kind: type[HoldfastError], what: str, limit: str, fix: str, rule: str
+) -> HoldfastError:
     return kind(what, limit=limit, fix=fix, rule=rule)
 
 
@@ -98,7 +106,9 @@ class NonFiniteError(HoldfastError, ArithmeticError):
 
 
 class DivergenceError(HoldfastError, ArithmeticError):
-    """Training runs away, with finite values, although it went back to a good state several times."""
+    """Training runs away, with finite values, although it went back to a good state several
+    times.
+    """
 
 
 class RankError(HoldfastError, RuntimeError):

@@ -1,7 +1,9 @@
-"""Files of a run directory, opened so that what lies in their place can neither lead elsewhere nor hold us up.
+"""Files of a run directory, opened so that what lies in their place can neither lead elsewhere nor
+hold us up.
 
-Others may be able to write there. So no link at the end of a path is followed, nothing but a regular file is opened,
-and what is read whole has a limit. New files that may hold command lines or output are for this user alone.
+Others may be able to write there. So no link at the end of a path is followed, nothing but a
+regular file is opened, and what is read whole has a limit. New files that may hold command lines or
+output are for this user alone.
 """
 
 from __future__ import annotations
@@ -19,13 +21,21 @@ PRIVATE, SHARED = 0o600, 0o666  # the latter is what the user's umask leaves of 
 _MOST_BYTES = 64 << 20
 
 
-def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE, most: int | None = None) -> int:
-    """Return a descriptor of a regular file; OSError for anything else, and for one of more than `most` bytes."""
+def open_file(
+    path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE, most: int | None = None
+) -> int:
+    """Return a descriptor of a regular file.
+
+    OSError for anything else, and for one of more than `most` bytes.
+    """
     try:
         # Without O_NONBLOCK a pipe would keep us waiting for whoever writes to it.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        why = {errno.ELOOP: "it is a link, and a file is needed", errno.ENXIO: "it is no regular file"}
+        why = {
+            errno.ELOOP: "it is a link, and a file is needed",
+            errno.ENXIO: "it is no regular file",
+        }
         if error.errno in why:
             raise OSError(error.errno, why[error.errno], str(path)) from error
         raise
@@ -41,10 +51,14 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE, most: i
 
 
 def close_descriptor(descriptor: int) -> None:
-    """Close a descriptor and ignore errors. Use it only if nothing that must be on the disk was written through it.
+    """Close a descriptor and ignore errors.
 
-    ``close`` may fail on a network file system that could not write data which it had accepted. Linux frees the
-    descriptor even then, so it must not be closed again: its number may already belong to another file.
+    Use it only if nothing that must be on the disk was written through it.
+
+    ``close`` may fail on a network file system that could not write data which it had accepted.
+    Linux frees the
+    descriptor even then, so it must not be closed again: its number may already belong to another
+        file.
     """
     with suppress(OSError):
         os.close(descriptor)
@@ -65,7 +79,10 @@ def _opener(mode: int = PRIVATE, most: int | None = None) -> Callable[[str, int]
 
 
 def created(path: Path, mode: int = PRIVATE) -> BinaryIO:
-    """Return a new file, to write and read; what has its name is removed, and not written through. OSError if not."""
+    """Return a new file, to write and read.
+
+    What has its name is removed, and not written through. OSError if not.
+    """
     path.unlink(missing_ok=True)
     return open(path, "xb+", opener=_opener(mode))
 
@@ -85,7 +102,10 @@ def swap_in(path: Path, data: bytes) -> None:
 
 
 def make_folder(run: Path, *names: str) -> Path:
-    """Make a folder within a run directory and return it; OSError if a link on the way might lead out of it."""
+    """Make a folder within a run directory and return it.
+
+    OSError if a link on the way might lead out of it.
+    """
     path = run
     for name in names:
         path = path / name
@@ -98,7 +118,8 @@ def make_folder(run: Path, *names: str) -> Path:
 def remove(path: Path) -> None:
     """Remove a folder with its contents, or a file, as far as the system permits.
 
-    `shutil.rmtree` is not used: if closing a folder's descriptor fails, it closes it twice (CPython 3.11 to 3.13).
+    `shutil.rmtree` is not used: if closing a folder's descriptor fails, it closes it twice (CPython
+        3.11 to 3.13).
     """
     with suppress(OSError):
         if stat.S_ISDIR(path.lstat().st_mode):
@@ -114,8 +135,11 @@ def _remove_folder(name: str, parent: int | None) -> None:
         name: The name of the folder within its parent, or its path if `parent` is None.
         parent: A descriptor of the parent folder, or None.
     """
-    # Another process may have replaced the folder meanwhile. With O_DIRECTORY, opening a pipe fails without waiting.
-    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    # Another process may have replaced the folder meanwhile. With O_DIRECTORY, opening a pipe fails
+    # without waiting.
+    folder = os.open(
+        name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent
+    )
     try:
         with os.scandir(folder) as entries:
             contents = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
@@ -131,6 +155,9 @@ def _remove_folder(name: str, parent: int | None) -> None:
 
 
 def make_run_directory(path: Path) -> None:
-    """Make a run directory that only this user may enter; one that exists, or a link to one, stays as it is."""
+    """Make a run directory that only this user may enter.
+
+    One that exists, or a link to one, stays as it is.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)

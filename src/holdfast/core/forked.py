@@ -1,6 +1,7 @@
 """Run a function in a forked copy of this process, so that it leaves no trace in this one.
 
-Only where nothing but the CPU is used: the context of an accelerator does not survive a fork, nor do the threads that
+Only where nothing but the CPU is used: the context of an accelerator does not survive a fork, nor
+    do the threads that
 autograd has for each (see `backward_works_in_a_copy`).
 
 Does not: know what is run there. It must say what it has found as JSON values.
@@ -26,7 +27,8 @@ _TIMEOUT_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 is_copying = False
 """Whether the fork under way is of such a copy: whoever records this process stays out of it."""
-_LENGTH = struct.Struct("=Q")  # sent ahead, since the end of a pipe may be held open by other forks of the caller
+# Sent ahead, since the end of a pipe may be held open by other forks of the caller
+_LENGTH = struct.Struct("=Q")
 
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
@@ -34,7 +36,8 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
 
     Attributes:
         died: Whether the copy ended without an answer.
-        not_made: Whether the copy could not be made, because the system refused a process, a descriptor or memory.
+        not_made: Whether the copy could not be made, because the system refused a process, a
+            descriptor or memory.
     """
 
     def __init__(self, why: str, *, died: bool = False, not_made: bool = False) -> None:
@@ -46,8 +49,8 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
 def backward_works_in_a_copy() -> bool:
     """Say whether a copy of this process may make a backward pass.
 
-    torch refuses it if autograd has threads, one for each accelerator of the machine. It starts them in the first
-    backward pass of a process, even of a model on the CPU.
+    torch refuses it if autograd has threads, one for each accelerator of the machine. It starts
+    them in the first backward pass of a process, even of a model on the CPU.
 
     Raises:
         NoAnswer: If the threads cannot be listed, for example because no descriptor is left.
@@ -55,7 +58,9 @@ def backward_works_in_a_copy() -> bool:
     try:
         threads = list(Path("/proc/self/task").iterdir())
     except OSError as error:
-        raise NoAnswer(f"the threads of this process cannot be listed ({error})", not_made=True) from error
+        raise NoAnswer(
+            f"the threads of this process cannot be listed ({error})", not_made=True
+        ) from error
     for thread in threads:
         try:
             name = (thread / "comm").read_text()
@@ -63,7 +68,9 @@ def backward_works_in_a_copy() -> bool:
             # The thread has ended.
             continue
         except OSError as error:
-            raise NoAnswer(f"the threads of this process cannot be read ({error})", not_made=True) from error
+            raise NoAnswer(
+                f"the threads of this process cannot be read ({error})", not_made=True
+            ) from error
         if name.startswith("pt_autograd"):
             return False
     return True
@@ -72,10 +79,13 @@ def backward_works_in_a_copy() -> bool:
 def in_a_copy_of_this_process(
     run: Callable[[], dict[str, Any]], *, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> dict[str, Any]:
-    """Fork, run there, and return what the copy has found; NaN and Inf may be in it. `NoAnswer` has the reason else.
+    """Fork, run there, and return what the copy has found; NaN and Inf may be in it.
 
-    The copy uses one thread (OpenMP's others do not survive a fork), says nothing, is the first to be killed when the
-    machine's memory is short, and dies with its parent, or when it has not answered in time.
+    `NoAnswer` has the reason else.
+
+    The copy uses one thread (OpenMP's others do not survive a fork), says nothing, is the first to
+    be killed when the machine's memory is short, and dies with its parent, or when it has not
+    answered in time.
     """
     try:
         reading, writing = os.pipe()
@@ -128,7 +138,8 @@ def _read_answer(reading: int, timeout_seconds: float) -> dict[str, Any]:
 def _be_the_copy(run: Callable[[], dict[str, Any]], writing: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # A terminal or a scheduler signals all processes. The caller handles the signal and still needs the answer.
+        # A terminal or a scheduler signals all processes. The caller handles the signal and still
+        # needs the answer.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         libc = ctypes.CDLL(None)

@@ -1,7 +1,8 @@
 """Act when a module has been imported by whoever imports it, and import nothing until then.
 
-A finder looks at every import, and wraps the loader of the few modules that somebody waits for, once. The module
-gets its own loader back before it runs, so neither it nor a failing import shows that we were there.
+A finder looks at every import, and wraps the loader of the few modules that somebody waits for,
+once. The module gets its own loader back before it runs, so neither it nor a failing import shows
+that we were there.
 """
 
 from __future__ import annotations
@@ -27,19 +28,27 @@ class ImportWatch:
         """Do something with a module once it is imported, now if it is already."""
         module = sys.modules.get(name)
         self._acts[name] = act
-        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        if module is not None and not getattr(
+            getattr(module, "__spec__", None), "_initializing", False
+        ):
             self.imported(module, name)
         elif self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Find a module as the other finders do, and wrap its loader if somebody waits for it."""
         if name not in self._acts or name in self._looking:
             return None  # the second: a finder that asks all the others
         self._looking.add(name)
         try:
-            finders = (each for each in sys.meta_path if each is not self and hasattr(each, "find_spec"))
-            spec = next(filter(None, (each.find_spec(name, path, target) for each in finders)), None)
+            finders = (
+                each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")
+            )
+            spec = next(
+                filter(None, (each.find_spec(name, path, target) for each in finders)), None
+            )
         finally:
             self._looking.discard(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
@@ -76,7 +85,8 @@ class _Loader:
         self._watch.imported(module, module.__name__)
 
 
-# Python leaves frames of its own importing out of a traceback, by this name: a failing import reads as without us.
+# Python leaves frames of its own importing out of a traceback, by this name: a failing import reads
+# as without us.
 _Loader.exec_module.__code__ = _Loader.exec_module.__code__.replace(
     co_filename="<frozen importlib._bootstrap_external>"
 )

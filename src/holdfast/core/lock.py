@@ -1,6 +1,7 @@
 """Lock a file that only one process at a time may hold, and that names its holder.
 
-It is a POSIX record lock and not a ``flock``, which forked loader workers inherit: a stuck worker would keep the file
+It is a POSIX record lock and not a ``flock``, which forked loader workers inherit: a stuck worker
+    would keep the file
 locked after its trainer was killed.
 
 Does not: decide what the lock protects, or build errors for users.
@@ -35,8 +36,8 @@ class FileLock:
     """A lock on a file. The kernel releases it when the process ends, however it ends.
 
     Args:
-        path: The file, which is created if it is missing, in an existing directory. Its contents are overwritten by
-            the name of the holder.
+        path: The file, which is created if it is missing, in an existing directory. Its contents
+            are overwritten by the name of the holder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,10 +59,13 @@ class FileLock:
         self._take(_lock_file(self._path))
 
     def hold(self) -> None:
-        """Check that the lock is still held and still protects its path; take it again if it was lost.
+        """Check that the lock is still held and still protects its path.
 
-        A POSIX lock is lost when the process closes any descriptor of the file. It protects nothing once the file was
-        removed or its directory was moved, because another process would lock a new file.
+        Take it again if it was lost.
+
+        A POSIX lock is lost when the process closes any descriptor of the file. It protects nothing
+        once the file was removed or its directory was moved, because another process would lock a
+        new file.
 
         Raises:
             LockHeldError: If another process has the lock, or had it meanwhile.
@@ -102,7 +106,9 @@ class FileLock:
             close_descriptor(descriptor)
 
     def _take(self, descriptor: int) -> None:
-        """Keep the descriptor of a file that was just locked, and write the name of this process into the file."""
+        """Keep the descriptor of a file that was just locked, and write the name of this process
+        into the file.
+        """
         self._descriptor = descriptor
         _held.add(str(self._path))
         # The lock works without the name of its holder, which a full disk may not take.
@@ -112,10 +118,13 @@ class FileLock:
         self._own_text = _text(descriptor)
 
     def _take_again(self) -> None:
-        """Lock a new file at the path, from which the old one was removed, and then release the old one."""
+        """Lock a new file at the path, from which the old one was removed, and then release the
+        old one.
+        """
         path = _without_links(self._given_path)
         if path != self._path and str(path) in _held:
-            # A symbolic link in the path was changed, and leads to a file that this process has locked already.
+            # A symbolic link in the path was changed, and leads to a file that this process has
+            # locked already.
             raise LockHeldError(f"process {os.getpid()}")
         descriptor = _lock_file(path)
         self.release()
@@ -124,7 +133,9 @@ class FileLock:
 
 
 def _without_links(path: Path) -> Path:
-    """Return the path with the symbolic links in its directory resolved, but not a link at its end."""
+    """Return the path with the symbolic links in its directory resolved, but not a link at its
+    end.
+    """
     return path.parent.resolve() / path.name
 
 
@@ -162,7 +173,10 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _last_holder(path: Path) -> str:
-    """Return the name in a lock file that another process has created: its holder, or its last one."""
+    """Return the name in a lock file that another process has created.
+
+    Its holder, or its last one.
+    """
     try:
         descriptor = open_file(path)
     except OSError:
@@ -174,7 +188,10 @@ def _last_holder(path: Path) -> str:
 
 
 def find_holder(path: Path) -> str | None:
-    """Return the name of the holder of a lock, or None. Does not take the lock, so no other process is refused."""
+    """Return the name of the holder of a lock, or None.
+
+    Does not take the lock, so no other process is refused.
+    """
     if str(_without_links(path)) in _held:
         # Opening and closing the file would release our own lock.
         return f"process {os.getpid()}"
@@ -201,7 +218,9 @@ def is_locked(path: Path) -> bool | None:
 
 def _is_locked(descriptor: int) -> bool:
     """Return whether another process holds the lock of an open file, without taking it."""
-    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    answer = fcntl.fcntl(
+        descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    )
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 

@@ -1,4 +1,7 @@
-"""An exception as facts: type, message, frames, and what it was raised from. Text only, bounded, never an error."""
+"""An exception as facts: type, message, frames, and what it was raised from.
+
+Text only, bounded, never an error.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,21 @@ _MOST_CAUSES = 6
 
 
 def printable(text: str) -> str:
-    """Return text that can be printed: half characters, as of a file name that is no UTF-8, are spelt out."""
+    """Return text that can be printed.
+
+    Half characters, as of a file name that is no UTF-8, are spelt out.
+    """
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def describe_exception(
     error: BaseException, traceback: TracebackType | None, *, without: str | None = None
 ) -> dict[str, Any]:
-    """Return an exception as JSON values, without the frames of files whose path begins with `without`.
+    """Return an exception as JSON values, without the frames of files whose path begins with
+    `without`.
 
-    Its type, message and frames, each as [file, line, function] with the innermost last, and the chain of its causes,
-    the nearest first.
+    Its type, message and frames, each as [file, line, function] with the innermost last, and the
+    chain of its causes, the nearest first.
     """
     chain: list[dict[str, Any]] = []
     seen = {id(error)}
@@ -66,7 +73,9 @@ def _frames(traceback: TracebackType | None, most: int, without: str | None) -> 
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if without is None or not code.co_filename.startswith(without):
-            found.append([printable(code.co_filename), traceback.tb_lineno, printable(code.co_name)])
+            found.append(
+                [printable(code.co_filename), traceback.tb_lineno, printable(code.co_name)]
+            )
             if len(found) > most:
                 del found[most // 4]
         traceback = traceback.tb_next

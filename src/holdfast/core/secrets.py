@@ -1,10 +1,12 @@
 """Hide secrets in a command line before it is recorded.
 
-A secret is recognised by its form, such as the prefix of an access token, or by the option before it:
+A secret is recognised by its form, such as the prefix of an access token, or by the option before
+it:
 
     --api-key, --password   the value is always a secret
-    --key, -k, -p, --auth   the value is a secret unless it is plainly a number, a path, a switch or a data type
-    --sort-key              other names that end in "key" mostly name a column: only a random value is a secret
+    --key, -k, -p, --auth   the value is a secret unless it is plainly a number, a path, a switch or
+    a data type --sort-key              other names that end in "key" mostly name a column: only a
+    random value is a secret
 
 Other secrets are not recognised, and neither are those that a program prints.
 """
@@ -16,13 +18,60 @@ from functools import cache
 from typing import Any, NamedTuple
 
 HIDDEN = "***"
-# If a command line has none of these, it has no secret. Most have none, so that no pattern has to be compiled.
-_HINTS = ("key", "token", "secret", "pass", "pwd", "cred", "bearer", "://", "hf_", "sk-", "ghp_", "gho_", "ghu_",
-          "ghs_", "ghr_", "github_pat", "glpat-", "akia", "asia", "xox", "aiza", "eyj", "npm_", "pypi-", "sk_", "rk_",
-          "gsk_", "r8_", "dop_v1_", "nvapi-", "wandb_v1_", "auth", "cookie", "jwt", "otp", "_pat=", "_pw=", "--pw",
-          "--sas", "_sas=", "sig=", "signature", "-p", "-k", "-u", "--user", "--login")  # fmt: skip
+# If a command line has none of these, it has no secret. Most have none, so that no pattern has to
+# be compiled.
+_HINTS = (
+    "key",
+    "token",
+    "secret",
+    "pass",
+    "pwd",
+    "cred",
+    "bearer",
+    "://",
+    "hf_",
+    "sk-",
+    "ghp_",
+    "gho_",
+    "ghu_",
+    "ghs_",
+    "ghr_",
+    "github_pat",
+    "glpat-",
+    "akia",
+    "asia",
+    "xox",
+    "aiza",
+    "eyj",
+    "npm_",
+    "pypi-",
+    "sk_",
+    "rk_",
+    "gsk_",
+    "r8_",
+    "dop_v1_",
+    "nvapi-",
+    "wandb_v1_",
+    "auth",
+    "cookie",
+    "jwt",
+    "otp",
+    "_pat=",
+    "_pw=",
+    "--pw",
+    "--sas",
+    "_sas=",
+    "sig=",
+    "signature",
+    "-p",
+    "-k",
+    "-u",
+    "--user",
+    "--login",
+)
 
-# Words before "key" that make it a secret. Any other key is the name of a column, a layer or a field.
+# Words before "key" that make it a secret. Any other key is the name of a column, a layer or a
+# field.
 _PRIVATE_KEYS = (
     "api|access|account|app|client|consumer|deploy|encryption|licen[cs]e|master|private|secret|service|shared|signing"
     "|ssh|storage|subscription|wandb"
@@ -51,11 +100,13 @@ _SHAPES = (
 )
 # Values of an ambiguous name that are plainly no secrets.
 _HARMLESS = (
-    r"[-+]?[\d.,:_x]*\d[\d.,:_x]*(?:e[-+]?\d+)?%?|[-+]?(?:nan|inf)"  # numbers, sizes, ports, addresses
+    # Numbers, sizes, ports, addresses
+    r"[-+]?[\d.,:_x]*\d[\d.,:_x]*(?:e[-+]?\d+)?%?|[-+]?(?:nan|inf)"
     r"|true|false|yes|no|on|off|none|null|auto|default"
     r"|(?:bf|fp|tf|float|int|uint)\d{1,3}\w{0,9}(?:-(?:mixed|true))?|16-mixed|32-true"
     r"|\$\{?\w+\}?"  # a variable that the shell did not expand
-    r"|(?:~|\.{1,2})?/.*|\w{1,20}://.*|[a-z0-9_.-]+(?:/[a-z0-9_.-]+)+/?"  # paths; base64 has capitals
+    # Paths; base64 has capitals
+    r"|(?:~|\.{1,2})?/.*|\w{1,20}://.*|[a-z0-9_.-]+(?:/[a-z0-9_.-]+)+/?"
     r"|[\w.-]+\.(?:py|json|ya?ml|toml|txt|csv|pem|key|crt|pt|ckpt|safetensors)"
 )
 
@@ -72,11 +123,13 @@ class _Patterns(NamedTuple):
         attached: A password that directly follows its option, as in ``mysql -pS3cret``.
         harmless: A value that is plainly no secret.
         vocabulary: A value such as ``<pad>``.
-        no_value: A word that cannot be the value of an option: another option, or an operator of the shell.
+        no_value: A word that cannot be the value of an option: another option, or an operator of
+            the shell.
         parts: The words within a word, and the white space between them.
         address: The part of a URL before the password.
         header: An HTTP header whose whole value is a secret.
-        assignment: A name and its value within a word, as in JSON, a query string or a function call.
+        assignment: A name and its value within a word, as in JSON, a query string or a function
+            call.
         shape: A secret that is recognised by its form.
     """
 
@@ -109,21 +162,24 @@ def _hide_in_words(words: Sequence[str], *, nested: bool) -> list[str]:
 
     Args:
         words: The words of a command line.
-        nested: Whether they are the words within one word, such as a command for ``sh -c``. They may also be text,
-            so that only a word that begins with a dash counts as an option.
+        nested: Whether they are the words within one word, such as a command for ``sh -c``. They
+            may also be text, so that only a word that begins with a dash counts as an option.
     """
     patterns = _patterns()
     shown = []
     # The kind of the option before the current word, whose value the word may be.
     kind = None
-    # In a command line of Slurm -p is a partition and no password, up to the name of the Python program.
+    # In a command line of Slurm -p is a partition and no password, up to the name of the Python
+    # program.
     is_slurm = False
     for word in words:
         is_no_value = patterns.no_value.fullmatch(word) and not _is_random(word.lstrip("-"))
         if kind is not None and not is_no_value:
             word = _hide_value(kind, word)
         program = word.rpartition("/")[2]
-        is_slurm = program in ("srun", "sbatch", "salloc") or (is_slurm and not program.startswith("python"))
+        is_slurm = program in ("srun", "sbatch", "salloc") or (
+            is_slurm and not program.startswith("python")
+        )
         kind, word = _parse_option(word, is_slurm=is_slurm)
         if nested and not word.startswith("-"):
             kind = None
@@ -136,8 +192,8 @@ def _parse_option(word: str, *, is_slurm: bool) -> tuple[str | None, str]:
     """Parse a word that may be an option.
 
     Returns:
-        The kind of the option if its value is the next word, else None; and the word, in which a value after "="
-        or directly after the option is hidden if it is a secret.
+        The kind of the option if its value is the next word, else None; and the word, in which a
+        value after "=" or directly after the option is hidden if it is a secret.
     """
     patterns = _patterns()
     name, equals, value = word.partition("=")
@@ -156,11 +212,18 @@ def _parse_option(word: str, *, is_slurm: bool) -> tuple[str | None, str]:
 
 
 def _hide_value(kind: str, value: str) -> str:
-    """Return the value of an option, hidden if it is a secret. The kind is the name of a pattern of the option."""
+    """Return the value of an option, hidden if it is a secret.
+
+    The kind is the name of a pattern of the option.
+    """
     patterns = _patterns()
     if kind == "user":
         name, colon, _ = value.partition(":")
-        return f"{name}:{HIDDEN}" if colon and name and not patterns.harmless.fullmatch(value) else value
+        return (
+            f"{name}:{HIDDEN}"
+            if colon and name and not patterns.harmless.fullmatch(value)
+            else value
+        )
     if patterns.vocabulary.fullmatch(value):
         return value
     if kind == "key":
@@ -171,7 +234,9 @@ def _hide_value(kind: str, value: str) -> str:
 
 
 def _hide_within_word(word: str, *, nested: bool) -> str:
-    """Return a word without the secrets in it, if it holds a shell command, a URL, an HTTP header or JSON."""
+    """Return a word without the secrets in it, if it holds a shell command, a URL, an HTTP
+    header or JSON.
+    """
     patterns = _patterns()
     parts = patterns.parts.findall(word)
     if len(parts) > 1:

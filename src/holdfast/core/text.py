@@ -1,6 +1,7 @@
 """Text for people: what a run printed made harmless, and durations, sizes and moments with a unit.
 
-Does not: escape for HTML (the page does, once, where text enters it) or for Rich (which gets `Text`, not markup).
+Does not: escape for HTML (the page does, once, where text enters it) or for Rich (which gets
+    `Text`, not markup).
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import unicodedata
 from datetime import UTC, datetime
 from typing import Any
 
-# Escape sequences of terminals (ECMA-48): CSI, the string sequences OSC, DCS, SOS, PM and APC, and short ones. A
-# string takes at most 512 characters away: one that never ends would hide all that follows.
+# Escape sequences of terminals (ECMA-48): CSI, the string sequences OSC, DCS, SOS, PM and APC, and
+# short ones. A string takes at most 512 characters away: one that never ends would hide all that
+# follows.
 _ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b["
+    r" -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
 )
-# Controls, surrogates (which no UTF-8 file takes), private and unassigned code points, and the format characters,
-# which include those that reverse the direction of writing; line and paragraph separators.
+# Controls, surrogates (which no UTF-8 file takes), private and unassigned code points, and the
+# format characters, which include those that reverse the direction of writing; line and paragraph
+# separators.
 _UNSEEN = frozenset({"Cc", "Cs", "Cf", "Co", "Cn", "Zl", "Zp"})
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -25,8 +29,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 def sanitise(value: object, *, most: int = 2000, lines: bool = False) -> str:
     """Return text (anything else as ``str`` has it) that shows what it is and does nothing.
 
-    What is longer than `most` characters is cut and marked by an ellipsis; line breaks stay with `lines`, else they
-    become spaces.
+    What is longer than `most` characters is cut and marked by an ellipsis; line breaks stay with
+    `lines`, else they become spaces.
     """
     text = value if isinstance(value, str) else str(value)
     text = text[: 4 * most + 64]  # never a regular expression over a gigabyte
@@ -46,9 +50,12 @@ def _seen(character: str, *, lines: bool) -> str:
 
 
 def as_json_value(value: Any, *, depth: int = 8) -> Any:
-    """Return a value that every JSON parser takes; what is not finite becomes "NaN", "Infinity" or "-Infinity".
+    """Return a value that every JSON parser takes.
 
-    These are the texts that protobuf's JSON mapping uses, and that ``float()`` and JavaScript's ``Number()`` read.
+    What is not finite becomes "NaN", "Infinity" or "-Infinity".
+
+    These are the texts that protobuf's JSON mapping uses, and that ``float()`` and JavaScript's
+    ``Number()`` read.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -57,7 +64,9 @@ def as_json_value(value: Any, *, depth: int = 8) -> Any:
     if depth == 0:
         return sanitise(value)
     if isinstance(value, dict):
-        return {_whole(str(key)): as_json_value(each, depth=depth - 1) for key, each in value.items()}
+        return {
+            _whole(str(key)): as_json_value(each, depth=depth - 1) for key, each in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [as_json_value(each, depth=depth - 1) for each in value]
     return _whole(value if isinstance(value, str) else str(value))
@@ -69,7 +78,10 @@ def _whole(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units: "4.2 ms", "8.2 s", "45 s", "3 min 5 s", "5 h 3 min", "2 d 4 h"."""
+    """Return a duration in its two largest units.
+
+    "4.2 ms", "8.2 s", "45 s", "3 min 5 s", "5 h 3 min", "2 d 4 h".
+    """
     if seconds < 60:
         if 0 < seconds < 0.1:
             return f"{1000 * seconds:.3g} ms"

@@ -20,10 +20,11 @@ class _Started(threading.Event):
 
 
 def start_thread(thread: threading.Thread, seconds: float = _START_SECONDS) -> None:
-    """Start a thread; `threading.Thread.start` waits for ever for one that dies before it can say that it runs.
+    """Start a thread; `threading.Thread.start` waits for ever for one that dies before it can say
+    that it runs.
 
-    So it does where memory is refused to the thread's first lines. MemoryError if no sign of life came in so many
-    seconds, RuntimeError if no stack could be had for it.
+    So it does where memory is refused to the thread's first lines. MemoryError if no sign of life
+    came in so many seconds, RuntimeError if no stack could be had for it.
     """
     thread._started = started = _Started(seconds)  # type: ignore[attr-defined] # CPython has it from 3.2 on
     thread.start()

@@ -1,4 +1,6 @@
-"""Modules and files of the user's that a command is given by name: imported as the user would run them.
+"""Modules and files of the user's that a command is given by name.
+
+Imported as the user would run them.
 
 Does not: say in an error of ours why that failed; whatever is raised is the user's.
 """

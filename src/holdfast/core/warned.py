@@ -12,8 +12,10 @@ from collections.abc import Iterator
 def ignoring(category: type[Warning], message: str = "") -> Iterator[None]:
     """Ignore the warnings of a class whose text begins with `message`, a regular expression.
 
-    `warnings.catch_warnings` marks the filters as changed, whereupon each module forgets what it has warned of: what
-    is to be shown once would be shown once more after each use. So the filter is put into the list as it is.
+    `warnings.catch_warnings` marks the filters as changed, whereupon each module forgets what it
+        has warned of: what
+    is to be shown once would be shown once more after each use. So the filter is put into the list
+    as it is.
     """
     own = ("ignore", re.compile(message, re.IGNORECASE) if message else None, category, None, 0)
     warnings.filters.insert(0, own)  # type: ignore[attr-defined]

@@ -1,1 +1,4 @@
-"""Explanations of what went wrong. Standard library only: it must live on when the CUDA context is dead."""
+"""Explanations of what went wrong.
+
+Standard library only: it must live on when the CUDA context is dead.
+"""

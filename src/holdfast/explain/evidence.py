@@ -1,6 +1,9 @@
-"""What a verdict is made from: texts, the ends of processes and events, each with where and when it was seen.
+"""What a verdict is made from.
 
-Nothing here judges. Collected from a run directory or from a bare log by ``collecting``; judged by ``judging``.
+Texts, the ends of processes and events, each with where and when it was seen.
+
+Nothing here judges. Collected from a run directory or from a bare log by ``collecting``; judged by
+``judging``.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from typing import Any, Literal
 
 from holdfast.core.events.event import Event
 
-# Looked for in ``file:function``. A frozen module has no file; ``<string>:__init__`` is what `dataclass` writes.
+# Looked for in ``file:function``. A frozen module has no file; ``<string>:__init__`` is what
+# `dataclass` writes.
 _FOREIGN = re.compile(
     r"/(?:site|dist)-packages/|/lib(?:64)?/(?:python|pypy)\d|^<(?!string>|stdin>|ipython)|^<string>:__|/tqdm/"
     r"|/torch/(?:nn|utils|optim|distributed|autograd|_ops|_tensor)|(?:^|/)runpy\.py:"
@@ -36,7 +40,9 @@ class Frame:
 class Statement:
     """One text that somebody printed or raised."""
 
-    text: str  # an exception's message, which may have several lines, or one line of a log, without escape sequences
+    # An exception's message, which may have several lines, or one line of a log, without escape
+    # sequences
+    text: str
     # ``"exception"`` (with a traceback, or recorded by the observer), ``"line"`` otherwise
     kind: Literal["exception", "line"] = "line"
     exception: str | None = None  # bare name of the exception class, or None
@@ -46,13 +52,19 @@ class Statement:
     unix_seconds: float | None = None  # when, or None if unknown
     rank: int | None = None  # of the process, or None
     pid: int | None = None  # of the process, or None
-    fatal: bool | None = None  # whether it ended its process; False: it was caught or logged; None: unknown
-    cause: bool = False  # whether another exception was raised from it: then it is nearer to the root than that one
-    logged: bool = False  # whether a logger printed it, so somebody had caught it, at least for a while
-    # lines of progress stand after it, but they can have waited in a buffer, or be of another process
+    # Whether it ended its process; False: it was caught or logged; None: unknown
+    fatal: bool | None = None
+    # Whether another exception was raised from it: then it is nearer to the root than that one
+    cause: bool = False
+    # Whether a logger printed it, so somebody had caught it, at least for a while
+    logged: bool = False
+    # lines of progress stand after it, but they can have waited in a buffer, or be of another
+    # process
     overtaken: bool = False
-    resumed: bool = False  # A line of a retry or of progress stands between it and the next exception of its process
-    # a traceback after which no line says that the run went on, was saved or is done; of lines the last of the log
+    # A line of a retry or of progress stands between it and the next exception of its process
+    resumed: bool = False
+    # a traceback after which no line says that the run went on, was saved or is done; of lines the
+    # last of the log
     last: bool = False
     rule: str | None = None  # of holdfast, where whoever recorded it knew that, such as ``"H401"``
 
@@ -64,7 +76,8 @@ class Ending:
     status: int | None  # exit code, negative for a signal; None: it did not end, or nobody knows
     pid: int | None = None  # None: the whole command
     rank: int | None = None
-    role: str = "other"  # as ``ProcessInfo.role``; ``"command"`` for what the supervisor has started
+    # As ``ProcessInfo.role``; ``"command"`` for what the supervisor has started
+    role: str = "other"
     unix_seconds: float | None = None  # when, or None
     # how far the ``oom_kill`` counter of its control group rose meanwhile; None if unknown
     oom_kills: int | None = None
@@ -81,15 +94,19 @@ class Lost:
     what: Literal["loss", "gradients"]  # which values say so
     since: int  # step of the first bad value; in a log its line
     always: bool = False  # whether no value before was good
-    rose: tuple[float, float] | None = None  # of a finite loss that exploded: its best level, its newest value
-    exploded: bool = True  # false of one that only ended far above where it began, which need not be a failure
+    # Of a finite loss that exploded: its best level, its newest value
+    rose: tuple[float, float] | None = None
+    # False of one that only ended far above where it began, which need not be a failure
+    exploded: bool = True
     log: str = ""  # name of the log that says so; empty: what was recorded of the steps
 
     def sentence(self) -> str:
         """Return this as a sentence without capital and full stop."""
         since = f"since line {self.since} of {self.log}" if self.log else f"since step {self.since}"
         if self.rose is not None:
-            return f"the loss diverged: it rose from {self.rose[0]:.3g} to {self.rose[1]:.3g}, {since}"
+            return (
+                f"the loss diverged: it rose from {self.rose[0]:.3g} to {self.rose[1]:.3g}, {since}"
+            )
         subject = "the loss is" if self.what == "loss" else "the gradients are"
         return f"{subject} not finite {'from the beginning' if self.always else since}"
 
@@ -99,8 +116,9 @@ class Learning:
     """Whether the loss of a run fell, if it did not diverge.
 
     Attributes:
-        outcome: ``"fell"``; ``"flat"``; ``"rose"``, by less than a loss that diverged; ``"spiked"``, a thousandfold,
-            even if it came back; or ``"unclear"``, if the loss does not measure progress or is too noisy.
+        outcome: ``"fell"``; ``"flat"``; ``"rose"``, by less than a loss that diverged;
+            ``"spiked"``, a thousandfold, even if it came back; or ``"unclear"``, if the loss does
+            not measure progress or is too noisy.
         first: The level at the beginning.
         last: The level at the end, or the peak of a spike.
         step: The step of the spike.
@@ -120,7 +138,10 @@ class Learning:
         if self.outcome == "unclear":
             return self.reason
         if self.outcome == "spiked":
-            return f"the loss diverged: it rose from {self.first:.3g} to {self.last:.3g}, at step {self.step}"
+            return (
+                f"the loss diverged: it rose from {self.first:.3g} to {self.last:.3g}, at step"
+                f" {self.step}"
+            )
         if self.constant:
             return f"the loss did not fall: it was {self.last:.3g} at every step"
         verb = {"fell": "fell", "rose": "rose", "flat": "did not fall"}[self.outcome]
@@ -149,17 +170,24 @@ class Facts:
     statements: tuple[Statement, ...] = ()  # in the order in which they were seen, of all sources
     endings: tuple[Ending, ...] = ()  # of the command and of processes
     events: tuple[Event, ...] = ()  # of the supervisor, the processes and guards, by time
-    tried: tuple[str, ...] = ()  # what earlier attempts were restarted for, and what was changed, one sentence each
+    # What earlier attempts were restarted for, and what was changed, one sentence each
+    tried: tuple[str, ...] = ()
     source: str = ""  # what it was collected from, such as ``"runs/last"`` or ``"train.log"``
-    missing: tuple[str, ...] = ()  # what could not be had, one sentence each, such as "no exit status: only a log"
+    # What could not be had, one sentence each, such as "no exit status: only a log"
+    missing: tuple[str, ...] = ()
     lost: Lost | None = None  # that its training was lost, or None: it was not, or nobody knows
-    learning: Learning | None = None  # of a supervised run that ended with status 0; None: it was not judged
+    # Of a supervised run that ended with status 0; None: it was not judged
+    learning: Learning | None = None
     loader_wait: LoaderWait | None = None  # of the same, or None: nobody knows, or it is no matter
-    extra: Mapping[str, Any] = field(default_factory=dict)  # anything else as JSON values, such as versions
+    # Anything else as JSON values, such as versions
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def is_own_code(frame: Frame) -> bool:
-    """Return whether a frame is the user's own: neither Python's library, nor an installed package, nor holdfast."""
+    """Return whether a frame is the user's own.
+
+    Neither Python's library, nor an installed package, nor holdfast.
+    """
     return _FOREIGN.search(f"{frame.file}:{frame.function}") is None
 
 
@@ -169,5 +197,7 @@ def own_frame(frames: Sequence[Frame]) -> Frame:
 
 
 def library_file(frame: Frame) -> str:
-    """Return the file of a library's frame from its package on, such as ``"torch/nn/functional.py"``."""
+    """Return the file of a library's frame from its package on, such as
+    ``"torch/nn/functional.py"``.
+    """
     return _INSTALLED.sub("", frame.file)

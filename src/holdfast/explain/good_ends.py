@@ -1,7 +1,7 @@
 """Find what is wrong with a run that ended with status 0.
 
-Status 0 only says that the command came to its end, not that the run learned. The verdict is "ended well" only if the
-loss fell and none of the `RULES` applies.
+Status 0 only says that the command came to its end, not that the run learned. The verdict is "ended
+well" only if the loss fell and none of the `RULES` applies.
 
 Does not: choose between causes of a failure (see ``judging``).
 """
@@ -45,13 +45,17 @@ class Shortfall:
 
     @property
     def signature(self) -> Signature:
-        """Return its entry of the catalogue, with this title and the family of ends that are no failures."""
+        """Return its entry of the catalogue, with this title and the family of ends that are no
+        failures.
+        """
         signature = UNJUDGED if self.id == UNJUDGED.id else all_signatures()[self.id]
         return replace(signature, title=self.title, family="ended well")
 
 
 def shortfalls(facts: Facts) -> list[Shortfall]:
-    """Return everything that is wrong with a run that ended with status 0, the most important first."""
+    """Return everything that is wrong with a run that ended with status 0, the most important
+    first.
+    """
     candidates = (rule(facts) for rule in RULES)
     return [shortfall for shortfall in candidates if shortfall is not None]
 
@@ -61,7 +65,9 @@ def loss_diverged(facts: Facts) -> Shortfall | None:
     if facts.lost is None or facts.lost.exploded:
         return None
     sentence = facts.lost.sentence()
-    return Shortfall(id=endings.NOT_LEARNED, title=f"finished, but {sentence}", sentence=f"But {sentence}.")
+    return Shortfall(
+        id=endings.NOT_LEARNED, title=f"finished, but {sentence}", sentence=f"But {sentence}."
+    )
 
 
 def loss_did_not_fall(facts: Facts) -> Shortfall | None:
@@ -88,7 +94,9 @@ def memory_grew(facts: Facts) -> Shortfall | None:
     named = event.data.get("signature")
     cause = named if isinstance(named, str) and named in all_signatures() else endings.MEMORY_GREW
     if trend is None:
-        return Shortfall(id=cause, title="finished, but memory leaks", exhibits=(exhibit_of_leak(event),))
+        return Shortfall(
+            id=cause, title="finished, but memory leaks", exhibits=(exhibit_of_leak(event),)
+        )
     grows = trend.data["bytes_per_step"]
     pace = f", by {size(grows)} a step" if isinstance(grows, (int, float)) else ""
     kind = "memory of the device" if trend.data.get("what") == "device" else "memory"
@@ -120,7 +128,9 @@ def learning_was_not_judged(facts: Facts) -> Shortfall | None:
     reason = learning.sentence()
     if learning.outcome == "rose":
         title = f"finished, and {reason}; learning was not judged"
-        reason += ", which an objective that changes can explain, and a learning rate that is too high"
+        reason += (
+            ", which an objective that changes can explain, and a learning rate that is too high"
+        )
     return Shortfall(
         id=endings.NOT_JUDGED,
         title=title,

@@ -1,8 +1,8 @@
 """The catalogue of rules: one for every id that an error, a finding or a verdict can carry.
 
-The text of errors and findings is in ``rules.md`` and ``learning_rules.md`` beside this file, one section for each
-rule, so that the same words are the page on the web and what `holdfast explain` prints. That of verdicts is made from
-their signatures.
+The text of errors and findings is in ``rules.md`` and ``learning_rules.md`` beside this file, one
+section for each rule, so that the same words are the page on the web and what `holdfast explain`
+prints. That of verdicts is made from their signatures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def all_rules() -> dict[str, Rule]:
     found = []
     for name in PAGES:
         page = resources.files("holdfast.explain").joinpath(name).read_text(encoding="utf-8")
-        found += [Rule(id=match[1], title=match[2], text=match[3].strip()) for match in _SECTION.finditer(page)]
+        found += [
+            Rule(id=match[1], title=match[2], text=match[3].strip())
+            for match in _SECTION.finditer(page)
+        ]
     return {rule.id: rule for rule in found}
 
 
@@ -47,7 +50,10 @@ def catalogue() -> dict[str, Rule]:
 
 
 def _of_signature(signature: Signature) -> Rule:
-    """Return a signature as a page: what it means, the fix, when it errs, how it looks, its class."""
+    """Return a signature as a page.
+
+    What it means, the fix, when it errs, how it looks, its class.
+    """
     parts = [signature.means, f"**Fix.** {signature.fix}"]
     if signature.changes:
         changes = ", ".join(f"`{name}={value}`" for name, value in signature.changes.items())
@@ -71,11 +77,16 @@ def find_rule(rule_id: str) -> Rule:
     rules = catalogue()
     found = rules.get(rule_id.upper())
     if found is None:
-        near = nearest(rule_id, rules, least=0.85)  # of four characters one that is missing, and none that differs
+        # Of four characters one that is missing, and none that differs
+        near = nearest(rule_id, rules, least=0.85)
         raise PolicyError(
             f"{rule_id!r} is not a rule",
             limit=f"there are {len(rules)} rules",
-            fix=f"did you mean {near!r}?" if near else "`holdfast explain` without an id lists all rules.",
+            fix=(
+                f"did you mean {near!r}?"
+                if near
+                else "`holdfast explain` without an id lists all rules."
+            ),
             rule="H702",
         )
     return found

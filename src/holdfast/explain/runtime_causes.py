@@ -1,6 +1,9 @@
-"""What the end of the processes says: exit statuses, signals, counters of the kernel, hangs, and what was predicted.
+"""What the end of the processes says.
 
-In the order of trust: a hang that the supervisor ended, the kernel's counter of kills for memory, the signal, the
+Exit statuses, signals, counters of the kernel, hangs, and what was predicted.
+
+In the order of trust: a hang that the supervisor ended, the kernel's counter of kills for memory,
+    the signal, the
 plain status. Does not: read texts (see ``weighing``).
 """
 
@@ -15,7 +18,13 @@ from typing import Any
 from holdfast.core.events.event import Event
 from holdfast.core.text import size
 from holdfast.explain.evidence import Ending, Facts
-from holdfast.explain.remarks import hang_left_alone, kills_counted, last_words, leak_place, not_saved
+from holdfast.explain.remarks import (
+    hang_left_alone,
+    kills_counted,
+    last_words,
+    leak_place,
+    not_saved,
+)
 from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.verdict import Exhibit
 from holdfast.recorder.run_files import LOST_FILE
@@ -34,10 +43,17 @@ FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.
 """Signals that somebody else sends; the others a process brings upon itself."""
 _SCHEDULERS_SEND = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
 _CANNOT_EXECUTE = (126, 127)
-_OF_A_STOP = frozenset({
-    "CalledProcessError", "ChildFailedError", "KeyboardInterrupt", "ProcessExitedException", "SIGTERMException",
-    "SignalException", "SystemExit",
-})  # fmt: skip
+_OF_A_STOP = frozenset(
+    {
+        "CalledProcessError",
+        "ChildFailedError",
+        "KeyboardInterrupt",
+        "ProcessExitedException",
+        "SIGTERMException",
+        "SignalException",
+        "SystemExit",
+    }
+)
 """Exceptions with which scripts and launchers end after a stop."""
 
 
@@ -53,7 +69,8 @@ class End:
     why: str = ""  # short words for the summary
     exhibits: tuple[Exhibit, ...] = ()  # what it rests on
     hang: Event | None = None  # the event of the hang that was ended, or None
-    asked: float | None = None  # when the user, or the end of another host, asked it to end, or None
+    # When the user, or the end of another host, asked it to end, or None
+    asked: float | None = None
     first_rank: int | None = None  # that a launcher saw fail first, or None
 
     @property
@@ -83,13 +100,19 @@ def find_end(facts: Facts) -> End:
         end = End(status=status, hang=hang, asked=by_user, first_rank=first_rank)
         if hang is not None:
             end = _of_hang(end, hang)
-        elif not asked and (there := next((each for each in facts.events if each.kind == "ended_elsewhere"), None)):
+        elif not asked and (
+            there := next((each for each in facts.events if each.kind == "ended_elsewhere"), None)
+        ):
             why = f"another host has ended the attempt ({there.data.get('why')})"
-            end = replace(end, cause=endings.ELSEWHERE, confidence=0.9, why=why, asked=there.unix_seconds)
+            end = replace(
+                end, cause=endings.ELSEWHERE, confidence=0.9, why=why, asked=there.unix_seconds
+            )
         elif (stop := _stop_that_ended(facts, status, kills)) is not None:
             end = replace(end, **_of_stop(stop, status))
         else:
-            cause, confidence, why = _of_status(status, kills, facts, _ended_by(status, command, first_rank))
+            cause, confidence, why = _of_status(
+                status, kills, facts, _ended_by(status, command, first_rank)
+            )
             end = replace(end, cause=cause, confidence=confidence, why=why)
     return replace(end, exhibits=(*end.exhibits, *_exhibits(command, child, kills, facts)))
 
@@ -107,10 +130,19 @@ def _as_signal(status: int | None) -> int | None:
 
 
 def _without_status(facts: Facts) -> End:
-    alive, lost, closed = (facts.extra.get(key) for key in ("alive", "supervisor_lost", "guard_closed"))
+    alive, lost, closed = (
+        facts.extra.get(key) for key in ("alive", "supervisor_lost", "guard_closed")
+    )
     if alive:
-        living = Exhibit(text=f"alive: {', '.join(f'process {pid}' for pid in alive)}", source="/proc")
-        return End(cause=endings.STILL_RUNNING, confidence=0.95, why="it is still running", exhibits=(living,))
+        living = Exhibit(
+            text=f"alive: {', '.join(f'process {pid}' for pid in alive)}", source="/proc"
+        )
+        return End(
+            cause=endings.STILL_RUNNING,
+            confidence=0.95,
+            why="it is still running",
+            exhibits=(living,),
+        )
     if isinstance(lost, dict):
         left = f"left when it was killed: {len(lost.get('killed') or ())} processes"
         end = End(cause=endings.SUPERVISOR_LOST, confidence=0.95, why="the supervisor was killed")
@@ -119,15 +151,23 @@ def _without_status(facts: Facts) -> End:
         return _unless_lost(_guard_closed(str(closed.get("how")), str(closed.get("reason"))), facts)
     if facts.extra.get("log_says_done"):
         done = Exhibit(text="its last lines say that the training is done", source=facts.source)
-        end = End(cause=endings.ENDED_WELL, confidence=0.8, why="its last lines say so", exhibits=(done,))
+        end = End(
+            cause=endings.ENDED_WELL, confidence=0.8, why="its last lines say so", exhibits=(done,)
+        )
         return _unless_lost(end, facts)
     return End()
 
 
 def _guard_closed(how: str, reason: str) -> End:
-    """Return the end of a run of which only a Guard says that it closed: all was done, on request, or left early."""
+    """Return the end of a run of which only a Guard says that it closed.
+
+    All was done, on request, or left early.
+    """
     if how == "left":
-        why = "the loop over batches was left before its end, by `break` or by an error outside of the Guard"
+        why = (
+            "the loop over batches was left before its end, by `break` or by an error outside of"
+            " the Guard"
+        )
         return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
     cause, why = endings.ENDED_WELL, "a Guard came to its end and closed"
     if how == "stopped":
@@ -138,7 +178,10 @@ def _guard_closed(how: str, reason: str) -> End:
 
 
 def stop_requested(events: Iterable[Event]) -> Event | None:
-    """Return the newest request upon which a Guard stopped, from events by time; None if a loop began after it."""
+    """Return the newest request upon which a Guard stopped, from events by time.
+
+    None if a loop began after it.
+    """
     request = None
     for event in events:
         if event.kind == "stop_requested":
@@ -149,7 +192,10 @@ def stop_requested(events: Iterable[Event]) -> Event | None:
 
 
 def signal_of_stop(request: Event) -> str | None:
-    """Return the name of the signal that a request came by; None for one that the program made itself."""
+    """Return the name of the signal that a request came by.
+
+    None for one that the program made itself.
+    """
     for value in (request.data.get("signal"), request.data.get("reason")):
         if isinstance(value, str) and _is_signal(value):
             return value
@@ -161,9 +207,11 @@ def _is_signal(name: str) -> bool:
 
 
 def _stop_that_ended(facts: Facts, status: int, kills: int | None) -> Event | None:
-    """Return the request that a run ended upon, whatever exit code its script or its launcher made of it.
+    """Return the request that a run ended upon, whatever exit code its script or its launcher made
+    of it.
 
-    None if the Guard did not close in order after it, if what followed failed with an exception, or if it crashed.
+    None if the Guard did not close in order after it, if what followed failed with an exception, or
+    if it crashed.
     """
     request = stop_requested(facts.events)
     if request is None or not any(_closes(event, request) for event in facts.events):
@@ -190,7 +238,9 @@ def _of_stop(request: Event, status: int) -> dict[str, Any]:
     why = f"a Guard saved and stopped on request ({reason})"
     if status:
         why += f", and the command ended with {status_text(status)}"
-    exhibit = Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=request.unix_seconds)
+    exhibit = Exhibit(
+        text=f"stop requested: {reason}", source="guard", unix_seconds=request.unix_seconds
+    )
     return {
         "cause": endings.STOPPED,
         "confidence": 0.95,
@@ -201,7 +251,10 @@ def _of_stop(request: Event, status: int) -> dict[str, Any]:
 
 
 def _lost_at(lost: dict[str, Any]) -> float | None:
-    """Return when the supervisor was lost: its pipes close before the sentinel sees it, and prints fail meanwhile."""
+    """Return when the supervisor was lost.
+
+    Its pipes close before the sentinel sees it, and prints fail meanwhile.
+    """
     seconds = lost.get("unix_seconds")
     return seconds - 1.0 if isinstance(seconds, (int, float)) else None
 
@@ -212,26 +265,37 @@ def _with_zero(facts: Facts) -> End:
     if request is not None:
         by_signal = isinstance(asked, int) or signal_of_stop(request) is not None
         end = End(status=0, well=True, **_of_stop(request, 0))
-        return _unless_lost(end if by_signal else replace(end, cause=endings.ENDED_WELL, asked=None), facts)
+        return _unless_lost(
+            end if by_signal else replace(end, cause=endings.ENDED_WELL, asked=None), facts
+        )
     if isinstance(asked, int):
-        cause = next((cause for number, cause in _BY_SIGNAL.items() if number == asked), endings.TERMINATED)
+        cause = next(
+            (cause for number, cause in _BY_SIGNAL.items() if number == asked), endings.TERMINATED
+        )
         why = f"it ended with status 0 after it was asked to by {_signal_name(asked)}"
         return End(cause=cause, confidence=0.85, status=0, well=True, why=why)
     if any(each.fatal and each.pid is not None for each in facts.statements):
         return End(status=0)  # of a shell or a parent, whose training process died
-    end = End(cause=endings.ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0")
+    end = End(
+        cause=endings.ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0"
+    )
     return _unless_lost(end, facts)
 
 
 def _unless_lost(end: End, facts: Facts) -> End:
-    """Return the end, which is no good one if the training was lost before it, or its result was not saved."""
+    """Return the end, which is no good one if the training was lost before it, or its result was
+    not saved.
+    """
     if end.cause == endings.ENDED_WELL and not_saved(facts) is not None:
         return replace(end, cause=endings.NOT_SAVED)
     if end.cause != endings.ENDED_WELL or facts.lost is None or not facts.lost.exploded:
         return end
     confidence = min(end.confidence, 0.8 if facts.lost.log else 0.95)
     return replace(
-        end, cause=endings.TRAINING_LOST, confidence=confidence, why=f"{end.why}, but {facts.lost.sentence()}"
+        end,
+        cause=endings.TRAINING_LOST,
+        confidence=confidence,
+        why=f"{end.why}, but {facts.lost.sentence()}",
     )
 
 
@@ -250,10 +314,16 @@ def _ended_by(status: int, command: Ending | None, rank: int | None) -> str:
 def _of_status(status: int, kills: int | None, facts: Facts, ended: str) -> tuple[str, float, str]:
     """Return id, confidence and words for a status that is not 0."""
     if status == os.EX_IOERR and not_saved(facts) is not None:
-        return endings.NOT_SAVED, 0.97, f"it came to its end with status {status}, since its Guard could not save"
+        return (
+            endings.NOT_SAVED,
+            0.97,
+            f"it came to its end with status {status}, since its Guard could not save",
+        )
     asked = facts.extra.get("asked_by")
     if isinstance(asked, int):
-        cause = next((cause for each, cause in _BY_SIGNAL.items() if each == asked), endings.TERMINATED)
+        cause = next(
+            (cause for each, cause in _BY_SIGNAL.items() if each == asked), endings.TERMINATED
+        )
         how = "was ended by it" if status == -asked else f"ended with {status_text(status)}"
         return cause, 0.95, f"{_signal_name(asked)} was sent by the user, and the command {how}"
     if status > 0:
@@ -272,13 +342,20 @@ def _of_status(status: int, kills: int | None, facts: Facts, ended: str) -> tupl
         return endings.KILLED_UNCOUNTED, 0.75, f"{ended} while memory was running out"
     confidence = 0.75
     if number == signal.SIGKILL:
-        confidence = 0.7 if kills == 0 else 0.5  # without the counter it may have been the kernel, for memory
-    cause = next((cause for each, cause in _BY_SIGNAL.items() if each == number), endings.OTHER_SIGNAL)
+        # Without the counter it may have been the kernel, for memory
+        confidence = 0.7 if kills == 0 else 0.5
+    cause = next(
+        (cause for each, cause in _BY_SIGNAL.items() if each == number), endings.OTHER_SIGNAL
+    )
     return cause, confidence, ended
 
 
 def _predicted(events: Iterable[Event]) -> Event | None:
-    trends = [event for event in events if event.kind == "memory_trend" and event.data.get("what") == "host"]
+    trends = [
+        event
+        for event in events
+        if event.kind == "memory_trend" and event.data.get("what") == "host"
+    ]
     if trends and isinstance(trends[-1].data.get("minutes_left"), (int, float)):
         return trends[-1]
     return None
@@ -288,19 +365,27 @@ def _hang(events: Iterable[Event], command: Ending | None) -> Event | None:
     """Return the hang for which the attempt was ended; None if it went on."""
     if command is None or command.sent_by != "supervisor":
         return None
-    hangs = [event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"]
+    hangs = [
+        event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"
+    ]
     return hangs[-1] if hangs else None
 
 
 def _of_hang(end: End, event: Event) -> End:
-    named, given, sentence = (event.data.get(key) for key in ("signature", "confidence", "sentence"))
+    named, given, sentence = (
+        event.data.get(key) for key in ("signature", "confidence", "sentence")
+    )
     known = isinstance(named, str) and named in all_signatures()
     confidence = float(given) if isinstance(given, (int, float)) else 0.7
     return replace(
         end,
         cause=named if known else endings.STUCK,
         confidence=min(max(confidence, 0.05), 0.99),
-        why=sentence if isinstance(sentence, str) else f"nothing moved in phase {event.data.get('phase')}",
+        why=(
+            sentence
+            if isinstance(sentence, str)
+            else f"nothing moved in phase {event.data.get('phase')}"
+        ),
         exhibits=(_hang_exhibit(event),),
     )
 
@@ -319,17 +404,28 @@ def _hang_exhibit(event: Event) -> Exhibit:
     )
 
 
-def _exhibits(command: Ending | None, child: Ending | None, kills: int | None, facts: Facts) -> tuple[Exhibit, ...]:
+def _exhibits(
+    command: Ending | None, child: Ending | None, kills: int | None, facts: Facts
+) -> tuple[Exhibit, ...]:
     found = []
     if child is not None and command is not None and child.status == command.status:
         child = None  # the command itself: said once
     for ending, who in ((command, "the command"), (child, "the process that failed first")):
         if ending is not None and ending.status is not None:
             place = f", in phase {ending.phase}" if ending.phase not in (None, "ending") else ""
-            step = f", after {ending.step} step{'s' if ending.step > 1 else ''}" if ending.step else ""
+            step = (
+                f", after {ending.step} step{'s' if ending.step > 1 else ''}" if ending.step else ""
+            )
             how = "was ended by holdfast with" if _by_holdfast(ending, ending.status) else "ended:"
             text = f"{who} {how} {status_text(ending.status)}{place}{step}"
-            found.append(Exhibit(text=text, source="exit status", unix_seconds=ending.unix_seconds, rank=ending.rank))
+            found.append(
+                Exhibit(
+                    text=text,
+                    source="exit status",
+                    unix_seconds=ending.unix_seconds,
+                    rank=ending.rank,
+                )
+            )
     if kills is not None:
         role = "confirmation" if kills else "fact"
         found.append(Exhibit(text=f"oom_kill rose by {kills}", source="control group", role=role))
@@ -343,7 +439,9 @@ def _exhibits(command: Ending | None, child: Ending | None, kills: int | None, f
 
 def exhibit_of_trend(event: Event) -> Exhibit:
     """Return how fast memory grew, as an event says it."""
-    return Exhibit(text=_trend_text(event.data), source="memory trend", unix_seconds=event.unix_seconds)
+    return Exhibit(
+        text=_trend_text(event.data), source="memory trend", unix_seconds=event.unix_seconds
+    )
 
 
 def exhibit_of_leak(event: Event) -> Exhibit:

@@ -18,7 +18,8 @@ class Exhibit:
 
     text: str  # quoted as it was seen, cut to a few lines
     source: str  # where, such as ``"output.log:1041"``
-    # ``"root"``, ``"cascade"``, ``"confirmation"`` or ``"fact"`` (an exit status, a counter, a last step)
+    # ``"root"``, ``"cascade"``, ``"confirmation"`` or ``"fact"`` (an exit status, a counter, a last
+    # step)
     role: str = "fact"
     unix_seconds: float | None = None  # when, or None
     rank: int | None = None  # of the process, or None
@@ -46,7 +47,8 @@ class Verdict:
     missing: tuple[str, ...] = ()  # what would have made it surer
     restart: Restart = "stop"  # what a supervisor may do
     changes: tuple[tuple[str, str], ...] = ()  # environment variables for the next attempt
-    where: str = ""  # innermost frame of the user's own code, ``file:line in function``, or an empty text
+    # Innermost frame of the user's own code, ``file:line in function``, or an empty text
+    where: str = ""
     rank: int | None = None  # of the process that failed first, or None
     step: int | None = None  # steps that it had made, or None
 
@@ -65,13 +67,21 @@ class Verdict:
 
 
 def _sanitise_texts(made: Exhibit | Verdict) -> None:
-    """Replace every text in the fields of a verdict or an exhibit by one that does nothing to who prints it."""
+    """Replace every text in the fields of a verdict or an exhibit by one that does nothing to
+    who prints it.
+    """
     for field in fields(made):
-        clean = _sanitised(getattr(made, field.name), lines=field.name in ("text", "summary", "fix"))
+        clean = _sanitised(
+            getattr(made, field.name), lines=field.name in ("text", "summary", "fix")
+        )
         object.__setattr__(made, field.name, clean)
 
 
 def _sanitised(value: Any, *, lines: bool) -> Any:
     if isinstance(value, str):
         return sanitise(value, most=20_000, lines=lines)
-    return tuple(_sanitised(each, lines=lines) for each in value) if isinstance(value, tuple) else value
+    return (
+        tuple(_sanitised(each, lines=lines) for each in value)
+        if isinstance(value, tuple)
+        else value
+    )

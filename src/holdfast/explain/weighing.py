@@ -1,12 +1,14 @@
 """Candidates for the cause of a failure, from statements, and their order.
 
-Every statement that a signature fits is a candidate, and so is every exception that none fits: of a chain of
+Every statement that a signature fits is a candidate, and so is every exception that none fits: of a
+    chain of
 exceptions, one. How much it counts:
 
     tier 0  an exception that is known to have ended its process, or what a Guard stopped for
-    tier 1  a traceback after which the process did not go on; a line about hardware or a killing kernel
-    tier 2  the last line of a traceback alone, or an exception that a logger printed
-    tier 3  any other line after which the process did not go on; the newest traceback of a process that left its main
+    tier 1  a traceback after which the process did not go on; a line about hardware or a killing
+    kernel tier 2  the last line of a traceback alone, or an exception that a logger printed tier 3
+    any other line after which the process did not go on; the newest traceback of a process that
+    left its main
             module, where lines of progress after it can have waited in a buffer
     tier 4  what was caught, warned of, or followed by progress: a cause only where nothing else is
 
@@ -34,47 +36,77 @@ from holdfast.explain.signatures import all_signatures, endings, kinds_of_unknow
 CAUGHT = 4
 """The last tier."""
 _GENERIC_RANK = 90
-_STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
+# Hardware, memory, device asserts: they are the root also where they wrap something
+_STRONG_RANK = 30
 _LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
-_BY_TYPE = 97  # of the kinds that only the type of an exception, or the library that raised it, suggests
+# Of the kinds that only the type of an exception, or the library that raised it, suggests
+_BY_TYPE = 97
 _SPECIFIC_KIND = 91  # the last rank of the kinds that one line shows by itself
 _HABIT = 4  # lines that differ only in numbers: a measure that is called an error
-_BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
-_ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"})
+# Tracebacks that stand so close belong to one failure: a child's, then its parent's
+_BURST_LINES = 150
+_ONLY_REPEATS = frozenset(
+    {"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"}
+)
 _TELLING = (  # words of a line that is an error, the surest first
     re.compile(
-        r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error (?:code|#)|error[:=<])"
-        r"|\*ERROR\*|\bterminate called after\b|\bassertion\b.{0,300}\bfailed\b|\bCheck failed: |^error\b",
+        r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error"
+        r" (?:code|#)|error[:=<])"
+        r"|\*ERROR\*|\bterminate called after\b|\bassertion\b.{0,300}\bfailed\b|\bCheck failed:"
+        r" |^error\b",
         re.IGNORECASE,
     ),
     re.compile(
-        r"\b(?:failed|cannot|can't|could not|couldn't|unable to|denied|not found|no such|invalid|illegal|missing"
-        r"|doesn't match|does not match|doesn't support|does not support|not supported|unsupported|errors?|timed out"
+        r"\b(?:failed|cannot|can't|could not|couldn't|unable to|denied|not found|no"
+        r" such|invalid|illegal|missing"
+        r"|doesn't match|does not match|doesn't support|does not support|not"
+        r" supported|unsupported|errors?|timed out"
         r"|Xid)\b",
         re.IGNORECASE,
     ),
     re.compile(
-        r"\b(?:no longer|not yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
-        r"|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden|unauthorized|than is available"
-        r"|aren't available|pre-?empted by|interruption notice|refused|doesn't|does not|assert|raise"
+        r"\b(?:no longer|not"
+        r" yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
+        r"|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden|unauthorized|than is"
+        r" available"
+        r"|aren't available|pre-?empted by|interruption notice|refused|doesn't|does"
+        r" not|assert|raise"
         r"|different (?:to|from|than))\b",
         re.IGNORECASE,
     ),
 )
 _COUNTS = re.compile(  # errors, or is data
-    r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror[ _]rate\b|^\s*\{"
+    r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
+    r" _]rate\b|^\s*\{"
     r"|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b|^srun: error: .{1,200}: Exited with exit code",
     re.IGNORECASE,
 )
 _WARNED = re.compile(r"\bWARN(?:ING)?\b")
-_NO_CUDA = re.compile(r"Warning: CUDA initialization: ")  # all that torch says of it, before it goes on without
+# All that torch says of it, before it goes on without
+_NO_CUDA = re.compile(r"Warning: CUDA initialization: ")
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
-_NAMED_FILE = re.compile(r"\bcannot import name .{1,300}\(([^()]{1,300}\.py)\)|\bconsider renaming '([^']+)' since")
+_NAMED_FILE = re.compile(
+    r"\bcannot import name .{1,300}\(([^()]{1,300}\.py)\)|\bconsider renaming '([^']+)' since"
+)
 _NO_ATTRIBUTE = re.compile(r"\bhas no attribute '(\w+)'")
-Grounds = Literal["own words", "signature", "symptom", "cascade", "words", "type", "open words", "line", "open line"]
-"""What a candidate rests on: an error of holdfast, which says what was found; a signature; one of a family whose
-failures mostly have their cause elsewhere; what follows from a failure elsewhere; the words of an exception that no
-signature knows, with a class that they show, or that its type only suggests, or without; the same of a line."""
+Grounds = Literal[
+    "own words",
+    "signature",
+    "symptom",
+    "cascade",
+    "words",
+    "type",
+    "open words",
+    "line",
+    "open line",
+]
+"""What a candidate rests on: an error of holdfast, which says what was found; a signature.
+
+One of a family whose
+failures mostly have their cause elsewhere; what follows from a failure elsewhere; the words of an
+exception that no signature knows, with a class that they show, or that its type only suggests, or
+without; the same of a line.
+"""
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
     "signature": (0.88, 0.98),
@@ -86,8 +118,8 @@ SHARES: dict[Grounds, tuple[float, float]] = {
     "line": (0.55, 0.89),
     "open line": (0.46, 0.0),
 }
-"""By grounds: the shares of right causes and of right classes at the first looks at failures that no rule was written
-from; ``python -m evals.world.calibrate`` prints them. The first is no count."""
+"""By grounds: the shares of right causes and of right classes at the first looks at failures that
+no rule was written from; ``python -m evals.world.calibrate`` prints them. The first is no count."""
 _SYMPTOMS = frozenset({"out of memory", "crash", "device", "distributed", "autograd", "numerics"})
 _SHARE_OF_CAUGHT = 0.5
 # Characters that are searched: messages list keys of a state dict; no line of an error is so long.
@@ -103,7 +135,8 @@ class Candidate:
     statement: Statement  # what it was seen in
     tier: int  # see the module
     chain: tuple[Statement, ...] = ()  # all exceptions of its chain, the root first
-    also: tuple[Signature, ...] = ()  # other signatures that fit the same statements, the best first
+    # Other signatures that fit the same statements, the best first
+    also: tuple[Signature, ...] = ()
 
     @property
     def generic(self) -> bool:
@@ -128,7 +161,9 @@ class Candidate:
 
     @property
     def confidence(self) -> float:
-        """Return how sure the cause is, before it is compared with others and with how the process ended."""
+        """Return how sure the cause is, before it is compared with others and with how the
+        process ended.
+        """
         return SHARES[self.grounds][0] * (_SHARE_OF_CAUGHT if self.tier == CAUGHT else 1.0)
 
     @property
@@ -141,21 +176,31 @@ def find_candidates(facts: Facts) -> list[Candidate]:
     """Return every candidate, in the order of the statements."""
     found = []
     for chain in _chains(facts.statements):
-        made = _of_own_rule(chain) or (_of_chain(chain) if chain[0].kind == "exception" else _of_line(chain[0]))
+        made = _of_own_rule(chain) or (
+            _of_chain(chain) if chain[0].kind == "exception" else _of_line(chain[0])
+        )
         if made is not None:
             found.append(made)
     said = [each for each in found if each.tier < CAUGHT and each.signature.role != "confirmation"]
     if all(each.signature.id == endings.ABORTED for each in said):
         telling = _telling_line(facts.statements, sure=bool(said))
-        found += [_candidate(_unknown(telling), telling, 3, (telling,))] if telling is not None else []
+        found += (
+            [_candidate(_unknown(telling), telling, 3, (telling,))] if telling is not None else []
+        )
     elif any(each.signature.id == endings.NCCL_FAILED for each in found):
-        words = (each for each in facts.statements if "NCCL WARN" in each.text and not match_all(each))
-        found += [_candidate(_unknown(each), each, 3, (each,)) for each in itertools.islice(words, 1)]
+        words = (
+            each for each in facts.statements if "NCCL WARN" in each.text and not match_all(each)
+        )
+        found += [
+            _candidate(_unknown(each), each, 3, (each,)) for each in itertools.islice(words, 1)
+        ]
     return _without_early(found)
 
 
 def _telling_line(statements: Sequence[Statement], *, sure: bool) -> Statement | None:
-    """Return the line that reads most like an error, of those after the newest exception; None: none does.
+    """Return the line that reads most like an error, of those after the newest exception.
+
+    None: none does.
 
     `sure`: only one with the surest words, and none that is a warning.
     """
@@ -181,14 +226,23 @@ def _form(line: Statement) -> str:
 
 
 def in_order(candidates: Iterable[Candidate], *, first_rank: int | None) -> list[Candidate]:
-    """Return candidates of one role with the most likely root first; a launcher saw `first_rank` fail first."""
+    """Return candidates of one role with the most likely root first.
+
+    A launcher saw `first_rank` fail first.
+    """
     given = list(candidates)
-    timed = all(candidate.statement.unix_seconds is not None for candidate in given if candidate.tier < CAUGHT)
+    timed = all(
+        candidate.statement.unix_seconds is not None
+        for candidate in given
+        if candidate.tier < CAUGHT
+    )
 
     def key(candidate: Candidate) -> tuple[float, ...]:
         statement = candidate.statement
         when = statement.unix_seconds if timed and statement.unix_seconds is not None else 0.0
-        elsewhere = first_rank is not None and statement.rank is not None and statement.rank != first_rank
+        elsewhere = (
+            first_rank is not None and statement.rank is not None and statement.rank != first_rank
+        )
         if candidate.tier >= CAUGHT:  # of what did not end the run, the newest says most
             return (candidate.tier, candidate.generic, elsewhere, 0.0, -statement.position)
         return (candidate.tier, candidate.generic, elsewhere, when, statement.position)
@@ -215,19 +269,29 @@ def _of_chain(chain: tuple[Statement, ...]) -> Candidate | None:
     for each in chain:
         if file := _shadowing(each):
             known = all_signatures()[endings.SHADOWED]
-            return _candidate(replace(known, title=f"{known.title}: {PurePath(file).name}"), each, tier, chain)
+            return _candidate(
+                replace(known, title=f"{known.title}: {PurePath(file).name}"), each, tier, chain
+            )
 
     def key(pair: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = pair
-        return (signature.role != "root", signature.rank >= _GENERIC_RANK, signature.rank > _STRONG_RANK, index)
+        return (
+            signature.role != "root",
+            signature.rank >= _GENERIC_RANK,
+            signature.rank > _STRONG_RANK,
+            index,
+        )
 
-    first = next((index for index, each in enumerate(chain) if each.exception not in _ONLY_REPEATS), None)
+    first = next(
+        (index for index, each in enumerate(chain) if each.exception not in _ONLY_REPEATS), None
+    )
     if best:
         index, signature = min(best, key=key)
         # What follows from a failure elsewhere is not the root of one that no signature knows.
         if signature.role == "root" or first is None or first >= index:
             others = {
-                match.signature.id: match.signature for match in sorted(match for each in matches for match in each)
+                match.signature.id: match.signature
+                for match in sorted(match for each in matches for match in each)
             }
             others.pop(signature.id)
             return _candidate(signature, chain[index], tier, chain, tuple(others.values()))
@@ -237,12 +301,16 @@ def _of_chain(chain: tuple[Statement, ...]) -> Candidate | None:
 
 
 def _shadowing(raised: Statement) -> str:
-    """Return the user's file, beside the script, that an import found in place of another module; empty: none."""
+    """Return the user's file, beside the script, that an import found in place of another
+    module; empty: none.
+    """
     frames = [each for each in raised.frames if each.file[:1] != "<"]
     if (named := _NAMED_FILE.search(raised.text)) is not None:
         frames.append(Frame(file=named[1] or named[2], line=0, function="<module>"))
     for above, below in itertools.pairwise(frames):
-        beside = PurePath(below.file).parent == PurePath(frames[0].file).parent and is_own_code(below)
+        beside = PurePath(below.file).parent == PurePath(frames[0].file).parent and is_own_code(
+            below
+        )
         imports = above.function == below.function == "<module>"
         if beside and imports and (above.file == below.file or not is_own_code(above)):
             return below.file
@@ -250,18 +318,26 @@ def _shadowing(raised: Statement) -> str:
 
 
 def _unknown(statement: Statement) -> Signature:
-    """Return the words of an exception or a line as the cause, with the class that their kind shows, or with none.
+    """Return the words of an exception or a line as the cause, with the class that their kind
+    shows, or with none.
 
     Of the user's code only where the exception was raised there.
     """
-    signature = all_signatures()[endings.UNCAUGHT if statement.kind == "exception" else endings.ERROR_LINE]
+    signature = all_signatures()[
+        endings.UNCAUGHT if statement.kind == "exception" else endings.ERROR_LINE
+    ]
     kinds = _kinds_of(statement)
     own = bool(statement.frames) and is_own_code(statement.frames[-1])
     if kinds and not (own and kinds[0].signature.rank >= _BY_TYPE):
         kind = kinds[0].signature
         rank = max(kind.rank, _GENERIC_RANK)
         return replace(
-            signature, family=kind.family, rank=rank, means=kind.means, fix=kind.fix, explains=kind.explains
+            signature,
+            family=kind.family,
+            rank=rank,
+            means=kind.means,
+            fix=kind.fix,
+            explains=kind.explains,
         )
     return replace(signature, family="user code" if own else "unknown")
 
@@ -293,11 +369,13 @@ def _tier_of_exception(last: Statement) -> int:
 
 
 def _without_early(candidates: list[Candidate]) -> list[Candidate]:
-    """Return candidates with tracebacks put into the last tier that stand before the one that ended a process.
+    """Return candidates with tracebacks put into the last tier that stand before the one that ended
+    a process.
 
-    Two tracebacks of one process that nobody saw go on: the later ended it. The earlier belongs to it only if it
-    stands close by, and nothing between them says that the run began again. One that was overtaken can be the cause
-    only if no root came later.
+    Two tracebacks of one process that nobody saw go on: the later ended it. The earlier belongs to
+        it only if it
+    stands close by, and nothing between them says that the run began again. One that was overtaken
+    can be the cause only if no root came later.
     """
     begins: dict[int | None, int] = {}
     roots: set[int | None] = set()  # ranks of which a root came later
@@ -322,7 +400,8 @@ def _without_early(candidates: list[Candidate]) -> list[Candidate]:
     return found[::-1]
 
 
-_OF_ANOTHER_RANK = "H114"  # follows from the failure of another, which may have left more than its text
+# Follows from the failure of another, which may have left more than its text
+_OF_ANOTHER_RANK = "H114"
 # Families of our own errors, by the beginning of the rule.
 _FAMILIES: tuple[tuple[str, Family], ...] = (
     (_OF_ANOTHER_RANK, "distributed"),
@@ -336,15 +415,24 @@ _FAMILIES: tuple[tuple[str, Family], ...] = (
 
 
 def _of_own_rule(chain: tuple[Statement, ...]) -> Candidate | None:
-    """Return the candidate for an error of holdfast itself, which names its rule; of several, the outermost."""
-    own = ((each, rule) for each in reversed(chain) if (rule := all_rules().get(_rule_named_in(each))) is not None)
+    """Return the candidate for an error of holdfast itself, which names its rule.
+
+    Of several, the outermost.
+    """
+    own = (
+        (each, rule)
+        for each in reversed(chain)
+        if (rule := all_rules().get(_rule_named_in(each))) is not None
+    )
     statement, rule = next(own, (chain[-1], None))
     if rule is None:
         return None
     signature = all_signatures().get(rule.id) or Signature(
         id=rule.id,
         title=rule.title,
-        family=next((family for begin, family in _FAMILIES if rule.id.startswith(begin)), "user code"),
+        family=next(
+            (family for begin, family in _FAMILIES if rule.id.startswith(begin)), "user code"
+        ),
         rank=60,
         role="cascade" if rule.id == _OF_ANOTHER_RANK else "root",
         restart="retry" if rule.id == _OF_ANOTHER_RANK else "stop",
@@ -365,9 +453,14 @@ def _rule_named_in(statement: Statement) -> str:
 
 
 def _fix_of(text: str) -> str:
-    """Return what an error or a page of a rule says to do: as far as the id of the rule, or the next paragraph."""
+    """Return what an error or a page of a rule says to do.
+
+    As far as the id of the rule, or the next paragraph.
+    """
     found = re.search(
-        r"(?:^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)|\*\*Fix\.\*\* (.+?)(?=\n\n|\Z))", text, re.MULTILINE | re.DOTALL
+        r"(?:^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)|\*\*Fix\.\*\* (.+?)(?=\n\n|\Z))",
+        text,
+        re.MULTILINE | re.DOTALL,
     )
     return _in_one_line(found[1] or found[2]) if found else ""
 
@@ -390,7 +483,9 @@ class _Compiled:
     frames: tuple[re.Pattern[str], ...]
     in_frames: tuple[tuple[QuickPattern, re.Pattern[str]], ...]
 
-    def order(self, statement: Statement, texts: _Texts, places: Sequence[str]) -> tuple[float, ...] | None:
+    def order(
+        self, statement: Statement, texts: _Texts, places: Sequence[str]
+    ) -> tuple[float, ...] | None:
         """Return how well the signature fits, or None if it does not."""
         signature, patterns = self.signature, self.patterns
         named = 0
@@ -406,7 +501,8 @@ class _Compiled:
         length = _matched(texts, patterns)
         if length is None:
             return None
-        # One that names a class or frames knows more; then the longer text says more; at last the id, to be definite.
+        # One that names a class or frames knows more; then the longer text says more; at last the
+        # id, to be definite.
         return (signature.rank, -named, -length, int(signature.id[1:]))
 
 
@@ -417,13 +513,17 @@ class _Catalogue:
         self._all = _compile(signatures)
         self._by_word: dict[str, list[int]] = collections.defaultdict(list)
         for index, each in enumerate(self._all):
-            sought = [pattern.words for pattern in (*each.patterns, *(text for text, _ in each.in_frames))]
+            sought = [
+                pattern.words for pattern in (*each.patterns, *(text for text, _ in each.in_frames))
+            ]
             for word in frozenset().union(*sought) if all(sought) else {""}:
                 self._by_word[word].append(index)
 
     def near(self, lowered: str) -> list[_Compiled]:
         """Return those of which a word is in a text in lower case, and those that need none."""
-        found = {index for word, indices in self._by_word.items() if word in lowered for index in indices}
+        found = {
+            index for word, indices in self._by_word.items() if word in lowered for index in indices
+        }
         return [self._all[index] for index in sorted(found)]
 
 
@@ -447,7 +547,9 @@ def _compile(signatures: Iterable[Signature]) -> tuple[_Compiled, ...]:
             signature=each,
             patterns=tuple(map(QuickPattern, each.patterns)),
             frames=tuple(re.compile(frame, re.IGNORECASE) for frame in each.frames),
-            in_frames=tuple((QuickPattern(text), re.compile(frame)) for text, frame in each.in_frames),
+            in_frames=tuple(
+                (QuickPattern(text), re.compile(frame)) for text, frame in each.in_frames
+            ),
         )
         for each in signatures
         if each.patterns or each.in_frames
@@ -470,12 +572,18 @@ def _matches(statement: Statement, signatures: _Catalogue) -> list[Match]:
 
 
 def _innermost(statement: Statement) -> list[str]:
-    """Return the place that failed, marked where it is own code, and asks `self` for an attribute that is missing."""
-    asked = [frame for frame in statement.frames if frame.function != "__getattr__"][-1:]  # which raises for others
+    """Return the place that failed, marked where it is own code, and asks `self` for an
+    attribute that is missing.
+    """
+    # Which raises for others
+    asked = [frame for frame in statement.frames if frame.function != "__getattr__"][-1:]
     missing = _NO_ATTRIBUTE.search(statement.text)
     name = re.compile(rf"\bself\.{missing[1]}\b" if missing else r"(?!)")
     marks = [" own" * is_own_code(each) + " self" * bool(name.search(each.code)) for each in asked]
-    return [f"innermost {each.file}:{each.function}{mark}" for each, mark in zip(asked, marks, strict=True)]
+    return [
+        f"innermost {each.file}:{each.function}{mark}"
+        for each, mark in zip(asked, marks, strict=True)
+    ]
 
 
 def _any(patterns: Iterable[re.Pattern[str]], places: Iterable[str]) -> bool:
@@ -487,7 +595,9 @@ _Texts = list[tuple[str, str]]  # each as it is, and in lower case
 
 def _texts_of(statement: Statement) -> _Texts:
     """Return the texts in which patterns are sought, the first that fits counts."""
-    texts = [statement.text[: _MOST_OF_A_MESSAGE if statement.kind == "exception" else _MOST_OF_A_LINE]]
+    texts = [
+        statement.text[: _MOST_OF_A_MESSAGE if statement.kind == "exception" else _MOST_OF_A_LINE]
+    ]
     if statement.exception is not None:
         texts.append(f"{statement.exception}: {texts[0]}" if texts[0] else statement.exception)
     if "\n" in texts[0]:  # who pasted it may have wrapped its lines

@@ -24,7 +24,8 @@ _ITSELF = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
 _MOST_EXHIBITS = 10
 _MOST_CASCADES = 3
 _MOST_QUOTED = 160  # characters of a message inside the paragraph
-_MOST_WHOLE = 500  # the same where the message is all that is known, or is of holdfast: it says what was found
+# The same where the message is all that is known, or is of holdfast: it says what was found
+_MOST_WHOLE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +74,37 @@ def _changes(made: Judgement) -> tuple[tuple[str, str], ...]:
     """Return what the next attempt is to change, without what this one had already."""
     had = made.facts.extra.get("changed")
     had = had if isinstance(had, dict) else {}
-    return tuple((name, value) for name, value in made.signature.changes.items() if had.get(name) != value)
+    return tuple(
+        (name, value) for name, value in made.signature.changes.items() if had.get(name) != value
+    )
 
 
 def _title(made: Judgement) -> str:
     signature, facts = made.signature, made.facts
     if signature.id == endings.TRAINING_LOST and facts.lost is not None:
-        return f"{'ended with status 0' if made.end.well else 'came to its end'}, but {facts.lost.sentence()}"
+        return (
+            f"{'ended with status 0' if made.end.well else 'came to its end'}, but"
+            f" {facts.lost.sentence()}"
+        )
     if signature.id == endings.NOT_SAVED and (unsaved := remarks.not_saved(facts)) is not None:
         why = remarks.why_not_saved(facts)
-        return _cut(f"{signature.title}: {unsaved.partition(':')[0]}{why and f' ({why})'}", _MOST_QUOTED)
+        return _cut(
+            f"{signature.title}: {unsaved.partition(':')[0]}{why and f' ({why})'}", _MOST_QUOTED
+        )
     faults = remarks.training_faults(facts)
     if signature.id == endings.ENDED_WELL and faults:
         rule = all_rules().get(faults[0].data["rule"])
-        return "ended well, but its training has a fault" + (f": {rule.title}" if rule is not None else "")
+        return "ended well, but its training has a fault" + (
+            f": {rule.title}" if rule is not None else ""
+        )
     if signature.family == "ended well" and made.doubt:
         return f"{'ended with status 0' if made.end.well else 'came to its end'}, {made.doubt}"
     if signature.id == endings.STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
         return f"ended itself by sys.exit with status {made.end.status}"
     if signature.id in _ITSELF and made.candidate is not None:
-        return _cut(next(quoted(made.candidate.statement, most_lines=1), signature.title), _MOST_QUOTED)
+        return _cut(
+            next(quoted(made.candidate.statement, most_lines=1), signature.title), _MOST_QUOTED
+        )
     return signature.title
 
 
@@ -128,7 +140,10 @@ def _summary(made: Judgement, place: str) -> str:
 
 
 def _meaning(made: Judgement) -> str:
-    """Return what the cause means; of a good end that falls short, its own sentences say it with the numbers."""
+    """Return what the cause means.
+
+    Of a good end that falls short, its own sentences say it with the numbers.
+    """
     signature = made.signature
     is_judged = signature.family == "ended well" and signature.id != endings.ENDED_WELL
     if is_judged or (signature.id == endings.ENDED_WELL and remarks.unobserved(made.facts)):
@@ -146,8 +161,15 @@ def _failed(candidate: Candidate, place: str) -> str:
     who = f"Rank {statement.rank}" if statement.rank is not None else "It"
     if candidate.signature.id in _ITSELF:
         raiser = statement.frames[-1] if statement.frames else None
-        raised = f" (raised in {library_file(raiser)})" if raiser is not None and not is_own_code(raiser) else ""
-        return f"{who} failed with {_cut(first, _MOST_WHOLE)}{f', at {place}' if place else ''}{raised}"
+        raised = (
+            f" (raised in {library_file(raiser)})"
+            if raiser is not None and not is_own_code(raiser)
+            else ""
+        )
+        return (
+            f"{who} failed with"
+            f" {_cut(first, _MOST_WHOLE)}{f', at {place}' if place else ''}{raised}"
+        )
     if _is_of_holdfast(candidate):
         first = _cut(statement.text.strip().partition("\n")[0], _MOST_WHOLE)
     else:
@@ -160,7 +182,10 @@ def _cut(text: str, most: int) -> str:
 
 
 def _is_of_holdfast(candidate: Candidate) -> bool:
-    """Return whether the words are those of holdfast, which say what was found: its rule would only repeat them."""
+    """Return whether the words are those of holdfast, which say what was found.
+
+    Its rule would only repeat them.
+    """
     statement = candidate.statement
     if candidate.signature.id not in all_rules():
         return False
@@ -203,11 +228,21 @@ def _exhibits(made: Judgement) -> Iterator[Exhibit]:
     if made.signature.family == "ended well":
         found += good_ends.exhibits(made.facts)
     if candidate is not None:
-        found.append(_quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade"))
-        found += [_quote(each, "fact") for each in candidate.chain if each is not candidate.statement][:3]
-    found += [*made.end.exhibits, *_fall_of_the_loss(made), *remarks.exhibits_of_training(made.facts)]
+        found.append(
+            _quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade")
+        )
+        found += [
+            _quote(each, "fact") for each in candidate.chain if each is not candidate.statement
+        ][:3]
+    found += [
+        *made.end.exhibits,
+        *_fall_of_the_loss(made),
+        *remarks.exhibits_of_training(made.facts),
+    ]
     others = [each for each in made.candidates if each is not candidate]
-    found += [_quote(each.statement, "confirmation") for each in others if _confirms(made.signature, each)][:3]
+    found += [
+        _quote(each.statement, "confirmation") for each in others if _confirms(made.signature, each)
+    ][:3]
     cascades = [each for each in others if each.signature.role == "cascade" and not made.end.well]
     found += [_quote(each.statement, "cascade") for each in cascades][:_MOST_CASCADES]
     yield from list(dict.fromkeys(found))[:_MOST_EXHIBITS]
@@ -215,7 +250,11 @@ def _exhibits(made: Judgement) -> Iterator[Exhibit]:
 
 def _fall_of_the_loss(made: Judgement) -> Iterator[Exhibit]:
     learning = made.facts.learning
-    if made.signature.family == "ended well" and learning is not None and learning.outcome == "fell":
+    if (
+        made.signature.family == "ended well"
+        and learning is not None
+        and learning.outcome == "fell"
+    ):
         yield Exhibit(text=learning.sentence(), source="recorded steps")
 
 
@@ -240,7 +279,11 @@ def _missing(made: Judgement) -> Iterator[str]:
     yield from made.facts.missing
     if made.signature.role == "cascade":
         yield "the failure that this follows from: it is not in what was read"
-    if made.signature.id == endings.UNKNOWN and made.candidate is None and not made.facts.statements:
+    if (
+        made.signature.id == endings.UNKNOWN
+        and made.candidate is None
+        and not made.facts.statements
+    ):
         yield "no line of an error"
 
 
@@ -248,11 +291,15 @@ def _place(candidate: Candidate | None) -> str:
     """Return the innermost frame of the user's own code, else the innermost of all."""
     if candidate is None:
         return ""
-    chain: list[tuple[Frame, ...]] = [each.frames for each in (candidate.statement, *candidate.chain) if each.frames]
+    chain: list[tuple[Frame, ...]] = [
+        each.frames for each in (candidate.statement, *candidate.chain) if each.frames
+    ]
     if not chain:
         return ""
     # An exception of a handler has none: then that of what it broke into.
-    frame = own_frame(next((frames for frames in chain if is_own_code(own_frame(frames))), chain[0]))
+    frame = own_frame(
+        next((frames for frames in chain if is_own_code(own_frame(frames))), chain[0])
+    )
     return f"{frame.file}:{frame.line}" + (f" in {frame.function}" if frame.function else "")
 
 
@@ -260,4 +307,6 @@ def _step(made: Judgement) -> int | None:
     steps = made.facts.extra.get("steps")
     if isinstance(steps, int):
         return steps
-    return next((ending.step for ending in reversed(made.facts.endings) if ending.step is not None), None)
+    return next(
+        (ending.step for ending in reversed(made.facts.endings) if ending.step is not None), None
+    )

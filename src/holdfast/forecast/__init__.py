@@ -1,1 +1,4 @@
-"""Will it fit, and what is the fastest plan that does: a training step is run on tensors without data."""
+"""Will it fit, and what is the fastest plan that does.
+
+A training step is run on tensors without data.
+"""

@@ -1,8 +1,11 @@
-"""One optimizer step over batches that come one by one: each is a transaction, and the last one commits them all.
+"""One optimizer step over batches that come one by one.
 
-For frameworks that show every batch while it is trained, so that a `Window` cannot wait for its last one. A batch
-that ran out of memory is made again or cut, without touching the gradients of those before it; one with NaN or Inf
-has the whole step skipped, or goes on without the samples that it came from, as the policy says.
+Each is a transaction, and the last one commits them all.
+
+For frameworks that show every batch while it is trained, so that a `Window` cannot wait for its
+last one. A batch that ran out of memory is made again or cut, without touching the gradients of
+those before it; one with NaN or Inf has the whole step skipped, or goes on without the samples that
+it came from, as the policy says.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from holdfast.loader.splitting import Split
 
 
 class Accumulation:
-    """Gradients that are kept between the batches of one step: one more copy of them while there are some to keep.
+    """Gradients that are kept between the batches of one step.
 
-    `begins` is called at the beginning of each attempt, to put back what an earlier one has changed outside. The
-    guard should be stepped by this object from now on.
+    One more copy of them while there are some to keep.
+
+    `begins` is called at the beginning of each attempt, to put back what an earlier one has changed
+    outside. The guard should be stepped by this object from now on.
     """
 
     def __init__(self, guard: HostedGuard, begins: Callable[[], None] = lambda: None) -> None:
@@ -35,17 +40,24 @@ class Accumulation:
         self._attempts = guard.steps.engine.attempts
         self._begins = begins
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
-        self._buffers = self._attempts.safety.keeper()  # as they were before the first batch of a step
+        # As they were before the first batch of a step
+        self._buffers = self._attempts.safety.keeper()
         self._begun: RandomState | None = None  # the random state of then
         self._spoiled: str | None = None  # why the step will be skipped
         self._observing = self._attempts.observing
         self._attempts.observing = self._attempt
         self.attempting = False
-        """Whether an attempt is being made: not a trial of a cut, and not a replay that looks for a cause."""
+        """Whether an attempt is being made.
+
+        Not a trial of a cut, and not a replay that looks for a cause.
+        """
 
     @property
     def pending(self) -> bool:
-        """Return whether a step has begun: a checkpoint taken now is whole only with `state_dict`."""
+        """Return whether a step has begun.
+
+        A checkpoint taken now is whole only with `state_dict`.
+        """
         return self._begun is not None
 
     def kept(self) -> list[torch.Tensor]:
@@ -57,7 +69,10 @@ class Accumulation:
         self._kept, self._begun, self._spoiled = {}, None, None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what the batches of a step that is not made yet have left; None between two steps."""
+        """Return what the batches of a step that is not made yet have left.
+
+        None between two steps.
+        """
         if self._begun is None:
             return None
         return {
@@ -68,7 +83,10 @@ class Accumulation:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the middle of a step; parameters and buffers are those of the moment it was left."""
+        """Go on in the middle of a step.
+
+        Parameters and buffers are those of the moment it was left.
+        """
         found = state["gradients"]
         self._kept = {p: found[name].to(p.device) for name, p in self._named() if name in found}
         self._buffers.keep(state["buffers"])
@@ -93,7 +111,8 @@ class Accumulation:
         finally:
             self.attempting = False
         for parameter, kept in self._kept.items():
-            kept = self._attempts.loss_scale.scale(kept)  # in fp16 the new gradients are scaled; else as it is
+            # In fp16 the new gradients are scaled; else as it is
+            kept = self._attempts.loss_scale.scale(kept)
             if parameter.grad is None:
                 parameter.grad = kept.clone()
             elif parameter.grad.layout != kept.layout:
@@ -102,9 +121,16 @@ class Accumulation:
                 parameter.grad.add_(kept)
 
     def add(
-        self, batch: Any, loss_fn: LossFunction, *, optimizer: Sequence[str] | None = None, split: Split | None = None
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        *,
+        optimizer: Sequence[str] | None = None,
+        split: Split | None = None,
     ) -> StepResult:
-        """Add the gradient of a batch to those that are kept; ``skipped`` if it is NaN or Inf, and so the whole step.
+        """Add the gradient of a batch to those that are kept.
+
+        ``skipped`` if it is NaN or Inf, and so the whole step.
 
         What it raises is that of `Guard.step`; what was kept before stays.
         """
@@ -131,11 +157,17 @@ class Accumulation:
         return outcome.result(self._spoiled)
 
     def step(
-        self, batch: Any, loss_fn: LossFunction, *, optimizer: Sequence[str] | None = None, split: Split | None = None
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        *,
+        optimizer: Sequence[str] | None = None,
+        split: Split | None = None,
     ) -> StepResult:
         """Make the step, with this batch as the last one; see `Guard.step`.
 
-        If it is skipped, or a batch before was, buffers and random state are as before the first of them.
+        If it is skipped, or a batch before was, buffers and random state are as before the first of
+        them.
         """
         try:
             if self._spoiled is None:
@@ -168,7 +200,8 @@ class _Divided(torch.autograd.Function):
 
 
 def divided(loss: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a loss of the same value, shape ``()``, whose gradient is divided by the batches of a step.
+    """Return a loss of the same value, shape ``()``, whose gradient is divided by the batches of a
+    step.
 
     So a guard sees the loss as it was returned.
     """

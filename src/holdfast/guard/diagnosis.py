@@ -29,15 +29,21 @@ class Diagnosis:
         self._max_grad_norm = policy.max_grad_norm
         self._observer: Observer | None = None
         self._is_open = False
-        self._origin: str | None = None  # where NaN or Inf came from, in the newest step that was traced
+        # Where NaN or Inf came from, in the newest step that was traced
+        self._origin: str | None = None
         for rule in policy.ignore_rules:
             find_rule(rule)
         if policy.diagnose:
             self._observer = Observer(
                 parts.models,
                 parts.optimizers,
-                # The guard advances the others; in a resumed run they count the steps before it too.
-                {name: each for name, each in parts.schedulers.items() if isinstance(each, ReduceLROnPlateau)},
+                # The guard advances the others; in a resumed run they count the steps before it
+                # too.
+                {
+                    name: each
+                    for name, each in parts.schedulers.items()
+                    if isinstance(each, ReduceLROnPlateau)
+                },
                 objective=policy.objective,
                 frozen=policy.frozen,
                 ignore=policy.ignore_rules,
@@ -63,7 +69,11 @@ class Diagnosis:
 
     def attempt(self) -> contextlib.AbstractContextManager[None] | None:
         """Return the context of a forward and backward pass that is looked at, or None."""
-        return None if self._observer is None or not self._observer.due() else self._observer.begin_step()
+        return (
+            None
+            if self._observer is None or not self._observer.due()
+            else self._observer.begin_step()
+        )
 
     def before_step(self, name: str, attempt: Attempt) -> None:
         """Take in that an optimizer is about to step, with the gradients of an attempt."""
@@ -76,16 +86,24 @@ class Diagnosis:
             self._observer.after_step(name)
 
     def step_ended(self, outcome: Outcome, names: Sequence[str], reason: str | None) -> None:
-        """Take in how a step of these optimizers ended, and the `reason` if it was not committed."""
+        """Take in how a step of these optimizers ended, and the `reason` if it was not
+        committed.
+        """
         if self._observer is None:
             return
         if self._observer.sampled and (notice := self._observer.take_notice()) is not None:
             self._record.emit(run_events.DiagnosisLimited(why=notice))
-        if reason is not None and outcome.provenance is not None and outcome.provenance.origin is not None:
+        if (
+            reason is not None
+            and outcome.provenance is not None
+            and outcome.provenance.origin is not None
+        ):
             self._origin = reason
         limit, facts = self._max_grad_norm, outcome.attempt.facts
         clipped = limit if limit is not None and facts.total > limit else 0.0
-        self._emit(self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped))
+        self._emit(
+            self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
+        )
 
     def validated(self, value: float) -> None:
         """Take in the loss of an evaluation."""
@@ -114,6 +132,9 @@ class Diagnosis:
 
 
 def _norms_of(attempt: Attempt) -> dict[int, float]:
-    """Return the norm of each gradient before clipping, by the id of its parameter; one host sync."""
+    """Return the norm of each gradient before clipping, by the id of its parameter.
+
+    One host sync.
+    """
     held = (id(parameter) for group in attempt.groups for parameter in group.parameters)
     return dict(zip(held, attempt.norms.tolist(), strict=True))

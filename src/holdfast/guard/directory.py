@@ -1,10 +1,9 @@
 """The run directory: its layout, its format, and the lock that keeps a second run out.
 
-run.json               format of the directory, which run this is, and where it has saved, once it has
-lock                   held while a guard is open; lock.rank1 by the second of several ranks, and so on
-recorder/              the black boxes, of each rank one
-checkpoints/           see ``checkpoint.store``
-images/                see ``images``
+run.json               format of the directory, which run this is, and where it has saved, once it
+has lock                   held while a guard is open; lock.rank1 by the second of several ranks,
+and so on recorder/              the black boxes, of each rank one checkpoints/           see
+``checkpoint.store`` images/                see ``images``
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise PolicyError(
-                f"run_dir={path!r}", limit="a path is needed", fix='pass a directory such as "runs/a".', rule="H105"
+                f"run_dir={path!r}",
+                limit="a path is needed",
+                fix='pass a directory such as "runs/a".',
+                rule="H105",
             )
         self.path = Path(path).expanduser().absolute()
         self._rank = rank
@@ -58,7 +60,10 @@ class RunDirectory:
         return self.path / "recorder" / f"rank{self._rank}"
 
     def _read(self) -> dict[str, Any]:
-        """Return what ``run.json`` says; where it is damaged, the recording says where the run has saved."""
+        """Return what ``run.json`` says.
+
+        Where it is damaged, the recording says where the run has saved.
+        """
         try:
             found = json.loads(read_file(self.path / _RUN_FILE))
             version = found["format"]
@@ -88,18 +93,27 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """Return what distinguishes this run from every other; a copy of the directory is the same run."""
+        """Return what distinguishes this run from every other.
+
+        A copy of the directory is the same run.
+        """
         self._says["run"] = found = self._says["run"] or uuid.uuid4().hex
         return str(found)
 
     @property
     def saved_in(self) -> str | None:
-        """Return where this run has saved: ``"checkpoints"``, or the path of a framework's folder; else None."""
+        """Return where this run has saved.
+
+        ``"checkpoints"``, or the path of a framework's folder; else None.
+        """
         found: str | None = self._says["saved_in"]
         return found
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
-        """Keep for later restarts where there is a checkpoint, so that its loss is seen; None: none is missed."""
+        """Keep for later restarts where there is a checkpoint, so that its loss is seen.
+
+        None: none is missed.
+        """
         if folder != self.saved_in and self._rank == 0:
             before, self._says = self._says, {**self._says, "saved_in": folder, "run": self.run_id}
             try:
@@ -113,7 +127,10 @@ class RunDirectory:
             raise self._lost("holds no checkpoint")
 
     def resumed_from(self, run_id: str) -> None:
-        """Take note of the run whose checkpoint this one goes on from; one without its own takes another's."""
+        """Take note of the run whose checkpoint this one goes on from.
+
+        One without its own takes another's.
+        """
         if run_id != self._says["run"]:
             if self.saved_in == CHECKPOINTS and self._says["run"] is not None:
                 raise self._lost("holds those of another run")
@@ -124,7 +141,9 @@ class RunDirectory:
         return _lost(f", and {self.checkpoints} {what}", "choose another run directory ", self.path)
 
     def acquire(self) -> None:
-        """Take the lock; it is released by `release` or by the end of the process, however it ends."""
+        """Take the lock; it is released by `release` or by the end of the process, however it
+        ends.
+        """
         if self._lock.is_held_here:
             gc.collect()  # an abandoned guard may only wait to be collected
         if self._lock.is_held_here:
@@ -156,17 +175,21 @@ class RunDirectory:
     def hold(self) -> bool:
         """Raise H301 if another run has the lock by now; take it again if it was lost.
 
-        Return whether the directory itself was gone, and had to be made again. OSError if the disk does not say.
+        Return whether the directory itself was gone, and had to be made again. OSError if the disk
+        does not say.
         """
         try:
             return self._hold_or_make_again()
         except LockHeldError as error:
-            raise self._locked(f"{error.holder}, or has been since this run took its lock") from None
+            raise self._locked(
+                f"{error.holder}, or has been since this run took its lock"
+            ) from None
 
     def _hold_or_make_again(self) -> bool:
         try:
             self._lock.hold()
-        except FileNotFoundError:  # the directory was removed or moved; what was trained is worth saving all the same
+        # The directory was removed or moved; what was trained is worth saving all the same
+        except FileNotFoundError:
             make_run_directory(self.path)
             self._lock.hold()
             return True
@@ -178,7 +201,9 @@ class RunDirectory:
 
 
 def check_found(run_dir: Path, *, anew: str) -> None:
-    """Raise H312 if a run of a framework, which looked for its newest checkpoint and found none, has made one."""
+    """Raise H312 if a run of a framework, which looked for its newest checkpoint and found none,
+    has made one.
+    """
     try:
         saved_in = json.loads(read_file(run_dir / _RUN_FILE))["saved_in"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -191,6 +216,9 @@ def _lost(what: str, anew: str, run_dir: Path) -> CheckpointError:
     return CheckpointError(
         f"this run has saved checkpoints{what}",
         limit="a new start without a word would hide the loss",
-        fix=f"mount the disk or bring back a copy; to begin anew on purpose, {anew}or delete {run_dir / _RUN_FILE}.",
+        fix=(
+            f"mount the disk or bring back a copy; to begin anew on purpose, {anew}or delete"
+            f" {run_dir / _RUN_FILE}."
+        ),
         rule="H312",
     )

@@ -1,8 +1,8 @@
 """`Guard`: the user's own loop, made to hold.
 
 batches()   where the run continues, when it saves, and where it stops
-step()      one transaction, and what is done about NaN, Inf and an optimizer step that fails half-way
-evaluate()  evaluation that leaves no trace in training and can be interrupted
+step()      one transaction, and what is done about NaN, Inf and an optimizer step that fails
+half-way evaluate()  evaluation that leaves no trace in training and can be interrupted
 """
 
 from __future__ import annotations
@@ -51,31 +51,38 @@ from holdfast.recorder.scalars import checked
 class Guard:
     """Keeps one training run alive, correct and inside its memory.
 
-    Making a guard takes the lock of the run directory and, if there is a good checkpoint in it, puts all state
-    back into the given objects. It is released by `close`, by the end of `batches`, or as a context manager.
+    Making a guard takes the lock of the run directory and, if there is a good checkpoint in it,
+    puts all state back into the given objects. It is released by `close`, by the end of `batches`,
+    or as a context manager.
 
     Args:
         run_dir: Directory of the run, made if missing.
-        model: One module, or a dict of named ones. On several ranks one, in ``DistributedDataParallel``.
-        optimizer: One optimizer, or a dict of named ones. All their parameters belong to the models.
-        scheduler: Learning-rate scheduler(s); several in a dict by optimizer name. Any object with ``step()``,
-            ``state_dict()`` and ``load_state_dict(state)`` is advanced at ``Policy.scheduler_interval``;
-            ReduceLROnPlateau by `validated`, since it needs your metric; timm's schedulers after steps and epochs.
+        model: One module, or a dict of named ones. On several ranks one, in
+            ``DistributedDataParallel``.
+        optimizer: One optimizer, or a dict of named ones. All their parameters belong to the
+            models.
+        scheduler: Learning-rate scheduler(s); several in a dict by optimizer name. Any object with
+            ``step()``, ``state_dict()`` and ``load_state_dict(state)`` is advanced at
+            ``Policy.scheduler_interval``; ReduceLROnPlateau by `validated`, since it needs your
+            metric; timm's schedulers after steps and epochs.
         loader: What `batches` iterates: a `holdfast.DataLoader`, or any other iterable of batches.
         state: Further state by name: anything with ``state_dict`` and ``load_state_dict``.
-        averaged: ``torch.optim.swa_utils.AveragedModel`` of the bare model, or a dict of such by the names of models.
-            It takes in the weights after each step that is committed and has moved them; see `averaged`.
-        policy: Settings: a `Policy` or a dict of its fields, the path of a YAML file, or None for the defaults. Files
-            and the defaults are overridden by ``HOLDFAST_*`` variables.
-        split: Where the batch dimension is (see ``guard.splitting``): a number, a prefix of the batch's structure,
-            or a function of batch and micro-batch size.
+        averaged: ``torch.optim.swa_utils.AveragedModel`` of the bare model, or a dict of such by
+            the names of models. It takes in the weights after each step that is committed and has
+            moved them; see `averaged`.
+        policy: Settings: a `Policy` or a dict of its fields, the path of a YAML file, or None for
+            the defaults. Files and the defaults are overridden by ``HOLDFAST_*`` variables.
+        split: Where the batch dimension is (see ``guard.splitting``): a number, a prefix of the
+            batch's structure, or a function of batch and micro-batch size.
         clock: Time, for tests.
-        **overrides: Policy fields by name, stronger than `policy`; for instance ``precision="bf16"``.
+        **overrides: Policy fields by name, stronger than `policy`; for instance
+            ``precision="bf16"``.
 
     Raises:
         PolicyError: H1xx, for an argument that cannot be used; on several ranks H108 or H115.
         RankError: H114, if another rank has failed meanwhile.
-        RunDirectoryError: H30x, if the directory is locked, not writable, newer, or of another model.
+        RunDirectoryError: H30x, if the directory is locked, not writable, newer, or of another
+            model.
         CheckpointError: H31x, if no checkpoint verifies, or the newest does not fit these objects.
 
     Example:
@@ -109,7 +116,9 @@ class Guard:
             self._parts = gather_parts(model, optimizer, scheduler, state, averaged)
             self._ranks = ranks_of(self._parts)
             with self._ranks.together():  # an error on one is an error on all
-                self._begin(run_dir, loader, split, clock or SystemClock(), Policy.of(policy, **overrides))
+                self._begin(
+                    run_dir, loader, split, clock or SystemClock(), Policy.of(policy, **overrides)
+                )
 
     def _begin(
         self,
@@ -133,17 +142,23 @@ class Guard:
             check_models_can_be_saved(self._parts)
             check_saveable(self._parts)
         settle_vector_functions(torch)
-        if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
+        if (
+            self.policy.cpu_malloc_threshold_bytes is not None
+            and self._parts.device_type() == "cpu"
+        ):
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
         self._validated: dict[str, BestOf] = {}  # by metric
-        self._position_is_clear = False  # a loop of ours goes to its place, or it was said that none does
+        # A loop of ours goes to its place, or it was said that none does
+        self._position_is_clear = False
         self._asked = StopRequest(self.policy.stop_signals)  # of this process
         self._swapped = ExitStack()  # puts the weights of the run back
         self._trained_weights = TrainedWeights(self._parts.models)
         with ranks.in_turn():
             self._directory = RunDirectory(run_dir, ranks.rank)
-        self._record = RunRecord(self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None)
+        self._record = RunRecord(
+            self._directory.recorder, clock, ranks.rank if ranks.world_size > 1 else None
+        )
         self._engine = StepEngine(self._parts, self.policy, self._record, split, ranks)
         self._session = Session(self._engine, self._directory, clock, self._cursor, schedules)
         self._recovery = Recovery(self._session)
@@ -151,7 +166,8 @@ class Guard:
         self._stop, saves = ranks.agreed(self._asked, self._session.saving, self._cursor)
         self._boundaries = Loop(self._session, self._stop, saves, self._recovery)
         weakref.finalize(self, self._asked.uninstall)
-        weakref.finalize(self, self._engine.diagnosis.close)  # at exit: later, torch would abort the process
+        # At exit: later, torch would abort the process
+        weakref.finalize(self, self._engine.diagnosis.close)
         with ranks.in_turn():
             self._open()
         try:
@@ -166,7 +182,8 @@ class Guard:
     def _report_steps_left_behind(self) -> None:
         self._session.report_steps_left_behind()
 
-    # --- facts ----------------------------------------------------------------------------------------------
+    # --- facts
+    # ------------------------------------------------------------------------
 
     @property
     def global_step(self) -> int:
@@ -180,15 +197,19 @@ class Guard:
 
     @property
     def epochs_validated(self) -> int:
-        """Return how many epochs were completed when `validated` was called last, as the newest checkpoint holds it.
+        """Return how many epochs were completed when `validated` was called last, as the newest
+        checkpoint holds it.
 
-        A run that is started again after its end does not know what was validated after its last save.
+        A run that is started again after its end does not know what was validated after its last
+        save.
         """
         return self._session.counters.epochs_validated
 
     @property
     def stop_reason(self) -> str | None:
-        """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None; see ``Policy.stop_signals``.
+        """Return why the run was asked to stop, such as ``"SIGUSR1"``, or None.
+
+        See ``Policy.stop_signals``.
 
         It is the same on all ranks, whichever of them was asked.
         """
@@ -209,28 +230,36 @@ class Guard:
         """Ask the run to end at the next boundary, with a checkpoint."""
         self._asked.request(reason)
 
-    # --- the loop -------------------------------------------------------------------------------------------
+    # --- the loop
+    # ------------------------------------------------------------------------
 
-    def batches(self, *, max_epochs: int | None = None, max_steps: int | None = None) -> Iterator[Any]:
-        """Yield batches from where the run stands, until a limit is reached or a stop was requested.
+    def batches(
+        self, *, max_epochs: int | None = None, max_steps: int | None = None
+    ) -> Iterator[Any]:
+        """Yield batches from where the run stands, until a limit is reached or a stop was
+        requested.
 
-        A checkpoint is written when one is due and at the end; then the run directory is released. If that last save
-        fails, the loop ends normally, but the process ends with exit code 74 unless a later save succeeds.
+        A checkpoint is written when one is due and at the end; then the run directory is released.
+        If that last save fails, the loop ends normally, but the process ends with exit code 74
+        unless a later save succeeds.
 
-        Leaving the loop with ``break``, or with ``next`` before its end, writes no checkpoint unless a stop was
-        requested: use `request_stop`, or call `close` afterwards. If nobody does, a line on stderr names the steps
-        that are in no checkpoint when the process ends. Starting a new loop ends one that is still open, as
-        ``break`` does. A signal of ``Policy.stop_signals`` ends the loop
-        with a checkpoint; the script can check `stop_reason` after it.
+        Leaving the loop with ``break``, or with ``next`` before its end, writes no checkpoint
+        unless a stop was
+        requested: use `request_stop`, or call `close` afterwards. If nobody does, a line on stderr
+            names the steps
+        that are in no checkpoint when the process ends. Starting a new loop ends one that is still
+        open, as ``break`` does. A signal of ``Policy.stop_signals`` ends the loop with a
+        checkpoint; the script can check `stop_reason` after it.
 
         Args:
             max_epochs: Passes over the loader, counted over all restarts of the run.
             max_steps: Optimizer steps, counted in the same way.
 
         Raises:
-            PolicyError: H105 without a loader or a limit. LoaderError: H601 for an empty loader, H602 if
-                `max_steps` can never be reached since no step is made.
-            SystemExit: After a stop by a signal and the last save, if ``Policy.stop_exit_code`` is set.
+            PolicyError: H105 without a loader or a limit. LoaderError: H601 for an empty loader,
+                H602 if `max_steps` can never be reached since no step is made.
+            SystemExit: After a stop by a signal and the last save, if ``Policy.stop_exit_code`` is
+                set.
             KeyboardInterrupt: After a stop by Ctrl-C and the last save, if it is not set.
         """
         if self._cursor is None or (max_epochs is None and max_steps is None):
@@ -245,7 +274,8 @@ class Guard:
 
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
         self._session.check_not_in_step()
-        self._boundaries.leave()  # else the last loop would end this one, whenever its iterator is collected
+        # Else the last loop would end this one, whenever its iterator is collected
+        self._boundaries.leave()
         self._position_is_clear = True
         with naming_lack_of_memory("iterating over batches"):
             self._stop.reset(raised=self._ending() is not None)
@@ -257,7 +287,9 @@ class Guard:
             raise ending
 
     def _ready(self) -> None:
-        """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""
+        """Open the run directory if it was released, and keep boundaries in a loop that is not
+        ours.
+        """
         self._session.check_not_in_step()
         if self._stop.honoured and self._ending() is not None:
             # The caller has seen the exception and goes on nevertheless.
@@ -272,7 +304,8 @@ class Guard:
             if self._stop.by_signal:
                 self._end_process()
 
-    # --- the step -------------------------------------------------------------------------------------------
+    # --- the step
+    # ------------------------------------------------------------------------
 
     def step(
         self,
@@ -286,9 +319,11 @@ class Guard:
 
         Args:
             batch: Any pytree of tensors.
-            loss_fn: Takes a batch, or a part of one, and returns its scalar mean loss, or `Loss`, or a pair
-                (mean, items). It may run several times, so it should change nothing but buffers and `state`.
-            optimizer: Name(s) of the optimizers to step; None: all. Gradients reach only their parameters.
+            loss_fn: Takes a batch, or a part of one, and returns its scalar mean loss, or `Loss`,
+                or a pair (mean, items). It may run several times, so it should change nothing but
+                buffers and `state`.
+            optimizer: Name(s) of the optimizers to step; None: all. Gradients reach only their
+                parameters.
             split: Overrides the guard's `split` for this batch.
 
         Returns:
@@ -296,7 +331,8 @@ class Guard:
 
         Raises:
             BatchError: H2xx, if the batch or the loss cannot be used; no trace is left.
-            OutOfMemoryError: H401 if no remedy is left, H402 if an optimizer failed half-way for good.
+            OutOfMemoryError: H401 if no remedy is left, H402 if an optimizer failed half-way for
+                good.
             NonFiniteError: H501, if NaN or Inf persists.
         """
         try:
@@ -311,13 +347,17 @@ class Guard:
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Record an error that leaves the guard; raise that of another rank, if that is behind it."""
+        """Record an error that leaves the guard.
+
+        Raise that of another rank, if that is behind it.
+        """
         behind = self._ranks.leave(error)
         self._record.left_by(behind or error)
         if behind is not None:
             raise behind from error
 
-    # --- opening, closing -----------------------------------------------------------------------------------
+    # --- opening, closing
+    # ------------------------------------------------------------------------
 
     def _open(self) -> None:
         with naming_lack_of_memory("opening the run directory"):
@@ -336,7 +376,10 @@ class Guard:
             self._session.close(how)
 
     def close(self) -> None:
-        """Write what is not saved yet, also without a step since; release the run directory. May be called again."""
+        """Write what is not saved yet, also without a step since; release the run directory.
+
+        May be called again.
+        """
         with naming_lack_of_memory("saving and closing the run"):
             self._session.check_averages()
             self._boundaries.count_batch()
@@ -348,7 +391,9 @@ class Guard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         if kind is None:
             self.close()
         else:
@@ -377,7 +422,8 @@ class Guard:
 
         Ctrl-C raises KeyboardInterrupt, as without a guard, so that a notebook's "Run all" stops.
         """
-        # A signal to this rank may have come after the last step of all ranks, so that they did not agree on it.
+        # A signal to this rank may have come after the last step of all ranks, so that they did not
+        # agree on it.
         number = self._stop.signal or self._asked.signal
         if number is None:
             return None
@@ -385,7 +431,8 @@ class Guard:
             return SystemExit(self.policy.stop_exit_code)
         return KeyboardInterrupt() if number == signal.SIGINT else None
 
-    # --- evaluation -----------------------------------------------------------------------------------------
+    # --- evaluation
+    # ------------------------------------------------------------------------
 
     def validated(
         self,
@@ -398,17 +445,19 @@ class Guard:
     ) -> bool:
         """Take in a metric of an evaluation; on several ranks all say the same.
 
-        It drives each ReduceLROnPlateau of the same mode, which must not be fed with losses of batches. The loss
-        shows overfitting.
+        It drives each ReduceLROnPlateau of the same mode, which must not be fed with losses of
+        batches. The loss shows overfitting.
 
         Args:
-            value: Over the validation set: a number or a tensor of one element. NaN and Inf are no best one, but
-                count for `patience`.
+            value: Over the validation set: a number or a tensor of one element. NaN and Inf are no
+                best one, but count for `patience`.
             name: Of the metric.
             mode: Whether lower or higher is better.
-            keep: How many of the best checkpoints are kept beside the newest ones, see `best`; they need a save, but
+            keep: How many of the best checkpoints are kept beside the newest ones, see `best`; they
+                need a save, but
                 no more room. None: 1, of the loss without a name 0.
-            patience: So many validations in a row that are not the best one stop the training, as `request_stop`.
+            patience: So many validations in a row that are not the best one stop the training, as
+                `request_stop`.
 
         Returns:
             Whether its checkpoint was kept.
@@ -419,10 +468,13 @@ class Guard:
         self._session.check_averages()
         number, self._session.validated = as_metric(value, keep, patience), True
         if name not in self._validated:  # read before another rank writes
-            self._validated[name] = BestOf(self._directory.path, name, mode, writes=self._ranks.rank == 0)
+            self._validated[name] = BestOf(
+                self._directory.path, name, mode, writes=self._ranks.rank == 0
+            )
         best = self._validated[name]
         with self._ranks.together():
-            self._ranks.agree("guard.validated", lambda: {name: repr(number)})  # NaN is not equal to itself
+            # NaN is not equal to itself
+            self._ranks.agree("guard.validated", lambda: {name: repr(number)})
         self._session.counters.epochs_validated = self.epoch
         changed = self._session.schedules.validated(number, mode, self.epoch)
         if name == "loss":
@@ -437,51 +489,72 @@ class Guard:
             best.keep(number, entry, most)
         best.write()
         kept_as, by = None if entry is None else entry.path.name, tuple(changed)
-        self.emit(run_events.Validated(loss=number, learning_rate_changed_by=by, name=name, kept_as=kept_as))
+        self.emit(
+            run_events.Validated(
+                loss=number, learning_rate_changed_by=by, name=name, kept_as=kept_as
+            )
+        )
         if patience is not None and best.waited >= patience:
             self.request_stop(f"{name} was not the best one in {best.waited} validations")
         return entry is not None
 
     def best(self, name: str = "loss") -> Best | None:
-        """Return the best checkpoint that `validated` has kept for a metric, in this process or an earlier one."""
+        """Return the best checkpoint that `validated` has kept for a metric, in this process or
+        an earlier one.
+        """
         return next(iter(BestOf(self._directory.path, name, "min", writes=False).kept), None)
 
     def emit(self, data: EventData) -> None:
-        """Record an event of ``core.events.run_events``, or of a subclass of `EventData` of your own.
+        """Record an event of ``core.events.run_events``, or of a subclass of `EventData` of your
+        own.
 
-        `holdfast events` and the report show it. ``numerics.alignment.report_alignment`` uses it for rule H852.
+        `holdfast events` and the report show it. ``numerics.alignment.report_alignment`` uses it
+        for rule H852.
         """
         with self._session.recording():
             self._record.emit(data)
         if isinstance(data, run_events.Aligned):
             self._engine.diagnosis.aligned(data.facts())
 
-    def log(self, values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any) -> None:
-        """Record numbers of your own with step, epoch and time, also after `batches`; all reports show them.
+    def log(
+        self, values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any
+    ) -> None:
+        """Record numbers of your own with step, epoch and time, also after `batches`.
+
+        All reports show them.
 
         Args:
-            values: By name: numbers, or tensors of one element. One on a device is read, which waits for it.
-            split: Such as ``"validation"``; what is shown is ``split/name``, of at most 64 bytes of UTF-8.
+            values: By name: numbers, or tensors of one element. One on a device is read, which
+                waits for it.
+            split: Such as ``"validation"``; what is shown is ``split/name``, of at most 64 bytes of
+                UTF-8.
             **more: Further values by name, such as ``accuracy=0.93``. NaN and Inf are values.
 
         Raises:
-            PolicyError: H117, for what is no number or a name that is empty or too long. A full disk raises nothing.
+            PolicyError: H117, for what is no number or a name that is empty or too long. A full
+                disk raises nothing.
         """
         self._session.log(checked(values, split, more))
 
     def add_image(self, tag: str, image: Any) -> None:
-        """Keep an image of this step, such as a grid of samples; the report shows the newest of each tag.
+        """Keep an image of this step, such as a grid of samples.
 
-        The last 16 of a tag are kept, as ``images/<tag>/<step>.png`` in the run directory. Where a run has gone back
-        to an earlier checkpoint, images of later steps still lie there: harmless, they are replaced or dropped later.
+        The report shows the newest of each tag.
+
+        The last 16 of a tag are kept, as ``images/<tag>/<step>.png`` in the run directory. Where a
+        run has gone back
+        to an earlier checkpoint, images of later steps still lie there: harmless, they are replaced
+            or dropped later.
 
         Args:
             tag: Letters, digits, ``-``, ``_`` and ``.``, 64 at most.
-            image: Array or tensor, shape ``(height, width)`` or ``(height, width, 3)``, uint8 or floats from 0 to 1.
-                What lies outside is clipped, NaN is black; the event counts both.
+            image: Array or tensor, shape ``(height, width)`` or ``(height, width, 3)``, uint8 or
+                floats from 0 to 1. What lies outside is clipped, NaN is black; the event counts
+                both.
 
         Raises:
-            PolicyError: H105, for a tag or an image that cannot be used. A full disk raises nothing.
+            PolicyError: H105, for a tag or an image that cannot be used. A full disk raises
+                nothing.
         """
         with self._session.recording():
             keep_image(self._directory.path, self._record, tag, image)
@@ -490,12 +563,14 @@ class Guard:
     def evaluate(self) -> Iterator[None]:
         """Switch the models to evaluation without gradients, and leave no trace in training.
 
-        Train/eval modes and random state are restored afterwards. If a signal of ``Policy.stop_signals`` comes
-        inside, a checkpoint is saved and the process ends with ``Policy.stop_exit_code`` or 0, and on Ctrl-C with a
-        KeyboardInterrupt: an interrupted evaluation has no result with which the script could continue. The rest of
-        the loop body does not run. `request_stop` lets the evaluation finish and ends the loop after it. So does a
-        signal while the models hold other weights than the trained ones, such as an average that the script has put
-        there, since a checkpoint would save those.
+        Train/eval modes and random state are restored afterwards. If a signal of
+        ``Policy.stop_signals`` comes inside, a checkpoint is saved and the process ends with
+        ``Policy.stop_exit_code`` or 0, and on Ctrl-C with a
+        KeyboardInterrupt: an interrupted evaluation has no result with which the script could
+            continue. The rest of
+        the loop body does not run. `request_stop` lets the evaluation finish and ends the loop
+        after it. So does a signal while the models hold other weights than the trained ones, such
+        as an average that the script has put there, since a checkpoint would save those.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
@@ -506,18 +581,24 @@ class Guard:
             self._end_process()
 
     def _may_save_in_evaluation(self) -> bool:
-        """Return whether the weights of the run are in the models, or it is the guard that puts them back."""
+        """Return whether the weights of the run are in the models, or it is the guard that puts
+        them back.
+        """
         return self._session.state.averaged or self._trained_weights.are_in_place()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Have averaged weights in the models for an evaluation; those of the run come back bit for bit, in any case.
+        """Have averaged weights in the models for an evaluation.
 
-        Buffers are those of the average: averaged too with its ``use_buffers=True``, else those of the last step. An
+        Those of the run come back bit for bit, in any case.
+
+        Buffers are those of the average: averaged too with its ``use_buffers=True``, else those of
+            the last step. An
         average that has taken in nothing yet changes nothing. Memory: one more copy of the models.
 
         Raises:
-            PolicyError: H105 where none was given, and for a step, a save, or the next batch inside.
+            PolicyError: H105 where none was given, and for a step, a save, or the next batch
+                inside.
         """
         self._session.check_not_in_step()
         self._session.check_averages(there=True)
@@ -528,7 +609,10 @@ class Guard:
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Switch to evaluation without gradients; modes and random state come back, however the context is left."""
+    """Switch to evaluation without gradients.
+
+    Modes and random state come back, however the context is left.
+    """
     modules = [module for model in models for module in model.modules()]
     modes = [module.training for module in modules]
     random_state = capture(devices)
@@ -544,6 +628,9 @@ def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> 
 
 
 def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
-    """Let a guard begin with the loss scale of its host, as that was set or restored; without one nothing changes."""
+    """Let a guard begin with the loss scale of its host, as that was set or restored.
+
+    Without one nothing changes.
+    """
     if scaler is not None and scaler.is_enabled():
         guard._engine.loss_scale.load_state_dict(scaler.state_dict())

@@ -1,8 +1,9 @@
-"""Whether a step was made with the batch that the guard's loader handed out, so that its rows are known samples.
+"""Whether a step was made with the batch that the guard's loader handed out, so that its rows are
+known samples.
 
-A loop may move that batch to another device, take it apart, augment it, or combine it with a batch of a second
-loader. Only while each row is still the sample that the loader put there do its dataset indices name anything.
-Nothing is compared until a step has gone wrong.
+A loop may move that batch to another device, take it apart, augment it, or combine it with a batch
+of a second loader. Only while each row is still the sample that the loader put there do its dataset
+indices name anything. Nothing is compared until a step has gone wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class HandedOut:
 
     def _is_origin_of(self, batch: Any, size: int) -> bool:
         """Return whether each row of a batch is the sample that the loader put into this row."""
-        # The loop has put something else into the batch itself, such as the batch of a second loader.
+        # The loop has put something else into the batch itself, such as the batch of a second
+        # loader.
         if _entries_of(self._batch) != self._entries:
             return False
         if batch is self._batch:
@@ -56,27 +58,35 @@ class HandedOut:
         originals = dict(_sample_leaves(self._batch, size))
         leaves = dict(_sample_leaves(batch, size))
         unchanged = [
-            leaf for leaf in leaves.values() if any(_equal(leaf, original) for original in originals.values())
+            leaf
+            for leaf in leaves.values()
+            if any(_equal(leaf, original) for original in originals.values())
         ]
         if not any(_is_one_of(leaf, originals) or _varies(leaf) for leaf in unchanged):
             return False
         if len(unchanged) == len(leaves):
             return True
 
-        # Part of it was changed, as by augmentation. In the same structure that is still the same batch, unless the
-        # part may have come from another loader, which was read since.
+        # Part of it was changed, as by augmentation. In the same structure that is still the same
+        # batch, unless the part may have come from another loader, which was read since.
         return batches_handed_out() == self._count and _sizes(leaves) == _sizes(originals)
 
 
 def _entries_of(batch: Any) -> Any:
-    """Return what changes when an entry is added to a batch: the keys of a mapping, the length of a list."""
+    """Return what changes when an entry is added to a batch.
+
+    The keys of a mapping, the length of a list.
+    """
     if isinstance(batch, Mapping):
         return tuple(batch)
     return len(batch) if isinstance(batch, list) else None
 
 
 def _sample_leaves(batch: Any, size: int) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves that may hold a row for each sample, with their paths; others, such as weights, are shared."""
+    """Yield the leaves that may hold a row for each sample, with their paths.
+
+    Others, such as weights, are shared.
+    """
     for path, leaf in leaves_of(batch):
         if isinstance(leaf, (torch.Tensor, np.ndarray)):
             if size in leaf.shape:
@@ -116,7 +126,10 @@ def _is_one_of(leaf: Any, originals: Mapping[str, Any]) -> bool:
 
 
 def _varies(leaf: Any) -> bool:
-    """Return whether a leaf holds different values; one of ones only, such as a mask, equals that of any batch."""
+    """Return whether a leaf holds different values.
+
+    One of ones only, such as a mask, equals that of any batch.
+    """
     if isinstance(leaf, (list, tuple)):
         return any(item != leaf[0] for item in leaf)
     values = _plain_tensor(leaf)
@@ -124,7 +137,9 @@ def _varies(leaf: Any) -> bool:
 
 
 def _plain_tensor(leaf: Any) -> torch.Tensor | None:
-    """Return the values of a tensor or array, or None for kinds that cannot be compared on one rank alone."""
+    """Return the values of a tensor or array, or None for kinds that cannot be compared on one
+    rank alone.
+    """
     if isinstance(leaf, np.ndarray):
         if leaf.dtype.kind not in "biuf":
             return None

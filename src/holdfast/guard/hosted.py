@@ -1,6 +1,9 @@
-"""A guard inside the loop of a framework, which owns what a `Guard` otherwise does: saving, schedules, the end.
+"""A guard inside the loop of a framework, which owns what a `Guard` otherwise does.
 
-The transaction, its remedies, rollbacks to copies in host memory and the recording are those of every guard.
+Saving, schedules, the end.
+
+The transaction, its remedies, rollbacks to copies in host memory and the recording are those of
+every guard.
 
 Does not: know any framework (see ``integrations``).
 """
@@ -38,28 +41,38 @@ def hosted_policy(policy: Any, *, host: str, **settings: Any) -> Policy:
     Args:
         policy: As `Policy.of` takes it.
         host: What the user calls the host's settings, for messages.
-        **settings: The host's, by the names of the policy's fields: ``max_grad_norm`` (None: it does not clip),
-            ``precision`` and others.
+        **settings: The host's, by the names of the policy's fields: ``max_grad_norm`` (None: it
+            does not clip), ``precision`` and others.
 
     Raises:
-        PolicyError: H109, for a value that contradicts the host's, or that is the host's to set; a ``HOLDFAST_*``
-            variable is one.
+        PolicyError: H109, for a value that contradicts the host's, or that is the host's to set; a
+            ``HOLDFAST_*`` variable is one.
     """
     owned = dict.fromkeys(_OF_THE_HOST)
-    return agreed(agreed(Policy.of(policy), host, settings), host, owned, "{host} decides when that is done")
+    return agreed(
+        agreed(Policy.of(policy), host, settings), host, owned, "{host} decides when that is done"
+    )
 
 
 def agreed(
-    found: Policy, host: str, settings: Mapping[str, Any], limit: str = "{host} says {value!r}, and there can be one"
+    found: Policy,
+    host: str,
+    settings: Mapping[str, Any],
+    limit: str = "{host} says {value!r}, and there can be one",
 ) -> Policy:
-    """Return a policy with a host's settings in it; H109 where it, or a ``HOLDFAST_*`` variable, says otherwise."""
+    """Return a policy with a host's settings in it.
+
+    H109 where it, or a ``HOLDFAST_*`` variable, says otherwise.
+    """
     usual = {each.name: each.default for each in dataclasses.fields(Policy)}
     variables = from_environment()
     for name, value in settings.items():
         mine = getattr(found, name)
         by_variable = name in variables and check(name, fields()[name], variables[name]) == mine
         if mine != value and (mine != usual[name] or by_variable):
-            where = f"environment variable {PREFIX}{name.upper()}" if by_variable else "holdfast policy"
+            where = (
+                f"environment variable {PREFIX}{name.upper()}" if by_variable else "holdfast policy"
+            )
             raise PolicyError(
                 f"{name}={mine!r} in the {where}",
                 limit=limit.format(host=host, value=value),
@@ -70,29 +83,40 @@ def agreed(
 
 
 class ExternalCursor(Cursor):
-    """The position in a loader that a framework iterates: it only knows which samples the next step is made of."""
+    """The position in a loader that a framework iterates.
+
+    It only knows which samples the next step is made of.
+    """
 
     given: list[int] | None = None
 
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:  # noqa: ARG002 - the host knows
-        """Return the dataset indices of the step's samples, or None if the framework has not told them."""
+        """Return the dataset indices of the step's samples, or None if the framework has not
+        told them.
+        """
         return self.given
 
 
 class HostedGuard(Guard):
     """A guard whose boundaries belong to a framework's loop.
 
-    It takes what `Guard` takes; its policy should be made by `hosted_policy`. It ends no process and writes no
-    checkpoint: the framework asks `stop_reason`, and puts `state_dict` into what it saves. A ``loader=`` is
-    iterated by the framework; a `holdfast.DataLoader` records its events here, and quarantines samples.
+    It takes what `Guard` takes; its policy should be made by `hosted_policy`. It ends no process
+    and writes no
+    checkpoint: the framework asks `stop_reason`, and puts `state_dict` into what it saves. A
+        ``loader=`` is
+    iterated by the framework; a `holdfast.DataLoader` records its events here, and quarantines
+    samples.
     """
 
     _saves_in = ""  # the folder of the framework's checkpoints
     _host_saved_at: int | None = None  # the step of the framework's newest checkpoint
-    _host_failure: run_events.SaveFailed | None = None  # of its newest save, if that step is in no other checkpoint
+    # Of its newest save, if that step is in no other checkpoint
+    _host_failure: run_events.SaveFailed | None = None
     _host_failed = 0  # saves, in all
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, loader: Any = None, **parts: Any) -> None:
+    def __init__(
+        self, run_dir: str | os.PathLike[str], *, loader: Any = None, **parts: Any
+    ) -> None:
         super().__init__(run_dir, loader=loader, **parts)
         if loader is not None:
             self._cursor = self._session.cursor = ExternalCursor(loader, self._parts.devices())
@@ -101,7 +125,10 @@ class HostedGuard(Guard):
         """Say nothing: the framework decides where it goes on, and has not told yet."""
 
     def saves_in(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
-        """Note where the framework saves, and whether it goes on from there; a new start after saves is recorded."""
+        """Note where the framework saves, and whether it goes on from there.
+
+        A new start after saves is recorded.
+        """
         self._saves_in = os.fspath(folder)
         before = self._directory.saved_in
         if before is not None and not resumed:
@@ -115,7 +142,10 @@ class HostedGuard(Guard):
 
     @property
     def stopped_by_signal(self) -> bool:
-        """Return whether a signal asked the run to end; of several ranks any, and all know it after the same step."""
+        """Return whether a signal asked the run to end.
+
+        Of several ranks any, and all know it after the same step.
+        """
         return self._stop.by_signal
 
     @property
@@ -134,7 +164,10 @@ class HostedGuard(Guard):
         self.ready()
 
     def emit(self, data: EventData) -> None:
-        """Record an event of the step that the run stands at; saves of the framework are also counted."""
+        """Record an event of the step that the run stands at.
+
+        Saves of the framework are also counted.
+        """
         super().emit(data)
         if isinstance(data, run_events.Saved):
             self._host_saved_at = self.global_step
@@ -143,7 +176,8 @@ class HostedGuard(Guard):
             note_saved(self._directory.path)
         elif isinstance(data, run_events.SaveFailed):
             self._host_failed += 1
-            if self._host_saved_at != self.global_step:  # else another file has this step, such as the newest one
+            # Else another file has this step, such as the newest one
+            if self._host_saved_at != self.global_step:
                 self._host_failure = data
 
     def _release(self, how: End | None = None) -> None:
@@ -159,7 +193,10 @@ class HostedGuard(Guard):
         super()._release(how)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later steps need of earlier ones, as JSON values: for a checkpoint of the framework's."""
+        """Return what later steps need of earlier ones, as JSON values.
+
+        For a checkpoint of the framework's.
+        """
         kept = self._session.training_state()
         own = ("global_step", "counters", "ladder", "spikes", "loss_scale", "diagnosis")
         encoder = Encoder("holdfast")
@@ -168,11 +205,19 @@ class HostedGuard(Guard):
         return found
 
     def state_of_ranks(self) -> dict[str, Any] | None:
-        """Return what a checkpoint holds of each of several ranks; one that is behind gets the others' weights."""
+        """Return what a checkpoint holds of each of several ranks.
+
+        One that is behind gets the others' weights.
+        """
         return self._session.states_of_ranks()
 
-    def load_state_dict(self, carried: Mapping[str, Any], of_ranks: Mapping[str, Any] | None = None) -> None:
-        """Go on from `state_dict` of an earlier process; model, optimizer and scheduler were restored by the host."""
+    def load_state_dict(
+        self, carried: Mapping[str, Any], of_ranks: Mapping[str, Any] | None = None
+    ) -> None:
+        """Go on from `state_dict` of an earlier process.
+
+        Model, optimizer and scheduler were restored by the host.
+        """
         state: dict[str, Any] = decode(dict(carried), {})
         if of_ranks is not None:
             state |= self._ranks.own_state({**of_ranks["each"][0], **state, "ranks": of_ranks})
@@ -199,16 +244,21 @@ class HostedGuard(Guard):
         self._record.emit(request)
 
     def ending(self) -> BaseException | None:
-        """Return what is to be raised once the framework has saved after a stop by a signal; None: nothing.
+        """Return what is to be raised once the framework has saved after a stop by a signal.
 
-        Of several ranks, all call this: it waits for the one that saves, since a launcher ends all when one exits.
+        None: nothing.
+
+        Of several ranks, all call this: it waits for the one that saves, since a launcher ends all
+            when one exits.
         """
         if self._stop.by_signal:
             self._ranks.agree("stop", dict)
         return self._ending()
 
     def count_from(self, global_step: int) -> None:
-        """Go on counting from the framework's number of steps, where no guard has left its own before."""
+        """Go on counting from the framework's number of steps, where no guard has left its own
+        before.
+        """
         self._record.global_step = global_step
 
     def replaced_state(self) -> None:
@@ -222,7 +272,9 @@ class HostedGuard(Guard):
                 self._directory.hold()
 
     def nonfinite_state(self) -> str | None:
-        """Return which weights, statistics or moments hold NaN or Inf, so that they must not be saved as good."""
+        """Return which weights, statistics or moments hold NaN or Inf, so that they must not be
+        saved as good.
+        """
         bad, count = nonfinite_tensors(self._session.must_be_finite())
         return f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}" if count else None
 
@@ -235,12 +287,20 @@ class HostedGuard(Guard):
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Return a context in which the models are in evaluation, without gradients, and leave no trace."""
-        with self._ranks.alone(), evaluating(list(self._parts.models.values()), self._parts.devices()):
+        """Return a context in which the models are in evaluation, without gradients, and leave
+        no trace.
+        """
+        with (
+            self._ranks.alone(),
+            evaluating(list(self._parts.models.values()), self._parts.devices()),
+        ):
             yield
 
     def validated(self, value: float | torch.Tensor, **_: Any) -> bool:
-        """Take in the loss of an evaluation; schedulers and the best checkpoint are the framework's to look after."""
+        """Take in the loss of an evaluation.
+
+        Schedulers and the best checkpoint are the framework's to look after.
+        """
         self._engine.diagnosis.validated(float(value))
         self._record.emit(run_events.Validated(loss=float(value)))
         return False

@@ -1,8 +1,8 @@
 """Check optimizers when the guard is made, and save and load their state through their own methods.
 
-An optimizer that wraps another one, such as Lookahead, may keep its state in any form. The guard reads
-the entries of a ``state_dict`` only if it has the layout of torch's own (`has_torch_layout`); any other
-``state_dict`` is saved and loaded as one opaque value.
+An optimizer that wraps another one, such as Lookahead, may keep its state in any form. The guard
+reads the entries of a ``state_dict`` only if it has the layout of torch's own (`has_torch_layout`);
+any other ``state_dict`` is saved and loaded as one opaque value.
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ from holdfast.guard.reachable import levels_inside
 
 # An optimizer that has all methods of one of these sets computes the gradient a second time within
 # a step, as SAM and its relatives do.
-_TWO_PASS_METHODS = ({"first_step", "second_step"}, {"ascent_step", "descent_step"}, {"set_closure"})
+_TWO_PASS_METHODS = (
+    {"first_step", "second_step"},
+    {"ascent_step", "descent_step"},
+    {"set_closure"},
+)
 # Methods of optimizers that run the backward pass themselves. Calling only their `step` would train
 # with another algorithm.
 _BACKWARD_METHODS = ("backward", "pc_backward", "fused_backward")
-# Attributes of optimizers that shard their state over the ranks: torch's ZeroRedundancyOptimizer and
-# fairscale's OSS, Meta's Shampoo, and Apex's DistributedFusedAdam.
-_SHARDED_STATE_ATTRIBUTES = ("consolidate_state_dict", "distributed_state_dict", "distributed_process_group")
+# Attributes of optimizers that shard their state over the ranks: torch's ZeroRedundancyOptimizer
+# and fairscale's OSS, Meta's Shampoo, and Apex's DistributedFusedAdam.
+_SHARDED_STATE_ATTRIBUTES = (
+    "consolidate_state_dict",
+    "distributed_state_dict",
+    "distributed_process_group",
+)
 
-SPREAD_STATE = "it shards its state over the ranks, so a checkpoint would hold the state of one rank only"
+SPREAD_STATE = (
+    "it shards its state over the ranks, so a checkpoint would hold the state of one rank only"
+)
 WHOLE_STATE = (
     "use a plain optimizer such as AdamW, and shard its state with the model by fully_shard; "
     "or train without a Guard, under `holdfast run`."
@@ -38,7 +48,8 @@ WHOLE_STATE = (
 _MOST_LEVELS = 2
 
 
-# --- wrappers -------------------------------------------------------------------------------------------------
+# --- wrappers
+# ------------------------------------------------------------------------
 
 
 def looks_like_an_optimizer(value: Any) -> bool:
@@ -47,7 +58,9 @@ def looks_like_an_optimizer(value: Any) -> bool:
 
 
 def _groups_of(value: Any) -> list[Any]:
-    """Return the ``param_groups`` of an object, or an empty list if it has none of the usual form."""
+    """Return the ``param_groups`` of an object, or an empty list if it has none of the usual
+    form.
+    """
     try:
         groups = value.param_groups
     except Exception:  # noqa: BLE001 - a property or `__getattr__` may raise anything
@@ -76,9 +89,11 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 
 
 def identities(optimizer: Any) -> set[int]:
-    """Return the ids of an optimizer, of the optimizers that it wraps, and of all their parameter groups.
+    """Return the ids of an optimizer, of the optimizers that it wraps, and of all their parameter
+    groups.
 
-    Two objects drive the same parameters if these sets overlap: a wrapper shares ids with the optimizer
+    Two objects drive the same parameters if these sets overlap: a wrapper shares ids with the
+        optimizer
     that it wraps.
     """
     ids = set()
@@ -88,7 +103,8 @@ def identities(optimizer: Any) -> set[int]:
     return ids
 
 
-# --- checks ---------------------------------------------------------------------------------------------------
+# --- checks
+# ------------------------------------------------------------------------
 
 
 def check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
@@ -100,18 +116,23 @@ def check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
         owned: The ids of the parameters of all models.
 
     Raises:
-        PolicyError: H105 if it has no ``param_groups`` or ``state``; H106 if it holds a parameter of no
-            model; H107 if its ``step`` needs a closure or a second pass, or if it runs the backward pass
-            itself; H108 if it shards its state over the ranks.
+        PolicyError: H105 if it has no ``param_groups`` or ``state``; H106 if it holds a parameter
+            of no model; H107 if its ``step`` needs a closure or a second pass, or if it runs the
+            backward pass itself; H108 if it shards its state over the ranks.
     """
     kind = type(optimizer).__name__
     for attribute, needed in (("param_groups", list), ("state", Mapping)):
         if not isinstance(getattr(optimizer, attribute, None), needed):
             raise PolicyError(
                 f"optimizer {name!r} is a {kind} without {attribute}",
-                limit="the guard reads param_groups and state to know which parameters an optimizer moves",
-                fix="if it wraps another optimizer, share its attributes: self.param_groups = inner.param_groups and "
-                "self.state = inner.state.",
+                limit=(
+                    "the guard reads param_groups and state to know which parameters an optimizer"
+                    " moves"
+                ),
+                fix=(
+                    "if it wraps another optimizer, share its attributes: self.param_groups ="
+                    " inner.param_groups and self.state = inner.state."
+                ),
                 rule="H105",
             )
     for holder in (optimizer, *optimizers_inside(optimizer)):
@@ -123,8 +144,11 @@ def check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
             f"optimizer {name!r} holds {len(foreign)} parameter(s) of no model given to Guard, "
             f"the first of shape {tuple(foreign[0].shape)}",
             limit="they would be missing from every checkpoint",
-            fix='pass the module that owns them too: model={"net": net, "loss": loss_module}; if the model was '
-            "moved or copied after the optimizer was made, make the optimizer last.",
+            fix=(
+                'pass the module that owns them too: model={"net": net, "loss": loss_module}; if'
+                " the model was moved or copied after the optimizer was made, make the optimizer"
+                " last."
+            ),
             rule="H106",
         )
 
@@ -150,17 +174,30 @@ def _check_one_pass(name: str, optimizer: Any) -> None:
     for method in _BACKWARD_METHODS:
         if method in methods:
             raise PolicyError(
-                f"optimizer {name!r} is a {kind.__name__}, which runs the backward pass itself ({method})",
-                limit="a guarded step runs the backward pass, so that it can be retried, split and skipped",
-                fix="compute the same gradient in the loss function, and give Guard the inner optimizer.",
+                f"optimizer {name!r} is a {kind.__name__}, which runs the backward pass itself"
+                f" ({method})",
+                limit=(
+                    "a guarded step runs the backward pass, so that it can be retried, split and"
+                    " skipped"
+                ),
+                fix=(
+                    "compute the same gradient in the loss function, and give Guard the inner"
+                    " optimizer."
+                ),
                 rule="H107",
             )
     if any(two_pass_methods <= methods for two_pass_methods in _TWO_PASS_METHODS):
         raise PolicyError(
-            f"optimizer {name!r} is a {kind.__name__}, which computes the gradient twice in each step",
-            limit="a guarded step runs one forward and backward pass, and then calls step() without a closure",
-            fix="let the loss function return the loss at the perturbed weights, and give Guard the base optimizer; "
-            "see 'Two-pass optimizers' in the guide to Guard.",
+            f"optimizer {name!r} is a {kind.__name__}, which computes the gradient twice in each"
+            " step",
+            limit=(
+                "a guarded step runs one forward and backward pass, and then calls step() without a"
+                " closure"
+            ),
+            fix=(
+                "let the loss function return the loss at the perturbed weights, and give Guard the"
+                " base optimizer; see 'Two-pass optimizers' in the guide to Guard."
+            ),
             rule="H107",
         )
     if _step_has_required_arguments(kind):
@@ -168,7 +205,9 @@ def _check_one_pass(name: str, optimizer: Any) -> None:
 
 
 def _step_has_required_arguments(kind: type) -> bool:
-    """Return whether ``step`` of an optimizer class, as LBFGS's, cannot be called without an argument."""
+    """Return whether ``step`` of an optimizer class, as LBFGS's, cannot be called without an
+    argument.
+    """
     step = getattr(kind, "step", None)
     if step is None:
         return False
@@ -187,7 +226,8 @@ def _step_has_required_arguments(kind: type) -> bool:
 def failed_without_closure(error: Exception) -> bool:
     """Return whether ``step()`` seems to have failed because it was called without a closure.
 
-    The signature of such an optimizer says ``closure=None``, so only its first step shows that it needs one.
+    The signature of such an optimizer says ``closure=None``, so only its first step shows that it
+    needs one.
     """
     text = str(error)
     calls_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in text
@@ -197,34 +237,45 @@ def failed_without_closure(error: Exception) -> bool:
 def closure_missing(name: str, optimizer: Any) -> PolicyError:
     """Return H107 for an optimizer whose ``step`` needs a closure or another argument."""
     return PolicyError(
-        f"optimizer {name!r} is a {type(optimizer).__name__}, whose step() needs a closure or another argument",
-        limit="the guard calls step() without arguments; a closure would evaluate the loss within the step, which "
-        "could then not be taken back as one transaction",
+        f"optimizer {name!r} is a {type(optimizer).__name__}, whose step() needs a closure or"
+        " another argument",
+        limit=(
+            "the guard calls step() without arguments; a closure would evaluate the loss within the"
+            " step, which could then not be taken back as one transaction"
+        ),
         fix="use an optimizer whose step() needs no closure, for instance AdamW.",
         rule="H107",
     )
 
 
-# --- state ----------------------------------------------------------------------------------------------------
+# --- state
+# ------------------------------------------------------------------------
 
 
 def has_torch_layout(state: Any) -> bool:
-    """Return whether a ``state_dict`` has exactly the entries of a torch optimizer's, in their usual form."""
+    """Return whether a ``state_dict`` has exactly the entries of a torch optimizer's, in their
+    usual form.
+    """
     if not isinstance(state, Mapping) or set(state) != {"state", "param_groups"}:
         return False
     groups = state["param_groups"]
     if not isinstance(state["state"], Mapping) or not isinstance(groups, list):
         return False
-    return all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
+    return all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
 
 
 def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
     """Load the value of ``state_dict`` through the optimizer's own ``load_state_dict``.
 
-    Tensors keep the dtypes with which they were saved, also in torch optimizers inside a wrapper. A wrapper
-    that shared its ``param_groups`` or ``state`` with an inner optimizer shares them again afterwards.
+    Tensors keep the dtypes with which they were saved, also in torch optimizers inside a wrapper. A
+    wrapper that shared its ``param_groups`` or ``state`` with an inner optimizer shares them again
+    afterwards.
     """
-    inner_optimizers = [inner for inner in optimizers_inside(optimizer) if isinstance(inner, Optimizer)]
+    inner_optimizers = [
+        inner for inner in optimizers_inside(optimizer) if isinstance(inner, Optimizer)
+    ]
     attributes = vars(optimizer)
     shared = [
         (name, inner)
@@ -237,8 +288,8 @@ def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
             stack.enter_context(_loading_exactly(inner))
         _load_exactly(optimizer, optimizer.load_state_dict, saved)
     for name, inner in shared:
-        # torch's load_state_dict makes new groups. A scheduler of a wrapper that kept the old ones would
-        # change learning rates that no optimizer reads any more.
+        # torch's load_state_dict makes new groups. A scheduler of a wrapper that kept the old ones
+        # would change learning rates that no optimizer reads any more.
         setattr(optimizer, name, getattr(inner, name))
 
 
@@ -253,7 +304,9 @@ def _is_shared(first: Any, second: Any) -> bool:
 
 @contextlib.contextmanager
 def _loading_exactly(optimizer: Optimizer) -> Iterator[None]:
-    """Replace ``load_state_dict`` of a wrapped optimizer, which its wrapper will call, by `_load_exactly`."""
+    """Replace ``load_state_dict`` of a wrapped optimizer, which its wrapper will call, by
+    `_load_exactly`.
+    """
     attributes = vars(optimizer)
     was_replaced = "load_state_dict" in attributes
     original = optimizer.load_state_dict
@@ -268,9 +321,11 @@ def _loading_exactly(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _load_exactly(optimizer: Optimizer, load: Callable[[Any], Any], saved: Any) -> None:
-    """Load state with the given method, and give each tensor back the dtype with which it was saved.
+    """Load state with the given method, and give each tensor back the dtype with which it was
+    saved.
 
-    torch casts state to the dtype of its parameter, so fp32 moments of bf16 weights would lose bits.
+    torch casts state to the dtype of its parameter, so fp32 moments of bf16 weights would lose
+    bits.
     """
     load(saved)
     if not has_torch_layout(saved):
@@ -290,11 +345,14 @@ def _load_exactly(optimizer: Optimizer, load: Callable[[Any], Any], saved: Any) 
                 state[entry] = value.to(loaded.device)
 
 
-def state_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the state of an optimizer, each with a description such as ``"exp_avg of fc.weight"``.
+def state_tensors(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in the state of an optimizer, each with a description such as ``"exp_avg of
+    fc.weight"``.
 
-    If the ``state_dict`` has another layout than torch's, the description is the path in it, such as
-    ``"slow.0"``.
+    If the ``state_dict`` has another layout than torch's, the description is the path in it, such
+    as ``"slow.0"``.
 
     Args:
         optimizer: The optimizer, which may be a wrapper.
@@ -326,7 +384,8 @@ def _tensors_in(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 def form_of_state(optimizer: Optimizer) -> list[tuple[str, list[int]]]:
     """Return the description and shape of each tensor in the state of an optimizer, sorted.
 
-    Parameters are named by group and position, so replicas of one optimizer return equal lists on all ranks.
+    Parameters are named by group and position, so replicas of one optimizer return equal lists on
+    all ranks.
     """
     positions = {
         id(parameter): f"{index}.{position}"

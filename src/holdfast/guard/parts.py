@@ -1,7 +1,7 @@
 """The objects that a run is made of, checked and named once.
 
-A single model is named ``"model"``, a single optimizer ``"optimizer"``; of a dict the keys are used. These names
-appear in gradient norms, in error messages and in the files of a checkpoint.
+A single model is named ``"model"``, a single optimizer ``"optimizer"``; of a dict the keys are
+used. These names appear in gradient norms, in error messages and in the files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -54,9 +54,12 @@ class Parts:
     optimizers: dict[str, Optimizer]  # by name
     schedulers: dict[str, Any]  # by the name of the optimizer that they drive, or by any name
     states: dict[str, Stateful]  # further state by name, averages included
-    averages: Mapping[str, AveragedModel] = field(default_factory=dict)  # of weights, by the name of their model
-    wrappers: Mapping[str, nn.Module] = field(default_factory=dict)  # what models were given in, for several ranks
-    compiled: bool = False  # whether a model, or a part of one, was given compiled. What else is compiled shows later
+    # Of weights, by the name of their model
+    averages: Mapping[str, AveragedModel] = field(default_factory=dict)
+    # What models were given in, for several ranks
+    wrappers: Mapping[str, nn.Module] = field(default_factory=dict)
+    # Whether a model, or a part of one, was given compiled. What else is compiled shows later
+    compiled: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter of every model with its full name."""
@@ -93,23 +96,39 @@ class Parts:
         return devices[0].type if devices else "cpu"
 
     def settings(self) -> dict[str, Any]:
-        """Return the plain settings of optimizers and schedulers, by names such as ``"optimizer.0.lr"``."""
+        """Return the plain settings of optimizers and schedulers, by names such as
+        ``"optimizer.0.lr"``.
+        """
         found: dict[str, Any] = {}
         for name, optimizer in self.optimizers.items():
             for index, group in enumerate(optimizer.param_groups):
                 found |= {f"{name}.{index}.{key}": value for key, value in group.items()}
         for name, scheduler in self.schedulers.items():
             if isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
-                found |= {f"scheduler {name}.{key}": value for key, value in vars(scheduler).items()}
-        found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
-        return {key: value for key, value in found.items() if isinstance(value, _PLAIN) or _is_numbers(value)}
+                found |= {
+                    f"scheduler {name}.{key}": value for key, value in vars(scheduler).items()
+                }
+        found = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in found.items()
+        }
+        return {
+            key: value
+            for key, value in found.items()
+            if isinstance(value, _PLAIN) or _is_numbers(value)
+        }
 
     def rates(self) -> list[float]:
         """Return the learning rates of all parameter groups."""
-        return [rate_of(group) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        return [
+            rate_of(group)
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
+        ]
 
     def update_averages(self, moved: Sequence[torch.Tensor]) -> None:
-        """Let each average whose model holds one of the parameters that were moved take in the weights of now."""
+        """Let each average whose model holds one of the parameters that were moved take in the
+        weights of now.
+        """
         ids = set(map(id, moved))
         for name, average in self.averages.items():
             if any(id(parameter) in ids for parameter in self.models[name].parameters()):
@@ -120,7 +139,9 @@ class Parts:
         """Have averaged parameters and buffers in the models, which must not be saved then."""
         used = [name for name, average in self.averages.items() if average.n_averaged > 0]
         own = [each.detach() for name in used for _, each in _tensors(self.models[name])]
-        others = [each.detach() for name in used for _, each in _tensors(self.averages[name].module)]
+        others = [
+            each.detach() for name in used for _, each in _tensors(self.averages[name].module)
+        ]
         trained, state.averaged = [each.clone() for each in own], True
         try:
             for tensor, other in zip(own, others, strict=True):
@@ -135,14 +156,26 @@ class Parts:
 def _averages(given: Any, models: Mapping[str, nn.Module]) -> dict[str, AveragedModel]:
     found = dict(given) if isinstance(given, Mapping) else {} if given is None else {"model": given}
     for name, each in found.items():
-        form = [] if name not in models else [(key, tensor.shape) for key, tensor in _tensors(models[name])]
-        if not isinstance(each, AveragedModel) or form != [(key, t.shape) for key, t in _tensors(each.module)]:
+        form = (
+            []
+            if name not in models
+            else [(key, tensor.shape) for key, tensor in _tensors(models[name])]
+        )
+        if not isinstance(each, AveragedModel) or form != [
+            (key, t.shape) for key, t in _tensors(each.module)
+        ]:
             raise PolicyError(
                 f"averaged={type(each).__name__}(...) is no average of a model {name!r}",
-                limit="a torch.optim.swa_utils.AveragedModel takes in a model, tensor by tensor, after each step",
-                fix="make it of the bare module, AveragedModel(net), before that is compiled or wrapped; by name, "
-                'averaged={"generator": ...}, where models have names. Another kind of average goes into state=, and '
-                "your loop updates it after each guard.step(...) that is not skipped.",
+                limit=(
+                    "a torch.optim.swa_utils.AveragedModel takes in a model, tensor by tensor,"
+                    " after each step"
+                ),
+                fix=(
+                    "make it of the bare module, AveragedModel(net), before that is compiled or"
+                    ' wrapped; by name, averaged={"generator": ...}, where models have names.'
+                    " Another kind of average goes into state=, and your loop updates it after each"
+                    " guard.step(...) that is not skipped."
+                ),
                 rule="H105",
             )
     return found
@@ -162,21 +195,34 @@ def autocast(device_type: str, precision: Precision) -> contextlib.AbstractConte
     return _NOTHING if dtype is None else torch.autocast(device_type, dtype)
 
 
-def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any, averaged: Any = None) -> Parts:
+def gather_parts(
+    model: Any, optimizer: Any, scheduler: Any, state: Any, averaged: Any = None
+) -> Parts:
     """Check and name what the caller gave."""
     models: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
     models, compiled = as_written(models)
-    wrappers = {name: each for name, each in models.items() if isinstance(each, DistributedDataParallel)}
+    wrappers = {
+        name: each for name, each in models.items() if isinstance(each, DistributedDataParallel)
+    }
     if wrappers:  # names are those of the bare model, whatever it is trained in
-        bare: dict[str, nn.Module] = {**models, **{name: each.module for name, each in wrappers.items()}}
+        bare: dict[str, nn.Module] = {
+            **models,
+            **{name: each.module for name, each in wrappers.items()},
+        }
         models, _ = as_written(bare)
     check_shapes("model", models)
     averages = _averages(averaged, models)
     named = {"averaged" + f".{name}" * (name != "model"): each for name, each in averages.items()}
-    states = {} if state is None or (isinstance(state, dict) and not state) else _named(state, "state", Stateful)
+    states = (
+        {}
+        if state is None or (isinstance(state, dict) and not state)
+        else _named(state, "state", Stateful)
+    )
     if both := named.keys() & states.keys():
-        raise _wrong(f"state {min(both)!r} and averaged= are saved by one name", "each must have its own")
+        raise _wrong(
+            f"state {min(both)!r} and averaged= are saved by one name", "each must have its own"
+        )
     parts = Parts(
         compiled=compiled,
         wrappers=wrappers,
@@ -218,9 +264,14 @@ def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
                 needed = "something with state_dict() and load_state_dict(state)"
             if kind is Stateful and isinstance(value, DataLoader):
                 needed += ", as a holdfast.DataLoader has and torch's DataLoader has not,"
-            raise _wrong(f"{what} {name!r} is {_described(value)}", f"{needed} is needed, or a dict of such")
+            raise _wrong(
+                f"{what} {name!r} is {_described(value)}", f"{needed} is needed, or a dict of such"
+            )
         if id(value) in names:
-            raise _wrong(f"{what} {name!r} is the same object as {names[id(value)]!r}", "it would be used twice")
+            raise _wrong(
+                f"{what} {name!r} is the same object as {names[id(value)]!r}",
+                "it would be used twice",
+            )
         names[id(value)] = name
     if not found:
         raise _wrong(f"{what}={given!r}", "at least one is needed")
@@ -232,14 +283,20 @@ def _described(value: Any) -> str:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether an object has methods that can be called as ``state_dict()`` and ``load_state_dict(state)``."""
+    """Return whether an object has methods that can be called as ``state_dict()`` and
+    ``load_state_dict(state)``.
+    """
     if isinstance(value, type):
         return False
-    return _takes(getattr(value, "state_dict", None), 0) and _takes(getattr(value, "load_state_dict", None), 1)
+    return _takes(getattr(value, "state_dict", None), 0) and _takes(
+        getattr(value, "load_state_dict", None), 1
+    )
 
 
 def _takes(method: Any, count: int) -> bool:
-    """Return whether a method can be called with this number of arguments, as far as its signature shows."""
+    """Return whether a method can be called with this number of arguments, as far as its
+    signature shows.
+    """
     if not callable(method):
         return False
     try:
@@ -263,10 +320,16 @@ def check_loader(loader: Any) -> None:
         fix = f"pass holdfast.DataLoader(dataset, batch_size=...) of this {type(loader).__name__}."
     elif isinstance(loader, (torch.Tensor, np.ndarray)):
         limit = "its rows are samples and not batches"
-        fix = "pass holdfast.DataLoader(tensor, batch_size=...); if its rows are batches, list(tensor)."
+        fix = (
+            "pass holdfast.DataLoader(tensor, batch_size=...); if its rows are batches,"
+            " list(tensor)."
+        )
     elif isinstance(loader, Mapping):
         limit = "iterating it yields its keys"
-        fix = "pass one loader; holdfast.DataLoader over a dataset of dicts gives batches of several kinds."
+        fix = (
+            "pass one loader; holdfast.DataLoader over a dataset of dicts gives batches of several"
+            " kinds."
+        )
     elif isinstance(loader, (str, bytes)):
         limit = "iterating it yields characters"
     elif isinstance(loader, Generator) and inspect.getgeneratorstate(loader) == inspect.GEN_CLOSED:
@@ -291,7 +354,9 @@ def _is_dataset(loader: Any) -> bool:
 
 
 def check_shapes(kind: str, modules: Mapping[str, Any]) -> None:
-    """Raise H105 for parameters and buffers that have no shape until the first batch, such as those of LazyLinear."""
+    """Raise H105 for parameters and buffers that have no shape until the first batch, such as
+    those of LazyLinear.
+    """
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             continue
@@ -299,13 +364,19 @@ def check_shapes(kind: str, modules: Mapping[str, Any]) -> None:
         lazy = [key for key, tensor in tensors if is_lazy(tensor)]
         if lazy:
             raise PolicyError(
-                f"{kind} {name!r} has {len(lazy)} tensor(s) without a shape, the first is {lazy[0]}",
-                limit="a lazy layer makes them in its first forward pass, and a guard saves them before",
+                f"{kind} {name!r} has {len(lazy)} tensor(s) without a shape, the first is"
+                f" {lazy[0]}",
+                limit=(
+                    "a lazy layer makes them in its first forward pass, and a guard saves them"
+                    " before"
+                ),
                 fix="run one batch through the model first, then make the optimizer and the Guard.",
                 rule="H105",
             )
 
 
 def _wrong(what: str, limit: str) -> PolicyError:
-    fix = 'pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.'
+    fix = (
+        'pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.'
+    )
     return PolicyError(what, limit=limit, fix=fix, rule="H105")

@@ -4,7 +4,8 @@
                               ↓           ↓
              (taken back: as before)   rolling back → after step, or rewound → at boundary
 
-Only at a boundary and after a step may the state be saved. The engine, whoever drives it, and the session name the
+Only at a boundary and after a step may the state be saved. The engine, whoever drives it, and the
+session name the
 transition, and are trusted to name one that is drawn here: nothing checks it.
 """
 
@@ -31,7 +32,8 @@ class Phase(Enum):
     ROLLING_BACK = "rolling back"
     """An earlier state is being loaded."""
     REWOUND = "rewound"
-    """An earlier state is back, and the loop must go back in the data too, before anything else counts."""
+    """An earlier state is back, and the loop must go back in the data too, before anything else
+    counts."""
     BROKEN = "broken"
     """To no boundary: never saved, and whole again only after a return to an earlier state."""
 
@@ -58,7 +60,9 @@ class RunState:
 
     @property
     def may_be_saved(self) -> bool:
-        """Return whether the state belongs to a boundary, as far as the run itself has changed it."""
+        """Return whether the state belongs to a boundary, as far as the run itself has changed
+        it.
+        """
         return self.phase in _MAY_BE_SAVED and not self.averaged
 
     @property
@@ -100,7 +104,8 @@ class RunState:
     def step_failed(self) -> None:
         """Note that an error leaves a step.
 
-        Nothing has happened if all was taken back, and no other step was made with the batch: else there is only half
+        Nothing has happened if all was taken back, and no other step was made with the batch: else
+            there is only half
         of what belongs to it.
         """
         if self.phase in (Phase.IN_STEP, Phase.COMMITTING) and self._before_step is Phase.REWOUND:
@@ -128,7 +133,9 @@ class RunState:
             self.phase = Phase.AT_BOUNDARY if before is Phase.REWOUND else Phase.AFTER_STEP
 
     def rewound(self) -> None:
-        """Note that the position in the data went back too, so that the loop must begin there again."""
+        """Note that the position in the data went back too, so that the loop must begin there
+        again.
+        """
         self.phase = Phase.REWOUND
 
     def spoil(self) -> None:

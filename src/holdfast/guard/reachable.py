@@ -1,4 +1,6 @@
-"""Find what an object holds through its attributes, such as the optimizer that a scheduler drives."""
+"""Find what an object holds through its attributes, such as the optimizer that a scheduler
+drives.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,31 @@ MOST_LEVELS = 4
 # Bounds the work for objects that refer to half of a program.
 MOST_OBJECTS = 5_000
 # Objects of these types are not looked into.
-_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, torch.Tensor, nn.Module)
+_LEAVES = (
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    types.ModuleType,
+    torch.Tensor,
+    nn.Module,
+)
 
 
 def levels_inside(
     root: Any, is_wanted: Callable[[Any], bool], *, most_levels: int = MOST_LEVELS
 ) -> Iterator[list[Any]]:
-    """Yield the wanted objects that an object refers to: first those one attribute away, then two, and so on.
+    """Yield the wanted objects that an object refers to.
 
-    The search is breadth-first. It follows attributes, containers, closures, bound methods, `functools.partial`
-    and weak references, but no tensors and modules, and it does not continue behind a wanted object.
+    First those one attribute away, then two, and so on.
+
+    The search is breadth-first. It follows attributes, containers, closures, bound methods,
+    `functools.partial` and weak references, but no tensors and modules, and it does not continue
+    behind a wanted object.
 
     Args:
         root: The object at which the search begins. It is not yielded itself.
@@ -55,7 +72,10 @@ def levels_inside(
 
 
 def _values_of(holder: Any) -> Iterator[Any]:
-    """Yield the objects that an object refers to directly. Items of a container count as its attributes."""
+    """Yield the objects that an object refers to directly.
+
+    Items of a container count as its attributes.
+    """
     waiting = deque(_attributes_of(holder))
     containers = set[int]()
     while waiting:
@@ -79,7 +99,8 @@ def _attributes_of(holder: Any) -> list[Any]:
         return [getattr(holder, "__wrapped__", None), contents_of_closure(holder)]
     if isinstance(holder, weakref.ref):
         return [holder()]
-    # The hooks of an optimizer belong to the code that registered them, such as an observer of all optimizers.
+    # The hooks of an optimizer belong to the code that registered them, such as an observer of all
+    # optimizers.
     own = getattr(holder, "__dict__", {})
     attributes = [value for name, value in own.items() if not name.startswith("_optimizer_")]
     slots = [name for kind in type(holder).__mro__ for name in _slots_of(kind)]

@@ -1,9 +1,12 @@
 """What happens in a run, written into its black box and, where people should see it, into the log.
 
-Facts may come from any thread. A process that was forked from the one that records must not write: both would count
-the records by themselves, and a lock that another thread held at the fork is never given back there.
+Facts may come from any thread. A process that was forked from the one that records must not write:
+    both would count
+the records by themselves, and a lock that another thread held at the fork is never given back
+there.
 
-The last words of a recording say how the run ended, as far as its own process can know it: ``left_by_exception`` or
+The last words of a recording say how the run ended, as far as its own process can know it:
+    ``left_by_exception`` or
 ``closed``. One without either was cut off.
 """
 
@@ -34,35 +37,73 @@ from holdfast.recorder.start import START_FILE, facts_of_start
 
 _log = logging.getLogger("holdfast")
 _MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user's loop stands
-# People should see these although they did not ask; the others are for the record. First those that all of several
-# ranks record alike, and one shows; then those of one rank.
+# People should see these although they did not ask; the others are for the record. First those that
+# all of several ranks record alike, and one shows; then those of one rank.
 _OF_ALL = (
-    SkipStep, RollBack, Stop, run_events.SaveFailed, run_events.SaveRefused, run_events.LossScaleCollapsed,
-    run_events.StopRequested, run_events.NotRestored, run_events.DiagnosisLimited, run_events.SplitStopped,
-    run_events.Spike, run_events.Finding,
-    run_events.SplitNotTried, run_events.SideEffects, run_events.SchedulersWait, run_events.RolledBack,
+    SkipStep,
+    RollBack,
+    Stop,
+    run_events.SaveFailed,
+    run_events.SaveRefused,
+    run_events.LossScaleCollapsed,
+    run_events.StopRequested,
+    run_events.NotRestored,
+    run_events.DiagnosisLimited,
+    run_events.SplitStopped,
+    run_events.Spike,
+    run_events.Finding,
+    run_events.SplitNotTried,
+    run_events.SideEffects,
+    run_events.SchedulersWait,
+    run_events.RolledBack,
     run_events.SavePostponed,
-    run_events.RanksNotDivided, run_events.ChangesNotSaved, run_events.NotSaved, run_events.BeginsAnew,
-    run_events.SettingsKept, run_events.PositionNotKept, run_events.GroupsChanged, run_events.OwnStateNotKept,
-    run_events.ResumeMayDiffer, run_events.StepsLeftBehind,
-)  # fmt: skip
+    run_events.RanksNotDivided,
+    run_events.ChangesNotSaved,
+    run_events.NotSaved,
+    run_events.BeginsAnew,
+    run_events.SettingsKept,
+    run_events.PositionNotKept,
+    run_events.GroupsChanged,
+    run_events.OwnStateNotKept,
+    run_events.ResumeMayDiffer,
+    run_events.StepsLeftBehind,
+)
 _OF_ONE = (
-    Split, Recompute, run_events.OutOfMemory, run_events.CheckpointDamaged, run_events.RecomputeImpossible,
-    run_events.OnednnSwitchedOff, run_events.SamplesDropped, run_events.MicroBatchDropped,
-    run_events.SavesSynchronous, run_events.LoaderHealed, run_events.SampleQuarantined,
-    run_events.DescriptorLimitRaised, run_events.SignalLeftAlone,
-    run_events.StreamReadOver, run_events.Preflight, run_events.QuarantineFull,
-    run_events.RecordingMovedAside, run_events.RollbackFailed, process_events.ScalarsNotRecorded,
-)  # fmt: skip
+    Split,
+    Recompute,
+    run_events.OutOfMemory,
+    run_events.CheckpointDamaged,
+    run_events.RecomputeImpossible,
+    run_events.OnednnSwitchedOff,
+    run_events.SamplesDropped,
+    run_events.MicroBatchDropped,
+    run_events.SavesSynchronous,
+    run_events.LoaderHealed,
+    run_events.SampleQuarantined,
+    run_events.DescriptorLimitRaised,
+    run_events.SignalLeftAlone,
+    run_events.StreamReadOver,
+    run_events.Preflight,
+    run_events.QuarantineFull,
+    run_events.RecordingMovedAside,
+    run_events.RollbackFailed,
+    process_events.ScalarsNotRecorded,
+)
 
 
 End = Literal["finished", "stopped", "left", "failed"]
-"""How a run was closed: it came to its end; on request; its loop was left early, by ``break`` or by an error that the
-guard did not see; by an error that is recorded."""
+"""How a run was closed: it came to its end; on request.
+
+Its loop was left early, by ``break`` or by an error that the
+guard did not see; by an error that is recorded.
+"""
 
 
 class RunRecord:
-    """The recording of one process of a run, and the step that it stands at; `rank` is that of one of several."""
+    """The recording of one process of a run, and the step that it stands at.
+
+    `rank` is that of one of several.
+    """
 
     def __init__(self, directory: Path, clock: Clock, rank: int | None = None) -> None:
         self._directory, self._rank = directory, rank
@@ -87,10 +128,15 @@ class RunRecord:
             self._process = os.getpid()
         except OSError as error:
             if error.errno == errno.ENOMEM:
-                raise  # no room in memory, to which the recording is mapped: free space on the disk does not help
+                # No room in memory, to which the recording is mapped: free space on the disk does
+                # not help
+                raise
             raise RunDirectoryError(
                 f"the recording in {self._directory} cannot be made ({error.strerror or error})",
-                limit="3 MiB are allocated when a run starts, so that a full disk cannot silence it later",
+                limit=(
+                    "3 MiB are allocated when a run starts, so that a full disk cannot silence it"
+                    " later"
+                ),
                 fix="free some space, or choose another run directory.",
                 rule="H302",
             ) from error
@@ -100,10 +146,15 @@ class RunRecord:
     def describe(self, settings: Mapping[str, Any]) -> None:
         """Keep what the run is set to, see `write_settings`, and what it was started with."""
         write_settings(self._directory, settings)
-        write_json(self._directory / START_FILE, facts_of_start(sys.orig_argv, self.clock.unix_seconds()))
+        write_json(
+            self._directory / START_FILE, facts_of_start(sys.orig_argv, self.clock.unix_seconds())
+        )
 
     def close(self, how: End | None = None) -> None:
-        """End the recording with how the run ended; None: "finished", unless an error is on its way out."""
+        """End the recording with how the run ended.
+
+        None: "finished", unless an error is on its way out.
+        """
         if self._box is not None:
             error = sys.exception() if how is None else None
             self.ended = "failed"
@@ -133,7 +184,9 @@ class RunRecord:
             self._left_by = seen
             facts["frames"] = [*_callers(), *facts["frames"]]
             rule = error.rule if isinstance(error, HoldfastError) else None
-            self.emit(run_events.LeftByException(exception=type(error).__name__, rule=rule, **facts))
+            self.emit(
+                run_events.LeftByException(exception=type(error).__name__, rule=rule, **facts)
+            )
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -145,9 +198,17 @@ class RunRecord:
             raise
 
     def emit(self, data: EventData, *, global_step: int | None = None) -> None:
-        """Record what happened at a step, such as that of a checkpoint finished now; None: the present one."""
+        """Record what happened at a step, such as that of a checkpoint finished now.
+
+        None: the present one.
+        """
         step = self.global_step if global_step is None else global_step
-        event = Event(kind=data.kind, global_step=step, unix_seconds=self.clock.unix_seconds(), data=data.facts())
+        event = Event(
+            kind=data.kind,
+            global_step=step,
+            unix_seconds=self.clock.unix_seconds(),
+            data=data.facts(),
+        )
         if os.getpid() == self._process:
             with self._lock:
                 if self._box is not None:
@@ -158,9 +219,14 @@ class RunRecord:
             _log.warning("%s", event)
 
     def step(
-        self, mark: StepMark, micro_batch_size: int | None, loss: float | None, norm: float | None, seconds: float,
+        self,
+        mark: StepMark,
+        micro_batch_size: int | None,
+        loss: float | None,
+        norm: float | None,
+        seconds: float,
         optimizer: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record a mark of a step; None: that was not read. Cost: about 0.5 microseconds."""
         assert self._box is not None
         self._left_by = None  # whatever was raised before, it goes on
@@ -178,11 +244,20 @@ def described(error: BaseException) -> str:
 
 
 def _callers() -> list[list[Any]]:
-    """Return the frames that called the function which records, without those of this file; innermost last."""
+    """Return the frames that called the function which records, without those of this file.
+
+    Innermost last.
+    """
     frame: FrameType | None = sys._getframe()
     found: list[list[Any]] = []
     while frame is not None and len(found) < _MOST_CALLERS:
         if frame.f_code.co_filename != __file__:
-            found.append([printable(frame.f_code.co_filename), frame.f_lineno, printable(frame.f_code.co_name)])
+            found.append(
+                [
+                    printable(frame.f_code.co_filename),
+                    frame.f_lineno,
+                    printable(frame.f_code.co_name),
+                ]
+            )
         frame = frame.f_back
     return found[::-1]

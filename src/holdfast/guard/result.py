@@ -16,9 +16,11 @@ from holdfast.numerics.provenance import Origin
 class Passed(NamedTuple):
     """What a batch has given."""
 
-    loss: torch.Tensor  # mean over the items, shape ``()``, detached; of several terms, the sum of their means
+    # Mean over the items, shape ``()``, detached; of several terms, the sum of their means
+    loss: torch.Tensor
     items: float | torch.Tensor  # what it is over; of several terms, those of the first
-    dropped: tuple[tuple[int, int], ...] = ()  # ``(start, end)`` of samples whose part had a loss of NaN or Inf
+    # ``(start, end)`` of samples whose part had a loss of NaN or Inf
+    dropped: tuple[tuple[int, int], ...] = ()
     counted: bool = False  # whether the items must be whole
     extra: Mapping[str, Any] | None = None  # what the loss function has returned beside the loss
 
@@ -28,20 +30,24 @@ class StepResult:
     """What one ``guard.step`` did.
 
     Args:
-        loss: Mean loss over the items of the batch, shape ``()``, detached, on the model's device. Reading it
-            with ``float(...)`` is the caller's sync, not ours.
-        items: Loss-bearing items that the mean is over: as returned by the loss function, else samples.
-        grad_norm: L2 norm by parameter group before clipping, under names such as ``"optimizer.0"``. Empty if
-            the step was skipped before gradients were measured.
-        micro_batch_size: Most samples in one forward/backward; None if the batch has no batch dimension.
+        loss: Mean loss over the items of the batch, shape ``()``, detached, on the model's device.
+            Reading it with ``float(...)`` is the caller's sync, not ours.
+        items: Loss-bearing items that the mean is over: as returned by the loss function, else
+            samples.
+        grad_norm: L2 norm by parameter group before clipping, under names such as
+            ``"optimizer.0"``. Empty if the step was skipped before gradients were measured.
+        micro_batch_size: Most samples in one forward/backward; None if the batch has no batch
+            dimension.
         attempts: Attempts made, the successful one included.
-        skipped: True if this batch is not in the weights: they were left as they were, or the run has returned to a
-            checkpoint, as `reason` says.
+        skipped: True if this batch is not in the weights: they were left as they were, or the run
+            has returned to a checkpoint, as `reason` says.
         reason: Why it was skipped, and what was done; else None.
-        dropped_samples: Positions in the batch of the samples that the step was made without, since NaN or Inf came
-            from them (``Policy.drop_nonfinite_samples``), or from the micro-batch that they were in.
-        extra: What `Loss` was given as ``extra``, detached. Of a batch in parts: tensors with a row for each sample
-            are concatenated, numbers are averaged over the samples, of all else there is a list.
+        dropped_samples: Positions in the batch of the samples that the step was made without, since
+            NaN or Inf came from them (``Policy.drop_nonfinite_samples``), or from the micro-batch
+            that they were in.
+        extra: What `Loss` was given as ``extra``, detached. Of a batch in parts: tensors with a row
+            for each sample are concatenated, numbers are averaged over the samples, of all else
+            there is a list.
     """
 
     loss: torch.Tensor
@@ -74,7 +80,8 @@ class Provenance:
     """Where NaN or Inf came from, as far as a replay has shown."""
 
     origin: Origin | None = None  # the operation, parameter or input; None if it is not known
-    samples: tuple[int, ...] = ()  # positions in the batch without which the step is sound, if there are such
+    # Positions in the batch without which the step is sound, if there are such
+    samples: tuple[int, ...] = ()
     problem: str = ""  # why there is no origin; empty if there is one
     where: str = ""  # the rank or ranks that it came up on; empty in a process that trains alone
 
@@ -88,17 +95,25 @@ class Outcome:
     out_of_memory: int  # how many of them ran out of memory
     size: int | None  # samples in the batch, None if unknown
     committed: bool  # False if it left no trace
-    culprits: list[str] = field(default_factory=list)  # names of parameters with non-finite gradients, some of them
+    # Names of parameters with non-finite gradients, some of them
+    culprits: list[str] = field(default_factory=list)
     culprit_count: int = 0  # how many there are
-    loss_scale: float | None = None  # of fp16, what is tried next after a skip although the loss is finite
+    # Of fp16, what is tried next after a skip although the loss is finite
+    loss_scale: float | None = None
     decision: Decision | None = None  # why finite values were not committed
     provenance: Provenance | None = None  # where non-finite values came from
-    dropped: tuple[int, ...] = ()  # positions in the batch of the samples that the committed step was made without
+    # Positions in the batch of the samples that the committed step was made without
+    dropped: tuple[int, ...] = ()
 
     def result(self, reason: str | None) -> StepResult:
-        """Return what the caller of a step gets; `reason` says why it was skipped, None that it was not."""
+        """Return what the caller of a step gets.
+
+        `reason` says why it was skipped, None that it was not.
+        """
         dropped = self.attempt.dropped
-        left_out = [place for first, end in dropped for place in range(first, end)] if dropped else ()
+        left_out = (
+            [place for first, end in dropped for place in range(first, end)] if dropped else ()
+        )
         return StepResult(
             loss=self.attempt.loss,
             items=self.attempt.items,
@@ -136,14 +151,19 @@ class Counters:
     epochs_validated: int = 0  # epochs that were completed when `Guard.validated` was called last
 
     def note_good_step(self, global_step: int) -> None:
-        """Count a committed step; getting far enough beyond the last rollback ends a row of them."""
+        """Count a committed step.
+
+        Getting far enough beyond the last rollback ends a row of them.
+        """
         self.steps += 1
         self.nonfinite_in_a_row = self.spikes_in_a_row = 0
         if global_step >= self.row_ends_at:
             self.rollbacks_in_a_row = 0
 
     def note_rollback(self, from_step: int, beyond: int) -> None:
-        """Count a return to an earlier state. A row of them ends `beyond` steps after the step that failed.
+        """Count a return to an earlier state.
+
+        A row of them ends `beyond` steps after the step that failed.
 
         Good steps before that place prove nothing: they were good the first time too.
         """
@@ -167,7 +187,8 @@ class Statistics:
         resumes: Times that the run was continued from a checkpoint by a new process.
         checkpoints_saved: By this process.
         checkpoints_failed: By this process.
-        micro_batch_size: Most samples in one forward/backward from the next step on; None: the whole batch.
+        micro_batch_size: Most samples in one forward/backward from the next step on; None: the
+            whole batch.
         recompute: Whether activation checkpointing is on.
         loss_scale: Of fp16 training, else None.
     """

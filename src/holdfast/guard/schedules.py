@@ -1,10 +1,13 @@
-"""Advance learning-rate schedulers by the steps that were committed and the epochs that were completed.
+"""Advance learning-rate schedulers by the steps that were committed and the epochs that were
+completed.
 
-`interface_of` recognises from the methods of a scheduler, whichever library it comes from, when to call it:
+`interface_of` recognises from the methods of a scheduler, whichever library it comes from, when to
+call it:
 
     step()                                after each step of its optimizer, or after each epoch
     step(metric)                          in ``guard.validated``, as for ReduceLROnPlateau
-    step_update(number) and step(epoch)   after each step and after each epoch, as timm's training script does
+    step_update(number) and step(epoch)   after each step and after each epoch, as timm's training
+    script does
 
 A scheduler with none of these interfaces is refused when the guard is made. With
 ``scheduler_interval=None`` the caller advances all schedulers but those that need a metric.
@@ -28,16 +31,16 @@ from holdfast.guard.optimizers import identities, looks_like_an_optimizer
 from holdfast.guard.reachable import contents_of_closure, levels_inside
 from holdfast.numerics.learning_rate import rate_of
 
-# Names that the argument of ``step`` has in schedulers that need a metric. "interval" and "accumulated_steps" are not
-# among them.
+# Names that the argument of ``step`` has in schedulers that need a metric. "interval" and
+# "accumulated_steps" are not among them.
 _METRIC_NAME = re.compile(
     r"metric|loss|score|acc(?!um)|(?<![a-z])e?val|perf|result|monitor|reward|err|objective|criterion"
 )
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _PLAIN_TYPES = (bool, int, float, str, type(None))
-# A scheduler inside another one is searched for at most this many attributes deep. One that is further
-# away may belong to a trainer.
+# A scheduler inside another one is searched for at most this many attributes deep. One that is
+# further away may belong to a trainer.
 _MOST_LEVELS = 2
 
 
@@ -49,7 +52,8 @@ class Interface(Enum):
     TIMM = auto()  # step_update(number) and step(epoch)
 
 
-# --- recognising an interface ---------------------------------------------------------------------------------
+# --- recognising an interface
+# ------------------------------------------------------------------------
 
 
 def interface_of(scheduler: Any) -> Interface | None:
@@ -59,7 +63,9 @@ def interface_of(scheduler: Any) -> Interface | None:
     step = getattr(scheduler, "step", None)
     if callable(getattr(scheduler, "step_update", None)):
         step_arguments = [] if step is None else required_arguments(step)
-        takes_numbers = len(step_arguments) <= 1 and len(required_arguments(scheduler.step_update)) <= 1
+        takes_numbers = (
+            len(step_arguments) <= 1 and len(required_arguments(scheduler.step_update)) <= 1
+        )
         return Interface.TIMM if takes_numbers else None
     if not callable(step):
         return None
@@ -72,15 +78,18 @@ def interface_of(scheduler: Any) -> Interface | None:
 
 
 def required_arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function that have no default; none if it has no signature, as some in C."""
+    """Return the parameters of a function that have no default.
+
+    None if it has no signature, as some in C.
+    """
     return [p for p in _parameters(function) if p.default is p.empty and p.kind not in _VARIABLE]
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of a function.
 
-    For a decorator that takes only ``*args`` and ``**kwargs`` and does not use `functools.wraps`, they are
-    those of the function in its closure.
+    For a decorator that takes only ``*args`` and ``**kwargs`` and does not use `functools.wraps`,
+    they are those of the function in its closure.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -92,7 +101,11 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     decorator = getattr(function, "__func__", function)
     if not isinstance(decorator, FunctionType):
         return parameters
-    candidates = [value for value in contents_of_closure(decorator) if isinstance(value, (FunctionType, MethodType))]
+    candidates = [
+        value
+        for value in contents_of_closure(decorator)
+        if isinstance(value, (FunctionType, MethodType))
+    ]
     if len(candidates) != 1:
         return parameters
     decorated = candidates[0]
@@ -103,17 +116,25 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _is_metric(argument: inspect.Parameter, scheduler: Any) -> bool:
-    """Return whether the argument of a scheduler's ``step`` is a metric, and not for instance an epoch."""
+    """Return whether the argument of a scheduler's ``step`` is a metric, and not for instance an
+    epoch.
+    """
     if argument.kind not in _POSITIONAL:
         return False
-    return getattr(scheduler, "mode", None) in ("min", "max") or bool(_METRIC_NAME.search(argument.name.lower()))
+    return getattr(scheduler, "mode", None) in ("min", "max") or bool(
+        _METRIC_NAME.search(argument.name.lower())
+    )
 
 
 def _is_plateau_with_optional_metric(scheduler: Any) -> bool:
-    """Return whether a scheduler waits for a metric that its step can be called without, to no effect."""
+    """Return whether a scheduler waits for a metric that its step can be called without, to no
+    effect.
+    """
     if getattr(scheduler, "mode", None) not in ("min", "max"):
         return False
-    positional = [parameter for parameter in _parameters(scheduler.step) if parameter.kind in _POSITIONAL]
+    positional = [
+        parameter for parameter in _parameters(scheduler.step) if parameter.kind in _POSITIONAL
+    ]
     return bool(positional) and bool(_METRIC_NAME.search(positional[0].name.lower()))
 
 
@@ -136,7 +157,8 @@ def _is_scheduler(value: Any) -> bool:
     return isinstance(value, (LRScheduler, ReduceLROnPlateau))
 
 
-# --- one scheduler --------------------------------------------------------------------------------------------
+# --- one scheduler
+# ------------------------------------------------------------------------
 
 
 class Schedule:
@@ -175,7 +197,10 @@ class Schedule:
             _call_with_number(self.scheduler.step, "epoch", epochs)
 
     def validated(self, metric: float, mode: str, epochs: int) -> bool:
-        """Pass a metric on if the scheduler needs one of this mode; return whether a learning rate changed."""
+        """Pass a metric on if the scheduler needs one of this mode.
+
+        Return whether a learning rate changed.
+        """
         if self._plateau is None or getattr(self._plateau, "mode", mode) != mode:
             return False
         before = self._rates()
@@ -191,12 +216,15 @@ class Schedule:
 
 
 def _call_with_number(function: Callable[..., Any], name: str, number: int) -> None:
-    """Call a function with a number, by keyword if a parameter has this name, else as its first argument.
+    """Call a function with a number, by keyword if a parameter has this name, else as its first
+    argument.
 
     A function without parameters is called without the number.
     """
     parameters = _parameters(function)
-    takes_position = any(p.kind in (*_POSITIONAL, inspect.Parameter.VAR_POSITIONAL) for p in parameters)
+    takes_position = any(
+        p.kind in (*_POSITIONAL, inspect.Parameter.VAR_POSITIONAL) for p in parameters
+    )
     if not parameters:
         function()
     elif any(p.name == name for p in parameters) or not takes_position:
@@ -208,15 +236,20 @@ def _call_with_number(function: Callable[..., Any], name: str, number: int) -> N
 def state_of(scheduler: Any) -> Any:
     """Return the state of a scheduler for a checkpoint.
 
-    The ``state_dict`` of timm's PlateauLRScheduler lacks the numbers of bad epochs and of cooldown epochs,
-    so a resumed run would count them from 0. For a scheduler with timm's interface that holds a plateau
-    scheduler, the plateau's own state and the plain attributes of the schedulers are added.
+    The ``state_dict`` of timm's PlateauLRScheduler lacks the numbers of bad epochs and of cooldown
+    epochs, so a resumed run would count them from 0. For a scheduler with timm's interface that
+    holds a plateau scheduler, the plateau's own state and the plain attributes of the schedulers
+    are added.
     """
     plateau = _plateau_inside(scheduler) if interface_of(scheduler) is Interface.TIMM else None
     if plateau is None:
         return scheduler.state_dict()
     attributes = [_plain_attributes(inner) for inner in _timm_schedulers_in(scheduler)]
-    return {"own": scheduler.state_dict(), "attributes": attributes, "plateau": plateau.state_dict()}
+    return {
+        "own": scheduler.state_dict(),
+        "attributes": attributes,
+        "plateau": plateau.state_dict(),
+    }
 
 
 def load_state(scheduler: Any, saved: Any) -> None:
@@ -248,7 +281,8 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN_TYPES)
 
 
-# --- the schedulers of a run ------------------------------------------------------------------------------------
+# --- the schedulers of a run
+# ------------------------------------------------------------------------
 
 
 class Schedules:
@@ -257,7 +291,8 @@ class Schedules:
     Args:
         schedulers: The schedulers by name. The name may be that of the optimizer that one drives.
         optimizers: The optimizers of the guard by name.
-        interval: ``Policy.scheduler_interval``: ``"step"``, ``"epoch"``, or None if the caller advances them.
+        interval: ``Policy.scheduler_interval``: ``"step"``, ``"epoch"``, or None if the caller
+            advances them.
         has_epochs: Whether the guard iterates a loader, and so knows where an epoch ends.
 
     Raises:
@@ -281,7 +316,9 @@ class Schedules:
                 if interface is Interface.METRIC:
                     self._schedules.append(Schedule(name, scheduler, interface, ""))
                 continue
-            interface = _checked_interface(name, scheduler, interface, interval, has_epochs=has_epochs)
+            interface = _checked_interface(
+                name, scheduler, interface, interval, has_epochs=has_epochs
+            )
             counts_steps = interface is not Interface.METRIC
             optimizer = _optimizer_of(name, scheduler, optimizers, counts_steps=counts_steps)
             self._schedules.append(Schedule(name, scheduler, interface, optimizer))
@@ -289,9 +326,14 @@ class Schedules:
             _check_not_inside(schedulers)
 
     def after_step(self, moved: Sequence[str]) -> None:
-        """Advance the schedulers of the optimizers that committed a step. A skipped step advances none."""
+        """Advance the schedulers of the optimizers that committed a step.
+
+        A skipped step advances none.
+        """
         for schedule in self._schedules:
-            if schedule.optimizer in moved and (self._interval == "step" or schedule.interface is Interface.TIMM):
+            if schedule.optimizer in moved and (
+                self._interval == "step" or schedule.interface is Interface.TIMM
+            ):
                 schedule.after_step()
 
     def after_epoch(self, epochs: int) -> None:
@@ -314,7 +356,9 @@ class Schedules:
         value = float(metric)
         if not math.isfinite(value):
             return []
-        return [schedule.name for schedule in self._schedules if schedule.validated(value, mode, epochs)]
+        return [
+            schedule.name for schedule in self._schedules if schedule.validated(value, mode, epochs)
+        ]
 
     def without_metric(self) -> list[str]:
         """Return the names of the schedulers that need a metric and never got one."""
@@ -325,7 +369,10 @@ class Schedules:
         return {schedule.name: schedule.updates for schedule in self._schedules}
 
     def load_state_dict(self, state: Mapping[str, int], *, default: int) -> None:
-        """Restore the numbers of steps; `default` is the number for schedules that the checkpoint lacks."""
+        """Restore the numbers of steps.
+
+        `default` is the number for schedules that the checkpoint lacks.
+        """
         for schedule in self._schedules:
             schedule.updates = int(state.get(schedule.name, default))
 
@@ -333,13 +380,17 @@ class Schedules:
 def _checked_interface(
     name: str, scheduler: Any, interface: Interface | None, interval: str, *, has_epochs: bool
 ) -> Interface:
-    """Return the interface of a scheduler. Raise H105 if the guard cannot drive it at this interval."""
+    """Return the interface of a scheduler.
+
+    Raise H105 if the guard cannot drive it at this interval.
+    """
     kind = type(scheduler).__name__
     if interface is None:
         raise _refused(
-            f"scheduler {name!r} is a {kind}, which has no step() that can be called without an argument",
-            "the guard calls step() after each step or epoch, step(metric) where it needs a metric, or "
-            "step_update(n) and step(epoch) as timm does",
+            f"scheduler {name!r} is a {kind}, which has no step() that can be called without an"
+            " argument",
+            "the guard calls step() after each step or epoch, step(metric) where it needs a metric,"
+            " or step_update(n) and step(epoch) as timm does",
             "wrap it in an object with step(), state_dict() and load_state_dict(state)",
         )
     passes_metric_on = interface is Interface.TIMM and _takes_epoch_and_metric(scheduler)
@@ -348,8 +399,14 @@ def _checked_interface(
         if plateau is not None:
             raise PolicyError(
                 f"scheduler {name!r} is a {kind} that holds a {type(plateau).__name__}",
-                limit=f"step() of a {type(plateau).__name__} needs a metric, and a {kind} does not pass one on",
-                fix=f"give Guard both schedulers separately: scheduler={{{name!r}: ..., 'plateau': ...}}.",
+                limit=(
+                    f"step() of a {type(plateau).__name__} needs a metric, and a {kind} does not"
+                    " pass one on"
+                ),
+                fix=(
+                    f"give Guard both schedulers separately: scheduler={{{name!r}: ..., 'plateau':"
+                    " ...}."
+                ),
                 rule="H105",
             )
     if interface is Interface.TIMM:
@@ -371,7 +428,9 @@ def _takes_epoch_and_metric(scheduler: Any) -> bool:
     if not callable(step):
         return False
     kinds = [parameter.kind for parameter in _parameters(step)]
-    return inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in _POSITIONAL for kind in kinds) >= 2
+    return (
+        inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in _POSITIONAL for kind in kinds) >= 2
+    )
 
 
 def _counts_epochs(scheduler: Any) -> bool:
@@ -381,29 +440,39 @@ def _counts_epochs(scheduler: Any) -> bool:
     """
     if hasattr(scheduler, "t_in_epochs"):
         return bool(scheduler.t_in_epochs)
-    for level in levels_inside(scheduler, lambda value: hasattr(value, "t_in_epochs"), most_levels=_MOST_LEVELS):
+    for level in levels_inside(
+        scheduler, lambda value: hasattr(value, "t_in_epochs"), most_levels=_MOST_LEVELS
+    ):
         if level:
             return any(inner.t_in_epochs for inner in level)
     return True
 
 
-def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, Optimizer], *, counts_steps: bool) -> str:
-    """Return the name of the optimizer that a scheduler drives; an empty name if it is not known and not needed.
+def _optimizer_of(
+    name: str, scheduler: Any, optimizers: Mapping[str, Optimizer], *, counts_steps: bool
+) -> str:
+    """Return the name of the optimizer that a scheduler drives.
 
-    It is the nearest optimizer to which the attributes of the scheduler lead. If they lead to none, or to
-    several at one distance, it is the optimizer with the name of the scheduler, or the only one.
+    An empty name if it is not known and not needed.
+
+    It is the nearest optimizer to which the attributes of the scheduler lead. If they lead to none,
+    or to several at one distance, it is the optimizer with the name of the scheduler, or the only
+    one.
 
     Args:
         name: The name of the scheduler.
         scheduler: The scheduler.
         optimizers: The optimizers of the guard by name.
-        counts_steps: Whether the scheduler is advanced after steps of its optimizer, so that it must be known.
+        counts_steps: Whether the scheduler is advanced after steps of its optimizer, so that it
+            must be known.
 
     Raises:
-        PolicyError: H105, if the scheduler drives an optimizer that the guard does not hold, or if it may
-            drive several.
+        PolicyError: H105, if the scheduler drives an optimizer that the guard does not hold, or if
+            it may drive several.
     """
-    ids_of_optimizers = {own_name: identities(optimizer) for own_name, optimizer in optimizers.items()}
+    ids_of_optimizers = {
+        own_name: identities(optimizer) for own_name, optimizer in optimizers.items()
+    }
     drives_foreign = False
     for level in levels_inside(scheduler, looks_like_an_optimizer):
         ids_in_level = set[int]().union(*map(identities, level))
@@ -430,7 +499,8 @@ def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, Optimizer]
     if not counts_steps:
         return ""
     raise _refused(
-        f"scheduler {name!r} is a {kind} that may drive any of the optimizers {', '.join(map(repr, optimizers))}",
+        f"scheduler {name!r} is a {kind} that may drive any of the optimizers"
+        f" {', '.join(map(repr, optimizers))}",
         "the guard advances a scheduler after the steps of the optimizer that it drives",
         "name the scheduler after that optimizer, scheduler={'generator': ...}",
     )
@@ -439,7 +509,11 @@ def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, Optimizer]
 def _check_not_inside(schedulers: Mapping[str, Any]) -> None:
     """Raise H105 if the guard was given a scheduler and one inside it, which both would advance."""
     for name, scheduler in schedulers.items():
-        others = {id(other): other_name for other_name, other in schedulers.items() if other is not scheduler}
+        others = {
+            id(other): other_name
+            for other_name, other in schedulers.items()
+            if other is not scheduler
+        }
         for level in levels_inside(scheduler, _is_scheduler, most_levels=_MOST_LEVELS):
             for inner in level:
                 if id(inner) in others and interface_of(inner) is not Interface.METRIC:
@@ -455,6 +529,9 @@ def _refused(what: str, limit: str, fix: str) -> PolicyError:
     return PolicyError(
         what,
         limit=limit,
-        fix=f"{fix}; or set scheduler_interval=None and advance it yourself, after each step that was not skipped.",
+        fix=(
+            f"{fix}; or set scheduler_interval=None and advance it yourself, after each step that"
+            " was not skipped."
+        ),
         rule="H105",
     )

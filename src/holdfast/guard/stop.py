@@ -1,8 +1,11 @@
 """A request to stop the run, by a signal or by a call, which the loop honours at its next boundary.
 
-The signal handler only notes the request and prints a line on stderr. It saves nothing and does not talk to other
-ranks. It interrupts only what may last long and changes no state: waiting for data, and an evaluation. A second
-signal ends the process at once: the kernel's default action is in place by then, which needs no interpreter.
+The signal handler only notes the request and prints a line on stderr. It saves nothing and does not
+talk to other
+ranks. It interrupts only what may last long and changes no state: waiting for data, and an
+    evaluation. A second
+signal ends the process at once: the kernel's default action is in place by then, which needs no
+    interpreter.
 
     stop = StopRequest(("SIGTERM", "SIGINT"))
     stop.install()
@@ -24,12 +27,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Signals within this time are one request. `timeout` of coreutils signals the process and then its group, a few
-# microseconds apart. Slurm sends SIGTERM twice at the time limit, systemd sends SIGHUP right after SIGTERM, and
-# launchers forward signals that their whole group got. Otherwise the second signal would end the process.
+# Signals within this time are one request. `timeout` of coreutils signals the process and then its
+# group, a few microseconds apart. Slurm sends SIGTERM twice at the time limit, systemd sends SIGHUP
+# right after SIGTERM, and launchers forward signals that their whole group got. Otherwise the
+# second signal would end the process.
 _ONE_REQUEST_SECONDS = 0.1
 
-# A shell and `nohup` start a program with these ignored if it is to outlive the terminal or its Ctrl-C.
+# A shell and `nohup` start a program with these ignored if it is to outlive the terminal or its
+# Ctrl-C.
 _STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 
 # These two are the usual way to stop a training run, so they replace even a handler in C.
@@ -37,7 +42,10 @@ _TAKEN_FROM_NATIVE_CODE = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 class Interrupted(BaseException):
-    """Raised by the signal handler within ``with stop_request:``. The guard catches it; users never see it."""
+    """Raised by the signal handler within ``with stop_request:``.
+
+    The guard catches it; users never see it.
+    """
 
 
 class StopRequest:
@@ -58,15 +66,18 @@ class StopRequest:
         self.honoured = False
         """Whether a loop has ended because of the request."""
         self.left_alone: list[str] = []
-        """Names of the signals that stay with a handler in C, such as that of ``faulthandler.register``."""
+        """Names of the signals that stay with a handler in C, such as that of
+        ``faulthandler.register``."""
         self._numbers = tuple(signal.Signals[name] for name in names)
         # The handlers that were in place before ours, by signal.
         self._previous: dict[int, Any] = {}
         self._installed = False
         self._interruptible = False
-        # Asked when a signal comes whether it may interrupt what it comes into; None means that it may.
+        # Asked when a signal comes whether it may interrupt what it comes into; None means that it
+        # may.
         self._may_interrupt: Callable[[], bool] | None = None
-        # True for a moment after the first signal, in which further signals belong to the same request.
+        # True for a moment after the first signal, in which further signals belong to the same
+        # request.
         self._settling = False
         # Forked children inherit the handlers, and must not act on them.
         self._process = os.getpid()
@@ -84,8 +95,10 @@ class StopRequest:
     def install(self) -> None:
         """Install the signal handlers.
 
-        Does nothing outside the main thread, where Python allows no handlers, and nothing after a stop signal has
-        come, since the next one must end the process. May be called again: a notebook resets SIGINT after each cell.
+        Does nothing outside the main thread, where Python allows no handlers, and nothing after a
+        stop signal has
+        come, since the next one must end the process. May be called again: a notebook resets SIGINT
+            after each cell.
         """
         if self.by_signal or threading.current_thread() is not threading.main_thread():
             return
@@ -110,11 +123,14 @@ class StopRequest:
             return
         self._installed = False
         if threading.current_thread() is not threading.main_thread():
-            # Python allows no change of handlers here. From now on `_on_signal` forwards to the previous ones.
+            # Python allows no change of handlers here. From now on `_on_signal` forwards to the
+            # previous ones.
             return
         for number, previous in self._previous.items():
             handler = signal.getsignal(number)
-            if handler == self._on_signal or (self.by_signal and handler == self._handler_of_second_signal(number)):
+            if handler == self._on_signal or (
+                self.by_signal and handler == self._handler_of_second_signal(number)
+            ):
                 signal.signal(number, _open_handler(number, previous))
 
     def request(self, reason: str) -> None:
@@ -124,8 +140,8 @@ class StopRequest:
     def reset(self, *, raised: bool = False) -> None:
         """Forget a request that has ended a loop, when another loop begins.
 
-        A signal stops the whole script, so its request also ends the loops that follow. It is forgotten only if the
-        script begins another loop although it got an exception.
+        A signal stops the whole script, so its request also ends the loops that follow. It is
+        forgotten only if the script begins another loop although it got an exception.
 
         Args:
             raised: Whether an exception was raised because of the request.
@@ -137,7 +153,10 @@ class StopRequest:
         self.honoured = False
 
     def __enter__(self) -> None:
-        """Let a signal raise `Interrupted` in the body; raise it at once if one has come already."""
+        """Let a signal raise `Interrupted` in the body.
+
+        Raise it at once if one has come already.
+        """
         if self.by_signal:
             raise Interrupted
         self._interruptible = True
@@ -147,7 +166,8 @@ class StopRequest:
 
     @contextmanager
     def interrupting_if(self, allowed: Callable[[], bool]) -> Iterator[None]:
-        """Let a signal raise `Interrupted` while the context lasts, if `allowed` returns True when it comes.
+        """Let a signal raise `Interrupted` while the context lasts, if `allowed` returns True when
+        it comes.
 
         Otherwise the request waits for the next boundary.
         """
@@ -161,7 +181,8 @@ class StopRequest:
         finally:
             self._may_interrupt = None
 
-    # --- in the handler -------------------------------------------------------------------------------------
+    # --- in the handler
+    # ------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -192,8 +213,8 @@ class StopRequest:
             else:
                 self._settle(number.name, second_handler)
         finally:
-            # While this handler waited, another one may have raised: loader workers got the same signal, and torch's
-            # SIGCHLD handler raises when one dies.
+            # While this handler waited, another one may have raised: loader workers got the same
+            # signal, and torch's SIGCHLD handler raises when one dies.
             self._settling = False
             for handled in self._previous:
                 if signal.getsignal(handled) == self._on_signal:
@@ -214,10 +235,14 @@ class StopRequest:
             previous(number, frame)
 
     def _handler_of_second_signal(self, number: int) -> Any:
-        """Return the handler of a second signal: that of the script, or SIG_DFL, which ends the process.
+        """Return the handler of a second signal.
 
-        SIG_DFL also replaces the handler that raises KeyboardInterrupt, which would wait for the interpreter, and
-        SIG_IGN: a parent may have ignored the signal only to survive it itself, as a shell does by ``trap '' USR1``.
+        That of the script, or SIG_DFL, which ends the process.
+
+        SIG_DFL also replaces the handler that raises KeyboardInterrupt, which would wait for the
+        interpreter, and
+        SIG_IGN: a parent may have ignored the signal only to survive it itself, as a shell does by
+            ``trap '' USR1``.
         """
         previous = self._previous.get(number)
         owner = _owner(previous)
@@ -247,9 +272,13 @@ class StopRequest:
                 consequence = "goes to the previously installed handler"
             else:
                 consequence = "ends the process at once"
-            text = f"{new_line}holdfast: {name}: stops at the next boundary; a second one {consequence}\n"
+            text = (
+                f"{new_line}holdfast: {name}: stops at the next boundary; a second one"
+                f" {consequence}\n"
+            )
             with suppress(OSError):
-                # Not through sys.stderr, which the signal may have interrupted in the middle of a write.
+                # Not through sys.stderr, which the signal may have interrupted in the middle of a
+                # write.
                 os.write(2, text.encode())
         if raised is not None:
             raise raised
@@ -261,7 +290,9 @@ def _owner(handler: Any) -> Any:
 
 
 def _open_handler(number: int, handler: Any) -> Any:
-    """Return a handler, or the one behind it if it belongs to a closed guard or to the parent of this process."""
+    """Return a handler, or the one behind it if it belongs to a closed guard or to the parent of
+    this process.
+    """
     while isinstance(owner := _owner(handler), StopRequest):
         if owner._process != os.getpid():
             return signal.SIG_DFL
@@ -278,10 +309,12 @@ def _raise_again(number: int, handler: Any) -> None:
 
 
 def _on_signal_in_a_fork(number: int) -> None:
-    """Ignore the first signal in a forked child that inherited the handler, such as a loader worker.
+    """Ignore the first signal in a forked child that inherited the handler, such as a loader
+    worker.
 
-    A terminal, a scheduler or Slurm's ``--signal`` signals all processes, and means the parent. If its workers died,
-    it could not finish its step. SIGTERM ends the child, since that is how a parent ends its children.
+    A terminal, a scheduler or Slurm's ``--signal`` signals all processes, and means the parent. If
+    its workers died, it could not finish its step. SIGTERM ends the child, since that is how a
+    parent ends its children.
     """
     if number == signal.SIGTERM:
         _raise_again(number, signal.SIG_DFL)
@@ -290,9 +323,11 @@ def _on_signal_in_a_fork(number: int) -> None:
 
 
 def _is_handled_in_c(number: int, handler: Any) -> bool:
-    """Return whether native code, such as ``faulthandler.register``, handles a signal, which Python does not know.
+    """Return whether native code, such as ``faulthandler.register``, handles a signal, which Python
+    does not know.
 
-    The kernel lists the signals that a process handles as a mask in the line ``SigCgt`` of ``/proc/self/status``.
+    The kernel lists the signals that a process handles as a mask in the line ``SigCgt`` of
+    ``/proc/self/status``.
     """
     if handler is None:
         return True
@@ -308,12 +343,14 @@ def _is_handled_in_c(number: int, handler: Any) -> bool:
 def _tolerate_dying_workers() -> None:
     """Keep torch from raising in the main thread when loader workers die of the same signal.
 
-    A scheduler that stops a job signals its whole process group. The loop ends at the next boundary anyway.
+    A scheduler that stops a job signals its whole process group. The loop ends at the next boundary
+    anyway.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "__module__", "").startswith("torch.utils.data"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Not imported here: importing it in a signal handler could take seconds, and without it there are no workers.
+    # Not imported here: importing it in a signal handler could take seconds, and without it there
+    # are no workers.
     workers = sys.modules.get("holdfast.loader.workers.processes")
     if workers is not None:
         # Its SIGCHLD handler wraps torch's.

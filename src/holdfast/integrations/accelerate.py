@@ -1,18 +1,22 @@
-"""Guarded training with Hugging Face Accelerate: its device, precision and loaders, holdfast's step.
+"""Guarded training with Hugging Face Accelerate.
+
+Its device, precision and loaders, holdfast's step.
 
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    guard = accelerate_guard(accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
-    for batch in guard.batches(max_epochs=3):
+    guard = accelerate_guard(accelerator, model=model, optimizer=optimizer, loader=loader,
+    scheduler=scheduler) for batch in guard.batches(max_epochs=3):
         guard.step(batch, lambda batch: model(**batch).loss)
 
-``guard.step`` stands for ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``, ``optimizer.step``,
-``scheduler.step`` and ``zero_grad``. With ``gradient_accumulation_steps`` a batch of ``guard.batches`` is a window of
-so many batches of the loader, and the last window of an epoch has what is left: it is one step, weighted by what it
+``guard.step`` stands for ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``,
+``optimizer.step``, ``scheduler.step`` and ``zero_grad``. With ``gradient_accumulation_steps`` a
+batch of ``guard.batches`` is a window of
+so many batches of the loader, and the last window of an epoch has what is left: it is one step,
+    weighted by what it
 holds. The guard writes the checkpoints and resumes from them.
 
-``save_state`` and ``load_state`` of the accelerator save and load the same objects; the place in the data, and what a
-guard has learnt, are in its own checkpoints only.
+``save_state`` and ``load_state`` of the accelerator save and load the same objects; the place in
+the data, and what a guard has learnt, are in its own checkpoints only.
 """
 
 from __future__ import annotations
@@ -39,11 +43,15 @@ from holdfast.recorder.scalars import recorded_too
 
 
 class PreparedLoader:
-    """What a cursor iterates instead of a prepared loader: the same batches, from any epoch on, as windows.
+    """What a cursor iterates instead of a prepared loader.
 
-    A prepared loader counts epochs by itself and shows a ``state_dict`` that holds nothing, so that a run that goes
-    on in a new process would get the order of the first epoch. It also makes each batch before the step of the one
-    before it, so that a resume could not give the batch the random numbers it had: the loader inside does not.
+    The same batches, from any epoch on, as windows.
+
+    A prepared loader counts epochs by itself and shows a ``state_dict`` that holds nothing, so that
+    a run that goes on in a new process would get the order of the first epoch. It also makes each
+    batch before the step of the one
+    before it, so that a resume could not give the batch the random numbers it had: the loader
+        inside does not.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, steps: int) -> None:
@@ -56,7 +64,10 @@ class PreparedLoader:
 
     @property
     def torch_loader(self) -> Any:
-        """Return torch's loader if its batches are taken as they are; None where Accelerate orders them."""
+        """Return torch's loader if its batches are taken as they are.
+
+        None where Accelerate orders them.
+        """
         return self._inner()
 
     def __len__(self) -> int:
@@ -79,7 +90,9 @@ class PreparedLoader:
             yield from loader  # a dispatcher has an order of its own
             return
         if loader.rng_types is not None:
-            load("accelerate.utils").synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
+            load("accelerate.utils").synchronize_rng_states(
+                loader.rng_types, loader.synchronized_generator
+            )
         loader.set_epoch(loader.iteration)
         yield from inner
         loader.iteration += 1
@@ -92,13 +105,22 @@ class PreparedLoader:
 
 
 class _Order:
-    """What decides the order of a loader: where a cursor looks for ``set_epoch`` and for a generator."""
+    """What decides the order of a loader.
+
+    Where a cursor looks for ``set_epoch`` and for a generator.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        found = loader.get_sampler() if hasattr(loader, "get_sampler") else getattr(loader, "sampler", None)
+        found = (
+            loader.get_sampler()
+            if hasattr(loader, "get_sampler")
+            else getattr(loader, "sampler", None)
+        )
         # The sampler of several processes lies deeper, and they draw its order alike.
-        self.generator = getattr(loader, "synchronized_generator", None) or getattr(found, "generator", None)
+        self.generator = getattr(loader, "synchronized_generator", None) or getattr(
+            found, "generator", None
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration have the order of an epoch."""
@@ -114,14 +136,23 @@ class AcceleratedGuard(Guard):
     _batches_of_a_step = 1
 
     def step(self, batch: Any, loss_fn: LossFunction, **named: Any) -> StepResult:
-        """Make one step of a batch of ``guard.batches``, as `Guard.step`; refuse part of a window (H203)."""
+        """Make one step of a batch of ``guard.batches``, as `Guard.step`.
+
+        Refuse part of a window (H203).
+        """
         if self._batches_of_a_step > 1 and not isinstance(batch, Window):
             raise BatchError(
                 f"a {type(batch).__name__} is given to guard.step, and "
                 f"gradient_accumulation_steps={self._batches_of_a_step}",
-                limit="each call makes a whole step, so a loop over the loader itself would not accumulate",
-                fix="pass loader= to accelerate_guard and iterate guard.batches(max_epochs=...), which yields "
-                "windows of so many batches; or leave out gradient_accumulation_steps.",
+                limit=(
+                    "each call makes a whole step, so a loop over the loader itself would not"
+                    " accumulate"
+                ),
+                fix=(
+                    "pass loader= to accelerate_guard and iterate guard.batches(max_epochs=...),"
+                    " which yields windows of so many batches; or leave out"
+                    " gradient_accumulation_steps."
+                ),
                 rule="H203",
             )
         return super().step(batch, loss_fn, **named)
@@ -130,7 +161,8 @@ class AcceleratedGuard(Guard):
 class _AsPrepared:
     """Put before the class of a schedule, it lets it advance as a prepared one does.
 
-    It counts the steps of all processes, unless these share each batch, and one of so many steps stays at its end.
+    It counts the steps of all processes, unless these share each batch, and one of so many steps
+    stays at its end.
     """
 
     _holdfast_advances: int
@@ -176,21 +208,25 @@ def accelerate_guard(
         accelerator: Its precision, device and ``gradient_accumulation_steps`` are used.
         model: One, or a dict of named ones.
         optimizer: One, or a dict of named ones. The guard steps the optimizers inside.
-        loader: A prepared loader, or a `holdfast.DataLoader` that was not prepared, which resumes exactly without
-            reading over; it takes its ``device=`` itself, and no accumulation: make its batches larger instead.
-        scheduler: One, or a dict of named ones; advanced once for each optimizer step, or by you, where the
-            accelerator has ``step_scheduler_with_optimizer=False``.
+        loader: A prepared loader, or a `holdfast.DataLoader` that was not prepared, which resumes
+            exactly without reading over; it takes its ``device=`` itself, and no accumulation: make
+            its batches larger instead.
+        scheduler: One, or a dict of named ones; advanced once for each optimizer step, or by you,
+            where the accelerator has ``step_scheduler_with_optimizer=False``.
         run_dir: None: ``holdfast`` in the accelerator's ``project_dir``.
         policy: As for `Guard`; the precision is the accelerator's.
-        **overrides: Fields of the policy, such as ``max_grad_norm``; ``state``, ``split`` and ``clock`` of `Guard`.
+        **overrides: Fields of the policy, such as ``max_grad_norm``; ``state``, ``split`` and
+            ``clock`` of `Guard`.
 
     Raises:
         PolicyError: H105 for an object of the wrong kind, H108 for several processes without
-            ``DistributedDataParallel``, H111 for an engine or a setting that cannot be guarded, H109 for a policy
-            with another precision; H1xx as `Guard`.
+            ``DistributedDataParallel``, H111 for an engine or a setting that cannot be guarded,
+            H109 for a policy with another precision; H1xx as `Guard`.
     """
     own = {name: overrides.pop(name) for name in ("state", "split", "clock") if name in overrides}
-    found = agreed(Policy.of(policy, **overrides), "Accelerator", {"precision": check_accelerator(accelerator)})
+    found = agreed(
+        Policy.of(policy, **overrides), "Accelerator", {"precision": check_accelerator(accelerator)}
+    )
     if run_dir is None and accelerator.project_dir is None:
         raise PolicyError(
             "run_dir=None, and the accelerator has no project_dir",
@@ -212,7 +248,9 @@ def accelerate_guard(
     if not isinstance(loader, DataLoader):
         guard._batches_of_a_step = accelerator.gradient_accumulation_steps
     take_scale(guard, accelerator.scaler)
-    accelerator.log = recorded_too(accelerator.log, lambda values, step=None, *_, **__: (values, step))
+    accelerator.log = recorded_too(
+        accelerator.log, lambda values, step=None, *_, **__: (values, step)
+    )
     return guard
 
 
@@ -241,8 +279,8 @@ def _loader(loader: Iterable[Any], accelerator: Any) -> Iterable[Any]:
             raise excluded(
                 f"gradient_accumulation_steps={steps} with a holdfast.DataLoader",
                 "it hands out whole batches, and a step cuts them where memory is short",
-                f"give it {steps} times the batch_size, and Accelerator no accumulation; micro_batch_size= limits "
-                "what is computed at once.",
+                f"give it {steps} times the batch_size, and Accelerator no accumulation;"
+                " micro_batch_size= limits what is computed at once.",
             )
         return loader
     if getattr(loader, "use_stateful_dataloader", False):

@@ -1,10 +1,13 @@
 """What every integration does, whatever the framework.
 
     agree      with the other ranks, before a guard does: `on_all`
-    refuse     what a guarded step cannot keep its promises with: `excluded`, `check_one_process`, `check_accelerator`
-    open       a guard in the framework's loop, at its place in the framework's checkpoint: `open_guard`
-    carry      what later steps need of earlier ones, in the framework's checkpoint: `carried_by`, `carried_tree`
-    save       only a state that is finite, and go on where the disk refuses: `may_save`, `attempt_save`
+    refuse     what a guarded step cannot keep its promises with: `excluded`, `check_one_process`,
+        `check_accelerator`
+    open       a guard in the framework's loop, at its place in the framework's checkpoint:
+    `open_guard` carry      what later steps need of earlier ones, in the framework's checkpoint:
+    `carried_by`, `carried_tree`
+    save       only a state that is finite, and go on where the disk refuses: `may_save`,
+        `attempt_save`
     resume     from the newest checkpoint that verifies: `newest_checkpoint`
 
 Does not: name any framework, but for its import.
@@ -64,24 +67,38 @@ def load(name: str) -> Any:
 
 
 def excluded(what: str, why: str, fix: str) -> PolicyError:
-    """Return the error about a setting of a framework that a guarded step cannot keep its promises with."""
+    """Return the error about a setting of a framework that a guarded step cannot keep its
+    promises with.
+    """
     return PolicyError(what, limit=why, fix=fix, rule="H111")
 
 
 def check_one_process(count: int, what: str) -> None:
-    """Refuse several processes or devices (H108); `what` is the framework's name of their number."""
+    """Refuse several processes or devices (H108).
+
+    `what` is the framework's name of their number.
+    """
     if count > 1:
         raise PolicyError(
             f"{what}={count}",
-            limit="this is guarded in one process on one device; ranks that skip or stop alone would diverge",
-            fix="start one process on one device, for instance with CUDA_VISIBLE_DEVICES=0 and without torchrun; or "
-            "leave holdfast out of the script and start the job under `holdfast run`, which watches any number.",
+            limit=(
+                "this is guarded in one process on one device; ranks that skip or stop alone would"
+                " diverge"
+            ),
+            fix=(
+                "start one process on one device, for instance with CUDA_VISIBLE_DEVICES=0 and"
+                " without torchrun; or leave holdfast out of the script and start the job under"
+                " `holdfast run`, which watches any number."
+            ),
             rule="H108",
         )
 
 
 def on_all(act: Callable[[], _T]) -> _T:
-    """Do this rank's part of what all ranks do; raise its error after the others have heard of it, and theirs."""
+    """Do this rank's part of what all ranks do.
+
+    Raise its error after the others have heard of it, and theirs.
+    """
     rank, world_size = ranks_now((0, 1))
 
     def gathered(said: list[Any]) -> list[Any]:
@@ -95,25 +112,34 @@ def on_all(act: Callable[[], _T]) -> _T:
 
 
 def check_accelerator(accelerator: Any) -> str:
-    """Return the precision of an ``accelerate.Accelerator``, as the policy spells it; of fp16 on a CPU, fp32.
+    """Return the precision of an ``accelerate.Accelerator``, as the policy spells it.
 
-    H111 for an engine that owns the optimizer, as all but ``DistributedDataParallel`` do, or another precision.
+    Of fp16 on a CPU, fp32.
+
+    H111 for an engine that owns the optimizer, as all but ``DistributedDataParallel`` do, or
+    another precision.
     """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise excluded(
             f"distributed_type={kind}",
-            "such an engine runs backward and the optimizer itself, so that a step cannot be taken back",
+            "such an engine runs backward and the optimizer itself, so that a step cannot be taken"
+            " back",
             "train without it, or under `holdfast run` instead.",
         )
     found = str(accelerator.mixed_precision)
     if found not in _PRECISIONS:
-        raise excluded(f"mixed_precision={found!r}", "a guarded step knows fp32, bf16 and fp16", "use one of these.")
+        raise excluded(
+            f"mixed_precision={found!r}",
+            "a guarded step knows fp32, bf16 and fp16",
+            "use one of these.",
+        )
     return _PRECISIONS[found] if accelerator.native_amp else "fp32"
 
 
 def warn_of_kept_workers(loaders: Any, emit: Emit | None) -> None:
-    """Say before training that a resume starts workers again that the framework's loader keeps from epoch to epoch.
+    """Say before training that a resume starts workers again that the framework's loader keeps from
+    epoch to epoch.
 
     Args:
         loaders: The framework's loader for training, prepared or not, or a dict or list of such.
@@ -123,11 +149,15 @@ def warn_of_kept_workers(loaders: Any, emit: Emit | None) -> None:
     if isinstance(inner, Mapping):
         inner = list(inner.values())
     for loader in inner if isinstance(inner, (list, tuple)) else [inner]:
-        if isinstance(loader, TorchDataLoader) and not isinstance(loader, DataLoader) and keeps_workers(loader):
+        if (
+            isinstance(loader, TorchDataLoader)
+            and not isinstance(loader, DataLoader)
+            and keeps_workers(loader)
+        ):
             why = (
-                "not known, because workers that live from epoch to epoch (persistent_workers=True) are started "
-                "again by a resume, which draws other random numbers: order, augmentation and dropout may differ "
-                "from there on. holdfast.DataLoader keeps them"
+                "not known, because workers that live from epoch to epoch (persistent_workers=True)"
+                " are started again by a resume, which draws other random numbers: order,"
+                " augmentation and dropout may differ from there on. holdfast.DataLoader keeps them"
             )
             (emit or log_event)(run_events.ResumeMayDiffer(why=why))
             return
@@ -135,7 +165,9 @@ def warn_of_kept_workers(loaders: Any, emit: Emit | None) -> None:
 
 def log_event(data: EventData) -> None:
     """Log an event, where no guard is there yet that could record it."""
-    _log.warning("%s: %s", data.kind, ", ".join(f"{name}={value}" for name, value in data.facts().items()))
+    _log.warning(
+        "%s: %s", data.kind, ", ".join(f"{name}={value}" for name, value in data.facts().items())
+    )
 
 
 def open_guard(
@@ -150,9 +182,10 @@ def open_guard(
 ) -> HostedGuard:
     """Return a guard inside a framework's loop, which stands where the framework stands.
 
-    `saves_in` is the framework's folder of checkpoints, and what their names match; None: it saves nothing. `carried`
-    is `carried_by` of the checkpoint that was loaded; None: none was, or one without holdfast. H312 for a new start
-    beside a checkpoint that is a link to a disk which is not there.
+    `saves_in` is the framework's folder of checkpoints, and what their names match; None: it saves
+    nothing. `carried` is `carried_by` of the checkpoint that was loaded; None: none was, or one
+    without holdfast. H312 for a new start beside a checkpoint that is a link to a disk which is not
+    there.
     """
     if saves_in is not None and not resumed:
         for path in paths_in(saves_in[0]):
@@ -170,9 +203,12 @@ def open_guard(
 
 
 def carried_by(guard: HostedGuard, devices: list[torch.device], **trees: Any) -> dict[str, Any]:
-    """Return what a checkpoint of the framework must hold: tensors under ``"tensors"``, and JSON values.
+    """Return what a checkpoint of the framework must hold.
 
-    The trees are for `carried_tree`, by name; of the devices, other than the CPU, the random state is added.
+    Tensors under ``"tensors"``, and JSON values.
+
+    The trees are for `carried_tree`, by name; of the devices, other than the CPU, the random state
+    is added.
     """
     encoder = Encoder("holdfast")
     trees["random_state"] = capture(devices).to_tree()
@@ -198,7 +234,9 @@ def restore_random_state(carried: Mapping[str, Any]) -> None:
 
 
 def may_save(guard: HostedGuard | None) -> bool:
-    """Return whether the state is finite; else the run has returned to the last good one, or H501 is raised.
+    """Return whether the state is finite.
+
+    Else the run has returned to the last good one, or H501 is raised.
 
     H301 if another run has taken the run directory meanwhile: it would save into the same folder.
     """
@@ -213,10 +251,15 @@ def may_save(guard: HostedGuard | None) -> bool:
     return False
 
 
-def attempt_save(write: Callable[[], None], name: str, emit: Emit | None, undo: Callable[[], None]) -> bool:
-    """Return whether a checkpoint was written and sealed; a disk that refuses does not end training.
+def attempt_save(
+    write: Callable[[], None], name: str, emit: Emit | None, undo: Callable[[], None]
+) -> bool:
+    """Return whether a checkpoint was written and sealed.
 
-    Of a save that failed `undo` removes what was written. An error of `write` that has another cause than the disk is
+    A disk that refuses does not end training.
+
+    Of a save that failed `undo` removes what was written. An error of `write` that has another
+    cause than the disk is
     raised: the next save would fail too.
     """
     try:
@@ -225,9 +268,15 @@ def attempt_save(write: Callable[[], None], name: str, emit: Emit | None, undo: 
         undo()
         # torch and safetensors wrap what the system said.
         text = str(error).lower()
-        if not isinstance(error, OSError) and "pytorchstreamwriter" not in text and "os error" not in text:
+        if (
+            not isinstance(error, OSError)
+            and "pytorchstreamwriter" not in text
+            and "os error" not in text
+        ):
             raise
-        failed = run_events.SaveFailed(checkpoint=name, error=f"{type(error).__name__}: {error}"[:_MOST_TEXT])
+        failed = run_events.SaveFailed(
+            checkpoint=name, error=f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+        )
         (emit or log_event)(failed)
         return False
     if emit is not None:
@@ -238,14 +287,18 @@ def attempt_save(write: Callable[[], None], name: str, emit: Emit | None, undo: 
 def newest_checkpoint(
     candidates: Iterable[Path], emit: Emit | None = None, run_dir: Path | None = None
 ) -> Path | None:
-    """Return the newest checkpoint that verifies; those before it that do not are moved aside, with an event.
+    """Return the newest checkpoint that verifies.
 
-    H312, if one was whole, or is said by the recording in `run_dir` to have been saved, and none verifies or can be
-    reached; H307, if one cannot be read now.
+    Those before it that do not are moved aside, with an event.
+
+    H312, if one was whole, or is said by the recording in `run_dir` to have been saved, and none
+    verifies or can be reached; H307, if one cannot be read now.
     """
 
     def refused(path: Path, why: str) -> None:
-        damaged = run_events.CheckpointDamaged(checkpoint=path.name, why=why, kept=DAMAGED + path.name)
+        damaged = run_events.CheckpointDamaged(
+            checkpoint=path.name, why=why, kept=DAMAGED + path.name
+        )
         (emit or log_event)(damaged)
 
     good = newest_good(candidates, refused, renames=True)
@@ -255,5 +308,8 @@ def newest_checkpoint(
 
 
 def checkpoints_in(folder: Path, name: re.Pattern[str]) -> list[Path]:
-    """Return the folders in a folder whose names match, in no order; links that lead nowhere are among them."""
+    """Return the folders in a folder whose names match, in no order.
+
+    Links that lead nowhere are among them.
+    """
     return [path for path in paths_in(folder) if name.fullmatch(path.name) and not path.is_file()]

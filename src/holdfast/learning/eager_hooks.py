@@ -1,9 +1,10 @@
-"""`EagerHooks`: hooks on modules and a mode on functions, which see into models as long as nothing is compiled.
+"""`EagerHooks`: hooks on modules and a mode on functions, which see into models as long as nothing
+is compiled.
 
-``torch.compile`` traces both into its graphs and compiles anew when they come or go, until it gives up. A module does
-not know by what it is called, and what is compiled may first be so in the middle of a step. So all of them go when
-torch begins to compile anything in this process, before it traces, and do not come back. What an optimizer, a
-gradient or a weight shows needs none of them.
+``torch.compile`` traces both into its graphs and compiles anew when they come or go, until it gives
+up. A module does not know by what it is called, and what is compiled may first be so in the middle
+of a step. So all of them go when torch begins to compile anything in this process, before it
+traces, and do not come back. What an optimizer, a gradient or a weight shows needs none of them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.numerics.eager import anything_compiled, is_symbolic
 
 LOST = (
-    "torch.compile or TorchScript is at work in this process, so the diagnosis does not see activations, inputs and "
-    "what losses are given: looking at them would compile anew. It sees gradients, updates and optimizers"
+    "torch.compile or TorchScript is at work in this process, so the diagnosis does not see"
+    " activations, inputs and what losses are given: looking at them would compile anew. It sees"
+    " gradients, updates and optimizers"
 )
 
 
 class Hook:
-    """A hook on a module that a copy of it does not have: neither ``deepcopy`` nor ``torch.save`` takes it."""
+    """A hook on a module that a copy of it does not have.
+
+    Neither ``deepcopy`` nor ``torch.save`` takes it.
+    """
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -68,7 +73,8 @@ class EagerHooks:
             return
         from torch._dynamo.callback import callback_handler  # an optimizer has imported it already
 
-        if self._compilation_begins not in callback_handler.start_callbacks:  # torch.compiler.reset() forgets it
+        # Torch.compiler.reset() forgets it
+        if self._compilation_begins not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._compilation_begins)
         kept += hooks
 
@@ -82,7 +88,9 @@ class EagerHooks:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def leave_mode(self) -> None:
-        """Leave the mode if it is entered, also where others were entered after it and are not left yet."""
+        """Leave the mode if it is entered, also where others were entered after it and are not
+        left yet.
+        """
         above = []
         while torch._C._len_torch_function_stack():
             top = torch._C._pop_torch_function_stack()

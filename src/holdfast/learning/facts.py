@@ -1,4 +1,7 @@
-"""What is known about a run: plain counters and small histories. Observers fill them in, rules read them."""
+"""What is known about a run: plain counters and small histories.
+
+Observers fill them in, rules read them.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +59,21 @@ class ModelFacts:
     """One model: which weights learn, and in which mode it was."""
 
     weights: int = 0
-    outside: list[str] = field(default_factory=list)  # trainable parameters in no optimizer, the first
+    # Trainable parameters in no optimizer, the first
+    outside: list[str] = field(default_factory=list)
     outside_count: int = 0
     outside_weights: int = 0
     outside_with_gradient: int = 0
-    outside_drawn: int = 0  # matrices among them that are as an initialiser draws them; 0 if one is not
+    # Matrices among them that are as an initialiser draws them; 0 if one is not
+    outside_drawn: int = 0
     outside_changed: bool = False
-    never_gradient: list[str] = field(default_factory=list)  # the first without a gradient in 10 steps
+    # The first without a gradient in 10 steps
+    never_gradient: list[str] = field(default_factory=list)
     never_gradient_count: int = 0
     never_gradient_weights: int = 0
     never_gradient_first: bool = False
-    still_drawn: list[str] = field(default_factory=list)  # frozen matrices, nearly all, as an initialiser draws them
+    # Frozen matrices, nearly all, as an initialiser draws them
+    still_drawn: list[str] = field(default_factory=list)
     symmetric: list[str] = field(default_factory=list)  # weights whose rows are all equal
     changed: bool = False
     nonfinite_buffers: list[str] = field(default_factory=list)
@@ -120,12 +127,14 @@ class LossFacts:
     function: str = ""
     calls: int = 0
     examined: int = 0  # calls whose arguments were looked at
-    flags: dict[str, int] = field(default_factory=dict)  # of these, in which something was so: "softmax_input"
+    # Of these, in which something was so: "softmax_input"
+    flags: dict[str, int] = field(default_factory=dict)
     shapes: str = ""  # that were broadcast
     first: float | None = None
     values: list[float] = field(default_factory=list)
     baseline: float | None = None  # loss of the best constant prediction
-    gains: list[float] = field(default_factory=list)  # the loss of that constant on a batch, less that of the model
+    # The loss of that constant on a batch, less that of the model
+    gains: list[float] = field(default_factory=list)
     signs: list[int] = field(default_factory=list)  # with which it enters the whole: 1 or -1
     labelled_calls: int = 0
     distinct_labels: float | None = None  # in a batch
@@ -135,7 +144,10 @@ class LossFacts:
     target_sizes: list[float] = field(default_factory=list)
 
     def always(self, flag: str, fewest: int = 3) -> bool:
-        """Return whether a flag was seen in practically all calls, and those were enough: catalogue 38."""
+        """Return whether a flag was seen in practically all calls, and those were enough.
+
+        Catalogue 38.
+        """
         return self.examined >= fewest and self.flags.get(flag, 0) >= 0.9 * self.examined
 
     def mostly(self, flag: str) -> bool:
@@ -173,8 +185,10 @@ class Facts:
     objective: str = "minimize"
     backwards: int = 0
     backwards_since_step: int = 0
-    early_clips: int = 0  # steps in a row in which gradients were clipped before backward, and not after
-    followed: bool = False  # a copy of the model is computed with in each step, and its weights change
+    # Steps in a row in which gradients were clipped before backward, and not after
+    early_clips: int = 0
+    # A copy of the model is computed with in each step, and its weights change
+    followed: bool = False
     strays: int = 0  # trainable parameters that a model computes with and does not own
     optimizers: dict[str, OptimizerFacts] = field(default_factory=dict)
     models: dict[str, ModelFacts] = field(default_factory=dict)
@@ -182,17 +196,24 @@ class Facts:
     layers: dict[str, LayerFacts] = field(default_factory=dict)
     losses: dict[str, LossFacts] = field(default_factory=dict)
     inputs: dict[str, InputFacts] = field(default_factory=dict)
-    dead_units: dict[str, list[float]] = field(default_factory=dict)  # shares in windows of steps, by rectifier
-    saturated: dict[str, float] = field(default_factory=dict)  # usual share at the bounds, by tanh or sigmoid
-    validations: list[tuple[int, float | None, float]] = field(default_factory=list)  # step, training loss, loss
+    # Shares in windows of steps, by rectifier
+    dead_units: dict[str, list[float]] = field(default_factory=dict)
+    # Usual share at the bounds, by tanh or sigmoid
+    saturated: dict[str, float] = field(default_factory=dict)
+    # Step, training loss, loss
+    validations: list[tuple[int, float | None, float]] = field(default_factory=list)
     alignment: dict[str, float] | None = None  # of a speech synthesiser's attention
 
     @property
     def minimizes_one_loss(self) -> bool:
-        """Whether one optimizer makes one loss small, so that the loss's level and sign mean something."""
+        """Whether one optimizer makes one loss small, so that the loss's level and sign mean
+        something.
+        """
         return self.objective == "minimize" and len(self.optimizers) == 1
 
     @property
     def broken(self) -> bool:
         """Whether a loss or a gradient was not finite."""
-        return any(each.nonfinite_losses or each.nonfinite_gradients for each in self.optimizers.values())
+        return any(
+            each.nonfinite_losses or each.nonfinite_gradients for each in self.optimizers.values()
+        )

@@ -1,6 +1,9 @@
-"""Calls of loss functions, activations, layers and ``backward``: what losses are given, their labels and signs.
+"""Calls of loss functions, activations, layers and ``backward``.
 
-`FunctionMode` sees the calls. Nothing is changed: no random number is drawn, and every function returns what it
+What losses are given, their labels and signs.
+
+`FunctionMode` sees the calls. Nothing is changed: no random number is drawn, and every function
+    returns what it
 returned without the mode. Rules judge what is collected here by the place of each loss.
 """
 
@@ -24,41 +27,81 @@ _LOGIT_LOSSES = ("cross_entropy", "binary_cross_entropy_with_logits")
 _REGRESSION = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _CLASS_LOSSES = ("cross_entropy", "nll_loss")
 _BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
-_REACH = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Relu": (0.0, math.inf)}
+_REACH = {
+    "Tanh": (-1.0, 1.0),
+    "Sigmoid": (0.0, 1.0),
+    "Softmax": (0.0, 1.0),
+    "Relu": (0.0, math.inf),
+}
 _MOST_COLUMNS = 4096
 _MOST_LABELS = 65536
 _ROWS = 256
-"""Rows of an input that are looked at: enough for a yes or no, and little work beside the loss itself."""
+"""Rows of an input that are looked at.
 
-# Nodes of the graph that move values without changing them, so that the node behind them is the real source.
-_MOVES = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Select", "Slice")
+Enough for a yes or no, and little work beside the loss itself.
+"""
+
+# Nodes of the graph that move values without changing them, so that the node behind them is the
+# real source.
+_MOVES = (
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "ToCopy",
+    "Clone",
+    "Alias",
+    "Select",
+    "Slice",
+)
 _TURNS = ("Transpose", "Permute", "T")
 _REORDERS = (*_TURNS, "Index", "Gather", "Clamp", "ClampMin")
 _WITH_TARGET = (*_LOGIT_LOSSES, *_REGRESSION, "nll_loss", "binary_cross_entropy", "kl_div")
 # Losses whose targets are 1 and -1, and the place of the target among their arguments.
-_SIGNED_TARGETS = dict.fromkeys(("cosine_embedding_loss", "margin_ranking_loss"), 2) | dict.fromkeys(
-    ("hinge_embedding_loss", "soft_margin_loss"), 1
+_SIGNED_TARGETS = dict.fromkeys(
+    ("cosine_embedding_loss", "margin_ranking_loss"), 2
+) | dict.fromkeys(("hinge_embedding_loss", "soft_margin_loss"), 1)
+_LAYERS = (
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "embedding",
+    "matmul",
 )
-_LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "embedding", "matmul")
 _NORMALISERS = ("softmax", "log_softmax", "log")
 _DIFFERENCES = ("sub", "rsub", "__sub__", "__rsub__", "subtract")
-_ACTIVATIONS = {"relu": "relu", "relu_": "relu", "tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid"}
+_ACTIVATIONS = {
+    "relu": "relu",
+    "relu_": "relu",
+    "tanh": "tanh",
+    "tanh_": "tanh",
+    "sigmoid": "sigmoid",
+}
 _BACKWARD = "backward"
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _GRADIENT: Any = torch.Tensor.grad
 _READS = _GRADIENT.__get__
 _ALWAYS_SEEN = frozenset((*_WITH_TARGET, _BACKWARD))
 _SEEN = _ALWAYS_SEEN.union(
-    _ACTIVATIONS, _LAYERS, _SIGNED_TARGETS, _NORMALISERS, _DIFFERENCES, ("ctc_loss", _READS.__name__)
+    _ACTIVATIONS,
+    _LAYERS,
+    _SIGNED_TARGETS,
+    _NORMALISERS,
+    _DIFFERENCES,
+    ("ctc_loss", _READS.__name__),
 )
 
 
 class FunctionMode(TorchFunctionMode):
     """Sees calls while it is entered.
 
-    Facts about losses go into `places`. Called are `on_activation` with the name and the output of each relu, tanh
-    and sigmoid, `on_backward` with the loss, and `on_weight` with each parameter that a layer computes with and
-    whether there is a graph.
+    Facts about losses go into `places`. Called are `on_activation` with the name and the output of
+    each relu, tanh and sigmoid, `on_backward` with the loss, and `on_weight` with each parameter
+    that a layer computes with and whether there is a graph.
     """
 
     def __init__(
@@ -75,7 +118,11 @@ class FunctionMode(TorchFunctionMode):
         """Of this step: c for each gradient that was clipped, b for each backward pass."""
         self._embedded: list[Tensor] = []  # in this pass, sequences only
         self._places = places
-        self._on_activation, self._on_backward, self._on_weight = on_activation, on_backward, on_weight
+        self._on_activation, self._on_backward, self._on_weight = (
+            on_activation,
+            on_backward,
+            on_weight,
+        )
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -134,19 +181,34 @@ class FunctionMode(TorchFunctionMode):
 
     def _loss(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> None:
         given, target = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "target")
-        if not (isinstance(given, Tensor) and isinstance(target, Tensor) and given.numel() and target.numel()):
+        if not (
+            isinstance(given, Tensor)
+            and isinstance(target, Tensor)
+            and given.numel()
+            and target.numel()
+        ):
             return
-        place, reduction = self._places.enter(name, closely=self.closely), kwargs.get("reduction", "mean")
+        place, reduction = (
+            self._places.enter(name, closely=self.closely),
+            kwargs.get("reduction", "mean"),
+        )
         with torch.no_grad():
             if self.closely and given.requires_grad and given.is_floating_point():
                 place.note(_flags_of(name, given, target))
             if self.closely and name in _REGRESSION and _pairs_all(given.shape, target.shape):
-                place.note({"broadcast": True}, shapes=f"{tuple(given.shape)} and {tuple(target.shape)}")
+                place.note(
+                    {"broadcast": True}, shapes=f"{tuple(given.shape)} and {tuple(target.shape)}"
+                )
             plain = kwargs.get("weight") is None and not kwargs.get("label_smoothing")
-            plain = plain and kwargs.get("pos_weight") is None and not (len(args) > 2 and args[2] is not None)
+            plain = (
+                plain
+                and kwargs.get("pos_weight") is None
+                and not (len(args) > 2 and args[2] is not None)
+            )
             ignored = kwargs.get("ignore_index", -100)
             place.note_targets(target, ignored=ignored)
-            if self.closely and name in _CLASS_LOSSES and len(self._embedded) == 1:  # a decoder embeds a second time
+            # A decoder embeds a second time
+            if self.closely and name in _CLASS_LOSSES and len(self._embedded) == 1:
                 place.note({"copied_tokens": _are_tokens(target, self._embedded[0], ignored)})
             value = float(result.detach() if result.dim() == 0 else result.detach().float().mean())
             items = max(1, target.numel() if name in _CLASS_LOSSES else given.numel())
@@ -156,19 +218,32 @@ class FunctionMode(TorchFunctionMode):
             # Seen when backward comes by: the sign with which the loss enters the whole.
             result.register_hook(lambda gradient: place.note_sign(float(gradient)))  # type: ignore[no-untyped-call]
 
-    def _normaliser(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> None:
+    def _normaliser(
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor
+    ) -> None:
         given = _argument(args, kwargs, 0, "input")
         if not (isinstance(given, Tensor) and given.requires_grad):
             return
         source, dim, _ = source_of(given, shifted=name == "log")
         over_batch = (
-            source in ("Softmax", "LogSoftmax") and dim in (0, -2) and name == "log" and not _are_pairs(given)
+            source in ("Softmax", "LogSoftmax")
+            and dim in (0, -2)
+            and name == "log"
+            and not _are_pairs(given)
         )
         twice = name != "log" and source == "Softmax"
         if name == "log_softmax":
             place = self._places.enter(name)
-            wrong = _are_by_class(result) and kwargs.get("dim", args[1] if len(args) > 1 else None) in (0, -2)
-            place.note({"softmax_input": twice, "rectified_source": source == "Relu", "batch_axis_made": wrong})
+            wrong = _are_by_class(result) and kwargs.get(
+                "dim", args[1] if len(args) > 1 else None
+            ) in (0, -2)
+            place.note(
+                {
+                    "softmax_input": twice,
+                    "rectified_source": source == "Relu",
+                    "batch_axis_made": wrong,
+                }
+            )
             result.register_hook(lambda gradient: place.note_sign(_likelihood_sign(gradient)))  # type: ignore[no-untyped-call]
         elif twice or over_batch:
             self._note(name, softmax_input=twice, batch_axis=over_batch)
@@ -177,19 +252,31 @@ class FunctionMode(TorchFunctionMode):
         if len(args) < 2 or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
             return
         predicted, data = args[:2] if args[0].requires_grad else (args[1], args[0])
-        if predicted.shape == data.shape and not data.requires_grad and (beyond := _beyond_reach(predicted, data)):
+        if (
+            predicted.shape == data.shape
+            and not data.requires_grad
+            and (beyond := _beyond_reach(predicted, data))
+        ):
             self._places.enter("difference").note(beyond)
         left, right = args[0].shape, args[1].shape
         # (N, 1) - (N,) is N x N: one side is predicted, the other is data.
         flat, column = sorted((tuple(left), tuple(right)), key=len)
         is_data = not (args[0].requires_grad and args[1].requires_grad)
-        if is_data and result.dim() == 2 and len(flat) == 1 and column == (*flat, 1) and flat[0] > 1:
+        if (
+            is_data
+            and result.dim() == 2
+            and len(flat) == 1
+            and column == (*flat, 1)
+            and flat[0] > 1
+        ):
             shapes = f"{tuple(left)} and {tuple(right)}"
             self._places.enter("difference").note({"broadcast": True}, shapes=shapes)
 
 
 def _is_clipping() -> bool:
-    """Return whether a gradient is read by one of torch's functions that clip, itself or in a list display."""
+    """Return whether a gradient is read by one of torch's functions that clip, itself or in a
+    list display.
+    """
     reader = sys._getframe(2)
     frames = (reader, reader.f_back) if reader.f_code.co_name == "<listcomp>" else (reader,)
     return any(frame is not None and frame.f_code.co_name in _CLIPPING for frame in frames)
@@ -207,7 +294,9 @@ def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str
 
 
 def _likelihood_sign(gradient: Tensor) -> float:
-    """Return 1 if all log-probabilities are pushed up, as a likelihood wants it, -1 if all down, 0 if neither."""
+    """Return 1 if all log-probabilities are pushed up, as a likelihood wants it, -1 if all down,
+    0 if neither.
+    """
     lowest, highest = (float(value) for value in torch.aminmax(gradient.detach()))
     if lowest < 0 < highest or lowest == highest == 0 or not math.isfinite(lowest + highest):
         return 0.0
@@ -215,7 +304,10 @@ def _likelihood_sign(gradient: Tensor) -> float:
 
 
 class LossObserver:
-    """What was seen at one call of one loss function, step after step: `known`, completed by `facts`."""
+    """What was seen at one call of one loss function, step after step.
+
+    `known`, completed by `facts`.
+    """
 
     def __init__(self, function: str) -> None:
         self._function = function
@@ -227,7 +319,8 @@ class LossObserver:
         self._squares: Tensor | None = None
         self._count = 0
         self._deviations: list[float] = []
-        self._constant_now: float | None = None  # the loss of the best constant so far, on the newest targets
+        # The loss of the best constant so far, on the newest targets
+        self._constant_now: float | None = None
 
     def note(self, flags: dict[str, bool], *, shapes: str = "") -> None:
         """Count the flags that are true."""
@@ -261,14 +354,22 @@ class LossObserver:
             self._constant_now = -sum(logs) / len(seen) if seen else None
             if target.dim() == 1:
                 append_newest(self._distinct, (len(set(seen)), len(seen)))
-        elif target.dtype.is_complex or self._function == "kl_div" or self._function in _CLASS_LOSSES:
+        elif (
+            target.dtype.is_complex or self._function == "kl_div" or self._function in _CLASS_LOSSES
+        ):
             self._comparable = False
         else:
             self._add_columns(target.detach())
 
     def _add_columns(self, target: Tensor) -> None:
-        wide = target.reshape(target.shape[0], -1).double() if target.dim() else target.reshape(1, 1).double()
-        if wide.shape[1] > _MOST_COLUMNS or (self._sums is not None and wide.shape[1] != self._sums.shape[0]):
+        wide = (
+            target.reshape(target.shape[0], -1).double()
+            if target.dim()
+            else target.reshape(1, 1).double()
+        )
+        if wide.shape[1] > _MOST_COLUMNS or (
+            self._sums is not None and wide.shape[1] != self._sums.shape[0]
+        ):
             wide = wide.reshape(-1, 1)
         sums, squares = wide.sum(0).cpu(), wide.square().sum(0).cpu()
         if self._sums is None or self._squares is None:
@@ -327,7 +428,10 @@ class LossObserver:
         return sum(self._deviations) / len(self._deviations) if known else None
 
     def _expected_labels(self) -> float | None:
-        """Return how many different labels a batch would hold if batches were drawn at random; None if unknown."""
+        """Return how many different labels a batch would hold if batches were drawn at random.
+
+        None if unknown.
+        """
         if not self._distinct:
             return None
         total = sum(self._labels.values())
@@ -374,25 +478,37 @@ class LossPlaces:
 
     def facts(self, *, windows: bool = True) -> dict[str, LossFacts]:
         """Return what was seen by place; without `windows` only what was counted."""
-        return {key: place.facts() if windows else place.known for key, place in self._places.items()}
+        return {
+            key: place.facts() if windows else place.known for key, place in self._places.items()
+        }
 
 
 def source_of(tensor: Tensor, *, shifted: bool = False) -> tuple[str, int | None, bool]:
-    """Return what made a tensor, behind views: the operation, its dimension if it has one, and if it was clamped.
+    """Return what made a tensor, behind views.
+
+    The operation, its dimension if it has one, and if it was clamped.
 
     `shifted`: also behind a sum with a number, such as the one that keeps a logarithm finite.
 
-    Such as ``("Softmax", 1, False)``; the name is ``""`` for a tensor without a graph, and the dimension None where
-    something reordered the axes in between.
+    Such as ``("Softmax", 1, False)``; the name is ``""`` for a tensor without a graph, and the
+    dimension None where something reordered the axes in between.
     """
     node, moved, clamped = tensor.grad_fn, False, False
     for _ in range(8):
         if node is None:
             break
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
-        raised = shifted and name == "Add" and sum(branch is not None for branch, _ in node.next_functions) == 1
+        raised = (
+            shifted
+            and name == "Add"
+            and sum(branch is not None for branch, _ in node.next_functions) == 1
+        )
         if not (raised or name in _MOVES or name in _REORDERS):
-            dim = getattr(node, "_saved_dim", None) if name in ("Softmax", "LogSoftmax") and not moved else None
+            dim = (
+                getattr(node, "_saved_dim", None)
+                if name in ("Softmax", "LogSoftmax") and not moved
+                else None
+            )
             # Saved as an unsigned 64-bit number.
             return name, dim - 2**64 if dim is not None and dim >= 2**63 else dim, clamped
         moved = moved or name in _TURNS
@@ -402,9 +518,16 @@ def source_of(tensor: Tensor, *, shifted: bool = False) -> tuple[str, int | None
 
 
 def unscaled(loss: Tensor) -> float:
-    """Return the value of a loss of one element, without the factor of a loss scaler; one host sync."""
+    """Return the value of a loss of one element, without the factor of a loss scaler.
+
+    One host sync.
+    """
     value, node = float(loss.detach()), loss.grad_fn
-    factor = getattr(node, "_saved_other", None) if node is not None and node.name() == "MulBackward0" else None
+    factor = (
+        getattr(node, "_saved_other", None)
+        if node is not None and node.name() == "MulBackward0"
+        else None
+    )
     if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:
         scale = float(factor)
         if scale > 1 and math.log2(scale).is_integer():  # as torch.amp.GradScaler's are
@@ -413,7 +536,9 @@ def unscaled(loss: Tensor) -> float:
 
 
 def _are_pairs(scores: Tensor) -> bool:
-    """Return whether scores may be of pairs, scored both ways as in CLIP, and not of samples and classes."""
+    """Return whether scores may be of pairs, scored both ways as in CLIP, and not of samples and
+    classes.
+    """
     return scores.dim() > 2 or (scores.dim() == 2 and scores.shape[0] == scores.shape[1])
 
 
@@ -423,7 +548,9 @@ def _are_by_class(scores: Tensor) -> bool:
 
 
 def _beyond_reach(predicted: Tensor, target: Tensor) -> dict[str, bool]:
-    """Return whether many targets lie beyond what the activation that made the predictions can give."""
+    """Return whether many targets lie beyond what the activation that made the predictions can
+    give.
+    """
     source, _, _ = source_of(predicted)
     if source not in _REACH:
         return {}
@@ -441,22 +568,37 @@ def _pairs_all(given: torch.Size, target: torch.Size) -> bool:
 
 
 def _flags_of(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
-    """Return what can be said for sure about the first argument of a loss function, one host sync."""
+    """Return what can be said for sure about the first argument of a loss function, one host
+    sync.
+    """
     rows = _rows(given).float()
     source, dim, clamped = source_of(given)
     lowest, highest = rows.aminmax()
-    sums, zeros, none = (rows.sum(-1) - 1).abs().max(), (rows == 0).float().mean(), rows.new_zeros(())
+    sums, zeros, none = (
+        (rows.sum(-1) - 1).abs().max(),
+        (rows == 0).float().mean(),
+        rows.new_zeros(()),
+    )
     log_sums = rows.logsumexp(-1).abs().max() if name == "nll_loss" else none
-    bounds = ((rows <= lowest) | (rows >= highest)).float().mean() if name == "binary_cross_entropy" else none
+    bounds = (
+        ((rows <= lowest) | (rows >= highest)).float().mean()
+        if name == "binary_cross_entropy"
+        else none
+    )
     low, high = target.detach().float().aminmax() if target.is_floating_point() else (none, none)
     numbers = torch.stack([lowest, highest, sums, log_sums, zeros, bounds, low, high]).tolist()
     least, most, sum_error, log_error, zero_share, at_bounds, target_low, target_high = numbers
     classes = rows.shape[-1] > 1
     unit = least >= 0 and most <= 1 and rows.numel() >= 16
-    found = {"batch_axis": source in ("Softmax", "LogSoftmax") and _are_by_class(given) and dim in (0, -2)}
+    found = {
+        "batch_axis": (
+            source in ("Softmax", "LogSoftmax") and _are_by_class(given) and dim in (0, -2)
+        )
+    }
     if name in _LOGIT_LOSSES:
         found |= {
-            "softmax_input": source == "Softmax" or (classes and unit and sum_error < 1e-4),  # catalogue 36
+            # Catalogue 36
+            "softmax_input": source == "Softmax" or (classes and unit and sum_error < 1e-4),
             "sigmoid_source": source == "Sigmoid",
             "tanh_source": source == "Tanh",
             "unit_spread": least < 0.1 and most > 0.9,
@@ -465,11 +607,16 @@ def _flags_of(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
             "rectified": least == 0 and most > 0 and zero_share > 0.15,  # catalogue 37
         }
     if name == "nll_loss":
-        found |= {"positive": most > 1e-4, "not_normalised": most <= 1e-4 and classes and log_error > 1e-2}
+        found |= {
+            "positive": most > 1e-4,
+            "not_normalised": most <= 1e-4 and classes and log_error > 1e-2,
+        }
     if name == "kl_div":
         found["positive"] = most > 1e-4
     if name == "binary_cross_entropy":
-        found["clamped_scores"] = clamped and source not in ("Sigmoid", "Softmax", "") and at_bounds > 0.2
+        found["clamped_scores"] = (
+            clamped and source not in ("Sigmoid", "Softmax", "") and at_bounds > 0.2
+        )
     if name in _REGRESSION:
         found |= _beyond_reach(given, target)
     if name in _BINARY and target.is_floating_point():

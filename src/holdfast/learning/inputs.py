@@ -1,4 +1,6 @@
-"""What a model is fed with and what it answers: fingerprints, scale, constant inputs, outputs without difference.
+"""What a model is fed with and what it answers.
+
+Fingerprints, scale, constant inputs, outputs without difference.
 
 Only measures, in sampled steps; rules judge what a number means.
 """
@@ -23,15 +25,25 @@ _KEPT = 400
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the first tensors of any structure that hold something."""
-    plain = type(tree) is tuple and all(type(leaf) is Tensor for leaf in tree)  # the usual arguments
-    found = [t for t in (tree if plain else pytree.tree_leaves(tree)) if isinstance(t, Tensor) and t.numel()]
+    # The usual arguments
+    plain = type(tree) is tuple and all(type(leaf) is Tensor for leaf in tree)
+    found = [
+        t
+        for t in (tree if plain else pytree.tree_leaves(tree))
+        if isinstance(t, Tensor) and t.numel()
+    ]
     return [t for t in found if not (t.is_sparse or t.is_meta or t.is_nested)][:_MOST_TENSORS]
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Return a checksum of the shape and of at most 4096 elements, equal for equal contents; one host sync."""
+    """Return a checksum of the shape and of at most 4096 elements, equal for equal contents.
+
+    One host sync.
+    """
     raw = spread_of(tensor).cpu().contiguous()
-    return zlib.crc32(raw.view(torch.uint8).numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode()))
+    return zlib.crc32(
+        raw.view(torch.uint8).numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode())
+    )
 
 
 class InputObserver:
@@ -46,7 +58,8 @@ class InputObserver:
         self._varied = False
 
     def begin_step(self, number: int) -> None:
-        """Start a step: only its first batch is compared with those of others, since a step may use one twice.
+        """Start a step: only its first batch is compared with those of others, since a step may use
+        one twice.
 
         Another attempt has the same number again.
         """
@@ -69,7 +82,8 @@ class InputObserver:
         real = [t.detach() for t in found if t.is_floating_point() and not t.requires_grad]
         # Minus infinity is what masks are made of; NaN and plus infinity are not.
         facts.nonfinite += any(
-            not math.isfinite(float(t.sum())) and bool((t.isnan() | (t == math.inf)).any()) for t in real
+            not math.isfinite(float(t.sum())) and bool((t.isnan() | (t == math.inf)).any())
+            for t in real
         )
         if not closely:
             return
@@ -81,7 +95,9 @@ class InputObserver:
             self._note_scale(spread_of(max(real, key=Tensor.numel), 1024).double())
 
     def _note_scale(self, sample: Tensor) -> None:
-        mean, spread, most = torch.stack([sample.mean(), sample.std(correction=0), sample.abs().max()]).tolist()
+        mean, spread, most = torch.stack(
+            [sample.mean(), sample.std(correction=0), sample.abs().max()]
+        ).tolist()
         self._facts.flat += spread == 0
         append_newest(self._scales, most)
         append_newest(self._offsets, abs(mean) / spread if spread > 0 else math.inf)

@@ -1,6 +1,7 @@
 """How gradients and updates flow: norms for each parameter, what moved, and which units are active.
 
-Only measures, in sampled steps; nothing is changed and no random number is drawn. Rules judge what a number means.
+Only measures, in sampled steps; nothing is changed and no random number is drawn. Rules judge what
+a number means.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from holdfast.learning.measures import dense_gradient, median, norms_of, spread_
 
 _WEIGHTS = 1024  # compared of a parameter: each lies in a cache line of its own
 _FIRST = 12  # compared steps that count as the start of training
-_WINDOW, _WINDOW_VALUES = range(5, 21), 192  # steps over which a unit is judged: fewer if they hold so many values
+# Steps over which a unit is judged: fewer if they hold so many values
+_WINDOW, _WINDOW_VALUES = range(5, 21), 192
 _MOST_CALLS = 8
-"""Calls of one activation in one pass that are looked at: a recurrent loop makes hundreds, much alike."""
+"""Calls of one activation in one pass that are looked at.
+
+A recurrent loop makes hundreds, much alike.
+"""
 
 
 class Gradients(NamedTuple):
@@ -30,7 +35,10 @@ class Gradients(NamedTuple):
 
 
 class LayerObserver:
-    """Gradients and updates of every parameter, over the observed steps; `names` are those of parameters, by id."""
+    """Gradients and updates of every parameter, over the observed steps.
+
+    `names` are those of parameters, by id.
+    """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
@@ -47,15 +55,24 @@ class LayerObserver:
         *,
         weights: bool = True,
     ) -> Gradients:
-        """Look at the gradients of the step to come, and at the weights if wanted; `norms`: known ones, by id."""
+        """Look at the gradients of the step to come, and at the weights if wanted.
+
+        `norms`: known ones, by id.
+        """
         moving, gradients = [], []
         self._before.clear()
         for place, parameter in enumerate(parameters):
             name = self._names.get(id(parameter), f"{optimizer}[{place}]")
-            layer = self._layers.setdefault(name, LayerFacts(elements=parameter.numel(), dims=parameter.dim()))
+            layer = self._layers.setdefault(
+                name, LayerFacts(elements=parameter.numel(), dims=parameter.dim())
+            )
             layer.steps += 1
             gradient = dense_gradient(parameter)
-            if gradient is None or parameter.is_meta or not (parameter.is_floating_point() and gradient.numel()):
+            if (
+                gradient is None
+                or parameter.is_meta
+                or not (parameter.is_floating_point() and gradient.numel())
+            ):
                 continue
             moving.append((name, layer, parameter))
             gradients.append(gradient)
@@ -77,11 +94,15 @@ class LayerObserver:
         """Compare the weights with those before the step; return whether anything moved."""
         names = list(self._before)
         then = [sample for _, sample in self._before.values()]
-        steps = [spread_of(parameter, _WEIGHTS) - sample for parameter, sample in self._before.values()]
+        steps = [
+            spread_of(parameter, _WEIGHTS) - sample for parameter, sample in self._before.values()
+        ]
         self._before = {}
         norms = norms_of([*steps, *then])
         moved = False
-        for name, sample, step, weight in zip(names, then, norms, norms[len(names) :], strict=False):
+        for name, sample, step, weight in zip(
+            names, then, norms, norms[len(names) :], strict=False
+        ):
             layer = self._layers[name]
             layer.compared += 1
             layer.unmoved += step == 0
@@ -96,7 +117,10 @@ class LayerObserver:
         return moved
 
     def facts(self, *, windows: bool = True) -> dict[str, LayerFacts]:
-        """Return what was seen by parameter, in the order of the model; medians as they were without `windows`."""
+        """Return what was seen by parameter, in the order of the model.
+
+        Medians as they were without `windows`.
+        """
         for name, layer in self._layers.items() if windows else ():
             ratios = self._ratios.get(name, [])
             layer.ratio, layer.largest_ratio = median(ratios), max(ratios[:_FIRST], default=None)
@@ -113,11 +137,14 @@ def _keep(kept: dict[str, list[float]], name: str, value: float) -> None:
 
 
 class ActivationObserver:
-    """Which units of each rectifier were ever active, and how much of each tanh and sigmoid sits at its bounds."""
+    """Which units of each rectifier were ever active, and how much of each tanh and sigmoid sits
+    at its bounds.
+    """
 
     def __init__(self) -> None:
         self._saturated: dict[str, list[float]] = {}
-        self._alive: dict[str, tuple[int, int, Tensor]] = {}  # steps and values of the window, units active in it
+        # Steps and values of the window, units active in it
+        self._alive: dict[str, tuple[int, int, Tensor]] = {}
         self._dead: dict[str, list[float]] = {}
         self._in_step: dict[str, int] = {}
 
@@ -126,7 +153,9 @@ class ActivationObserver:
         self._in_step.clear()
 
     def note(self, function: str, module: str, output: Tensor) -> None:
-        """Add the output of ``relu``, ``tanh`` or ``sigmoid``, called in a module (``""``: in none).
+        """Add the output of ``relu``, ``tanh`` or ``sigmoid``, called in a module (``""``.
+
+        In none).
 
         Its shape is ``(batch, units)``, ``(batch, units, h, w)`` or ``(..., units)``.
         """

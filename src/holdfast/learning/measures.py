@@ -19,14 +19,19 @@ _SAMPLE = 4096
 
 
 def can_be_observed(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor can be measured: not those of integers, nested or quantized tensors."""
+    """Return whether the values of a tensor can be measured.
+
+    Not those of integers, nested or quantized tensors.
+    """
     if tensor.is_nested or tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
         return False
     return tensor.dtype in _COMPUTED_WITH
 
 
 def spread_of(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
-    """Return at most so many elements, spread over a tensor, shape ``(n,)``; a view where there can be one.
+    """Return at most so many elements, spread over a tensor, shape ``(n,)``.
+
+    A view where there can be one.
 
     Those of a float8 type come as float32, since torch knows no arithmetic of float8.
     """
@@ -45,7 +50,8 @@ def _spread_over(tensor: Tensor, most: int) -> Tensor:
     if size <= most:
         return flat
     stride = size // most
-    while math.gcd(stride, tensor.shape[-1]) > 1:  # or all are of a few columns, such as a pixel that is always 0
+    # Or all are of a few columns, such as a pixel that is always 0
+    while math.gcd(stride, tensor.shape[-1]) > 1:
         stride += 1
     return flat[::stride][:most]
 
@@ -64,8 +70,13 @@ def norms_of(tensors: Iterable[Tensor], order: float = 2) -> list[float]:
     if all(t.dtype == torch.float32 for t in given):
         each = list(torch._foreach_norm(given, order)) if given else []
     else:
-        wide = [None if t.dtype == torch.float64 or t.is_complex() else torch.float32 for t in given]
-        each = [torch.linalg.vector_norm(t, order, dtype=w).double() for t, w in zip(given, wide, strict=True)]
+        wide = [
+            None if t.dtype == torch.float64 or t.is_complex() else torch.float32 for t in given
+        ]
+        each = [
+            torch.linalg.vector_norm(t, order, dtype=w).double()
+            for t, w in zip(given, wide, strict=True)
+        ]
     return torch.stack([norm.cpu() for norm in each]).tolist() if each else []
 
 

@@ -1,7 +1,7 @@
 """`Observer`: the engine of the diagnosis, shared by `watch` and by the guard.
 
-It looks through torch's public hooks and, in sampled steps, a ``TorchFunctionMode``. It changes nothing. What it sees
-goes into `Facts`, which the rules judge.
+It looks through torch's public hooks and, in sampled steps, a ``TorchFunctionMode``. It changes
+nothing. What it sees goes into `Facts`, which the rules judge.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from holdfast.memory.oom import find_out_of_memory
 _FIRST_WINDOW = 400
 """Steps after which a run is judged as a whole for the first time."""
 SAMPLED, EXAMINED = (8, 12, 80), (6, 40, 160)
-"""Rounds of all optimizers at first, then one step in so many before the first window's end, and after it. Sampled:
-losses, their targets, gradients; examined too: layers, activations, weights, inputs, what losses are given."""
+"""Rounds of all optimizers at first, then one step in so many before the first window's end, and
+after it. Sampled: losses, their targets, gradients; examined too: layers, activations, weights,
+inputs, what losses are given."""
 _CALLS_PER_STEP = 4
 _JUDGED, _JUDGED_EVERY = (1, 3, 8, 10), 20  # sampled rounds
 
@@ -44,18 +45,26 @@ _Rest = ParamSpec("_Rest")
 
 
 def is_sampled(step: int, optimizers: int, schedule: tuple[int, int, int] = SAMPLED) -> bool:
-    """Return whether a step is looked at: all of the first, then few, two rounds at no fixed distance."""
+    """Return whether a step is looked at.
+
+    All of the first, then few, two rounds at no fixed distance.
+    """
     players, (first, share, later_share) = max(1, optimizers), schedule
     if step < first * players:
         return True
-    # Two rounds, so that their batches can be compared. Multiplicative hashing instead of every tenth: it cannot fall
-    # into step with epochs, it draws no random number, and what is chosen once in 40 is chosen once in 12 too.
+    # Two rounds, so that their batches can be compared. Multiplicative hashing instead of every
+    # tenth: it cannot fall into step with epochs, it draws no random number, and what is chosen
+    # once in 40 is chosen once in 12 too.
     share = share if step < _FIRST_WINDOW * players else later_share
     return (step // (2 * players) * 2654435761) % 2**32 < 2**32 // share
 
 
-def _harmless(method: Callable[Concatenate[Observer, _Rest], None]) -> Callable[Concatenate[Observer, _Rest], None]:
-    """Keep a failure of the diagnosis out of the training: it is logged, and nothing is observed any more.
+def _harmless(
+    method: Callable[Concatenate[Observer, _Rest], None],
+) -> Callable[Concatenate[Observer, _Rest], None]:
+    """Keep a failure of the diagnosis out of the training.
+
+    It is logged, and nothing is observed any more.
 
     For want of memory only this observation is left out.
     """
@@ -78,9 +87,12 @@ def _harmless(method: Callable[Concatenate[Observer, _Rest], None]) -> Callable[
 class Observer:
     """Observes models and optimizers, and judges what it saw.
 
-    `frozen` are parameters and modules that are meant not to learn (H102 for one that is none), see `is_meant`;
-    `ignore` rules that shall be silent. `compiled`: a model is compiled, so that only what the optimizers see is
-    observed, see `EagerHooks`. `guided`: every pass of training is inside `begin_step`, and losses are given to
+    `frozen` are parameters and modules that are meant not to learn (H102 for one that is none), see
+    `is_meant`;
+    `ignore` rules that shall be silent. `compiled`: a model is compiled, so that only what the
+        optimizers see is
+    observed, see `EagerHooks`. `guided`: every pass of training is inside `begin_step`, and losses
+        are given to
     `end_step`.
     """
 
@@ -101,22 +113,46 @@ class Observer:
         self._facts = Facts(total_steps=total_steps, objective=objective)
         self._ignore, self._guided = frozenset(ignore), guided
         self._prefixes = {name: "" if len(models) == 1 else f"{name}." for name in models}
-        self._models = {name: ModelObserver(module, self._prefixes[name], frozen) for name, module in models.items()}
-        named = [f"{self._prefixes[key]}{k}" for key, model in models.items() for k, _ in model.named_parameters()]
+        self._models = {
+            name: ModelObserver(module, self._prefixes[name], frozen)
+            for name, module in models.items()
+        }
+        named = [
+            f"{self._prefixes[key]}{k}"
+            for key, model in models.items()
+            for k, _ in model.named_parameters()
+        ]
         for pattern in frozen:
             if not any(is_meant(name, pattern) for name in named):
                 raise PolicyError(
                     f"frozen names {pattern!r}, which is no parameter or module of the models",
-                    limit="it is a list of names as named_parameters() has them, of modules, or of shell patterns",
-                    fix=did_you_mean(pattern, named, otherwise=f"pass such as {'.'.join(named[:1])!r}, or drop it."),
+                    limit=(
+                        "it is a list of names as named_parameters() has them, of modules, or of"
+                        " shell patterns"
+                    ),
+                    fix=did_you_mean(
+                        pattern,
+                        named,
+                        otherwise=f"pass such as {'.'.join(named[:1])!r}, or drop it.",
+                    ),
                     rule="H102",
                 )
         names = {id(p): key for model in self._models.values() for key, p in model.named()}
-        self._optimizers = {name: OptimizerObserver(each, set(names)) for name, each in optimizers.items()}
-        self._schedulers = {name: SchedulerObserver(each) for name, each in (schedulers or {}).items()}
+        self._optimizers = {
+            name: OptimizerObserver(each, set(names)) for name, each in optimizers.items()
+        }
+        self._schedulers = {
+            name: SchedulerObserver(each) for name, each in (schedulers or {}).items()
+        }
         self._inputs = {name: InputObserver() for name in models}
-        self._layers, self._activations, self._losses = LayerObserver(names), ActivationObserver(), LossPlaces()
-        self.mode = FunctionMode(self._losses, self._on_activation, self._on_backward, self._on_weight)
+        self._layers, self._activations, self._losses = (
+            LayerObserver(names),
+            ActivationObserver(),
+            LossPlaces(),
+        )
+        self.mode = FunctionMode(
+            self._losses, self._on_activation, self._on_backward, self._on_weight
+        )
         self.hooks = EagerHooks(self.mode, lost=compiled)
         self._inside = False  # a model's own forward is running
         self._owned, self._strays = set[int](), set[int]()
@@ -139,7 +175,9 @@ class Observer:
 
     def _hook_inputs(self) -> Iterator[RemovableHandle]:
         for name, model in self._models.items():
-            yield model.module.register_forward_pre_hook(Hook(partial(self._given, name)), with_kwargs=True)
+            yield model.module.register_forward_pre_hook(
+                Hook(partial(self._given, name)), with_kwargs=True
+            )
 
     def _hook_modules(self) -> Iterator[RemovableHandle]:
         if self._guided:
@@ -152,7 +190,8 @@ class Observer:
                     yield module.register_forward_pre_hook(Hook(enter))
                     yield module.register_forward_hook(Hook(self._leave), always_call=True)
 
-    # --- sampling -------------------------------------------------------------------------------------------
+    # --- sampling
+    # ------------------------------------------------------------------------
 
     @property
     def closure(self) -> bool:
@@ -174,7 +213,10 @@ class Observer:
         return is_sampled(self._ticks, len(self._optimizers))
 
     def begin_step(self) -> contextlib.AbstractContextManager[None]:
-        """Observe the forward and backward passes inside, if this step is `due`; may be entered several times."""
+        """Observe the forward and backward passes inside, if this step is `due`.
+
+        May be entered several times.
+        """
         return self._seeing() if self.due() else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -201,7 +243,9 @@ class Observer:
         if self.mode.closely:
             owned, self._held = self._ids()
             self._owned = owned | self._held
-            self._shapes = {p.shape for each in self._optimizers.values() for p in each.parameters()}
+            self._shapes = {
+                p.shape for each in self._optimizers.values() for p in each.parameters()
+            }
             self._examined += 1
         self.hooks.begin_step(self._hook_modules())
 
@@ -209,7 +253,8 @@ class Observer:
         self._losses.begin_pass()
         self._activations.begin_pass()
 
-    # --- what the hooks see ---------------------------------------------------------------------------------
+    # --- what the hooks see
+    # ------------------------------------------------------------------------
 
     def _enter(self, path: str, _module: nn.Module, _args: Any) -> None:
         self._path.append(path)
@@ -227,7 +272,9 @@ class Observer:
             self._calls += 1
             if self._calls <= _CALLS_PER_STEP:
                 with torch.no_grad(), torch._C.DisableTorchFunction():
-                    self._inputs[name].note_arguments((args, kwargs) if kwargs else args, closely=self.mode.closely)
+                    self._inputs[name].note_arguments(
+                        (args, kwargs) if kwargs else args, closely=self.mode.closely
+                    )
 
     @_harmless
     def _answered(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -243,11 +290,19 @@ class Observer:
 
     @_harmless
     def _on_weight(self, weight: nn.Parameter, *, graph: bool) -> None:
-        if graph and self._inside and weight.requires_grad and weight.is_leaf and id(weight) not in self._owned:
+        if (
+            graph
+            and self._inside
+            and weight.requires_grad
+            and weight.is_leaf
+            and id(weight) not in self._owned
+        ):
             self._strays.add(id(weight))
         if not graph and id(weight) not in self._held and weight.shape in self._shapes:
             seen = fingerprint(weight)
-            self._copies_change = self._copies_change or self._copies.setdefault(id(weight), seen) != seen
+            self._copies_change = (
+                self._copies_change or self._copies.setdefault(id(weight), seen) != seen
+            )
             self._copied.add(self._ticks)
 
     @_harmless
@@ -261,13 +316,21 @@ class Observer:
                 each.pending.append(value)
                 del each.pending[:-64]
 
-    # --- optimizer steps ------------------------------------------------------------------------------------
+    # --- optimizer steps
+    # ------------------------------------------------------------------------
 
     @_harmless
     def before_step(
-        self, name: str, *, closure: bool = False, norms: Callable[[], Mapping[int, float]] | None = None
+        self,
+        name: str,
+        *,
+        closure: bool = False,
+        norms: Callable[[], Mapping[int, float]] | None = None,
     ) -> None:
-        """Take in that an optimizer is about to step; `norms` gives those of unclipped gradients, where known."""
+        """Take in that an optimizer is about to step.
+
+        `norms` gives those of unclipped gradients, where known.
+        """
         each = self._optimizers[name]
         each.begin_step(closure=closure)
         for scheduler in self._schedulers.values():
@@ -281,7 +344,9 @@ class Observer:
         if not closure:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 known, weights = norms() if norms else None, self.mode.closely
-                each.note_gradients(self._layers.before_step(name, each.parameters(), known, weights=weights))
+                each.note_gradients(
+                    self._layers.before_step(name, each.parameters(), known, weights=weights)
+                )
 
     @_harmless
     def after_step(self, name: str) -> None:
@@ -294,12 +359,17 @@ class Observer:
         each.end_step(moved=moved, has_loss=self._guided)
 
     def end_step(
-        self, loss: float | None = None, names: Sequence[str] = (), *, committed: bool = True, clipped: float = 0.0
+        self,
+        loss: float | None = None,
+        names: Sequence[str] = (),
+        *,
+        committed: bool = True,
+        clipped: float = 0.0,
     ) -> list[Finding]:
         """End a step of these optimizers (none: all), and return what is found for the first time.
 
-        `loss` is the mean loss, where the caller knows it, and `clipped` the norm that the gradient was scaled down
-        to, or 0. The weights of a step that is not `committed` were not changed.
+        `loss` is the mean loss, where the caller knows it, and `clipped` the norm that the gradient
+        was scaled down to, or 0. The weights of a step that is not `committed` were not changed.
         """
         for name, each in self._optimizers.items():
             if names and name not in names:
@@ -308,7 +378,10 @@ class Observer:
                 each.add_loss(loss)
             each.known.committed_steps += committed
             if clipped:
-                each.known.clipped_steps, each.known.clipped_to = each.known.clipped_steps + 1, clipped
+                each.known.clipped_steps, each.known.clipped_to = (
+                    each.known.clipped_steps + 1,
+                    clipped,
+                )
         self._ticks += 1
         window = self._window_due()
         if not (window or self.sampled):
@@ -333,25 +406,38 @@ class Observer:
         steps, total = self.steps, self._facts.total_steps
         if total is not None:
             return steps >= 200 and steps % max(1, total // 5) == 0
-        return steps >= _FIRST_WINDOW and steps % _FIRST_WINDOW == 0 and (steps // _FIRST_WINDOW).bit_count() == 1
+        return (
+            steps >= _FIRST_WINDOW
+            and steps % _FIRST_WINDOW == 0
+            and (steps // _FIRST_WINDOW).bit_count() == 1
+        )
 
-    # --- judging --------------------------------------------------------------------------------------------
+    # --- judging
+    # ------------------------------------------------------------------------
 
     def facts(self, *, windows: bool = True) -> Facts:
-        """Return everything that is known; it changes with the next step. Without `windows` only for contracts."""
+        """Return everything that is known; it changes with the next step.
+
+        Without `windows` only for contracts.
+        """
         owned, held = self._ids()
         facts = self._facts
         facts.steps = self.steps
         facts.strays = len(self._strays)
         facts.followed = self._copies_change and len(self._copied) >= 0.8 * self._examined
         facts.layers = self._layers.facts(windows=windows)
-        facts.optimizers = {name: each.facts(owned, windows=windows) for name, each in self._optimizers.items()}
+        facts.optimizers = {
+            name: each.facts(owned, windows=windows) for name, each in self._optimizers.items()
+        }
         facts.models = {name: each.facts(held, facts.layers) for name, each in self._models.items()}
         facts.schedulers = {name: each.known for name, each in self._schedulers.items()}
         facts.losses = self._losses.facts(windows=windows)
         facts.inputs = {name: each.facts(windows=windows) for name, each in self._inputs.items()}
         if windows:
-            facts.dead_units, facts.saturated = self._activations.dead(), self._activations.saturated()
+            facts.dead_units, facts.saturated = (
+                self._activations.dead(),
+                self._activations.saturated(),
+            )
         return facts
 
     def _ids(self) -> tuple[set[int], set[int]]:
@@ -384,8 +470,12 @@ class Observer:
     @_harmless
     def validated(self, value: float) -> None:
         """Add the loss of an evaluation, less is better."""
-        losses = next((each.known.losses[-10:] for each in self._optimizers.values() if each.known.losses), [])
-        self._facts.validations.append((self.steps, median([loss for _, loss in losses]), float(value)))
+        losses = next(
+            (each.known.losses[-10:] for each in self._optimizers.values() if each.known.losses), []
+        )
+        self._facts.validations.append(
+            (self.steps, median([loss for _, loss in losses]), float(value))
+        )
         for model in self._models.values():
             model.note_validation()
 

@@ -1,4 +1,7 @@
-"""What is observed of optimizers and schedulers: steps, rates, losses, and whether gradients start from zero."""
+"""What is observed of optimizers and schedulers.
+
+Steps, rates, losses, and whether gradients start from zero.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ _MOST_LOSSES = 800
 
 
 class OptimizerObserver:
-    """One optimizer, beside models that own some parameters (by id); `known` is what was seen, see `facts`."""
+    """One optimizer, beside models that own some parameters (by id).
+
+    `known` is what was seen, see `facts`.
+    """
 
     def __init__(self, optimizer: Optimizer, owned: set[int]) -> None:
         self.optimizer = optimizer
@@ -59,11 +65,15 @@ class OptimizerObserver:
         return highest
 
     def begin_step(self, *, closure: bool) -> None:
-        """Count a step, and read the learning rates (one host sync where they are tensors); every step."""
+        """Count a step, and read the learning rates (one host sync where they are tensors).
+
+        Every step.
+        """
         facts, lr = self.known, self._learning_rate()
         facts.steps += 1
         facts.closure = facts.closure or closure
-        facts.largest_lr = max(facts.largest_lr, min(lr, facts.lr))  # a single step is an accident, or was undone
+        # A single step is an accident, or was undone
+        facts.largest_lr = max(facts.largest_lr, min(lr, facts.lr))
         facts.zero_lr_steps = facts.zero_lr_steps + 1 if lr <= 1e-7 * facts.largest_lr else 0
         facts.low_lr_steps = facts.low_lr_steps + 1 if lr < 1e-3 * facts.largest_lr else 0
         facts.lr = lr
@@ -74,7 +84,9 @@ class OptimizerObserver:
         facts.observed += 1
         facts.no_gradient_steps = 0 if some else facts.no_gradient_steps + 1
         facts.with_gradient_steps += some
-        facts.zero_gradient_steps = facts.zero_gradient_steps + 1 if some and gradients.total_norm == 0 else 0
+        facts.zero_gradient_steps = (
+            facts.zero_gradient_steps + 1 if some and gradients.total_norm == 0 else 0
+        )
         # The first 30 stay for the start of training; of the rest the newest.
         facts.gradient_norms.append(gradients.total_norm)
         del facts.gradient_norms[30 : len(facts.gradient_norms) - 370]
@@ -98,7 +110,10 @@ class OptimizerObserver:
             append_newest(self._factors, max(factors))
 
     def end_step(self, *, moved: bool, has_loss: bool) -> None:
-        """End a step that was seen to move weights or not; its loss is that of the newest backward pass, or given."""
+        """End a step that was seen to move weights or not.
+
+        Its loss is that of the newest backward pass, or given.
+        """
         self.known.moved += moved
         if self.pending and not has_loss:
             self.add_loss(self.pending[-1])
@@ -120,7 +135,10 @@ class OptimizerObserver:
             facts.losses, self._stride = facts.losses[::2], self._stride * 2
 
     def facts(self, owned: set[int], *, windows: bool = True) -> OptimizerFacts:
-        """Return what is known, given the ids of the models' parameters; without `windows` only for contracts."""
+        """Return what is known, given the ids of the models' parameters.
+
+        Without `windows` only for contracts.
+        """
         facts, held = self.known, self.parameters()
         foreign = [p for p in held if id(p) not in owned]
         facts.tensors = len(held)
@@ -130,7 +148,9 @@ class OptimizerObserver:
         facts.replaced = sum(id(p) in self._owned_at_start for p in foreign)
         groups = self.optimizer.param_groups
         facts.maximize = any(group.get("maximize", False) for group in groups[:1])
-        facts.weight_decay = max((float(group.get("weight_decay") or 0) for group in groups), default=0.0)
+        facts.weight_decay = max(
+            (float(group.get("weight_decay") or 0) for group in groups), default=0.0
+        )
         if windows or facts.nonfinite_gradients or facts.nonfinite_losses:
             facts.nonfinite_state = self._nonfinite_state()
         facts.scaled, facts.scaled_share = median(self._factors), _scaled_share(self._factors)
@@ -147,7 +167,9 @@ class OptimizerObserver:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
         largest = norms_of([sample for _, sample in found], math.inf)
-        return sorted({key for (key, _), most in zip(found, largest, strict=True) if not math.isfinite(most)})
+        return sorted(
+            {key for (key, _), most in zip(found, largest, strict=True) if not math.isfinite(most)}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later judgements need of the past, as plain data."""
@@ -162,21 +184,27 @@ class OptimizerObserver:
 
 
 def _scaled_share(factors: Sequence[float]) -> float:
-    # A gradient divided by the number of micro-batches is scaled by the same factor in each step; clipping is not.
+    # A gradient divided by the number of micro-batches is scaled by the same factor in each step;
+    # clipping is not.
     usual = median(factors) or 0.0
     steady = sum(abs(f - usual) <= 1e-3 * abs(usual) for f in factors)
-    return 0.0 if steady > len(factors) / 2 else sum(f < 0.999 for f in factors) / max(1, len(factors))
+    return (
+        0.0 if steady > len(factors) / 2 else sum(f < 0.999 for f in factors) / max(1, len(factors))
+    )
 
 
 class AccumulationCheck:
-    """Sees whether gradients start from zero between two steps of one optimizer, and what happens to them after.
+    """Sees whether gradients start from zero between two steps of one optimizer, and what happens
+    to them after.
 
-    A tensor hook runs before a gradient is added to what is there, a post-accumulate hook after. It watches the
-    smallest parameters, which is enough since `zero_grad` clears all.
+    A tensor hook runs before a gradient is added to what is there, a post-accumulate hook after. It
+    watches the smallest parameters, which is enough since `zero_grad` clears all.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        learning = [p for p in parameters if p.requires_grad and p.is_leaf and 0 < p.numel() <= 10**6]
+        learning = [
+            p for p in parameters if p.requires_grad and p.is_leaf and 0 < p.numel() <= 10**6
+        ]
         self._watched = sorted(learning, key=lambda p: p.numel())[:3]
         self._summed: dict[int, Tensor] = {}
         self._clean = False
@@ -199,7 +227,8 @@ class AccumulationCheck:
     def at_step(self) -> tuple[bool, bool, list[float]]:
         """Return whether gradients came, whether one began from zero, and factors; then begin anew.
 
-        A factor projects the gradient at the step on the accumulated one; 1: untouched, below 0: reversed.
+        A factor projects the gradient at the step on the accumulated one; 1: untouched, below 0:
+        reversed.
         """
         factors = []
         for parameter in self._watched:
@@ -219,7 +248,10 @@ class AccumulationCheck:
 
 
 class SchedulerObserver:
-    """One scheduler, a torch one or anything with ``last_epoch``: how often it is advanced between steps."""
+    """One scheduler, a torch one or anything with ``last_epoch``.
+
+    How often it is advanced between steps.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler

@@ -1,4 +1,6 @@
-"""`watch`: the diagnosis for a training loop of one's own, without a guard and without changing the loop."""
+"""`watch`: the diagnosis for a training loop of one's own, without a guard and without changing
+the loop.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ class Watch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._observer.hooks.leave_mode()
         for hook in self._hooks:
@@ -64,8 +69,9 @@ class Watch:
     def facts(self) -> dict[str, Any]:
         """Return the plain data that the findings rest on.
 
-        ``["layers"]`` has, by parameter, the usual size of the gradient's elements and the usual length of a step
-        beside that of the weights; ``["dead_units"]`` and ``["saturated"]`` have shares of activations by module.
+        ``["layers"]`` has, by parameter, the usual size of the gradient's elements and the usual
+        length of a step beside that of the weights; ``["dead_units"]`` and ``["saturated"]`` have
+        shares of activations by module.
         """
         return dataclasses.asdict(self._observer.facts())
 
@@ -74,15 +80,23 @@ class Watch:
         self._observer.validated(float(loss))
 
     def aligned(
-        self, attention: torch.Tensor, input_lengths: torch.Tensor, output_lengths: torch.Tensor, **limit: Any
+        self,
+        attention: torch.Tensor,
+        input_lengths: torch.Tensor,
+        output_lengths: torch.Tensor,
+        **limit: Any,
     ) -> None:
-        """Take in the attention of a speech synthesiser; see `holdfast.numerics.alignment.alignment_facts`."""
+        """Take in the attention of a speech synthesiser.
+
+        See `holdfast.numerics.alignment.alignment_facts`.
+        """
         self._observer.aligned(alignment_facts(attention, input_lengths, output_lengths, **limit))
 
     def _look(self) -> None:
         if self._observer.due():
             self._observer.look()
-            # Inside a mode of the caller's own, ours would be left by the caller's exit: then not in this step.
+            # Inside a mode of the caller's own, ours would be left by the caller's exit: then not
+            # in this step.
             if torch._C._len_torch_function_stack() == self._depth:
                 self._observer.hooks.enter_mode()
 
@@ -121,9 +135,11 @@ def watch(
 ) -> Watch:
     """Look for the reasons why a model does not learn, in any loop.
 
-    Losses, their targets and gradients are seen in the first 8 steps, then in one of 12, after 400 steps one of 80.
-    Layers, activations, weights and inputs are looked into in the first 6, then in one of 40, later one of 160.
-    Observing changes no result: no random number is drawn and no value is altered. Where ``torch.compile`` is at work
+    Losses, their targets and gradients are seen in the first 8 steps, then in one of 12, after 400
+    steps one of 80. Layers, activations, weights and inputs are looked into in the first 6, then in
+    one of 40, later one of 160.
+    Observing changes no result: no random number is drawn and no value is altered. Where
+        ``torch.compile`` is at work
     in the process, only what needs no look inside of a model is observed, which is said once.
 
     Args:
@@ -136,10 +152,12 @@ def watch(
         ignore: Rules that shall be silent, such as ``"H808"``.
 
     Returns:
-        A context manager; what was found is in its ``findings()``, and is logged to ``holdfast`` when first found.
+        A context manager; what was found is in its ``findings()``, and is logged to ``holdfast``
+        when first found.
 
     Raises:
-        PolicyError: H102 or H105 for an argument that cannot be, H702 for a rule to ignore that does not exist.
+        PolicyError: H102 or H105 for an argument that cannot be, H702 for a rule to ignore that
+            does not exist.
 
     Example:
         >>> import torch
@@ -183,7 +201,10 @@ def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
             raise PolicyError(
                 f"{what} {name!r} is a {type(value).__name__}",
                 limit=f"a torch {what} is needed, or a dict of such",
-                fix='pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.',
+                fix=(
+                    'pass one object, or a dict of named ones such as {"generator": ...,'
+                    ' "discriminator": ...}.'
+                ),
                 rule="H105",
             )
     return found

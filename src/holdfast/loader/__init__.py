@@ -1,1 +1,3 @@
-"""Samples: their order and seeds, how batches are cut, and the random state that augmentation uses."""
+"""Samples: their order and seeds, how batches are cut, and the random state that augmentation
+uses.
+"""

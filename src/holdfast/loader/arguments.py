@@ -1,4 +1,7 @@
-"""The arguments of `DataLoader`: checked before any work, and turned into an order and a place among the ranks."""
+"""The arguments of `DataLoader`.
+
+Checked before any work, and turned into an order and a place among the ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +28,55 @@ _AS_TORCH = ("pin_memory", "worker_init_fn", "prefetch_factor", "pin_memory_devi
 def check_arguments(
     dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, quarantine: float
 ) -> dict[str, Any]:
-    """Return torch's arguments by name; H607 for what cannot be used, H610 for a dataset without samples."""
+    """Return torch's arguments by name.
+
+    H607 for what cannot be used, H610 for a dataset without samples.
+    """
     given: dict[str, Any] = dict(_TORCH.bind(None, dataset, *args, **kwargs).arguments)
     del given["self"]
-    workers, prefetch, generator = given.get("num_workers", 0), given.get("prefetch_factor"), given.get("generator")
+    workers, prefetch, generator = (
+        given.get("num_workers", 0),
+        given.get("prefetch_factor"),
+        given.get("generator"),
+    )
     number = isinstance(quarantine, (int, float)) and not isinstance(quarantine, bool)
     whole, seeding = isinstance(workers, int), isinstance(generator, (torch.Generator, type(None)))
     several = prefetch is None or (isinstance(prefetch, int) and prefetch > 0)
     stream = isinstance(dataset, IterableDataset)
     reads_one = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
-    _need(whole, f"num_workers={workers!r}", "it is a number", "pass one; H630 says when it is too many.")
-    _need(several, f"prefetch_factor={prefetch!r}", "each worker has a batch under way", "pass 1 or more.")
     _need(
-        workers or not given.get("timeout"), "timeout with num_workers=0", "only workers are waited for", "omit it."
+        whole,
+        f"num_workers={workers!r}",
+        "it is a number",
+        "pass one; H630 says when it is too many.",
     )
-    _need(seeding, f"generator={generator!r}", "it is a torch.Generator", "pass seed= for a number.")
-    _need(type(seed) is not bool and hasattr(seed, "__index__"), f"seed={seed!r}", "it is a whole number", "as 0.")
+    _need(
+        several,
+        f"prefetch_factor={prefetch!r}",
+        "each worker has a batch under way",
+        "pass 1 or more.",
+    )
+    _need(
+        workers or not given.get("timeout"),
+        "timeout with num_workers=0",
+        "only workers are waited for",
+        "omit it.",
+    )
+    _need(
+        seeding, f"generator={generator!r}", "it is a torch.Generator", "pass seed= for a number."
+    )
+    _need(
+        type(seed) is not bool and hasattr(seed, "__index__"),
+        f"seed={seed!r}",
+        "it is a whole number",
+        "as 0.",
+    )
     share = number and 0 <= quarantine < math.inf
     _need(
-        share, f"quarantine={quarantine!r}", "it is a share or a number of samples", "pass 0.001, 5, or 0 for none."
+        share,
+        f"quarantine={quarantine!r}",
+        "it is a share or a number of samples",
+        "pass 0.001, 5, or 0 for none.",
     )
     _need(
         stream or reads_one or not hasattr(dataset, "__getitems__"),
@@ -107,13 +140,16 @@ def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def why_undivided(dataset: Any, *, sharded: bool) -> str:
-    """Return why a stream is not divided among the ranks of ``torch.distributed``, or nothing if it is."""
-    if divides_among_ranks(dataset):  # dividing again would leave the items of all ranks but one out
+    """Return why a stream is not divided among the ranks of ``torch.distributed``, or nothing if
+    it is.
+    """
+    # Dividing again would leave the items of all ranks but one out
+    if divides_among_ranks(dataset):
         return "the dataset asks for ranks: it is taken to divide its items itself"
     if sharded:
         return (
-            "the dataset divides its items among workers and asks for no rank, as far as its code shows: each rank "
-            "gets every item; pass rank= and world_size= to have them divided"
+            "the dataset divides its items among workers and asks for no rank, as far as its code"
+            " shows: each rank gets every item; pass rank= and world_size= to have them divided"
         )
     return ""
 
@@ -152,23 +188,42 @@ def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
             )
 
 
-def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None, named: bool) -> Plan:
-    """Return where the entries of a map-style dataset come from; `named`: the user has passed the ranks.
+def plan_of(
+    loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None, named: bool
+) -> Plan:
+    """Return where the entries of a map-style dataset come from.
 
-    H603 for a sampler without a length, H607 for ranks with a sampler of the user's that does not divide its indices.
+    `named`: the user has passed the ranks.
+
+    H603 for a sampler without a length, H607 for ranks with a sampler of the user's that does not
+    divide its indices.
     """
-    sampler, batch_sampler, dataset = given.get("sampler"), given.get("batch_sampler"), loader.dataset
+    sampler, batch_sampler, dataset = (
+        given.get("sampler"),
+        given.get("batch_sampler"),
+        loader.dataset,
+    )
     samples = len(dataset) if isinstance(dataset, Sized) else None
-    own = None if isinstance(sampler, Order) else sampler if batch_sampler is None else batch_sampler
+    own = (
+        None if isinstance(sampler, Order) else sampler if batch_sampler is None else batch_sampler
+    )
     _need(
         own is None or not named or ranks[1] == 1,
         f"rank={ranks[0]}, world_size={ranks[1]} with {type(own).__name__}",
         "a sampler of your own says itself what a rank gets",
-        "let it divide by ranks and leave rank= and world_size= out, or pass shuffle=True, which the loader divides.",
+        "let it divide by ranks and leave rank= and world_size= out, or pass shuffle=True, which"
+        " the loader divides.",
     )
     order: Any
     if batch_sampler is not None:
-        order = Sampled(batch_sampler, loader.seed, repeats=repeats, batches=True, samples=samples, dataset=dataset)
+        order = Sampled(
+            batch_sampler,
+            loader.seed,
+            repeats=repeats,
+            batches=True,
+            samples=samples,
+            dataset=dataset,
+        )
         return Plan(order=order, of_batches=True)
     if isinstance(sampler, Order):
         order = sampler

@@ -1,6 +1,8 @@
-"""Say what a resume can promise for a loader that is not holdfast's, and find the random generators it uses.
+"""Say what a resume can promise for a loader that is not holdfast's, and find the random generators
+it uses.
 
-The promise is "bit-exact", "none, because ..." or "not known, because ...": a sentence on which a user can act.
+The promise is "bit-exact", "none, because ..." or "not known, because ...": a sentence on which a
+user can act.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from holdfast.loader.torch_workers import keeps_workers
 
 EXACT = "bit-exact"
 
-# The order that these samplers return depends only on the random numbers and the epoch that they are given.
+# The order that these samplers return depends only on the random numbers and the epoch that they
+# are given.
 _SAMPLERS_WITHOUT_STATE = (
     RandomSampler,
     SequentialSampler,
@@ -44,13 +47,22 @@ _FOREIGN_SAMPLERS_WITHOUT_STATE = (
 _PLAIN_SEQUENCES = (list, tuple, range, torch.Tensor, np.ndarray)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-# Limits of the search for generators. A dataset holds its generator itself or in a transform. Objects that are deeper
-# or in longer containers are data.
+# Limits of the search for generators. A dataset holds its generator itself or in a transform.
+# Objects that are deeper or in longer containers are data.
 _MOST_LEVELS = 6
 _LONGEST_CONTAINER = 64
 _MOST_OBJECTS = 2000
 # Modules whose functions are not searched for generators in global variables.
-_LIBRARIES = ("builtins", "collections", "functools", "numpy", "random", "torch", "torchvision", "typing")
+_LIBRARIES = (
+    "builtins",
+    "collections",
+    "functools",
+    "numpy",
+    "random",
+    "torch",
+    "torchvision",
+    "typing",
+)
 
 
 def is_stateful(value: object) -> bool:
@@ -59,32 +71,39 @@ def is_stateful(value: object) -> bool:
 
 
 def torch_loader_of(loader: object) -> DataLoader[Any] | None:
-    """Return the torch ``DataLoader`` that a loader is or that holdfast's wrapper of it holds, or None."""
+    """Return the torch ``DataLoader`` that a loader is or that holdfast's wrapper of it holds,
+    or None.
+    """
     inner = getattr(loader, "torch_loader", loader)
     return inner if isinstance(inner, DataLoader) else None
 
 
-# --- the promise ------------------------------------------------------------------------------------------------
+# --- the promise
+# ------------------------------------------------------------------------
 
 
 def resume_promise(loader: object) -> str:
-    """Return the promise for a loader that is not holdfast's: that of the first rule in `_RULES` that has one."""
+    """Return the promise for a loader that is not holdfast's.
+
+    That of the first rule in `_RULES` that has one.
+    """
     for rule in _RULES:
         promise = rule(loader)
         if promise is not None:
             return promise
     return (
-        f"not known, because {type(loader).__name__} makes its batches in its own way. A resume reads and drops "
-        "batches up to the position, which is exact if each is made only when it is requested, from global random "
-        "numbers or generators that are attributes of the loader. Otherwise give it state_dict and load_state_dict"
+        f"not known, because {type(loader).__name__} makes its batches in its own way. A resume"
+        " reads and drops batches up to the position, which is exact if each is made only when it"
+        " is requested, from global random numbers or generators that are attributes of the"
+        " loader. Otherwise give it state_dict and load_state_dict"
     )
 
 
 def _promise_for_iterator(loader: object) -> str | None:
     if isinstance(loader, Iterator):
         return (
-            "none, because an iterator cannot be restarted: a resume can only drop as many batches of a new one. "
-            "Pass the iterable that it was made from"
+            "none, because an iterator cannot be restarted: a resume can only drop as many batches"
+            " of a new one. Pass the iterable that it was made from"
         )
     return None
 
@@ -101,10 +120,13 @@ def _promise_for_own_state(loader: object) -> str | None:
 def _promise_for_sequence(loader: object) -> str | None:
     if not isinstance(loader, _PLAIN_SEQUENCES):
         return None
-    if isinstance(loader, (list, tuple)) and any(isinstance(entry, (DataLoader, Iterator)) for entry in loader):
+    if isinstance(loader, (list, tuple)) and any(
+        isinstance(entry, (DataLoader, Iterator)) for entry in loader
+    ):
         return (
-            "none, because this is a list of loaders, and no checkpoint holds the positions in them. Pass one as "
-            'loader=, and the others as holdfast.DataLoader in state={"labelled": loader}'
+            "none, because this is a list of loaders, and no checkpoint holds the positions in"
+            " them. Pass one as loader=, and the others as holdfast.DataLoader in"
+            ' state={"labelled": loader}'
         )
     return EXACT
 
@@ -122,15 +144,17 @@ def _promise_for_torch_loader(loader: object) -> str | None:
 
 def _promise_for_subclass(loader: DataLoader[Any]) -> str | None:
     if type(loader).__iter__ is not DataLoader.__iter__:
-        return f"not known, because {type(loader).__name__} overrides __iter__ of torch's DataLoader"
+        return (
+            f"not known, because {type(loader).__name__} overrides __iter__ of torch's DataLoader"
+        )
     return None
 
 
 def _promise_out_of_order(loader: DataLoader[Any]) -> str | None:
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         return (
-            "none, because in_order=False returns batches in the order in which workers finish them, which differs "
-            "from run to run"
+            "none, because in_order=False returns batches in the order in which workers finish"
+            " them, which differs from run to run"
         )
     return None
 
@@ -138,9 +162,10 @@ def _promise_out_of_order(loader: DataLoader[Any]) -> str | None:
 def _promise_for_stream(loader: DataLoader[Any]) -> str | None:
     if isinstance(loader.dataset, IterableDataset):
         return (
-            f"not known, because the samples come from an IterableDataset ({type(loader.dataset).__name__}), which "
-            "may carry a position or random numbers from epoch to epoch. A resume reads and drops batches up to the "
-            "position; holdfast.DataLoader saves the dataset's state_dict instead"
+            "not known, because the samples come from an IterableDataset"
+            f" ({type(loader.dataset).__name__}), which may carry a position or random numbers from"
+            " epoch to epoch. A resume reads and drops batches up to the position;"
+            " holdfast.DataLoader saves the dataset's state_dict instead"
         )
     return None
 
@@ -150,13 +175,13 @@ def _promise_for_sampler(loader: DataLoader[Any]) -> str | None:
         name = type(sampler).__name__
         if is_stateful(sampler):
             return (
-                f"not known, because the order comes from {name}: its state_dict is saved, which is exact unless it "
-                "draws from torch's global random numbers during training"
+                f"not known, because the order comes from {name}: its state_dict is saved, which is"
+                " exact unless it draws from torch's global random numbers during training"
             )
         if not has_no_state(sampler):
             return (
-                f"not known, because {name} may carry state from epoch to epoch, and has no state_dict and "
-                "load_state_dict for a checkpoint"
+                f"not known, because {name} may carry state from epoch to epoch, and has no"
+                " state_dict and load_state_dict for a checkpoint"
             )
     return None
 
@@ -164,9 +189,10 @@ def _promise_for_sampler(loader: DataLoader[Any]) -> str | None:
 def _promise_for_persistent_workers(loader: DataLoader[Any]) -> str | None:
     if keeps_workers(loader):
         return (
-            "not known, because with persistent_workers=True the workers carry random numbers from epoch to epoch, "
-            "and no checkpoint holds them: after a resume beyond the first epoch the order is exact, but random "
-            "augmentation in the workers is not. holdfast.DataLoader restores both"
+            "not known, because with persistent_workers=True the workers carry random numbers from"
+            " epoch to epoch, and no checkpoint holds them: after a resume beyond the first epoch"
+            " the order is exact, but random augmentation in the workers is not."
+            " holdfast.DataLoader restores both"
         )
     return None
 
@@ -187,17 +213,23 @@ _TORCH_RULES: tuple[Callable[[DataLoader[Any]], str | None], ...] = (
 
 
 def keeps_by_state_dict(loader: object) -> bool:
-    """Return whether a loader or its sampler has a ``state_dict``, so that its author has provided for a resume."""
+    """Return whether a loader or its sampler has a ``state_dict``, so that its author has
+    provided for a resume.
+    """
     return is_stateful(loader) or any(is_stateful(sampler) for sampler in samplers_of(loader))
 
 
-# --- samplers and generators ------------------------------------------------------------------------------------
+# --- samplers and generators
+# ------------------------------------------------------------------------
 
 
 def samplers_of(loader: object) -> list[Any]:
-    """Return the samplers that decide a loader's order, outermost first: each with the ones inside it.
+    """Return the samplers that decide a loader's order, outermost first.
 
-    If a loader has a batch sampler, its attribute ``sampler`` is ignored, because torch does not use it then.
+    Each with the ones inside it.
+
+    If a loader has a batch sampler, its attribute ``sampler`` is ignored, because torch does not
+    use it then.
     """
     inner = torch_loader_of(loader)
     source = loader if inner is None else inner
@@ -228,36 +260,53 @@ def has_no_state(sampler: object) -> bool:
 
 def set_epoch(loader: object, epoch: int) -> None:
     """Tell a loader's samplers which epoch begins, also those inside of a sampler of batches."""
-    samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None), *samplers_of(loader)]
+    samplers = [
+        getattr(loader, "sampler", None),
+        getattr(loader, "batch_sampler", None),
+        *samplers_of(loader),
+    ]
     for sampler in {id(sampler): sampler for sampler in samplers}.values():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
 def sources_of_state(loader: object) -> list[Any]:
-    """Return the objects with random or other state that a loader uses: generators, and samplers with state.
+    """Return the objects with random or other state that a loader uses.
 
-    Generators are searched for in the attributes of the loader and its samplers, in the dataset, ``collate_fn`` and
-    transforms of a torch loader, and among the global variables that their functions use. Two loaders that were built
-    in the same way return them in the same order.
+    Generators, and samplers with state.
+
+    Generators are searched for in the attributes of the loader and its samplers, in the dataset,
+    ``collate_fn`` and transforms of a torch loader, and among the global variables that their
+    functions use. Two loaders that were built in the same way return them in the same order.
     """
     source = torch_loader_of(loader)
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    sources = [value for holder in holders for value in _attributes(holder) if isinstance(value, _GENERATORS)]
+    sources = [
+        value
+        for holder in holders
+        for value in _attributes(holder)
+        if isinstance(value, _GENERATORS)
+    ]
     if source is not None:
-        sources += generators_in([source.generator, *samplers_of(source), source.dataset, source.collate_fn])
+        sources += generators_in(
+            [source.generator, *samplers_of(source), source.dataset, source.collate_fn]
+        )
         sources += [sampler for sampler in samplers_of(source) if is_stateful(sampler)]
         sources += generators_in_globals([*samplers_of(source), source.dataset, source.collate_fn])
     return list({id(value): value for value in sources}.values())
 
 
 def generators_in(values: Iterable[Any]) -> list[Any]:
-    """Return the random generators among values and, down to `_MOST_LEVELS`, in their attributes and containers."""
+    """Return the random generators among values and, down to `_MOST_LEVELS`, in their attributes
+    and containers.
+    """
     return [value for value in _reachable(values) if isinstance(value, _GENERATORS)]
 
 
 def generators_in_globals(values: Iterable[Any]) -> list[Any]:
-    """Return the random generators in global variables that functions use: those among values, and their methods.
+    """Return the random generators in global variables that functions use.
+
+    Those among values, and their methods.
 
     Functions that are called by such a one are searched as well.
     """
@@ -297,7 +346,9 @@ def _is_of_a_library(module: str | None) -> bool:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the global names in the code of a function and of those that are defined inside of it."""
+    """Return the global names in the code of a function and of those that are defined inside of
+    it.
+    """
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -306,12 +357,16 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _reachable(values: Iterable[Any]) -> list[Any]:
-    """Return values and, down to `_MOST_LEVELS`, their attributes and what short containers hold, nearest first."""
+    """Return values and, down to `_MOST_LEVELS`, their attributes and what short containers
+    hold, nearest first.
+    """
     reached: list[Any] = []
     level = list(values)
     visited: dict[int, Any] = {}
     for _ in range(_MOST_LEVELS):
-        level = [value for value in level if id(value) not in visited][: _MOST_OBJECTS - len(visited)]
+        level = [value for value in level if id(value) not in visited][
+            : _MOST_OBJECTS - len(visited)
+        ]
         visited.update((id(value), value) for value in level)
         reached += level
         level = [part for value in level for part in _parts_of(value)]
@@ -319,7 +374,9 @@ def _reachable(values: Iterable[Any]) -> list[Any]:
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    """Return the objects that an object holds, or nothing for a long container or an array, which hold data."""
+    """Return the objects that an object holds, or nothing for a long container or an array,
+    which hold data.
+    """
     if isinstance(value, Mapping):
         return list(value.values()) if len(value) <= _LONGEST_CONTAINER else ()
     if isinstance(value, (list, tuple)):
@@ -332,7 +389,10 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """Return the values of an object's attributes; nothing for tensors, arrays, classes and modules."""
+    """Return the values of an object's attributes.
+
+    Nothing for tensors, arrays, classes and modules.
+    """
     if isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
         return []
     return list(getattr(value, "__dict__", {}).values())

@@ -1,8 +1,8 @@
 """Samples that are quarantined: which, since when, and on what evidence. No torch.
 
-The ledger is a JSON file beside the run's checkpoints, so it outlives rollbacks and restarts; a loader without a run
-keeps it in memory. A sample is replaced from the epoch on in which it was found, so that an earlier epoch that is
-trained again sees what it saw.
+The ledger is a JSON file beside the run's checkpoints, so it outlives rollbacks and restarts; a
+loader without a run keeps it in memory. A sample is replaced from the epoch on in which it was
+found, so that an earlier epoch that is trained again sees what it saw.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Quarantined:
 class Ledger:
     """Which samples are quarantined.
 
-    At most `limit` may be: a share of the dataset below 1, which allows at least 1, or a number; 0 for none at all.
+    At most `limit` may be: a share of the dataset below 1, which allows at least 1, or a number; 0
+        for none at all.
     """
 
     def __init__(self, limit: float, length: int | None, now: Callable[[], float]) -> None:
@@ -57,7 +58,9 @@ class Ledger:
         self._path: Path | None = None
         self._entries: dict[Any, Quarantined] = {}
         self._share = limit
-        self.limit = int(limit) if limit >= 1 or limit == 0 else max(1, math.floor(limit * (length or 0)))
+        self.limit = (
+            int(limit) if limit >= 1 or limit == 0 else max(1, math.floor(limit * (length or 0)))
+        )
 
     def __iter__(self) -> Iterator[Quarantined]:
         """Yield what was found, in that order, also what was released."""
@@ -68,10 +71,12 @@ class Ledger:
         return sum(not each.released for each in self)
 
     def keep_in(self, path: Path) -> None:
-        """Read the ledger of a run, and write it from now on; H612 if it holds too many, H617 if it is none.
+        """Read the ledger of a run, and write it from now on.
 
-        What was found here without a run is added, unless the file knows of it; a sample that was released there and
-        found bad here afterwards is quarantined again.
+        H612 if it holds too many, H617 if it is none.
+
+        What was found here without a run is added, unless the file knows of it; a sample that was
+        released there and found bad here afterwards is quarantined again.
         """
         kept = read_ledger(path)
         for entry in self:
@@ -90,24 +95,32 @@ class Ledger:
         return set(_indices(each for each in self if each.epoch <= epoch))
 
     def add(self, index: Any, kind: str, epoch: int, evidence: str) -> SampleQuarantined | None:
-        """Quarantine a sample; return the event if that is news. H612 if that would be one too many."""
+        """Quarantine a sample; return the event if that is news.
+
+        H612 if that would be one too many.
+        """
         index, not_written = key_of(index), None
         known = self._entries.get(index)
         if known is not None and not known.released and known.epoch <= epoch:
             return None
         if (known is None or known.released) and len(self) >= self.limit:
             raise self._too_many(
-                f"sample {index!r} cannot be used ({kind}: {last_line(evidence)}), and {len(self)} are quarantined "
-                f"already ({_some(_indices(self))})"
+                f"sample {index!r} cannot be used ({kind}: {last_line(evidence)}), and {len(self)}"
+                f" are quarantined already ({_some(_indices(self))})"
             )
-        evidence = evidence if len(evidence) <= _EVIDENCE_CHARACTERS else "..." + evidence[-_EVIDENCE_CHARACTERS:]
+        evidence = (
+            evidence
+            if len(evidence) <= _EVIDENCE_CHARACTERS
+            else "..." + evidence[-_EVIDENCE_CHARACTERS:]
+        )
         self._entries.pop(index, None)  # so that the order is that of finding
         self._entries[index] = Quarantined(
             index=index, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
         )
         try:
             self._write()
-        except OSError as error:  # a disk that is full ends no training: the sample is known here, and found again
+        # A disk that is full ends no training: the sample is known here, and found again
+        except OSError as error:
             not_written = str(error)
         return SampleQuarantined(
             sample=plain(index),
@@ -136,20 +149,27 @@ class Ledger:
         return LoaderError(
             what,
             limit=f"quarantine={self._share:g} allows {self.limit}",
-            fix="repair the data (`holdfast quarantine RUN_DIR` shows the evidence and releases samples), or raise "
-            "quarantine= if you can do without these samples.",
+            fix=(
+                "repair the data (`holdfast quarantine RUN_DIR` shows the evidence and releases"
+                " samples), or raise quarantine= if you can do without these samples."
+            ),
             rule="H612",
         )
 
 
 def last_line(evidence: str) -> str:
-    """Return the last line of some evidence that says what happened: of a traceback, the exception."""
+    """Return the last line of some evidence that says what happened.
+
+    Of a traceback, the exception.
+    """
     lines = [line for line in evidence.strip().splitlines() if not line.startswith(("Fix: ", "[H"))]
     return (lines or [""])[-1]
 
 
 def key_of(index: Any) -> Any:
-    """Return what an index is known by here, and in a file: numpy's numbers are numbers, lists are tuples.
+    """Return what an index is known by here, and in a file.
+
+    Numpy's numbers are numbers, lists are tuples.
 
     What a file cannot hold, or a set, such as bytes, a slice or a path, is known by its text.
     """
@@ -179,7 +199,10 @@ def _some(indices: list[Any]) -> str:
 
 
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
-    """Return the ledger of a run by index, empty if there is none; H617 for a file that is no ledger."""
+    """Return the ledger of a run by index, empty if there is none.
+
+    H617 for a file that is no ledger.
+    """
     try:
         body = json.loads(read_file(path, 1 << 30))
         if body["format"] != _FORMAT:
@@ -191,7 +214,9 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
         raise LoaderError(
             f"{path} is no quarantine ledger ({type(error).__name__}: {error})",
             limit="which samples are quarantined would be forgotten without a word",
-            fix="bring it back from a copy, or delete it; upgrade holdfast if a newer one wrote it.",
+            fix=(
+                "bring it back from a copy, or delete it; upgrade holdfast if a newer one wrote it."
+            ),
             rule="H617",
         ) from error
 

@@ -1,4 +1,7 @@
-"""The random state of this process: python, numpy, torch on the CPU and on devices, captured and put back."""
+"""The random state of this process.
+
+Python, numpy, torch on the CPU and on devices, captured and put back.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,12 @@ _MT19937_BYTES = 624 * 4 + 4  # the words and the position in them
 
 @dataclass(slots=True)
 class RandomState:
-    """All global random state: of ``random``, ``numpy.random``, and torch on the CPU (uint8, shape ``(5056,)``).
+    """All global random state.
 
-    `devices` has that of each device's default generator by name, such as ``"cuda:0"``; uint8, on the CPU.
+    Of ``random``, ``numpy.random``, and torch on the CPU (uint8, shape ``(5056,)``).
+
+    `devices` has that of each device's default generator by name, such as ``"cuda:0"``; uint8, on
+    the CPU.
     """
 
     python: tuple[Any, ...]
@@ -31,7 +37,12 @@ class RandomState:
 
     def to_tree(self) -> dict[str, Any]:
         """Return the state as containers, numbers and tensors, for a checkpoint."""
-        return {"python": self.python, "numpy": self.numpy, "cpu": self.cpu, "devices": self.devices}
+        return {
+            "python": self.python,
+            "numpy": self.numpy,
+            "cpu": self.cpu,
+            "devices": self.devices,
+        }
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RandomState:
@@ -47,9 +58,11 @@ class RandomState:
 
 
 def capture(devices: Sequence[torch.device] = ()) -> RandomState:
-    """Return the random state of this process and of these accelerator devices, without a device sync.
+    """Return the random state of this process and of these accelerator devices, without a device
+    sync.
 
-    Cost: about 5 microseconds, and 40 more if the generators of python and numpy were used since the last call.
+    Cost: about 5 microseconds, and 40 more if the generators of python and numpy were used since
+        the last call.
     """
     of_devices = {}
     for device in devices:
@@ -64,7 +77,8 @@ def restore(state: RandomState) -> None:
         random.setstate(state.python)
     if _numpy_state() is not state.numpy:
         np.random.set_state(state.numpy)
-        _seen = b"", None  # the half of a pair that came back with it does not show in the raw memory
+        # The half of a pair that came back with it does not show in the raw memory
+        _seen = b"", None
     _set_torch_state(state.cpu)
     for name, device_state in state.devices.items():
         device = torch.device(name)
@@ -74,7 +88,10 @@ def restore(state: RandomState) -> None:
 
 
 def of_another_rank(state: RandomState, rank: int) -> RandomState:
-    """Return the state of a rank that a checkpoint of fewer or more knows nothing of: a stream of its own."""
+    """Return the state of a rank that a checkpoint of fewer or more knows nothing of.
+
+    A stream of its own.
+    """
     before = capture()
     restore(state)
     seed = int(torch.randint(2**31, ())) + rank
@@ -96,14 +113,20 @@ _python_memory = (ctypes.c_char * _MT19937_BYTES).from_address(id(_INSTANCE) + o
 
 def _layout_is_known() -> bool:
     """Say whether that memory is what `random.getstate` shows, as in every CPython so far."""
-    if sys.implementation.name != "cpython" or type(_INSTANCE).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
+    if (
+        sys.implementation.name != "cpython"
+        or type(_INSTANCE).__basicsize__ < object.__basicsize__ + _MT19937_BYTES
+    ):
         return False
     words = struct.unpack("=I624I", _python_memory.raw)
     return bool((*words[1:], words[0]) == random.getstate()[1])
 
 
 def _python_state() -> Any:
-    """Return python's global state, the same object if nothing was drawn since: else it takes 10 us."""
+    """Return python's global state, the same object if nothing was drawn since.
+
+    Else it takes 10 us.
+    """
     global _seen_python
     if not _READS_RAW:
         return random.getstate()
@@ -119,16 +142,22 @@ _numpy_memory: tuple[Any, Any] = (None, None)  # the generator, and where its wo
 
 
 def _numpy_state() -> Any:
-    """Return numpy's global state, the same object if nothing was drawn since: reading it takes 28 microseconds.
+    """Return numpy's global state, the same object if nothing was drawn since.
 
-    The raw memory misses the second half of a pair of normal numbers, so a state that holds one is always read anew.
+    Reading it takes 28 microseconds.
+
+    The raw memory misses the second half of a pair of normal numbers, so a state that holds one is
+    always read anew.
     """
     global _seen, _numpy_memory
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return np.random.get_state(legacy=False)
     if generator is not _numpy_memory[0]:
-        _numpy_memory = generator, (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address)
+        _numpy_memory = (
+            generator,
+            (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address),
+        )
     raw = _numpy_memory[1].raw
     seen_raw, seen_state = _seen
     holds_normal = seen_state is not None and seen_state[3]
@@ -137,14 +166,18 @@ def _numpy_state() -> Any:
     return _seen[1]
 
 
-_torch_state, _set_torch_state = torch.default_generator.get_state, torch.default_generator.set_state
+_torch_state, _set_torch_state = (
+    torch.default_generator.get_state,
+    torch.default_generator.set_state,
+)
 _seed_torch = torch.default_generator.manual_seed
 
 
 def seed_cpu(seed: int) -> None:
     """Seed python, numpy and torch on the CPU with 0 to 2**63 - 1.
 
-    ``torch.manual_seed`` costs 75 microseconds, and queues one more callback at each call while CUDA is not touched.
+    ``torch.manual_seed`` costs 75 microseconds, and queues one more callback at each call while
+    CUDA is not touched.
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -152,10 +185,11 @@ def seed_cpu(seed: int) -> None:
 
 
 class LazySeeding:
-    """Seeds that spare the generators of python and numpy, 6 microseconds, as long as nothing draws from them.
+    """Seeds that spare the generators of python and numpy, 6 microseconds, as long as nothing draws
+    from them.
 
-    What was made until `was_drawn` finds that something has drawn has to be made again. torch's is always seeded: a
-    dataset may ask for ``torch.initial_seed()``, which leaves no trace.
+    What was made until `was_drawn` finds that something has drawn has to be made again. torch's is
+    always seeded: a dataset may ask for ``torch.initial_seed()``, which leaves no trace.
     """
 
     def __init__(self, draws: bool = False) -> None:  # noqa: FBT001, FBT002 - one flag
@@ -173,7 +207,10 @@ class LazySeeding:
         return (None, None) if self.draws else (_python_state(), _numpy_state())
 
     def was_drawn(self, before: tuple[Any, Any]) -> bool:
-        """Return whether a generator that was not seeded has been drawn from; both are seeded from now on."""
+        """Return whether a generator that was not seeded has been drawn from.
+
+        Both are seeded from now on.
+        """
         if self.draws:
             return False
         python, numpy = self.stand()
@@ -192,7 +229,10 @@ def isolated() -> Iterator[None]:
 
 
 class SeededGenerator(torch.Generator):
-    """A generator that is seeded before each use: its state need not be sent to a worker, which would die of that."""
+    """A generator that is seeded before each use.
+
+    Its state need not be sent to a worker, which would die of that.
+    """
 
     def __reduce__(self) -> Any:
         return SeededGenerator, ()

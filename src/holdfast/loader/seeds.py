@@ -1,6 +1,8 @@
-"""Seeds that depend on nothing but (seed, epoch, index), and the counter-based hash that they and the orders use.
+"""Seeds that depend on nothing but (seed, epoch, index), and the counter-based hash that they and
+the orders use.
 
-So augmentation is the same whatever the worker count, the batch size, or the place where a run was stopped.
+So augmentation is the same whatever the worker count, the batch size, or the place where a run was
+stopped.
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_GAMMA, _FIRST_FACTOR, _SECOND_FACTOR = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GAMMA, _FIRST_FACTOR, _SECOND_FACTOR = map(
+    np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 _1, _27, _30, _31 = map(np.uint64, (1, 27, 30, 31))  # made once: a batch takes one call
 _MASK = 2**64 - 1
 
 
 def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return outputs of the SplitMix64 generator that is seeded with the key, by their counters; uint64, any shape.
+    """Return outputs of the SplitMix64 generator that is seeded with the key, by their counters.
 
-    The constants are those of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), as
-    published by Vigna. Each counter costs the same, whichever it is.
+    Uint64, any shape.
+
+    The constants are those of Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators" (2014), as published by Vigna. Each counter costs the same, whichever it is.
     """
     state = counters + _1
     state *= _GAMMA
@@ -53,7 +59,10 @@ def _plain(part: object) -> str:
 
 
 class SampleSeeds:
-    """The seeds of samples: numbers of the generator of (seed, epoch), else `derive_seed` of all three."""
+    """The seeds of samples.
+
+    Numbers of the generator of (seed, epoch), else `derive_seed` of all three.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -69,8 +78,13 @@ class SampleSeeds:
         if epoch != self._epoch:
             self._epoch, self._key = epoch, derive_seed(self._seed, epoch, "samples")
         usual = set(map(type, indices)) == {int}
-        if not usual and any(not hasattr(index, "__index__") or getattr(index, "ndim", 0) for index in indices):
+        if not usual and any(
+            not hasattr(index, "__index__") or getattr(index, "ndim", 0) for index in indices
+        ):
             many = len(indices) > 1
-            return [self.of(epoch, each) if many else derive_seed(self._seed, epoch, each) for each in indices]
+            return [
+                self.of(epoch, each) if many else derive_seed(self._seed, epoch, each)
+                for each in indices
+            ]
         counters = np.array([int(index) & _MASK for index in indices], dtype=np.uint64)
         return (random_bits(counters, self._key) >> _1).tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,5 @@
-"""An exception that a signal's handler raised wherever the main thread was by then, such as in a sample's code.
+"""An exception that a signal's handler raised wherever the main thread was by then, such as in a
+sample's code.
 
 It is neither the sample's, nor of whatever else may fail there without an end to training.
 """
@@ -12,12 +13,16 @@ from types import CodeType
 
 from torch.utils.data import get_worker_info
 
-_TIMERS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}  # by which a sample limits its own time
+# By which a sample limits its own time
+_TIMERS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
 _seen: set[CodeType] = set()
 
 
 def note_handlers() -> None:
-    """Remember the handlers that there are: many a handler begins by putting another one in its place."""
+    """Remember the handlers that there are.
+
+    Many a handler begins by putting another one in its place.
+    """
     _seen.clear()
     _seen.update(_handlers())
 
@@ -47,10 +52,12 @@ def came_of_a_handler(error: BaseException) -> bool:
 
 
 def let_through(error: BaseException) -> None:
-    """Raise an exception again if a handler of a signal raised it or its cause, such as ``sys.exit()`` at SIGTERM.
+    """Raise an exception again if a handler of a signal raised it or its cause, such as
+    ``sys.exit()`` at SIGTERM.
 
-    A handler runs wherever the main thread is, so also in the middle of a sample. Whoever deals with what samples
-    raise would take it for one of theirs, try again, and go on. In a worker a signal is no request to the training.
+    A handler runs wherever the main thread is, so also in the middle of a sample. Whoever deals
+    with what samples raise would take it for one of theirs, try again, and go on. In a worker a
+    signal is no request to the training.
     """
     if get_worker_info() is None and came_of_a_handler(error):
         raise error

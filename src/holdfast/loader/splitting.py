@@ -1,13 +1,17 @@
 """Find the batch dimension of any pytree of tensors, and cut micro-batches out of it.
 
-    default        every tensor and array with at least one dimension is cut along dimension 0; they must agree
-                   on its size. A list of that many strings or numbers is cut too; all else goes to every part.
+    default        every tensor and array with at least one dimension is cut along dimension 0; they
+    must agree
+                   on its size. A list of that many strings or numbers is cut too; all else goes to
+                   every part.
     split=1        as above along dimension 1 (sequence-first batches)
-    split={...}    a prefix of the batch's structure: a dimension, None (shared), or "items" (a sequence with
+    split={...}    a prefix of the batch's structure: a dimension, None (shared), or "items" (a
+    sequence with
                    one entry per sample, of whatever shape)
     split=f        f(batch, micro_batch_size) returns the list of micro-batches
 
-Tensors are cut as views: no copy. What cannot be cut is an error that names the leaves, never a silent no-op.
+Tensors are cut as views: no copy. What cannot be cut is an error that names the leaves, never a
+    silent no-op.
 """
 
 from __future__ import annotations
@@ -27,13 +31,16 @@ SplitFunction: TypeAlias = Callable[[Any, int], Sequence[Any]]
 Split: TypeAlias = SplitSpec | SplitFunction
 
 _FIX = (
-    "pass split= with the batch dimension of each part, for instance split={'frames': 1, 'mask': None, "
-    "'targets': 'items'}, or micro_batch_size=None to turn splitting off."
+    "pass split= with the batch dimension of each part, for instance split={'frames': 1, 'mask':"
+    " None, 'targets': 'items'}, or micro_batch_size=None to turn splitting off."
 )
 
 
 def batch_size(batch: Any, split: Split = 0) -> int:
-    """Return the number of samples in a batch; H204 if leaves disagree, H205 if nothing can be cut or understood."""
+    """Return the number of samples in a batch.
+
+    H204 if leaves disagree, H205 if nothing can be cut or understood.
+    """
     if callable(split):
         return len(split(batch, 1))
     sizes = set[int]()
@@ -57,8 +64,8 @@ def micro_batches(
 ) -> list[tuple[Any, int]]:
     """Cut a batch of `size` samples; return pairs of a part and its number of samples, in order.
 
-    A part has at most `micro_batch_size`, but a rest shorter than `smallest` is added to the part before it. A
-    function that cuts decides for itself.
+    A part has at most `micro_batch_size`, but a rest shorter than `smallest` is added to the part
+    before it. A function that cuts decides for itself.
     """
     if callable(split):
         parts = list(split(batch, micro_batch_size))
@@ -77,11 +84,17 @@ def micro_batches(
         starts.pop()
     lengths = [end - start for start, end in zip(starts, [*starts[1:], size], strict=False)]
     ends = zip(starts, lengths, strict=True)
-    return [(_part_of(batch, split, size, slice(start, start + length)), length) for start, length in ends]
+    return [
+        (_part_of(batch, split, size, slice(start, start + length)), length)
+        for start, length in ends
+    ]
 
 
 def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> Any:
-    """Return a batch of some samples, in the order of `indices`, copied; H205 for a function that cuts."""
+    """Return a batch of some samples, in the order of `indices`, copied.
+
+    H205 for a function that cuts.
+    """
     if callable(split):
         raise _uncuttable("a batch that a function cuts")
 
@@ -108,7 +121,10 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
 
 
 def leaves_of(batch: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of a batch with its path, in order; a list of strings or numbers is one leaf."""
+    """Yield every leaf of a batch with its path, in order.
+
+    A list of strings or numbers is one leaf.
+    """
     for path, leaf, _ in _leaves(batch, 0, "batch"):
         yield path, leaf
 
@@ -119,13 +135,16 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def fresh(batch: Any) -> Any:
-    """Return the batch in new containers and with arrays copied, so that a loss function may change these.
+    """Return the batch in new containers and with arrays copied, so that a loss function may change
+    these.
 
     Tensors are shared: their version counters show whether they were changed; arrays have none.
     """
     if _is_usual(batch):
         return type(batch)(batch)
-    return _map(batch, 0, "batch", lambda _, leaf, __: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
+    return _map(
+        batch, 0, "batch", lambda _, leaf, __: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    )
 
 
 def copied(batch: Any) -> Any:
@@ -149,15 +168,20 @@ _SHARED = (str, bytes, bool, int, float, complex, type(None), np.generic, torch.
 
 
 def _is_plain_list(node: Any) -> bool:
-    """Say whether this is a list of values of one kind, such as utterance names, that is cut as a whole."""
+    """Say whether this is a list of values of one kind, such as utterance names, that is cut as
+    a whole.
+    """
     kinds: tuple[tuple[type, ...], ...] = ((str,), (bytes,), (int, float))
-    return type(node) in (list, tuple) and any(all(isinstance(item, kind) for item in node) for kind in kinds)
+    return type(node) in (list, tuple) and any(
+        all(isinstance(item, kind) for item in node) for kind in kinds
+    )
 
 
 def _children(node: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, or None for a leaf."""
     if isinstance(node, PackedSequence) or _is_plain_list(node):
-        return None  # the first is a named tuple of tensors whose first dimension is no batch dimension
+        # The first is a named tuple of tensors whose first dimension is no batch dimension
+        return None
     return children_of(node)
 
 
@@ -186,7 +210,9 @@ def _leaves(node: Any, spec: SplitSpec, path: str) -> Iterator[tuple[str, Any, S
         yield from _leaves(child, _spec_of(spec, key, child_path), child_path)
 
 
-def _map(node: Any, spec: SplitSpec, path: str, function: Callable[[str, Any, SplitSpec], Any]) -> Any:
+def _map(
+    node: Any, spec: SplitSpec, path: str, function: Callable[[str, Any, SplitSpec], Any]
+) -> Any:
     children = None if spec == "items" else _children(node)
     if children is None:
         return function(path, node, spec)
@@ -204,14 +230,22 @@ def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
     if how is not None and not isinstance(how, int):
         raise BatchError(
             f"split= says {how!r} about {path}, a {type(leaf).__name__}",
-            limit="it takes a dimension, None (shared), or 'items' for a sequence with one entry per sample",
+            limit=(
+                "it takes a dimension, None (shared), or 'items' for a sequence with one entry per"
+                " sample"
+            ),
             fix=f"name one of these for {path}.",
             rule="H204",
         )
     if how is None or isinstance(leaf, _SHARED) or _is_plain_list(leaf):
         return None
-    if not _is_array(leaf) or (isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided)):
-        raise _uncuttable(f"{path} is a {type(leaf).__name__}, and whether each sample has a part in it is unknown")
+    if not _is_array(leaf) or (
+        isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided)
+    ):
+        raise _uncuttable(
+            f"{path} is a {type(leaf).__name__}, and whether each sample has a part in it is"
+            " unknown"
+        )
     if leaf.ndim == 0:
         return None
     if not -leaf.ndim <= how < leaf.ndim:
@@ -225,11 +259,18 @@ def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
 
 
 def _part_of(batch: Any, spec: SplitSpec, size: int, part: slice | list[int]) -> Any:
-    """Return some samples of a batch: tensors as views for a slice, as copies for a list of places."""
+    """Return some samples of a batch.
+
+    Tensors as views for a slice, as copies for a list of places.
+    """
 
     def choose(path: str, leaf: Any, how: SplitSpec) -> Any:
         if how == "items" or (how is not None and _is_plain_list(leaf) and len(leaf) == size):
-            return leaf[part] if isinstance(part, slice) else type(leaf)([leaf[place] for place in part])
+            return (
+                leaf[part]
+                if isinstance(part, slice)
+                else type(leaf)([leaf[place] for place in part])
+            )
         if _size(path, leaf, how) is None:
             return leaf
         return leaf[(slice(None),) * (how % leaf.ndim) + (part,)]
@@ -238,7 +279,9 @@ def _part_of(batch: Any, spec: SplitSpec, size: int, part: slice | list[int]) ->
 
 
 def _uncuttable(what: str) -> BatchError:
-    return BatchError(what, limit="only parts with a known batch dimension can be cut", fix=_FIX, rule="H205")
+    return BatchError(
+        what, limit="only parts with a known batch dimension can be cut", fix=_FIX, rule="H205"
+    )
 
 
 def _disagreement(batch: Any, spec: SplitSpec) -> BatchError:

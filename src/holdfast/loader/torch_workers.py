@@ -1,9 +1,10 @@
-"""Resume torch's own ``DataLoader`` with ``persistent_workers=True`` in the order of the undisturbed run.
+"""Resume torch's own ``DataLoader`` with ``persistent_workers=True`` in the order of the
+undisturbed run.
 
-The first epoch starts the workers, and draws a seed for them before the sampler draws its own. Later epochs reuse the
-workers and draw only the sampler's seed. A process that resumes in a later epoch has no workers yet. If it began the
-epoch like that, it would draw one random number more, and the sampler would return another order. So the workers are
-started before.
+The first epoch starts the workers, and draws a seed for them before the sampler draws its own.
+Later epochs reuse the workers and draw only the sampler's seed. A process that resumes in a later
+epoch has no workers yet. If it began the epoch like that, it would draw one random number more, and
+the sampler would return another order. So the workers are started before.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ def has_workers(loader: DataLoader[Any]) -> bool:
 
 
 def match_workers(loader: DataLoader[Any], *, started: bool) -> None:
-    """Start or end the persistent workers, so that they exist if they existed in the undisturbed run.
+    """Start or end the persistent workers, so that they exist if they existed in the undisturbed
+    run.
 
-    The global random state does not change, but starting workers may draw from the loader's own ``generator``.
+    The global random state does not change, but starting workers may draw from the loader's own
+    ``generator``.
 
     Args:
-        loader: The loader, before the epoch begins. One without persistent workers is left as it is.
+        loader: The loader, before the epoch begins. One without persistent workers is left as it
+            is.
         started: Whether the workers had been started in the undisturbed run.
     """
     if not keeps_workers(loader) or has_workers(loader) == started:
@@ -44,7 +48,9 @@ def match_workers(loader: DataLoader[Any], *, started: bool) -> None:
 
 
 def _start_idle_workers(loader: DataLoader[Any]) -> None:
-    """Start the workers by beginning an epoch of an empty sampler, so that they have nothing to load."""
+    """Start the workers by beginning an epoch of an empty sampler, so that they have nothing to
+    load.
+    """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
     # torch's `__setattr__` refuses to change the sampler after construction.

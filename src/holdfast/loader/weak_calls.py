@@ -7,7 +7,9 @@ from typing import Any
 
 
 class WeakCall:
-    """A method of an object that may be gone: then nothing happens. A bound method would be a cycle of references.
+    """A method of an object that may be gone: then nothing happens.
+
+    A bound method would be a cycle of references.
 
     A copy of the object has a copy of this. What the method returns is not passed on.
     """

@@ -1,10 +1,13 @@
 """What to try next when memory is short, and when to ask for more again.
 
-    out of memory      retry the same (bit-exact) → recompute activations, more as long as that saves (bit-exact
+    out of memory      retry the same (bit-exact) → recompute activations, more as long as that
+    saves (bit-exact
                        on CPU) → halve the micro-batch (equal up to rounding) → stop
-    clean steps        after `grow_after_steps` of them: double the micro-batch, at last switch recompute off
+    clean steps        after `grow_after_steps` of them: double the micro-batch, at last switch
+        recompute off
 
-A larger size is a trial for one step: if it fails, the old one comes back at once and the wait doubles, up to 64
+A larger size is a trial for one step: if it fails, the old one comes back at once and the wait
+    doubles, up to 64
 times, so it never thrashes. The state is part of every checkpoint.
 
 Does not: touch the device, free anything, or know what a batch is.
@@ -26,19 +29,23 @@ _LONGEST_WAIT_FACTOR = 64
 class Plan:
     """How an attempt runs."""
 
-    micro_batch_size: int | None = None  # most samples in one forward/backward; None is the whole batch
+    # Most samples in one forward/backward; None is the whole batch
+    micro_batch_size: int | None = None
     recompute: tuple[str, ...] = ()  # names of the modules whose activations are recomputed
 
     def samples(self, batch_size: int) -> int:
         """Return the samples in one forward/backward of a batch of this size."""
-        return batch_size if self.micro_batch_size is None else min(self.micro_batch_size, batch_size)
+        return (
+            batch_size if self.micro_batch_size is None else min(self.micro_batch_size, batch_size)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedies:
     """What a step may do about a lack of memory."""
 
-    recompute: tuple[str, ...] = ()  # modules for the next attempt; those of the last one if no others help
+    # Modules for the next attempt; those of the last one if no others help
+    recompute: tuple[str, ...] = ()
     no_split: str | None = None  # why the batch may not be split, or None if it may
     split_promise: Promise = "equal up to rounding"  # what splitting this batch promises
     recompute_promise: Promise = "bit-exact"  # what recomputing promises on this device
@@ -51,20 +58,25 @@ class MemoryLadder:
     def __init__(
         self,
         *,
-        largest: int | None,  # most samples per forward/backward that the policy allows; None is the whole batch
+        # Most samples per forward/backward that the policy allows; None is the whole batch
+        largest: int | None,
         grow_after_steps: int,
-        start: int | None = None,  # samples per forward/backward to begin with; None is as many as are allowed
-        recompute: tuple[str, ...] = (),  # modules that are recomputed from the first step on, for good
+        # Samples per forward/backward to begin with; None is as many as are allowed
+        start: int | None = None,
+        # Modules that are recomputed from the first step on, for good
+        recompute: tuple[str, ...] = (),
     ) -> None:
         self._largest = largest
         self._grow_after_steps = grow_after_steps
         self._always_recompute = recompute
         self.plan = Plan(micro_batch_size=largest if start is None else start, recompute=recompute)
-        self._fallback: Plan | None = None  # the plan that is known to fit, while a larger one is tried
+        # The plan that is known to fit, while a larger one is tried
+        self._fallback: Plan | None = None
         self._clean_steps = 0
         self._wait = grow_after_steps
         self._tight_batch = 0  # samples of the largest batch that ran out of memory
-        self._remedies = Remedies()  # of the last failure: what was promised then holds for the way back too
+        # Of the last failure: what was promised then holds for the way back too
+        self._remedies = Remedies()
 
     @classmethod
     def of(cls, policy: Policy) -> MemoryLadder:
@@ -83,20 +95,26 @@ class MemoryLadder:
         return self._fallback is not None
 
     def decide_after_oom(self, *, batch_size: int, failures: int, remedies: Remedies) -> Decision:
-        """Return what to do about the last of so many attempts that ran out of memory, and make it the plan."""
+        """Return what to do about the last of so many attempts that ran out of memory, and make
+        it the plan.
+        """
         self._clean_steps = 0
         self._remedies = remedies
         self._tight_batch = max(self._tight_batch, batch_size)
         if self._fallback is not None:
             self.plan, self._fallback = self._fallback, None
             self._wait = min(2 * self._wait, _LONGEST_WAIT_FACTOR * self._grow_after_steps)
-            return self._as_decision("the larger plan that was tried does not fit", batch_size, remedies)
+            return self._as_decision(
+                "the larger plan that was tried does not fit", batch_size, remedies
+            )
         if failures == 1:
             return Retry(reason="freed what the failed attempt held", promise="bit-exact")
         if set(remedies.recompute) > set(self.plan.recompute):
             self.plan = replace(self.plan, recompute=remedies.recompute)
             reason = "these modules keep most bytes for the backward pass"
-            return Recompute(reason=reason, promise=remedies.recompute_promise, modules=remedies.recompute)
+            return Recompute(
+                reason=reason, promise=remedies.recompute_promise, modules=remedies.recompute
+            )
         samples = self.plan.samples(batch_size)
         if samples <= remedies.smallest:
             return Stop(reason=f"{samples} sample(s) at a time do not fit", promise="bit-exact")
@@ -126,7 +144,10 @@ class MemoryLadder:
             self._clean_steps = 0
             return None
         self._clean_steps += 1
-        is_largest = self.plan.micro_batch_size == self._largest and self.plan.recompute == self._always_recompute
+        is_largest = (
+            self.plan.micro_batch_size == self._largest
+            and self.plan.recompute == self._always_recompute
+        )
         if self._clean_steps < self._wait or is_largest:
             return None
         larger = self._larger(max(batch_size, self._tight_batch))
@@ -136,7 +157,11 @@ class MemoryLadder:
         reason = f"{self._wait} clean steps"
         if larger.recompute != self._fallback.recompute:
             return Recompute(reason=reason, promise=self._remedies.recompute_promise, modules=())
-        return Grow(reason=reason, promise=self._remedies.split_promise, micro_batch_size=larger.micro_batch_size)
+        return Grow(
+            reason=reason,
+            promise=self._remedies.split_promise,
+            micro_batch_size=larger.micro_batch_size,
+        )
 
     def _larger(self, batch_size: int) -> Plan:
         size = self.plan.micro_batch_size
@@ -150,7 +175,9 @@ class MemoryLadder:
         samples = self.plan.samples(batch_size)
         if samples < batch_size:
             return Split(reason=reason, promise=remedies.split_promise, micro_batch_size=samples)
-        return Recompute(reason=reason, promise=remedies.recompute_promise, modules=self.plan.recompute)
+        return Recompute(
+            reason=reason, promise=remedies.recompute_promise, modules=self.plan.recompute
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -171,7 +198,11 @@ class MemoryLadder:
         self._tight_batch = number(state["tight_batch"], or_none=True)
 
     def _plan_of(self, state: dict[str, Any]) -> Plan:
-        size = None if state["micro_batch_size"] is None else count(state["micro_batch_size"], least=1, below=2**31)
+        size = (
+            None
+            if state["micro_batch_size"] is None
+            else count(state["micro_batch_size"], least=1, below=2**31)
+        )
         if self._largest is not None:
             size = self._largest if size is None else min(size, self._largest)
         return Plan(micro_batch_size=size, recompute=tuple(state["recompute"]))

@@ -1,6 +1,8 @@
-"""Recognise an out-of-memory error in every form it takes, drop what it holds, and give memory back.
+"""Recognise an out-of-memory error in every form it takes, drop what it holds, and give memory
+back.
 
-The frames of the exception own the activations of the failed attempt, so nothing can be freed inside the
+The frames of the exception own the activations of the failed attempt, so nothing can be freed
+inside the
 ``except`` block: leave it first, then call `clear_exception_frames` and `release_memory`.
 """
 
@@ -19,8 +21,8 @@ from holdfast.core.errors import HoldfastError, OutOfMemoryError
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.onednn import is_onednn_failure
 
-# Texts as found in torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc. An error's type is looked at
-# first; these are for errors that are a bare RuntimeError, AcceleratorError or OSError.
+# Texts as found in torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc. An error's type is
+# looked at first; these are for errors that are a bare RuntimeError, AcceleratorError or OSError.
 _PATTERNS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -41,16 +43,20 @@ _PATTERNS = tuple(
 # Of the dynamic linker, for a library that does not fit into the address space: an ImportError.
 _NOT_LOADED = re.compile(r"failed to map segment|cannot allocate memory", re.IGNORECASE)
 _STICKY = re.compile(
-    r"device-side assert|illegal memory access|unspecified launch failure|uncorrectable|misaligned address"
+    r"device-side assert|illegal memory access|unspecified launch failure|uncorrectable|misaligned"
+    r" address"
     r"|illegal instruction|hardware stack error|cuda error: .*context is destroyed",
     re.IGNORECASE,
 )
 
 
 def find_out_of_memory(error: BaseException) -> str | None:
-    """Return one line about the out-of-memory error in this error or its causes; None if it is something else.
+    """Return one line about the out-of-memory error in this error or its causes.
 
-    An `OutOfMemoryError` of holdfast itself is something else: a verdict, and no failure to allocate.
+    None if it is something else.
+
+    An `OutOfMemoryError` of holdfast itself is something else: a verdict, and no failure to
+        allocate.
 
     Example:
         >>> find_out_of_memory(MemoryError("no room"))
@@ -76,11 +82,12 @@ def find_out_of_memory(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def naming_lack_of_memory(activity: str) -> Iterator[None]:
-    """Raise H401 with what was being done, in place of a bare error for lack of memory such as ``MemoryError``.
+    """Raise H401 with what was being done, in place of a bare error for lack of memory such as
+    ``MemoryError``.
 
     Args:
-        activity: What is done inside, as it follows "while", such as ``"reading a checkpoint"``. Of several contexts
-            the innermost names it.
+        activity: What is done inside, as it follows "while", such as ``"reading a checkpoint"``. Of
+            several contexts the innermost names it.
     """
     try:
         yield
@@ -91,19 +98,24 @@ def naming_lack_of_memory(activity: str) -> Iterator[None]:
         raise OutOfMemoryError(
             f"memory ran out while {activity} ({found})",
             limit="what is on the disk is whole: the newest checkpoint is where the run continues",
-            fix="leave the process more memory (a limit such as `ulimit -v`, other processes, loader workers), or "
-            "make model and batch smaller, and start again.",
+            fix=(
+                "leave the process more memory (a limit such as `ulimit -v`, other processes,"
+                " loader workers), or make model and batch smaller, and start again."
+            ),
             rule="H401",
         ) from error
 
 
 def is_sticky(error: BaseException) -> bool:
     """Say whether the device's context is dead, so that nothing on it can be retried or saved."""
-    return any(isinstance(link, RuntimeError) and _STICKY.search(str(link)) for link in _causes(error))
+    return any(
+        isinstance(link, RuntimeError) and _STICKY.search(str(link)) for link in _causes(error)
+    )
 
 
 def clear_exception_frames(error: BaseException) -> None:
-    """Drop every frame that an exception and its chain hold, and with them the tensors in those frames.
+    """Drop every frame that an exception and its chain hold, and with them the tensors in those
+    frames.
 
     Call it after the ``except`` block was left; the running frames keep their variables.
     """
@@ -116,7 +128,8 @@ def clear_exception_frames(error: BaseException) -> None:
 def release_memory(devices: Sequence[torch.device]) -> None:
     """Collect garbage and give cached blocks back, on the host and on these devices.
 
-    Cost: a full garbage collection, 0.1 to 0.3 s in a large process. Only after an out-of-memory error.
+    Cost: a full garbage collection, 0.1 to 0.3 s in a large process. Only after an out-of-memory
+        error.
     """
     gc.collect()
     for device in devices:
@@ -125,7 +138,10 @@ def release_memory(devices: Sequence[torch.device]) -> None:
 
 
 def _causes(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and its causes; with `contexts` also what was being handled when they were raised."""
+    """Yield an error and its causes.
+
+    With `contexts` also what was being handled when they were raised.
+    """
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

@@ -1,13 +1,19 @@
-"""Which modules to recompute: measured by the bytes that each call of them keeps for the backward pass.
+"""Which modules to recompute.
 
-Measured in an attempt that is made again because memory was short, never in others: each call of a module is noted,
-and what autograd saves in it (`torch.autograd.graph.saved_tensors_hooks`), by storage. What a call saves beyond its
-inputs is forgotten if it is recomputed, and is there again, one call at a time, in the backward pass. So a choice is
-judged by the peak that it would have had: a module called once that holds everything saves nothing, one that is
-called a hundred times saves 99 of 100 parts. An attempt that fails is measured as far as it came, which is what had
-filled the memory by then.
+Measured by the bytes that each call of them keeps for the backward pass.
 
-Not considered: modules that change what is not put back for the second pass, that is their inputs, tensors in plain
+Measured in an attempt that is made again because memory was short, never in others: each call of a
+    module is noted,
+and what autograd saves in it (`torch.autograd.graph.saved_tensors_hooks`), by storage. What a call
+saves beyond its inputs is forgotten if it is recomputed, and is there again, one call at a time, in
+the backward pass. So a choice is
+judged by the peak that it would have had: a module called once that holds everything saves nothing,
+    one that is
+called a hundred times saves 99 of 100 parts. An attempt that fails is measured as far as it came,
+which is what had filled the memory by then.
+
+Not considered: modules that change what is not put back for the second pass, that is their inputs,
+    tensors in plain
 attributes, and containers that grow; and modules with parts that have hooks of the caller's.
 
 Does not: recompute (see ``recompute``), or decide when (see ``ladder``).
@@ -28,12 +34,20 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast.memory.recompute import OWN_ATTRIBUTES, ReplacedForward, has_storage, tensors_of, versions_of
+from holdfast.memory.recompute import (
+    OWN_ATTRIBUTES,
+    ReplacedForward,
+    has_storage,
+    tensors_of,
+    versions_of,
+)
 
 _LEAST_GAIN = 0.05  # of the peak: a smaller one costs more time than it is worth
-_CALL_BYTES = 2**14  # that a call which is recomputed takes itself: random state (5 KB), frames of autograd
+# That a call which is recomputed takes itself: random state (5 KB), frames of autograd
+_CALL_BYTES = 2**14
 NOTHING_SAVES = (
-    "no module that may be recomputed keeps much for the backward pass beyond its inputs, as far as the attempt came"
+    "no module that may be recomputed keeps much for the backward pass beyond its inputs, as far as"
+    " the attempt came"
 )
 
 
@@ -51,7 +65,10 @@ class _Call:
 
 @dataclass(slots=True)
 class Measurement:
-    """What one forward pass has saved: storages by number, each save with the innermost call that it was made in."""
+    """What one forward pass has saved.
+
+    Storages by number, each save with the innermost call that it was made in.
+    """
 
     calls: list[_Call] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
@@ -77,21 +94,29 @@ class Measurement:
             added[place] += self.sizes[storage]
         until = list(accumulate(added))
         peaks = [until[-1]]
-        peaks += [until[self._end(call)] + known[call.name] for call in self.calls if call.name in known]
+        peaks += [
+            until[self._end(call)] + known[call.name] for call in self.calls if call.name in known
+        ]
         peaks += [until[self._end(call)] + self.inside(call, kept) for call in recomputed]
         return max(peaks)
 
     def inside(self, call: _Call, kept: Collection[int] = ()) -> int:
         """Return the bytes that a call has saved, beyond its inputs and what is kept anyway."""
         found = {storage for storage, _ in self.saves[call.begin : self._end(call)]}
-        return sum(self.sizes[storage] for storage in found if storage not in kept and storage not in call.inputs)
+        return sum(
+            self.sizes[storage]
+            for storage in found
+            if storage not in kept and storage not in call.inputs
+        )
 
     def _end(self, call: _Call) -> int:
         return len(self.saves) if call.end is None else call.end
 
 
 class SavedBytes:
-    """Measures attempts, and chooses what to recompute in the next one, of the modules that may be recomputed."""
+    """Measures attempts, and chooses what to recompute in the next one, of the modules that may
+    be recomputed.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -107,8 +132,14 @@ class SavedBytes:
     @contextlib.contextmanager
     def measuring(self, recomputed: Sequence[str], held: Iterable[torch.Tensor]) -> Iterator[None]:
         """Measure the forward passes that are made meanwhile; the one that saves most counts."""
-        parts = [part for module in self._modules.values() for part in (module.parameters(), module.buffers())]
-        watch = _Watch({key for part in (*parts, held) for tensor in part if (key := _key(tensor)) is not None})
+        parts = [
+            part
+            for module in self._modules.values()
+            for part in (module.parameters(), module.buffers())
+        ]
+        watch = _Watch(
+            {key for part in (*parts, held) for tensor in part if (key := _key(tensor)) is not None}
+        )
         self._best = Measurement()
         replaced: list[tuple[nn.Module, Any]] = []
         try:
@@ -117,7 +148,9 @@ class SavedBytes:
                 if inside or isinstance(module, torch.jit.ScriptModule):
                     continue
                 replaced.append((module, vars(module).get("forward")))
-                module.forward = ReplacedForward(module, watch.watched(name, module, module.forward))
+                module.forward = ReplacedForward(
+                    module, watch.watched(name, module, module.forward)
+                )
             with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):
                 yield
         finally:
@@ -130,13 +163,19 @@ class SavedBytes:
             self._refused |= watch.changes_input
 
     def choose(self, active: Sequence[str]) -> tuple[str, ...]:
-        """Return the modules to recompute from now on: those that are, and the ones that save most of all others."""
+        """Return the modules to recompute from now on.
+
+        Those that are, and the ones that save most of all others.
+        """
         known = {name: self._known.get(name, 0) for name in active}
         chosen, peak = list(active), self._best.peak((), known)
         start, stages = peak, [(peak, tuple(active))]
         units = self._units(active)
         while units:
-            found = {key: self._best.peak({*chosen, *names} - set(active), known) for key, names in units.items()}
+            found = {
+                key: self._best.peak({*chosen, *names} - set(active), known)
+                for key, names in units.items()
+            }
             best = min(found, key=found.__getitem__)
             if found[best] > (1 - _LEAST_GAIN) * peak:
                 break
@@ -152,10 +191,17 @@ class SavedBytes:
         return enough
 
     def _units(self, active: Sequence[str]) -> dict[tuple[str, type], list[str]]:
-        """Return what is chosen together: modules of one class whose names differ by numbers only."""
+        """Return what is chosen together.
+
+        Modules of one class whose names differ by numbers only.
+        """
         units: dict[tuple[str, type], list[str]] = {}
         for name in dict.fromkeys(call.name for call in self._best.calls):
-            if name not in self._refused and not _touch([name], active) and not self._has_hooks_inside(name):
+            if (
+                name not in self._refused
+                and not _touch([name], active)
+                and not self._has_hooks_inside(name)
+            ):
                 pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
                 units.setdefault((pattern, type(self._modules[name])), []).append(name)
         return units
@@ -169,7 +215,10 @@ class SavedBytes:
             for registered in (part._forward_hooks, part._forward_pre_hooks)
             for hook in registered.values()
         )
-        return any(not str(getattr(hook, "__module__", "")).startswith(("torch.", "holdfast.")) for hook in hooks)
+        return any(
+            not str(getattr(hook, "__module__", "")).startswith(("torch.", "holdfast."))
+            for hook in hooks
+        )
 
 
 class _Watch:
@@ -179,7 +228,8 @@ class _Watch:
         self._excluded = excluded
         self._now, self._best = Measurement(), Measurement()
         self._stack: list[int] = []
-        self._references: list[StorageWeakRef] = []  # as long as these are there, no other storage has their number
+        # As long as these are there, no other storage has their number
+        self._references: list[StorageWeakRef] = []
         self._went_backward = False
         self.changes_state: set[str] = set()
         self.changes_input: set[str] = set()
@@ -194,14 +244,18 @@ class _Watch:
             self._begin_pass_after_backward()
             self._note(key, tensor)
             self._now.saves.append((key, self._stack[-1] if self._stack else -1))
-        return tensor.detach()  # an output that is saved by what it comes from would keep itself alive
+        # An output that is saved by what it comes from would keep itself alive
+        return tensor.detach()
 
     def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
         self._went_backward = True
         return tensor
 
     def _begin_pass_after_backward(self) -> None:
-        """What was saved for a backward pass is gone after it: the next part of the batch is measured by itself."""
+        """What was saved for a backward pass is gone after it.
+
+        The next part of the batch is measured by itself.
+        """
         if self._went_backward:
             self._best, self._now, self._went_backward = self.ended(), Measurement(), False
             self._stack.clear()
@@ -213,12 +267,18 @@ class _Watch:
             self._now.sizes[key] = storage.nbytes()
             self._references.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
-    def watched(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(
+        self, name: str, module: nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Return a forward that notes its calls."""
         buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_backward_running():
+            if (
+                torch.compiler.is_compiling()
+                or not torch.is_grad_enabled()
+                or _is_backward_running()
+            ):
                 return forward(*args, **kwargs)
             self._begin_pass_after_backward()
             tensors = list(tensors_of((args, kwargs)))
@@ -232,7 +292,9 @@ class _Watch:
                     self._stack.pop()
                 if versions_of(tensors) != versions:
                     self.changes_input.add(name)
-                if any(key in state and state[key] != now for key, now in _state_of(module).items()):
+                if any(
+                    key in state and state[key] != now for key, now in _state_of(module).items()
+                ):
                     self.changes_state.add(name)
 
         return run
@@ -260,7 +322,10 @@ def _is_backward_running() -> bool:
 
 
 def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
-    """Return what shows that a module changes its attributes in place: counters of tensors, lengths of containers."""
+    """Return what shows that a module changes its attributes in place.
+
+    Counters of tensors, lengths of containers.
+    """
     found: dict[tuple[str, int], int] = {}
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor):

@@ -1,6 +1,7 @@
 """Which samples of a batch make its step non-finite: a search over smaller batches.
 
-Pure: it asks a question about index lists and knows nothing of tensors. What it returns is proved by its last
+Pure: it asks a question about index lists and knows nothing of tensors. What it returns is proved
+    by its last
 question: without these samples the step is finite.
 """
 
@@ -15,13 +16,19 @@ class _TooManyCallsError(Exception):
 
 
 def find_bad_samples(
-    is_bad: Callable[[Sequence[int]], bool], size: int, hint: Sequence[int] = (), most_calls: int = 40
+    is_bad: Callable[[Sequence[int]], bool],
+    size: int,
+    hint: Sequence[int] = (),
+    most_calls: int = 40,
 ) -> list[int]:
-    """Return the samples without which a bad batch is good, in rising order; none if it is bad whatever is left out.
+    """Return the samples without which a bad batch is good, in rising order.
 
-    `is_bad` says whether a batch of exactly these samples (indices in rising order, never none) gives NaN or Inf. A
-    right hint costs one call of it; without one, k bad samples cost about ``2 k log2(size)``. If no smaller batch is
-    good at all, the search gives up after ``4 + 2 log2(size)`` calls, since then samples are hardly to blame.
+    None if it is bad whatever is left out.
+
+    `is_bad` says whether a batch of exactly these samples (indices in rising order, never none)
+    gives NaN or Inf. A right hint costs one call of it; without one, k bad samples cost about ``2 k
+    log2(size)``. If no smaller batch is good at all, the search gives up after ``4 + 2 log2(size)``
+    calls, since then samples are hardly to blame.
     """
     search = _Search(is_bad, size, most_calls)
     try:
@@ -43,11 +50,15 @@ class _Search:
         if hint and self._good_without(hint):
             if len(hint) == 1:
                 return hint
-            found = sorted(self._bad_among(hint, [index for index in everything if index not in hint]))
+            found = sorted(
+                self._bad_among(hint, [index for index in everything if index not in hint])
+            )
             return found if self._good_without(found) else hint
         found = []
         while len(found) < self._size:  # a second round only if samples are bad in company alone
-            found = sorted({*found, *self._bad_among([i for i in everything if i not in found], [])})
+            found = sorted(
+                {*found, *self._bad_among([i for i in everything if i not in found], [])}
+            )
             if self._good_without(found):
                 return found
         return []
@@ -62,7 +73,9 @@ class _Search:
         if not self._bad(second + good):
             return self._bad_among(first, good + second)
         found = self._bad_among(first, good)
-        return found + self._bad_among(second, good + [index for index in first if index not in found])
+        return found + self._bad_among(
+            second, good + [index for index in first if index not in found]
+        )
 
     def _good_without(self, left_out: list[int]) -> bool:
         kept = [index for index in range(self._size) if index not in left_out]

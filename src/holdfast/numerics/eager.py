@@ -22,13 +22,16 @@ def eager() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    # A compiled module warns that global hooks fire once more for its wrapper; that changes no path here.
+    # A compiled module warns that global hooks fire once more for its wrapper; that changes no path
+    # here.
     with ignoring(Warning, "Using `torch.compile"), torch.compiler.set_stance("force_eager"):
         yield
 
 
 def as_written(models: Mapping[str, _Module]) -> tuple[dict[str, Any], bool]:
-    """Return the modules that ``torch.compile`` was given, and whether a part of any is compiled or scripted."""
+    """Return the modules that ``torch.compile`` was given, and whether a part of any is compiled
+    or scripted.
+    """
     compiled = any(
         hasattr(part, "_orig_mod")
         or part.__dict__.get("_compiled_call_impl")
@@ -40,16 +43,20 @@ def as_written(models: Mapping[str, _Module]) -> tuple[dict[str, Any], bool]:
 
 
 def anything_compiled() -> bool:
-    """Return whether ``torch.compile`` has traced anything in this process; ``torch.compiler.reset()`` forgets it."""
+    """Return whether ``torch.compile`` has traced anything in this process.
+
+    ``torch.compiler.reset()`` forgets it.
+    """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and bool(frames.input_codes.seen_ids)
 
 
 def is_symbolic() -> bool:
-    """Return whether code is traced, transformed or captured just now, so that values cannot be read.
+    """Return whether code is traced, transformed or captured just now, so that values cannot be
+    read.
 
-    By a compiler, ``torch.jit.trace``, a dispatch mode such as that of ``make_fx`` or of fake tensors, a transform of
-    ``torch.func``, or a CUDA graph that is being captured.
+    By a compiler, ``torch.jit.trace``, a dispatch mode such as that of ``make_fx`` or of fake
+    tensors, a transform of ``torch.func``, or a CUDA graph that is being captured.
     """
     return bool(
         torch.compiler.is_compiling()

@@ -1,10 +1,13 @@
 """Gradient norms that do not overflow, one finite check, and clipping.
 
-The norm that clipping needs is also the finite check: per-tensor norms in fp32, one norm over them, one read by the
-host. Only if that is not finite, a second look in fp64 separates a norm that overflowed from real NaN or Inf.
+The norm that clipping needs is also the finite check: per-tensor norms in fp32, one norm over them,
+    one read by the
+host. Only if that is not finite, a second look in fp64 separates a norm that overflowed from real
+NaN or Inf.
 
-Clipping is torch's own arithmetic, bit for bit, wherever torch's norm is finite. Where it overflows (finite fp32
-gradients of 1e20, fp16 gradients above 65 504) torch multiplies every gradient by 0; here the fp64 norm is used.
+Clipping is torch's own arithmetic, bit for bit, wherever torch's norm is finite. Where it overflows
+(finite fp32 gradients of 1e20, fp16 gradients above 65 504) torch multiplies every gradient by 0;
+here the fp64 norm is used.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ class GradientFacts:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that lies in this process: all of it, unless it is sharded over several."""
+    """Return the part of a tensor that lies in this process.
+
+    All of it, unless it is sharded over several.
+    """
     own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return own
 
@@ -60,10 +66,12 @@ def inspect(
         groups: At least one parameter among them has a gradient.
         loss: The step's loss, shape ``()``, detached.
         *along: Other numbers to read in the same sync, shape ``()``.
-        share: Returns the norms of whole gradients, of those of the shards in this process; None: none is sharded.
+        share: Returns the norms of whole gradients, of those of the shards in this process; None:
+            none is sharded.
 
     Returns:
-        The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the order of
+        The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the
+        order of
         `groups`: fp32 (fp64 for fp64 gradients and after an overflow).
     """
     gradients = []
@@ -86,23 +94,34 @@ def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     kinds = {tensor.dtype for tensor in tensors}
     if kinds <= {torch.float32, *_HALF}:
         return list(
-            torch._foreach_norm(list(tensors), 2.0, dtype=None if kinds == {torch.float32} else torch.float32)
+            torch._foreach_norm(
+                list(tensors), 2.0, dtype=None if kinds == {torch.float32} else torch.float32
+            )
         )
-    return [torch.linalg.vector_norm(t, dtype=torch.float32 if t.dtype in _HALF else None) for t in tensors]
+    return [
+        torch.linalg.vector_norm(t, dtype=torch.float32 if t.dtype in _HALF else None)
+        for t in tensors
+    ]
 
 
 def _summarise(
     groups: Sequence[Group], norms: Sequence[torch.Tensor], loss: torch.Tensor, *along: torch.Tensor
 ) -> tuple[GradientFacts, torch.Tensor]:
     first = norms[0]
-    each = torch.stack([norm if norm.device == first.device else norm.to(first.device) for norm in norms])
+    each = torch.stack(
+        [norm if norm.device == first.device else norm.to(first.device) for norm in norms]
+    )
     total = torch.linalg.vector_norm(each)
     parts: list[torch.Tensor] = []
     if len(groups) > 1:
         sizes = [len(group.parameters) for group in groups]
         parts = [torch.linalg.vector_norm(part) for part in torch.split(each, sizes)]
     if each.is_cpu and loss.is_cpu and not along:
-        total_norm, loss_value, others = total.item(), loss.item(), [part.item() for part in parts] if parts else []
+        total_norm, loss_value, others = (
+            total.item(),
+            loss.item(),
+            [part.item() for part in parts] if parts else [],
+        )
     else:  # in one sync
         wide = [value.to(each.device, torch.float64) for value in (total, loss, *parts, *along)]
         total_norm, loss_value, *others = torch.stack(wide).tolist()
@@ -119,29 +138,36 @@ def _summarise(
 
 
 def clip(
-    groups: Sequence[Group], each: torch.Tensor, max_norm: float, clip_by: ClipBy, order: torch.Tensor | None = None
+    groups: Sequence[Group],
+    each: torch.Tensor,
+    max_norm: float,
+    clip_by: ClipBy,
+    order: torch.Tensor | None = None,
 ) -> None:
     """Scale finite gradients down to a norm, in place. Cost: no host sync.
 
     The three ways are different algorithms. They agree only where no scope is above the limit.
 
-    ========= ============================= ================================== ===========================
-    clip_by   one norm, and one factor, for direction of the whole step        its norm is at most
-    ========= ============================= ================================== ===========================
-    global    everything                    kept                               max_norm
-    optimizer each optimizer                turned between optimizers          sqrt(optimizers) x max_norm
-    group     each group of each optimizer  turned between groups as well      sqrt(groups) x max_norm
-    ========= ============================= ================================== ===========================
+    ========= ============================= ==================================
+    =========================== clip_by   one norm, and one factor, for direction of the whole step
+    its norm is at most ========= ============================= ==================================
+    =========================== global    everything                    kept
+    max_norm optimizer each optimizer                turned between optimizers
+    sqrt(optimizers) x max_norm group     each group of each optimizer  turned between groups as
+    well      sqrt(groups) x max_norm ========= =============================
+    ================================== ===========================
 
-    ``benchmarks/clipping`` measures the difference: where three groups of a small transformer are above the limit,
-    the step of ``"group"`` has a cosine of 0.83 with that of ``"global"``, and is 1.73 times as long.
+    ``benchmarks/clipping`` measures the difference: where three groups of a small transformer are
+    above the limit, the step of ``"group"`` has a cosine of 0.83 with that of ``"global"``, and is
+    1.73 times as long.
 
     Args:
         groups: As given to `inspect`.
         each: The norms that `inspect` returned.
         max_norm: Above 0.
         clip_by: The scope of a norm.
-        order: For ``"global"``, indices into `each` in the order in which the norms are added up; None: as they are.
+        order: For ``"global"``, indices into `each` in the order in which the norms are added up;
+            None: as they are.
     """
     if clip_by == "global":
         parameters = [parameter for group in groups for parameter in group.parameters]
@@ -149,8 +175,12 @@ def clip(
         clip_grads_with_norm_(parameters, max_norm, norm)
         return
     scopes: dict[str, list[tuple[Group, torch.Tensor]]] = {}
-    for group, norms in zip(groups, torch.split(each, [len(group.parameters) for group in groups]), strict=True):
-        scopes.setdefault(group.optimizer if clip_by == "optimizer" else group.name, []).append((group, norms))
+    for group, norms in zip(
+        groups, torch.split(each, [len(group.parameters) for group in groups]), strict=True
+    ):
+        scopes.setdefault(group.optimizer if clip_by == "optimizer" else group.name, []).append(
+            (group, norms)
+        )
     for members in scopes.values():
         parameters = [parameter for group, _ in members for parameter in group.parameters]
         if parameters:
@@ -158,12 +188,19 @@ def clip(
             clip_grads_with_norm_(parameters, max_norm, norm)
 
 
-def nonfinite_gradients(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
-    """Return the first names of parameters whose gradient holds NaN or Inf, and how many there are in all.
+def nonfinite_gradients(
+    named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
+) -> tuple[list[str], int]:
+    """Return the first names of parameters whose gradient holds NaN or Inf, and how many there are
+    in all.
 
     Cost: one host sync for each parameter. Call it after the fused check has failed.
     """
-    bad = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(local(_dense(p.grad))).all())]
+    bad = [
+        name
+        for name, p in named
+        if p.grad is not None and not bool(torch.isfinite(local(_dense(p.grad))).all())
+    ]
     return bad[:most], len(bad)
 
 

@@ -29,13 +29,17 @@ _SINGULAR: dict[str, str] = yaml.safe_load(
 
 
 def readable(name: str) -> str:
-    """Return the name that users know of an operation (``"add_"``) or an autograd node (``"AddBackward0"``)."""
+    """Return the name that users know of an operation (``"add_"``) or an autograd node
+    (``"AddBackward0"``).
+    """
     name = name.removeprefix("torch::autograd::")
     node = re.fullmatch(r"(.*?)Backward\d*s?", name)
     if node is not None or name[:1].isupper():
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name if node is None else node[1]).lower()
     name = name.strip("_")
-    return "scaled_dot_product_attention" if "scaled_dot_product" in name else _VARIANT.sub("", name)
+    return (
+        "scaled_dot_product_attention" if "scaled_dot_product" in name else _VARIANT.sub("", name)
+    )
 
 
 def explain(suspect: Suspect) -> tuple[str, Confidence]:
@@ -68,26 +72,38 @@ def _in_forward(op: str, suspect: Suspect, first: Operand) -> str | None:
             by_number = op == "div" and len(suspect.operands) == 1  # tensor / number
             if 0.0 in suspect.scalars if by_number else suspect.operands[-1].zeros > 0:
                 return "division 0/0" if produced.nan and first.zeros else "division by 0"
-        case "exp" | "expm1" | "cosh" | "sinh" if first.most is not None and not first.nan and produced.inf:
+        case "exp" | "expm1" | "cosh" | "sinh" if (
+            first.most is not None and not first.nan and produced.inf
+        ):
             return f"{op} overflow (largest operand {first.most:.4g})"
         case "pow" if produced.nan and negative:
             return "pow: a negative number to a fractional power"
         case "softmax" | "log_softmax" | "logsumexp" | "max" | "amax" if first.inf:
             masked = first.negative_inf == first.inf
-            return f"{op} over a row that is masked entirely (all -Inf)" if masked else f"{op} of +Inf"
+            return (
+                f"{op} over a row that is masked entirely (all -Inf)" if masked else f"{op} of +Inf"
+            )
         case "std" | "var" if produced.nan and not (first.inf or first.nan):
             return f"{op}: variance of one element"
         case "nll_loss" if first.negative_inf:
-            return f"{op}: the log-probability of a target is -Inf (its class is masked, or has probability 0)"
+            return (
+                f"{op}: the log-probability of a target is -Inf (its class is masked, or has"
+                " probability 0)"
+            )
     return None
 
 
 def _in_backward(op: str, suspect: Suspect) -> str | None:
-    """Explain by the forward operation whose derivative ran; 0 among the operands means its singular point."""
+    """Explain by the forward operation whose derivative ran.
+
+    0 among the operands means its singular point.
+    """
     singular = _SINGULAR.get(op)
     if singular is None or not any(operand.zeros or operand.inf for operand in suspect.operands):
         return None
-    return singular + " (0/0, as behind a where)" * bool(suspect.produced.nan and suspect.operands[0].zeros)
+    return singular + " (0/0, as behind a where)" * bool(
+        suspect.produced.nan and suspect.operands[0].zeros
+    )
 
 
 def _by_arithmetic(op: str, suspect: Suspect) -> str | None:
@@ -100,11 +116,16 @@ def _by_arithmetic(op: str, suspect: Suspect) -> str | None:
         return "NaN made of Inf (inf-inf, 0*inf or inf/inf)"
     if infinite_operand or infinite_number:
         return "Inf reached it, on purpose or not (a mask value in a sum or mean?)"
-    largest = max([0.0, *(operand.largest for operand in suspect.operands), *map(abs, suspect.scalars)])
-    # A product of two such values, summed as often as there are elements, is the most that one operation can make.
+    largest = max(
+        [0.0, *(operand.largest for operand in suspect.operands), *map(abs, suspect.scalars)]
+    )
+    # A product of two such values, summed as often as there are elements, is the most that one
+    # operation can make.
     count = max((operand.count for operand in suspect.operands), default=1)
     limit = torch.finfo(getattr(torch, suspect.produced.dtype)).max
-    if max(largest, largest * largest) * count <= limit or not (suspect.produced.inf or suspect.produced.nan):
+    if max(largest, largest * largest) * count <= limit or not (
+        suspect.produced.inf or suspect.produced.nan
+    ):
         return None
     bound = "65 504" if suspect.produced.dtype == "float16" else f"{limit:.4g}"
     return f"{suspect.produced.dtype} range exceeded ({bound}; largest operand {largest:.4g})"

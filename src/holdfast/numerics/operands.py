@@ -1,4 +1,7 @@
-"""Facts about one tensor: whether it is finite, its range, where it is bad. Every look is a read by the host."""
+"""Facts about one tensor: whether it is finite, its range, where it is bad.
+
+Every look is a read by the host.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,20 @@ class Operand:
         size = "x".join(map(str, self.shape)) or "scalar"
         parts = []
         if self.least is not None and self.most is not None:
-            parts.append(f"{self.least:.4g} to {self.most:.4g}" if self.least != self.most else f"{self.least:.4g}")
-        parts += [f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
+            parts.append(
+                f"{self.least:.4g} to {self.most:.4g}"
+                if self.least != self.most
+                else f"{self.least:.4g}"
+            )
+        parts += [
+            f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count
+        ]
         return f"{self.dtype}[{size}]" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def values_of(tensor: torch.Tensor, *, whole_numbers: bool = False) -> torch.Tensor | None:
-    """Return the floating-point or complex values (or the integers) of a tensor that can be looked at, or None.
+    """Return the floating-point or complex values (or the integers) of a tensor that can be looked
+    at, or None.
 
     Passed over: meta tensors, subclasses that dispatch themselves, nested and quantized tensors.
     """
@@ -63,7 +73,8 @@ def values_of(tensor: torch.Tensor, *, whole_numbers: bool = False) -> torch.Ten
 
 
 def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return where a tensor is NaN or Inf (bool, shape as `values_of` the tensor), or None if it is nowhere.
+    """Return where a tensor is NaN or Inf (bool, shape as `values_of` the tensor), or None if it is
+    nowhere.
 
     A sum is finite only if every element is, so the exact look follows only a sum that is not.
     """
@@ -87,7 +98,9 @@ def measure(values: torch.Tensor) -> Operand:
     real = seen.abs() if seen.is_complex() else seen.float() if seen.dtype.itemsize < 4 else seen
     nan, inf = torch.isnan(real), torch.isinf(real)
     finite = real[~(nan | inf)]
-    counts = torch.stack([nan.sum(), inf.sum(), (real == -math.inf).sum(), (real == 0).sum()]).tolist()
+    counts = torch.stack(
+        [nan.sum(), inf.sum(), (real == -math.inf).sum(), (real == 0).sum()]
+    ).tolist()
     least, most = (float(finite.min()), float(finite.max())) if finite.numel() else (None, None)
     return Operand(
         dtype=str(values.dtype).removeprefix("torch."),
@@ -102,10 +115,11 @@ def measure(values: torch.Tensor) -> Operand:
 
 
 def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
-    """Return where a tensor is bad along its batch axis, empty if it has none or is bad all along it.
+    """Return where a tensor is bad along its batch axis, empty if it has none or is bad all along
+    it.
 
-    The batch axis is the first one of this length; a first axis that is a multiple of it (positions flattened into
-    the batch) counts too.
+    The batch axis is the first one of this length; a first axis that is a multiple of it (positions
+    flattened into the batch) counts too.
     """
     if batch_size is None or batch_size < 2 or not bad.dim():
         return ()

@@ -1,10 +1,15 @@
-"""Where a non-finite value came from: one replay under a tracer, then a walk back from what failed to its origin.
+"""Where a non-finite value came from.
 
-An Inf that never reaches the loss or a gradient is nobody's fault, and one that was written on purpose (a mask) is
-not to blame either: then it is the operation that could not bear it, such as a softmax over a row that is masked
+One replay under a tracer, then a walk back from what failed to its origin.
+
+An Inf that never reaches the loss or a gradient is nobody's fault, and one that was written on
+purpose (a mask) is
+not to blame either: then it is the operation that could not bear it, such as a softmax over a row
+    that is masked
 entirely.
 
-Does not: undo what the replay does to gradients, buffers and random state, nor decide what to do about the finding.
+Does not: undo what the replay does to gradients, buffers and random state, nor decide what to do
+    about the finding.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ class NeedsOtherRanksError(RuntimeError):
     """
 
     def __init__(self, collective: str, given: Sequence[object] = ()) -> None:
-        super().__init__(f"{collective} needs the other ranks, and this one makes the step again by itself")
+        super().__init__(
+            f"{collective} needs the other ranks, and this one makes the step again by itself"
+        )
         self.given = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
 
 
@@ -52,29 +59,40 @@ class NeedsOtherRanksError(RuntimeError):
 class Origin:
     """Where NaN or Inf came from, as facts that JSON can hold.
 
-    ``"finite_overflow"``: the backward pass left fp16's range with finite factors, so the loss scale is too large.
-    ``"constant"``: a bad tensor that is no input, parameter or buffer, such as one that a module keeps to itself.
+    ``"finite_overflow"``: the backward pass left fp16's range with finite factors, so the loss
+    scale is too large. ``"constant"``: a bad tensor that is no input, parameter or buffer, such as
+    one that a module keeps to itself.
     """
 
     kind: Literal["operation", "finite_overflow", "input", "parameter", "buffer", "constant"]
-    op: str  # as users know it ("log"; in backward that whose derivative ran), a custom Function, or the bad tensor
+    # As users know it ("log"; in backward that whose derivative ran), a custom Function, or the bad
+    # tensor
+    op: str
     aten: str  # the operation that really ran, such as "aten.div"; empty for a tensor
     module: str  # its path, or "loss function"
     phase: Phase  # "backward" if the loss is finite
     parameters: tuple[str, ...]  # the bad one, or the first whose gradients are hit
-    samples: tuple[int, ...]  # bad rows of the output along the batch axis, a hint; empty if unknown, or all are
+    # Bad rows of the output along the batch axis, a hint; empty if unknown, or all are
+    samples: tuple[int, ...]
     operands: tuple[Operand, ...]  # what the operation was given, the first few
     produced: Operand  # what it returned, or the bad tensor
-    line: str  # such as "model.py:12 in forward": the user's code, in the backward pass that of the forward one
+    # Such as "model.py:12 in forward": the user's code, in the backward pass that of the forward
+    # one
+    line: str
     mechanism: str  # how it happened, one clause
     confidence: Confidence  # "certain": the operands bear the mechanism out
     sent: bool = False  # it went into a collective of the loss or the model, and so to other ranks
 
     def __str__(self) -> str:
         if self.kind in ("operation", "finite_overflow"):
-            place = self.module if self.module == OUTSIDE else f"module {self.module or '(unknown)'}"
+            place = (
+                self.module if self.module == OUTSIDE else f"module {self.module or '(unknown)'}"
+            )
             line = f" ({self.line})" if self.line else ""
-            parts = [f"{self.op} in the {place}{line}, {self.phase} pass: {self.mechanism}", f"gave {self.produced}"]
+            parts = [
+                f"{self.op} in the {place}{line}, {self.phase} pass: {self.mechanism}",
+                f"gave {self.produced}",
+            ]
         else:
             parts = [f"{self.mechanism}: {self.produced}"]
         if self.operands:
@@ -99,17 +117,23 @@ def trace(
     batch_tensors: Sequence[tuple[str, torch.Tensor]],
     batch_size: int | None,
 ) -> Origin | None:
-    """Run a failing step once more and say where its NaN or Inf comes from; None if all was finite this time.
+    """Run a failing step once more and say where its NaN or Inf comes from.
 
-    Cost: about three to thirty times a step. Random state is touched by `run_once` alone, which runs forward and
-    backward into ``.grad`` of `parameters`, and returns the detached loss, shape ``()``. Parts of a single model
-    called ``"model"`` keep their bare paths. `batch_size` is as `run_once` passes the batch to the model; None if
-    unknown. `UntraceableError` if operations that may be to blame could not be examined.
+    None if all was finite this time.
 
-    Where `run_once` raises `NeedsOtherRanksError`, what came before is looked at, and `UntraceableError` is raised if
-    all of that was finite.
+    Cost: about three to thirty times a step. Random state is touched by `run_once` alone, which
+        runs forward and
+    backward into ``.grad`` of `parameters`, and returns the detached loss, shape ``()``. Parts of a
+    single model called ``"model"`` keep their bare paths. `batch_size` is as `run_once` passes the
+    batch to the model; None if unknown. `UntraceableError` if operations that may be to blame could
+    not be examined.
+
+    Where `run_once` raises `NeedsOtherRanksError`, what came before is looked at, and
+    `UntraceableError` is raised if all of that was finite.
     """
-    known: list[tuple[Kind, str, torch.Tensor]] = [("input", name, tensor) for name, tensor in batch_tensors]
+    known: list[tuple[Kind, str, torch.Tensor]] = [
+        ("input", name, tensor) for name, tensor in batch_tensors
+    ]
     known += [("parameter", name, tensor) for name, tensor in parameters]
     for key, model in models.items():
         prefix = "" if key == "model" else f"{key}."
@@ -125,11 +149,17 @@ def trace(
     if collective is not None:
         return _before_a_collective(tracer, collective)
     hidden = nonfinite(loss) is None
-    hit = [(name, p.grad) for name, p in parameters if p.grad is not None and nonfinite(p.grad) is not None]
+    hit = [
+        (name, p.grad)
+        for name, p in parameters
+        if p.grad is not None and nonfinite(p.grad) is not None
+    ]
     if hidden and not hit:
         return None
     if tracer.missed_some:
-        raise UntraceableError("part of the loss is computed by forward-mode AD, where values cannot be looked at")
+        raise UntraceableError(
+            "part of the loss is computed by forward-mode AD, where values cannot be looked at"
+        )
     ends = [gradient for _, gradient in hit] if hidden else [loss]
     culprit = _find_culprit([(tracer.find(end), _holds_nan(end)) for end in ends], tracer.suspects)
     origin = _describe(culprit, hidden=hidden)
@@ -151,7 +181,9 @@ def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None
 
 
 def _before_a_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -> Origin:
-    """Return where NaN or Inf came up before a collective, at best that which the collective was given."""
+    """Return where NaN or Inf came up before a collective, at best that which the collective was
+    given.
+    """
     bad = [tensor for tensor in collective.given if nonfinite(tensor) is not None]
     ends = [(tracer.find(tensor), _holds_nan(tensor)) for tensor in bad]
     # A tensor that nothing was seen to write is one that the collective is to fill.
@@ -161,7 +193,8 @@ def _before_a_collective(tracer: OriginTracer, collective: NeedsOtherRanksError)
     accidental = [suspect for suspect in tracer.suspects if not _on_purpose(suspect)]
     if not accidental:
         raise UntraceableError(
-            "what was computed before it was finite, and one rank cannot make a collective again by itself"
+            "what was computed before it was finite, and one rank cannot make a collective again by"
+            " itself"
         )
     culprit = _find_culprit([(accidental[0], accidental[0].produced.nan > 0)], tracer.suspects)
     return _describe(culprit, hidden=False)
@@ -175,8 +208,12 @@ _Bad = tuple[Suspect, bool]  # and whether its NaN counts, rather than its Inf
 
 
 def _find_culprit(ends: Sequence[_Bad], suspects: Sequence[Suspect]) -> Suspect:
-    """Walk back from what made the loss or the gradients bad; of several origins the earliest one is to blame."""
-    if all(suspect.kind == "constant" for suspect, _ in ends) and suspects:  # the chain is broken, as by a number
+    """Walk back from what made the loss or the gradients bad.
+
+    Of several origins the earliest one is to blame.
+    """
+    # The chain is broken, as by a number
+    if all(suspect.kind == "constant" for suspect, _ in ends) and suspects:
         chosen = next((suspect for suspect in suspects if not _on_purpose(suspect)), suspects[0])
         ends = [(chosen, chosen.produced.nan > 0)]
     queue = list(dict.fromkeys(ends))
@@ -196,16 +233,23 @@ def _find_culprit(ends: Sequence[_Bad], suspects: Sequence[Suspect]) -> Suspect:
 
 
 def _on_purpose(suspect: Suspect) -> bool:
-    """Return whether Inf was put there: by an operation that writes constants, or as an additive mask."""
+    """Return whether Inf was put there.
+
+    By an operation that writes constants, or as an additive mask.
+    """
     if suspect.produced.nan or suspect.kind == "parameter":
         return False
     if suspect.kind == "operation" and _ON_PURPOSE.fullmatch(readable(suspect.name)):
         return True
-    return suspect.produced.is_mask or (suspect.kind == "constant" and suspect.produced.least is None)
+    return suspect.produced.is_mask or (
+        suspect.kind == "constant" and suspect.produced.least is None
+    )
 
 
 def _first_that_breaks(mask: _Bad, users: Mapping[_Bad, _Bad | None]) -> Suspect:
-    """Return the first operation, from a mask towards the failure, that does not merely pass Inf on."""
+    """Return the first operation, from a mask towards the failure, that does not merely pass Inf
+    on.
+    """
     bad = mask
     while (user := users[bad]) is not None:
         bad = user
@@ -221,12 +265,20 @@ def _describe(culprit: Suspect, *, hidden: bool) -> Origin:
     kind: Literal[Kind, "finite_overflow"] = culprit.kind
     op, aten, module = culprit.name, "", culprit.module
     if kind == "operation":
-        op, aten = culprit.function or readable(culprit.node or culprit.name), f"aten.{culprit.name}"
+        op, aten = (
+            culprit.function or readable(culprit.node or culprit.name),
+            f"aten.{culprit.name}",
+        )
         mechanism, confidence = explain(culprit)
         if hidden and culprit.phase == "forward":
             mechanism += ", hidden from the loss but not from its gradient"
         produced = culprit.produced
-        if culprit.phase == "backward" and produced.dtype == "float16" and produced.inf and not culprit.links:
+        if (
+            culprit.phase == "backward"
+            and produced.dtype == "float16"
+            and produced.inf
+            and not culprit.links
+        ):
             kind = "finite_overflow"
     else:
         what = "NaN" if culprit.produced.nan else "Inf"

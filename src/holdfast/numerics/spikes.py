@@ -1,6 +1,9 @@
-"""Spikes, divergence and NaN in losses and gradient norms, and what to do about them; arithmetic on floats, no torch.
+"""Spikes, divergence and NaN in losses and gradient norms, and what to do about them.
 
-A `SpikeDetector` measures how far a value stands above the usual ones, in units of their own upward scatter:
+Arithmetic on floats, no torch.
+
+A `SpikeDetector` measures how far a value stands above the usual ones, in units of their own upward
+scatter:
 
 hard      loss and norm stand far out together
 diverged  the recent losses as a whole have left their usual level
@@ -31,12 +34,13 @@ _LOOK = 4  # steps between two looks at the levels
 _CALM_AFTER = 10  # steps without a sign that end a suspicion
 _ODD_FOR = 40  # steps after which an odd level is no passing matter: two independent medians
 _HOLD = 60  # values after which what is suspected, and is no divergence, counts as usual
-GOOD_AFTER = 50  # steps without a sign after which a state may be called good: some damage shows 20 to 40 later
+# Steps without a sign after which a state may be called good: some damage shows 20 to 40 later
+GOOD_AFTER = 50
 _RETURNED = 10  # calm steps after a rollback that show that the data is what it was
 _TAIL_STEPS = 10_000  # how long a spike that came to nothing is remembered
 
-# Distances above the middle in units of the scatter. In 18,000 healthy steps of the design runs the recent level came
-# to 1.2 at most, loss and norm together to 2.8 (logarithmic) and 6.9 (linear).
+# Distances above the middle in units of the scatter. In 18,000 healthy steps of the design runs the
+# recent level came to 1.2 at most, loss and norm together to 2.8 (logarithmic) and 6.9 (linear).
 _USUAL = 2.5  # up to which a norm is usual
 _FAR = 6.0
 _FAR_LINEAR = 15.0
@@ -46,19 +50,22 @@ _RAISED = 0.7
 _GONE = 2.2
 _DRIFTED = 3.5  # above the best level that the run ever had
 
-# CUSUM (Page 1954) of the losses in the upper quarter of the usual ones. Healthy losses move it by -0.2 a step on
-# average; by 0.6 when three quarters of them lie there, so it is full after 20 steps.
+# CUSUM (Page 1954) of the losses in the upper quarter of the usual ones. Healthy losses move it by
+# -0.2 a step on average; by 0.6 when three quarters of them lie there, so it is full after 20
+# steps.
 _DRIFT_BACK = 0.6
 _DRIFT_FULL = 12.0
 _DRIFT_OVER = 6.0
 
-# Least scatter and least rises, as shares of the value, so that a very calm run is not alarmed by a ripple. A loss
-# must rise by 20 % and a norm by 82 % to stand far out, and a level by 28 % to be gone.
+# Least scatter and least rises, as shares of the value, so that a very calm run is not alarmed by a
+# ripple. A loss must rise by 20 % and a norm by 82 % to stand far out, and a level by 28 % to be
+# gone.
 _LOSS_FLOOR = 0.03
 _NORM_FLOOR = 0.1
 _ODD_RISE = 0.1
 _LEAST_RISE = 0.25
-_LEAST_LOSS = 0.1  # share of what the run has gained that must be lost: 1e-6 and 1e-4 are both fully trained
+# Share of what the run has gained that must be lost: 1e-6 and 1e-4 are both fully trained
+_LEAST_LOSS = 0.1
 
 
 class Level(Enum):
@@ -72,9 +79,10 @@ class Level(Enum):
 class SpikeDetector:
     """Judges each step by its loss and its gradient norm, before it is committed.
 
-    It says nothing about the first 96 values of a key. A `Level.DIVERGED` is returned once; then either `return_to`
-    is called, after a rollback, or the new level becomes the usual one. So no regime is suspected for ever. For any
-    objective but ``"minimize"`` the loss means nothing by its level, and every step is calm.
+    It says nothing about the first 96 values of a key. A `Level.DIVERGED` is returned once; then
+    either `return_to` is called, after a rollback, or the new level becomes the usual one. So no
+    regime is suspected for ever. For any objective but ``"minimize"`` the loss means nothing by its
+    level, and every step is calm.
 
     Cost: about 3 microseconds a step. No sync: it takes numbers that are on the host already.
     """
@@ -86,9 +94,11 @@ class SpikeDetector:
         """Steps judged so far, of all keys and with finite values; `return_to` goes back in it."""
 
     def judge(self, key: str, loss: float, norm: float) -> Level:
-        """Return how far a step stands out, by its mean loss and the L2 norm of all gradients before clipping.
+        """Return how far a step stands out, by its mean loss and the L2 norm of all gradients
+        before clipping.
 
-        Losses of different meaning need different keys. A NaN or an Inf is not judged: it is no matter of degree.
+        Losses of different meaning need different keys. A NaN or an Inf is not judged: it is no
+            matter of degree.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return Level.CALM
@@ -104,17 +114,27 @@ class SpikeDetector:
             self._tracks[key].accept(loss, norm, self.steps)
 
     def usual_norm(self, key: str) -> float | None:
-        """Return the upper end of the usual norms, 2.5 scatters above the middle; None while it is unknown."""
+        """Return the upper end of the usual norms, 2.5 scatters above the middle.
+
+        None while it is unknown.
+        """
         track = self._tracks.get(key)
         return None if track is None or track.norm is None else track.norm.above(_USUAL)
 
     def is_calm(self) -> bool:
-        """Return whether nothing is suspected at present, so that a checkpoint may be called good."""
+        """Return whether nothing is suspected at present, so that a checkpoint may be called
+        good.
+        """
         return self.suspicious_since() is None
 
     def suspicious_since(self) -> int | None:
-        """Return the steps judged since the first sign of what is suspected now, that one included; else None."""
-        first = min((track.began for track in self._tracks.values() if track.began is not None), default=None)
+        """Return the steps judged since the first sign of what is suspected now, that one
+        included; else None.
+        """
+        first = min(
+            (track.began for track in self._tracks.values() if track.began is not None),
+            default=None,
+        )
         return None if first is None else self.steps - first + 1
 
     def return_to(self, state_dict: Mapping[str, Any]) -> None:
@@ -125,7 +145,10 @@ class SpikeDetector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all statistics as JSON values."""
-        return {"steps": self.steps, "tracks": {key: track.state_dict() for key, track in self._tracks.items()}}
+        return {
+            "steps": self.steps,
+            "tracks": {key: track.state_dict() for key, track in self._tracks.items()},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what `state_dict` returned."""
@@ -145,9 +168,10 @@ def decide_after_spike(
 ) -> Decision | None:
     """Return what to do about a step that stands out; None: make it like any other.
 
-    No answer is stronger than `action`. After `patience` hard steps in a row it is no matter of single batches:
-    ``"roll_back"`` then does, and ``"skip"`` makes the step; None: hard steps are skipped until they turn out to be a
-    divergence. A run that diverges again after `max_rollbacks` rollbacks in a row stops.
+    No answer is stronger than `action`. After `patience` hard steps in a row it is no matter of
+    single batches: ``"roll_back"`` then does, and ``"skip"`` makes the step; None: hard steps are
+    skipped until they turn out to be a divergence. A run that diverges again after `max_rollbacks`
+    rollbacks in a row stops.
     """
     if action in ("off", "warn") or level is Level.CALM:
         return None
@@ -158,12 +182,18 @@ def decide_after_spike(
     if rollbacks_in_a_row < max_rollbacks:
         return RollBack(reason=reason, promise="changes training", rewind_data=False)
     if level is Level.DIVERGED:
-        return Stop(reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}", promise="changes training")
+        return Stop(
+            reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}",
+            promise="changes training",
+        )
     return None
 
 
 class _Usual:
-    """The middle and the upward scatter of some values; logarithmic while all of them are positive."""
+    """The middle and the upward scatter of some values.
+
+    Logarithmic while all of them are positive.
+    """
 
     __slots__ = ("middle", "upper", "scatter", "unit")  # noqa: RUF023 - the order of the arguments
 
@@ -175,21 +205,31 @@ class _Usual:
 
     @classmethod
     def of(cls, values: list[float], floor: float) -> _Usual:
-        # Quantiles of the upper half stand for MAD: they need one sort, and logarithms of three values only.
+        # Quantiles of the upper half stand for MAD: they need one sort, and logarithms of three
+        # values only.
         ordered = sorted(values)
         count = len(ordered)
-        middle, upper, high = ordered[count // 2], ordered[count * 3 // 4], ordered[count * 19 // 20]
+        middle, upper, high = (
+            ordered[count // 2],
+            ordered[count * 3 // 4],
+            ordered[count * 19 // 20],
+        )
         if ordered[0] > 0:
             upward = max(_logarithm(upper / middle) / 0.6745, _logarithm(high / middle) / 1.645)
             return cls(middle, upper, max(upward, floor), None)
         unit = sum(abs(value) / count for value in ordered)
-        upward = max((upper - middle) / 0.6745, (high - middle) / 1.645, (ordered[-2] - middle) / 2.4)
-        if high == middle:  # nearly all are equal, as zeros of a hinge loss: only the largest shows a scatter
+        upward = max(
+            (upper - middle) / 0.6745, (high - middle) / 1.645, (ordered[-2] - middle) / 2.4
+        )
+        # Nearly all are equal, as zeros of a hinge loss: only the largest shows a scatter
+        if high == middle:
             upward = ordered[-1] - middle
         return cls(middle, upper, min(max(upward, floor * unit, 1e-300), 1e300), unit)
 
     def above(self, times: float, least: float = 0.0) -> float:
-        """Return the value that lies so many scatters, and at least such a share of the value, above the middle."""
+        """Return the value that lies so many scatters, and at least such a share of the value,
+        above the middle.
+        """
         if self.unit is None:
             return self.middle * math.exp(min(max(times * self.scatter, least), 700.0))
         # All zero: nothing is known about how far a value can stand out.
@@ -231,7 +271,9 @@ class _Track:
         self._set_bounds()
 
     def _set_bounds(self) -> None:
-        self.loss_far = self.norm_far = self.short_odd = self.odd = self.raised = self.gone = math.inf
+        self.loss_far = self.norm_far = self.short_odd = self.odd = self.raised = self.gone = (
+            math.inf
+        )
         if self.loss is None or self.norm is None or self.best is None or self.first is None:
             return
         self.loss_far = self.loss.above(_FAR if self.loss.unit is None else _FAR_LINEAR)
@@ -273,8 +315,12 @@ class _Track:
         self.recent.append(loss)
         if self.loss is None:
             return Level.CALM
-        self.first_back = loss if self.calm_steps == 0 and len(self.recent) == 1 else self.first_back
-        self.drift = min(max(self.drift + (1.0 if loss > self.odd else -_DRIFT_BACK), 0.0), _DRIFT_FULL)
+        self.first_back = (
+            loss if self.calm_steps == 0 and len(self.recent) == 1 else self.first_back
+        )
+        self.drift = min(
+            max(self.drift + (1.0 if loss > self.odd else -_DRIFT_BACK), 0.0), _DRIFT_FULL
+        )
         if loss > self.loss_far:
             self._sign(now)
             self.hard = norm > self.norm_far and self._beyond_tail(loss, norm, now)
@@ -326,7 +372,10 @@ class _Track:
         self._look_at_window()
 
     def _left_level(self, now: int) -> Level:
-        """Start anew at this level, and report it; not so if good weights give it too, directly after a rollback."""
+        """Start anew at this level, and report it.
+
+        Not so if good weights give it too, directly after a rollback.
+        """
         newest = sorted(self.recent)[len(self.recent) // 2]
         began_well = self.loss is not None and 2 * self.first_back < newest + self.loss.middle
         reported = self.calm_steps is None or self.calm_steps >= _RETURNED or began_well
@@ -348,8 +397,13 @@ class _Track:
 
     def state_dict(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in _BOUNDS}
-        usuals = {name: state[name] and [getattr(state[name], slot) for slot in _Usual.__slots__] for name in _USUALS}
-        columns = {name: [list(column) for column in zip(*state.pop(name), strict=True)] for name in _LISTS}
+        usuals = {
+            name: state[name] and [getattr(state[name], slot) for slot in _Usual.__slots__]
+            for name in _USUALS
+        }
+        columns = {
+            name: [list(column) for column in zip(*state.pop(name), strict=True)] for name in _LISTS
+        }
         return state | usuals | {"columns": columns, "recent": list(self.recent)}
 
     @classmethod
@@ -357,22 +411,32 @@ class _Track:
         track = cls()
         columns = state["columns"]
         for name in _LISTS:
-            setattr(track, name, [[number(each) for each in row] for row in zip(*columns[name], strict=True)])
+            setattr(
+                track,
+                name,
+                [[number(each) for each in row] for row in zip(*columns[name], strict=True)],
+            )
         for name in state.keys() - {"columns", "recent", *_USUALS}:
             setattr(track, name, number(state[name], or_none=vars(track)[name] is None))
         track.recent = deque(map(number, state["recent"]), maxlen=_RECENT)
         for name in _USUALS:
-            setattr(track, name, state[name] and _Usual(*(number(each, or_none=True) for each in state[name])))
+            setattr(
+                track,
+                name,
+                state[name] and _Usual(*(number(each, or_none=True) for each in state[name])),
+            )
         track._set_bounds()
         return track
 
 
 _USUALS = ("loss", "norm", "best")
 _LISTS = ("kept", "held", "spikes", "held_spikes")
-_BOUNDS = ("loss_far", "norm_far", "short_odd", "odd", "raised", "gone")  # they follow from the rest
+# They follow from the rest
+_BOUNDS = ("loss_far", "norm_far", "short_odd", "odd", "raised", "gone")
 
 
-# --- NaN and Inf ------------------------------------------------------------------------------------------
+# --- NaN and Inf
+# ------------------------------------------------------------------------
 
 
 def decide_after_nonfinite(
@@ -380,8 +444,8 @@ def decide_after_nonfinite(
 ) -> Decision:
     """Return the decision about a non-finite step.
 
-    So many as `patience` in a row, this one included, lead to a rollback (None: never), and the run stops after
-    `max_rollbacks` in a row that did not get beyond the place where they came from.
+    So many as `patience` in a row, this one included, lead to a rollback (None: never), and the run
+    stops after `max_rollbacks` in a row that did not get beyond the place where they came from.
     """
     if patience is None or in_a_row < patience:
         return SkipStep(reason=reason, promise="changes training")
@@ -391,7 +455,9 @@ def decide_after_nonfinite(
             promise="changes training",
             rewind_data=False,
         )
-    return Stop(reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}", promise="changes training")
+    return Stop(
+        reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}", promise="changes training"
+    )
 
 
 def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:

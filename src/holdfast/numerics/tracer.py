@@ -1,8 +1,10 @@
 """Every operation of a forward and backward pass that returned NaN or Inf, and what it was given.
 
-`OriginTracer` is a context. Inside it, a dispatch mode sees each operation, temporary module hooks know which module
-runs, and the autograd sequence number ties an operation of the backward pass to the module and the line of its
-forward one. Nothing is kept alive: a `Suspect` holds facts, and weak references to storages so that their addresses
+`OriginTracer` is a context. Inside it, a dispatch mode sees each operation, temporary module hooks
+know which module runs, and the autograd sequence number ties an operation of the backward pass to
+the module and the line of its
+forward one. Nothing is kept alive: a `Suspect` holds facts, and weak references to storages so that
+    their addresses
 stay unique. Which suspect is to blame is decided in ``provenance``.
 """
 
@@ -32,15 +34,26 @@ Kind = Literal["operation", "input", "parameter", "buffer", "constant"]
 Phase = Literal["forward", "backward"]
 OUTSIDE = "loss function"
 
-_WRITTEN_UNSAID = {"running_mean", "running_var"}  # native_batch_norm's schema does not say that it writes them
+# Native_batch_norm's schema does not say that it writes them
+_WRITTEN_UNSAID = {"running_mean", "running_var"}
 _SHARE_UNSAID = ("_unsafe_view", "_reshape_alias", "empty", "new_empty")
-_IGNORE_THEIR_TARGET = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_"}
+_IGNORE_THEIR_TARGET = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "exponential_",
+    "random_",
+}
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _ENGINE = "_engine_run_backward"  # the frame that waits while autograd runs
 _CHECKPOINT = str(Path("torch") / "utils" / "checkpoint.py")
-_FURTHER = 6  # frames beyond the innermost one in which a custom Function is looked for in the forward pass
+# Frames beyond the innermost one in which a custom Function is looked for in the forward pass
+_FURTHER = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +95,29 @@ class _Operation:
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
-        written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written = [
+            a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        ]
         shares = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         self.name: str = schema.name.split("::")[-1]
         # What `empty` returns is rubbish until it is written: nothing to look at either.
         self.is_view = (shares and not written) or self.name.startswith(_SHARE_UNSAID)
         self.pointwise = torch.Tag.pointwise in func.tags
-        self._written = {a.name for a in written} | (_WRITTEN_UNSAID if "batch_norm" in self.name else set())
-        self._only_written = {a.name for a in written if a.kwarg_only or self.name in _IGNORE_THEIR_TARGET}
+        self._written = {a.name for a in written} | (
+            _WRITTEN_UNSAID if "batch_norm" in self.name else set()
+        )
+        self._only_written = {
+            a.name for a in written if a.kwarg_only or self.name in _IGNORE_THEIR_TARGET
+        }
         self._arguments = [a.name for a in schema.arguments]
 
     def read(self, args: Any, kwargs: dict[str, Any]) -> _Arguments:
         """Return what a call is given; what it will overwrite is copied."""
         found = _Arguments()
         for name, argument in [*zip(self._arguments, args, strict=False), *kwargs.items()]:
-            for leaf in tree_leaves(argument) if isinstance(argument, (list, tuple)) else (argument,):
+            for leaf in (
+                tree_leaves(argument) if isinstance(argument, (list, tuple)) else (argument,)
+            ):
                 if isinstance(leaf, torch.Tensor):
                     self._add(found, name, leaf)
                 elif isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
@@ -106,7 +127,8 @@ class _Operation:
     def _add(self, found: _Arguments, name: str, leaf: torch.Tensor) -> None:
         values = values_of(leaf)
         if values is None:
-            if (counts := values_of(leaf, whole_numbers=True)) is not None:  # a count of 0 explains a division
+            # A count of 0 explains a division
+            if (counts := values_of(leaf, whole_numbers=True)) is not None:
                 found.given.append((counts, counts))
             return
         if name in self._written:
@@ -117,16 +139,23 @@ class _Operation:
 
 @dataclass(slots=True)
 class _Arguments:
-    given: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # and its values before the call
+    # And its values before the call
+    given: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     written: list[torch.Tensor] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
 
 
 class OriginTracer(TorchDispatchMode):
-    """Watches one forward and backward pass; `tensors` are those that exist before it. See ``provenance.trace``."""
+    """Watches one forward and backward pass; `tensors` are those that exist before it.
+
+    See ``provenance.trace``.
+    """
 
     def __init__(
-        self, models: dict[str, nn.Module], tensors: Sequence[tuple[Kind, str, torch.Tensor]], batch_size: int | None
+        self,
+        models: dict[str, nn.Module],
+        tensors: Sequence[tuple[Kind, str, torch.Tensor]],
+        batch_size: int | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.suspects: list[Suspect] = []
@@ -134,7 +163,8 @@ class OriginTracer(TorchDispatchMode):
         self._paths = dict(_paths(models))
         self._batch_size = batch_size
         self._running: list[tuple[nn.Module, str]] = []
-        self._nodes: dict[int, tuple[str, str]] = {}  # sequence number -> module and line of the forward operation
+        # Sequence number -> module and line of the forward operation
+        self._nodes: dict[int, tuple[str, str]] = {}
         self._newest_node = -1
         self._operations: dict[Any, _Operation] = {}
         self._newest: dict[int, Suspect] = {}  # that made a storage bad, by its key
@@ -148,7 +178,8 @@ class OriginTracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch would import its compiler, 1.5 s of CPU time (torch 2.13), to keep it out of here
+        # Or torch would import its compiler, 1.5 s of CPU time (torch 2.13), to keep it out of here
+        return False
 
     def __enter__(self) -> Self:
         self._hooks = [
@@ -159,7 +190,10 @@ class OriginTracer(TorchDispatchMode):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -170,7 +204,8 @@ class OriginTracer(TorchDispatchMode):
         self._running.append((module, self._paths.get(id(module), outer)))
 
     def _module_ends(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Down to its own frame: what was left by an exception (checkpointing stops recomputation early) goes too.
+        # Down to its own frame: what was left by an exception (checkpointing stops recomputation
+        # early) goes too.
         for depth in range(len(self._running) - 1, -1, -1):
             if self._running[depth][0] is module:
                 del self._running[depth:]
@@ -179,7 +214,8 @@ class OriginTracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if in_forward_mode():
-            self.missed_some = True  # reading a tensor that has a tangent, in a dispatch mode, can kill the process
+            # Reading a tensor that has a tangent, in a dispatch mode, can kill the process
+            self.missed_some = True
             return func(*args, **kwargs)
         operation = self._operations.get(func)
         if operation is None:
@@ -202,7 +238,9 @@ class OriginTracer(TorchDispatchMode):
         self._newest_node = newest
 
     def _where(self) -> dict[str, Any]:
-        """Return module, phase, line, custom function and autograd node of what runs now, as a suspect has them."""
+        """Return module, phase, line, custom function and autograd node of what runs now, as a
+        suspect has them.
+        """
         node: Any = torch._C._current_autograd_node()
         caller = _find_caller(sys._getframe(2), in_backward=node is not None)
         found = {"line": caller.line, "function": caller.function, "phase": "forward"}
@@ -214,7 +252,9 @@ class OriginTracer(TorchDispatchMode):
             return {**found, "module": module if self._running else forward_module}
         found |= {"module": forward_module, "phase": "backward"}
         return (
-            found if caller.inside_backward else found | {"line": forward_line, "function": "", "node": node.name()}
+            found
+            if caller.inside_backward
+            else found | {"line": forward_line, "function": "", "node": node.name()}
         )
 
     def _examine(self, operation: _Operation, arguments: _Arguments, result: Any) -> None:
@@ -228,7 +268,10 @@ class OriginTracer(TorchDispatchMode):
         if not found:
             return
         values, bad = max(found, key=lambda pair: bool(torch.isnan(pair[0]).any()))
-        links = [self._link(tensor, seen, bad if operation.pointwise else None) for tensor, seen in arguments.given]
+        links = [
+            self._link(tensor, seen, bad if operation.pointwise else None)
+            for tensor, seen in arguments.given
+        ]
         suspect = Suspect(
             index=len(self.suspects),
             kind="operation",
@@ -252,8 +295,12 @@ class OriginTracer(TorchDispatchMode):
         self._newest[key] = suspect
         return suspect
 
-    def _link(self, tensor: torch.Tensor, seen: torch.Tensor, output_bad: torch.Tensor | None) -> Link | None:
-        """Return the link to an operand, None if it is finite or bad only where a pointwise output is not."""
+    def _link(
+        self, tensor: torch.Tensor, seen: torch.Tensor, output_bad: torch.Tensor | None
+    ) -> Link | None:
+        """Return the link to an operand, None if it is finite or bad only where a pointwise
+        output is not.
+        """
         bad = nonfinite(seen)
         if bad is None:
             return None
@@ -266,7 +313,10 @@ class OriginTracer(TorchDispatchMode):
         return Link(self.find(tensor), nan, inf)
 
     def find(self, tensor: torch.Tensor) -> Suspect:
-        """Return what made a tensor bad that holds NaN or Inf: of writes into its memory the newest bad one."""
+        """Return what made a tensor bad that holds NaN or Inf.
+
+        Of writes into its memory the newest bad one.
+        """
         values = values_of(tensor)
         assert values is not None
         known = self._newest.get(_key(values))
@@ -275,12 +325,16 @@ class OriginTracer(TorchDispatchMode):
     def _source(self, values: torch.Tensor) -> Suspect:
         """Return a suspect for a tensor that nothing was seen to write."""
         known = self._before.get(_key(values), [])
-        kind, name, tensor = next((entry for entry in known if nonfinite(entry[2]) is not None), (None, "", values))
+        kind, name, tensor = next(
+            (entry for entry in known if nonfinite(entry[2]) is not None), (None, "", values)
+        )
         whole = values_of(tensor)
         assert whole is not None
         bad = nonfinite(whole) if kind == "input" else None
         rows = () if bad is None else bad_rows(bad, self._batch_size)
-        return Suspect(index=-1, kind=kind or "constant", name=name, produced=measure(whole), rows=rows)
+        return Suspect(
+            index=-1, kind=kind or "constant", name=name, produced=measure(whole), rows=rows
+        )
 
 
 def _paths(models: dict[str, nn.Module]) -> Iterator[tuple[int, str]]:
@@ -301,14 +355,19 @@ def _key(values: torch.Tensor) -> int:
 class _Caller:
     """Who called an operation."""
 
-    line: str = ""  # such as "model.py:12 in forward"; empty if no line of the user's is on the stack
+    # Such as "model.py:12 in forward"; empty if no line of the user's is on the stack
+    line: str = ""
     function: str = ""  # class of the custom autograd.Function whose forward or backward runs
-    inside_backward: bool = False  # Python code runs inside the backward pass, and not only torch's own
+    # Python code runs inside the backward pass, and not only torch's own
+    inside_backward: bool = False
     recomputing: bool = False  # a checkpointed block runs its forward again
 
 
 def _find_caller(frame: FrameType | None, *, in_backward: bool) -> _Caller:
-    """Return who called, from a frame outwards to the autograd engine: the innermost frame of the user's code."""
+    """Return who called, from a frame outwards to the autograd engine.
+
+    The innermost frame of the user's code.
+    """
     line, function, recomputing, inside, beyond = "", "", False, True, 0
     while frame is not None and (in_backward or beyond <= _FURTHER):
         code = frame.f_code
@@ -321,18 +380,28 @@ def _find_caller(frame: FrameType | None, *, in_backward: bool) -> _Caller:
             function = function or _function_class(frame)
         beyond += bool(line)
         frame = frame.f_back
-    return _Caller(line=line, function=function, inside_backward=inside and bool(line), recomputing=recomputing)
+    return _Caller(
+        line=line, function=function, inside_backward=inside and bool(line), recomputing=recomputing
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_users(code: CodeType) -> bool:
     file = code.co_filename
-    return not (file.startswith(_FOREIGN) or (file.startswith(_STANDARD) and "site-packages" not in file))
+    return not (
+        file.startswith(_FOREIGN) or (file.startswith(_STANDARD) and "site-packages" not in file)
+    )
 
 
 def _function_class(frame: FrameType) -> str:
     code = frame.f_code
-    if code.co_name not in ("forward", "backward") or not code.co_argcount or code.co_varnames[0] == "self":
+    if (
+        code.co_name not in ("forward", "backward")
+        or not code.co_argcount
+        or code.co_varnames[0] == "self"
+    ):
         return ""
     context = frame.f_locals.get(code.co_varnames[0])
-    return type(context).__name__.removesuffix("Backward") if isinstance(context, FunctionCtx) else ""
+    return (
+        type(context).__name__.removesuffix("Backward") if isinstance(context, FunctionCtx) else ""
+    )

@@ -1,1 +1,4 @@
-"""The black box: what happened lies in a file that outlives the process. Standard library only, but for history."""
+"""The black box: what happened lies in a file that outlives the process.
+
+Standard library only, but for history.
+"""

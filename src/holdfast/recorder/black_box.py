@@ -1,10 +1,11 @@
 """What one process records: a ring of steps and a ring of events, under one directory.
 
-Steps are frequent and of fixed size; events are rare, of any size, and must not be pushed out by steps. Both
-files are allocated when the run starts, so a full disk cannot silence them.
+Steps are frequent and of fixed size; events are rare, of any size, and must not be pushed out by
+steps. Both files are allocated when the run starts, so a full disk cannot silence them.
 
-    steps.ring    kind, samples per pass, global step, loss, gradient norm, seconds        32,768 marks, 2 MiB
-    events.ring   JSON, cut into parts of 480 bytes                                         2 048 parts, 1 MiB
+    steps.ring    kind, samples per pass, global step, loss, gradient norm, seconds        32,768
+    marks, 2 MiB events.ring   JSON, cut into parts of 480 bytes
+    2 048 parts, 1 MiB
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from holdfast.recorder.ring import RingWriter
 from holdfast.recorder.run_files import Optimizers
 
 STEPS_FILE, EVENTS_FILE = "steps.ring", "events.ring"
-# mark | which of loss and norm are values, also if NaN; optimizer | samples a pass, step, loss, norm, seconds
+# mark | which of loss and norm are values, also if NaN; optimizer | samples a pass, step, loss,
+# norm, seconds
 STEP = struct.Struct("<HHIQddd")
 _pack_step = STEP.pack
 PART = struct.Struct("<HH")
@@ -47,7 +49,9 @@ class EventRing:
     """
 
     def __init__(self, directory: Path, *, capacity: int = 512) -> None:
-        self._ring = RingWriter(directory / EVENTS_FILE, payload_bytes=PART.size + PART_BYTES, capacity=capacity)
+        self._ring = RingWriter(
+            directory / EVENTS_FILE, payload_bytes=PART.size + PART_BYTES, capacity=capacity
+        )
         self.moved_aside = self._ring.moved_aside
 
     def event(self, event: Event) -> None:
@@ -68,8 +72,11 @@ def _encode(event: Event, facts: Mapping[str, Any]) -> bytes:
     head = [event.kind, event.global_step, event.unix_seconds]
     try:
         return json.dumps([*head, dict(facts)], separators=(",", ":"), default=str).encode()
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, circles: never the run's problem
-        return json.dumps([*head, {"unreadable": list(map(str, facts))}], separators=(",", ":")).encode()
+    # Keys that are no text, circles: never the run's problem
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(
+            [*head, {"unreadable": list(map(str, facts))}], separators=(",", ":")
+        ).encode()
 
 
 class BlackBox:
@@ -80,7 +87,9 @@ class BlackBox:
 
     def __init__(self, directory: Path) -> None:
         make_folder(directory.parent, directory.name)
-        self._steps = RingWriter(directory / STEPS_FILE, payload_bytes=STEP.size, capacity=32_768, has_history=True)
+        self._steps = RingWriter(
+            directory / STEPS_FILE, payload_bytes=STEP.size, capacity=32_768, has_history=True
+        )
         self._events = EventRing(directory, capacity=2_048)
         self.optimizers = Optimizers(directory)
         found = {STEPS_FILE: self._steps.moved_aside, EVENTS_FILE: self._events.moved_aside}
@@ -100,7 +109,9 @@ class BlackBox:
         """Record one mark of a step; None: that was not read. Cost: below 1 microsecond."""
         is_read = (loss is not None) + 2 * (norm is not None) + (optimizer << 8)
         loss, norm = math.nan if loss is None else loss, math.nan if norm is None else norm
-        self._steps.append(_pack_step(mark, is_read, micro_batch_size, global_step, loss, norm, seconds))
+        self._steps.append(
+            _pack_step(mark, is_read, micro_batch_size, global_step, loss, norm, seconds)
+        )
 
     def event(self, event: Event) -> None:
         """Record one event; facts that are too long to keep whole are cut and marked as cut."""

@@ -1,6 +1,8 @@
-"""Read only what was appended since the last look, while the process that records goes on or after it was killed.
+"""Read only what was appended since the last look, while the process that records goes on or after
+it was killed.
 
-A look costs one system call for every 256 new records; the whole ring is read at the first look, and again if the
+A look costs one system call for every 256 new records; the whole ring is read at the first look,
+and again if the
 writer went around it in between. Does not: wait or poll (the caller does), write.
 """
 
@@ -23,7 +25,9 @@ _HELD_SAMPLES, _HELD_SECONDS = 16, 2.0  # far above how long a copy from a devic
 
 
 class RingFollower:
-    """Follow one ring; a file that does not exist yet has no records, and one that is none raises H305."""
+    """Follow one ring; a file that does not exist yet has no records, and one that is none
+    raises H305.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +44,8 @@ class RingFollower:
             return []
         try:
             status = os.fstat(descriptor)
-            if status.st_ino != self._inode:  # the first look, or a writer with another layout began anew
+            # The first look, or a writer with another layout began anew
+            if status.st_ino != self._inode:
                 self._inode, self._sequence, self._read_whole = status.st_ino, 0, False
             header = os.pread(descriptor, HEADER.size, 0)
             if len(header) < HEADER.size or not header.strip(b"\0"):
@@ -70,7 +75,9 @@ class RingFollower:
             wanted = min(_BLOCK, capacity - start)
             place = HEADER_BYTES + start * slot.size
             data = os.pread(descriptor, max(0, min(wanted * slot.size, size - place)), place)
-            for first, nanoseconds, payload, last in slot.iter_unpack(data[: len(data) // slot.size * slot.size]):
+            for first, nanoseconds, payload, last in slot.iter_unpack(
+                data[: len(data) // slot.size * slot.size]
+            ):
                 if first == last and first > self._sequence + 1:
                     return found + self._all()
                 if first != last or first <= self._sequence:
@@ -83,16 +90,24 @@ class RingFollower:
 
 
 class SampleFollower(RingFollower):
-    """Follow the samples of a process's steps, or a guard's marks of those that were made or refused.
+    """Follow the samples of a process's steps, or a guard's marks of those that were made or
+    refused.
 
-    A loss that comes from a device is written into its sample some steps later. So a sample without a loss is held
-    back, with those after it, until 16 newer ones or 2 seconds have passed.
+    A loss that comes from a device is written into its sample some steps later. So a sample without
+    a loss is held back, with those after it, until 16 newer ones or 2 seconds have passed.
     """
 
     def new(self, *, hold_back: bool = True) -> list[StepSample]:
-        """Return the samples since the last call, oldest first; without `hold_back` all, such as at the last look."""
+        """Return the samples since the last call, oldest first.
+
+        Without `hold_back` all, such as at the last look.
+        """
         records = self.records()
-        pairs = [(record.sequence, sample) for record in records if (sample := _sample_in(record)) is not None]
+        pairs = [
+            (record.sequence, sample)
+            for record in records
+            if (sample := _sample_in(record)) is not None
+        ]
         recent = time.time() - _HELD_SECONDS
         for index in range(max(0, len(pairs) - _HELD_SAMPLES), len(pairs) if hold_back else 0):
             sequence, sample = pairs[index]
@@ -108,9 +123,16 @@ def _sample_in(record: Record) -> StepSample | None:
     if mark is None or mark.mark is StepMark.BEGUN:
         return sample_of(record)
     return StepSample(
-        step=mark.global_step, micro_steps=0, loss=mark.loss, grad_norm=mark.grad_norm, learning_rate=None,
-        seconds=mark.seconds, wait_seconds=math.nan, unix_seconds=mark.unix_seconds, optimizer=mark.optimizer,
-    )  # fmt: skip
+        step=mark.global_step,
+        micro_steps=0,
+        loss=mark.loss,
+        grad_norm=mark.grad_norm,
+        learning_rate=None,
+        seconds=mark.seconds,
+        wait_seconds=math.nan,
+        unix_seconds=mark.unix_seconds,
+        optimizer=mark.optimizer,
+    )
 
 
 class EventFollower(RingFollower):
@@ -122,4 +144,6 @@ class EventFollower(RingFollower):
 
     def new(self) -> list[Event]:
         """Return the events that were finished since the last call, oldest first."""
-        return [event for record in self.records() if (event := self._parts.add(record)) is not None]
+        return [
+            event for record in self.records() if (event := self._parts.add(record)) is not None
+        ]

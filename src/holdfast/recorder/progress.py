@@ -1,7 +1,11 @@
-"""Where a training process stands, and what each step took: written inside it, read from outside, also after its end.
+"""Where a training process stands, and what each step took.
 
-A *board* is one small page: the phase that the process is in, since when, and how much it has done. A *ring of
-samples* holds one record for each step. Both are mapped files, so a record costs no system call and survives SIGKILL.
+Written inside it, read from outside, also after its end.
+
+A *board* is one small page: the phase that the process is in, since when, and how much it has done.
+    A *ring of
+samples* holds one record for each step. Both are mapped files, so a record costs no system call and
+survives SIGKILL.
 
 Does not: decide what is too long (``supervise``), record events (``black_box``).
 """
@@ -19,7 +23,15 @@ from time import monotonic_ns as _now, time_ns  # isort: skip
 from typing import NamedTuple
 
 from holdfast.core.files import created, opened_to_write, read_file
-from holdfast.recorder.ring import HEADER_BYTES, VERSION, Record, RingWriter, newer, read_ring, value_or_none
+from holdfast.recorder.ring import (
+    HEADER_BYTES,
+    VERSION,
+    Record,
+    RingWriter,
+    newer,
+    read_ring,
+    value_or_none,
+)
 from holdfast.recorder.run_files import Optimizers
 
 BOARD_BYTES = 4096
@@ -34,9 +46,11 @@ _SPENT_AT = 320
 _PAUSE = 20_000_000  # nanoseconds between two that are written: a step may take microseconds
 _REQUEST = struct.Struct("<Q")
 _REQUEST_AT = 256
-# step, micro steps | which of the next three are values, also if NaN; optimizer | loss, norm, rate | the rest
+# step, micro steps | which of the next three are values, also if NaN; optimizer | loss, norm, rate
+# | the rest
 _SAMPLE = struct.Struct("<QIIdddddQQQQ")
-_pack_into = struct.Struct(f"<QQ{_SAMPLE.format[1:]}Q").pack_into  # as a slot of a ring, see `slot_struct`
+# As a slot of a ring, see `slot_struct`
+_pack_into = struct.Struct(f"<QQ{_SAMPLE.format[1:]}Q").pack_into
 LOSS_IS_READ, NORM_IS_READ, RATE_IS_READ = 1, 2, 4
 _READ_OFFSET, _LOSS_OFFSET, _NORM_OFFSET = 12, 16, 24  # in a sample
 _FLOAT = struct.Struct("<d")
@@ -69,8 +83,10 @@ class Standing(NamedTuple):
 
     pid: int
     phase: Phase
-    since_seconds: float  # when that began, on the system's monotonic clock, which all processes share
-    progress: int  # counts everything that happened: phases, micro-steps, steps; the same while nothing moves
+    # When that began, on the system's monotonic clock, which all processes share
+    since_seconds: float
+    # Counts everything that happened: phases, micro-steps, steps; the same while nothing moves
+    progress: int
     step: int  # optimizer steps of the training, also before this process where a guard counts
     micro_step: int  # calls of backward
     made: int = 0  # steps that this process has made itself, modulo 2**32
@@ -78,7 +94,8 @@ class Standing(NamedTuple):
 
 
 class ProgressBoard:
-    """Show where this process stands, in a file that is made anew, or (None) in memory that nobody else sees.
+    """Show where this process stands, in a file that is made anew, or (None) in memory that nobody
+    else sees.
 
     OSError if it cannot be made.
     """
@@ -95,7 +112,10 @@ class ProgressBoard:
         _HEADER.pack_into(self._map, _HEADER_AT, _MAGIC, VERSION, os.getpid())
 
     def enter(self, phase: Phase) -> int:
-        """Show that a phase begins, also one of the same name: progress. Returns when, in monotonic nanoseconds."""
+        """Show that a phase begins, also one of the same name: progress.
+
+        Returns when, in monotonic nanoseconds.
+        """
         self.progress = progress = self.progress + 1
         now = _now()
         self._spent[self.phase] += now - self._since
@@ -108,7 +128,9 @@ class ProgressBoard:
         return now
 
     def trace_requested(self) -> int:
-        """Return the number of the newest request from outside to trace what memory is held by, 0 for none."""
+        """Return the number of the newest request from outside to trace what memory is held by,
+        0 for none.
+        """
         found: int = _REQUEST.unpack_from(self._map, _REQUEST_AT)[0]
         return found
 
@@ -126,7 +148,10 @@ def _map_new(path: Path | None) -> mmap.mmap:
 
 
 def read_board(path: Path) -> Standing | None:
-    """Return what a board shows; None if it is missing, torn, cut or no board. H305 if a newer holdfast wrote it."""
+    """Return what a board shows; None if it is missing, torn, cut or no board.
+
+    H305 if a newer holdfast wrote it.
+    """
     try:
         data = read_file(path)
     except OSError:
@@ -142,9 +167,15 @@ def read_board(path: Path) -> Standing | None:
     if first != last or phase not in set(Phase):
         return None
     return Standing(
-        pid=pid, phase=Phase(phase), since_seconds=since / 1e9, progress=first, step=step, micro_step=micro_step,
-        made=made, spent=tuple(each / 1e9 for each in _SPENT.unpack_from(data, _SPENT_AT)),
-    )  # fmt: skip
+        pid=pid,
+        phase=Phase(phase),
+        since_seconds=since / 1e9,
+        progress=first,
+        step=step,
+        micro_step=micro_step,
+        made=made,
+        spent=tuple(each / 1e9 for each in _SPENT.unpack_from(data, _SPENT_AT)),
+    )
 
 
 def request_trace(path: Path, number: int) -> None:
@@ -158,8 +189,8 @@ class StepSample(NamedTuple):
     """One step as it was seen from its hooks.
 
     Args:
-        step: Optimizer steps so far, this one included, as the guard counts them where there is one; calls of
-            backward where no optimizer steps.
+        step: Optimizer steps so far, this one included, as the guard counts them where there is
+            one; calls of backward where no optimizer steps.
         micro_steps: Calls of backward in it.
         loss: Of the last backward; None if it was not read. NaN is a loss that is NaN.
         grad_norm: None if nobody computed it.
@@ -190,7 +221,9 @@ class StepSample(NamedTuple):
 
 
 class SampleRing(RingWriter):
-    """Append samples of steps; the newest 32,768 are kept, in 4 MiB, and can still be completed; others in short.
+    """Append samples of steps; the newest 32,768 are kept, in 4 MiB, and can still be completed.
+
+    Others in short.
 
     The file is made or continued; OSError as `RingWriter`.
     """
@@ -213,7 +246,9 @@ class SampleRing(RingWriter):
         *others: float,
         optimizer: int = 0,
     ) -> int:
-        """Write a sample, the fields of `StepSample` in order but for the time; return its number, for `amend`.
+        """Write a sample, the fields of `StepSample` in order but for the time.
+
+        Return its number, for `amend`.
 
         Cost: below 1 microsecond; no system call.
         """
@@ -222,26 +257,42 @@ class SampleRing(RingWriter):
         if number == self._turn:
             self._turn_over()
         _pack_into(
-            self._map, HEADER_BYTES + (number % self._capacity) * self._slot_bytes, number, time_ns(), step,
-            micro_steps, is_read + (optimizer << 8), math.nan if loss is None else loss,
-            math.nan if grad_norm is None else grad_norm, math.nan if learning_rate is None else learning_rate,
-            *others, number,
-        )  # fmt: skip
+            self._map,
+            HEADER_BYTES + (number % self._capacity) * self._slot_bytes,
+            number,
+            time_ns(),
+            step,
+            micro_steps,
+            is_read + (optimizer << 8),
+            math.nan if loss is None else loss,
+            math.nan if grad_norm is None else grad_norm,
+            math.nan if learning_rate is None else learning_rate,
+            *others,
+            number,
+        )
         self._sequence = number
         return number
 
-    def amend(self, number: int, *, loss: float | None = None, grad_norm: float | None = None) -> None:
-        """Complete a sample with what became known later, such as a loss that had to come from a device.
+    def amend(
+        self, number: int, *, loss: float | None = None, grad_norm: float | None = None
+    ) -> None:
+        """Complete a sample with what became known later, such as a loss that had to come from a
+        device.
 
-        `number` is as `write` returned it; a sample that was overwritten since is left alone, and so is a None.
+        `number` is as `write` returned it; a sample that was overwritten since is left alone, and
+        so is a None.
         """
         if number <= self._sequence - self._capacity:
             return  # its slot belongs to another record by now
         start = HEADER_BYTES + (number % self._capacity) * self._slot_bytes + _BEFORE_PAYLOAD
-        for offset, value, is_read in ((_LOSS_OFFSET, loss, LOSS_IS_READ), (_NORM_OFFSET, grad_norm, NORM_IS_READ)):
+        for offset, value, is_read in (
+            (_LOSS_OFFSET, loss, LOSS_IS_READ),
+            (_NORM_OFFSET, grad_norm, NORM_IS_READ),
+        ):
             if value is not None:
                 _FLOAT.pack_into(self._map, start + offset, value)
-                self._map[start + _READ_OFFSET] |= is_read  # last: until then nobody takes it for a value
+                # Last: until then nobody takes it for a value
+                self._map[start + _READ_OFFSET] |= is_read
 
 
 def read_samples(path: Path) -> list[StepSample]:
@@ -250,17 +301,26 @@ def read_samples(path: Path) -> list[StepSample]:
 
 
 def sample_of(record: Record) -> StepSample | None:
-    """Return what a record of a ring of samples says, None if it is of another kind of ring or a damaged one."""
+    """Return what a record of a ring of samples says, None if it is of another kind of ring or a
+    damaged one.
+    """
     if len(record.payload) != _SAMPLE.size:
         return None
-    step, micro_steps, is_read, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = _SAMPLE.unpack(
-        record.payload
+    step, micro_steps, is_read, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = (
+        _SAMPLE.unpack(record.payload)
     )
     return StepSample(
-        step=step, micro_steps=micro_steps, unix_seconds=record.nanoseconds / 1e9,
-        loss=value_or_none(loss, is_read & LOSS_IS_READ), grad_norm=value_or_none(norm, is_read & NORM_IS_READ),
-        learning_rate=value_or_none(rate, is_read & RATE_IS_READ), seconds=seconds, wait_seconds=wait,
+        step=step,
+        micro_steps=micro_steps,
+        unix_seconds=record.nanoseconds / 1e9,
+        loss=value_or_none(loss, is_read & LOSS_IS_READ),
+        grad_norm=value_or_none(norm, is_read & NORM_IS_READ),
+        learning_rate=value_or_none(rate, is_read & RATE_IS_READ),
+        seconds=seconds,
+        wait_seconds=wait,
         host_bytes=host,
-        device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak,
+        device_allocated_bytes=allocated,
+        device_reserved_bytes=reserved,
+        device_peak_bytes=peak,
         optimizer=is_read >> 8 & 0xFF,
-    )  # fmt: skip
+    )

@@ -1,6 +1,7 @@
 """Read what a process recorded, also after it was killed in the middle of a write.
 
-Tolerant: torn slots, a wrapped ring, a cut file and events whose first part is overwritten are passed over. A
+Tolerant: torn slots, a wrapped ring, a cut file and events whose first part is overwritten are
+    passed over. A
 file that is no ring, or one of a newer version, is an error.
 """
 
@@ -11,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.events.event import Event
-from holdfast.recorder.black_box import EVENTS_FILE, LOSS_IS_READ, NORM_IS_READ, PART, STEP, STEPS_FILE, StepMark
+from holdfast.recorder.black_box import (
+    EVENTS_FILE,
+    LOSS_IS_READ,
+    NORM_IS_READ,
+    PART,
+    STEP,
+    STEPS_FILE,
+    StepMark,
+)
 from holdfast.recorder.progress import sample_of
 from holdfast.recorder.ring import Record, read_ring, value_or_none
 from holdfast.recorder.run_files import SAMPLES_FILE
@@ -46,23 +55,34 @@ def mark_of(record: Record) -> StepRecord | None:
     if mark not in _MARKS:
         return None
     return StepRecord(
-        mark=StepMark(mark), global_step=global_step, micro_batch_size=micro_batch_size,
-        loss=value_or_none(loss, is_read & LOSS_IS_READ), grad_norm=value_or_none(norm, is_read & NORM_IS_READ),
-        seconds=seconds, unix_seconds=record.nanoseconds / 1e9, optimizer=is_read >> 8,
-    )  # fmt: skip
+        mark=StepMark(mark),
+        global_step=global_step,
+        micro_batch_size=micro_batch_size,
+        loss=value_or_none(loss, is_read & LOSS_IS_READ),
+        grad_norm=value_or_none(norm, is_read & NORM_IS_READ),
+        seconds=seconds,
+        unix_seconds=record.nanoseconds / 1e9,
+        optimizer=is_read >> 8,
+    )
 
 
 def not_recorded_any_more(directory: Path) -> str:
-    """Return which steps of a process are kept nowhere any more, as words; an empty text if all are, or in short."""
+    """Return which steps of a process are kept nowhere any more, as words.
+
+    An empty text if all are, or in short.
+    """
     for name in (SAMPLES_FILE, STEPS_FILE):
         records = read_ring(directory / name)
         if records and records[0].sequence > 1:
-            from holdfast.recorder.history import read_history  # here: numpy takes a tenth of a second
+            # Here: numpy takes a tenth of a second
+            from holdfast.recorder.history import read_history
 
             _, newest, gone = read_history(directory / name)
             gone += max(records[0].sequence - 1 - newest, 0)
             sample, mark = sample_of(records[0]), mark_of(records[0])
-            step = sample.step if sample is not None else mark.global_step if mark is not None else 0
+            step = (
+                sample.step if sample is not None else mark.global_step if mark is not None else 0
+            )
             what = f"the steps before step {step:,} are not recorded any more"
             return f"{what}: {gone:,} older records were overwritten" if gone else ""
     return ""
@@ -71,7 +91,11 @@ def not_recorded_any_more(directory: Path) -> str:
 def read_events(directory: Path) -> list[Event]:
     """Return the recorded events, oldest first; H305 as `read_ring`."""
     parts = EventParts()
-    return [event for record in read_ring(directory / EVENTS_FILE) if (event := parts.add(record)) is not None]
+    return [
+        event
+        for record in read_ring(directory / EVENTS_FILE)
+        if (event := parts.add(record)) is not None
+    ]
 
 
 class EventParts:
@@ -102,4 +126,8 @@ def _decode(data: bytes) -> Event | None:
     except (ValueError, TypeError):
         return None
     sound = isinstance(facts, dict) and isinstance(kind, str)
-    return Event(kind=kind, global_step=global_step, unix_seconds=unix_seconds, data=facts) if sound else None
+    return (
+        Event(kind=kind, global_step=global_step, unix_seconds=unix_seconds, data=facts)
+        if sound
+        else None
+    )

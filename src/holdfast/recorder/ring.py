@@ -1,14 +1,17 @@
 """A ring of fixed-size records in a memory-mapped file: the writer, and a tolerant reader.
 
-The pages belong to the kernel, so they survive the death of the process by any signal (not a power cut). Each
-slot carries its sequence number at both ends, first and last in memory order: a kill between the two leaves a
-slot whose ends differ, which the reader drops. The whole file is allocated at the start, since writing to a
-hole of a mapped file on a full disk is a SIGBUS.
+The pages belong to the kernel, so they survive the death of the process by any signal (not a power
+cut). Each
+slot carries its sequence number at both ends, first and last in memory order: a kill between the
+    two leaves a
+slot whose ends differ, which the reader drops. The whole file is allocated at the start, since
+writing to a hole of a mapped file on a full disk is a SIGBUS.
 
     header (4096 bytes)   magic, version, payload bytes, capacity
     slot i                sequence | unix nanoseconds | payload | sequence
 
-Does not: interpret payloads (``black_box`` does), lock (one writer per file, guaranteed by the run directory).
+Does not: interpret payloads (``black_box`` does), lock (one writer per file, guaranteed by the run
+    directory).
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ HEADER_BYTES = 4096
 _MOST_BYTES = 8 << 20  # twice the largest that is written
 _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG}
 _MOST_RECORDS = 2**62  # more than any process writes; what fills a damaged file is beyond it
-_LEAST_BELONGING = 50  # at least one in so many of the records that a number implies is there, in a damaged file too
+# At least one in so many of the records that a number implies is there, in a damaged file too
+_LEAST_BELONGING = 50
 _MOST_TORN = 2  # slots that a kill leaves torn, with one to spare
 
 
@@ -47,7 +51,10 @@ class Record(NamedTuple):
 
 
 def value_or_none(number: float, is_read: int) -> float | None:
-    """Return a number of a record, None if nobody read it: NaN, without the mark that it is a value."""
+    """Return a number of a record, None if nobody read it.
+
+    NaN, without the mark that it is a value.
+    """
     return number if is_read or not math.isnan(number) else None
 
 
@@ -60,8 +67,8 @@ class RingWriter:
     """Append records to a ring file, created or continued.
 
     Args:
-        path: The file. An existing one is continued if it has the same layout and whole records, else whatever lies
-            there is kept beside it as ``.old``, and `moved_aside` says why.
+        path: The file. An existing one is continued if it has the same layout and whole records,
+            else whatever lies there is kept beside it as ``.old``, and `moved_aside` says why.
         payload_bytes: Most bytes of one record.
         capacity: Records kept; older ones are overwritten.
         has_history: Whether these join the ``history`` beside the file before; of steps only.
@@ -70,7 +77,9 @@ class RingWriter:
         OSError: if the file cannot be created or its space cannot be allocated.
     """
 
-    def __init__(self, path: Path, *, payload_bytes: int, capacity: int, has_history: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, payload_bytes: int, capacity: int, has_history: bool = False
+    ) -> None:
         self._path, self._has_history, self._half = path, has_history, max(capacity // 2, 1)
         self._slot = slot_struct(payload_bytes)
         self._pack_into = self._slot.pack_into
@@ -81,7 +90,8 @@ class RingWriter:
         # Read through the file: a look at the map would make all of its pages resident at once.
         self._sequence, why = _standing(path, header, size, self._slot)
         self.moved_aside = f"{why}; it is kept as {_move_aside(path).name}" if why else ""
-        """Why what lay there was not continued, and where it is now; empty if nothing did, or it is continued."""
+        """Why what lay there was not continued, and where it is now; empty if nothing did, or it is
+        continued."""
         descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             if os.fstat(descriptor).st_size == 0:
@@ -106,11 +116,14 @@ class RingWriter:
         self._sequence = sequence
 
     def _turn_over(self) -> None:
-        """Keep what half of the ring holds in short, before the next record begins to overwrite it."""
+        """Keep what half of the ring holds in short, before the next record begins to overwrite
+        it.
+        """
         number, self._turn = self._turn, self._turn + self._half
         if not self._has_history or number < self._capacity:
             return
-        with suppress(Exception):  # on a full disk, or without numpy: no reason to stop what is recorded
+        # On a full disk, or without numpy: no reason to stop what is recorded
+        with suppress(Exception):
             from holdfast.recorder.history import extend
 
             start = HEADER_BYTES + (number % self._capacity) * self._slot_bytes
@@ -123,7 +136,9 @@ class RingWriter:
 
 
 def _standing(path: Path, header: bytes, size: int, slot: struct.Struct) -> tuple[int, str]:
-    """Return the number of the newest record, and why the file cannot be continued, or an empty text."""
+    """Return the number of the newest record, and why the file cannot be continued, or an empty
+    text.
+    """
     data, why = _read(path)
     if why or not data:
         return 0, why
@@ -136,7 +151,9 @@ def _standing(path: Path, header: bytes, size: int, slot: struct.Struct) -> tupl
 
 
 def _read(path: Path) -> tuple[bytes, str]:
-    """Return what a ring holds, nothing if there is none, and why what lies there is none, or an empty text."""
+    """Return what a ring holds, nothing if there is none, and why what lies there is none, or an
+    empty text.
+    """
     try:
         return read_file(path, _MOST_BYTES), ""
     except FileNotFoundError:
@@ -148,7 +165,10 @@ def _read(path: Path) -> tuple[bytes, str]:
 
 
 def _move_aside(path: Path) -> Path:
-    """Rename what is not ours to destroy; what was moved aside before is replaced if that is a file."""
+    """Rename what is not ours to destroy.
+
+    What was moved aside before is replaced if that is a file.
+    """
     target, number = path.with_name(f"{path.name}.old"), 1
     while os.path.lexists(target) and not (target.is_file() and path.is_file()):
         number += 1
@@ -159,7 +179,8 @@ def _move_aside(path: Path) -> Path:
 def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
     """Return the whole records, oldest first, and how many slots hold something else.
 
-    A record lies where its number says. Numbers run on without gaps, so that one which hardly any of those before it
+    A record lies where its number says. Numbers run on without gaps, so that one which hardly any
+    of those before it
     belong to was not counted: it is what fills a damaged file.
     """
     *_, capacity = HEADER.unpack_from(data)
@@ -176,7 +197,9 @@ def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
     kept = min(capacity, (usable - HEADER_BYTES) // slot.size)
     while found:
         newest = found[-1].sequence
-        belonging = len(found) - bisect.bisect_right(found, newest - capacity, key=lambda record: record.sequence)
+        belonging = len(found) - bisect.bisect_right(
+            found, newest - capacity, key=lambda record: record.sequence
+        )
         if belonging >= min(newest, kept) // _LEAST_BELONGING:
             break
         found.pop()

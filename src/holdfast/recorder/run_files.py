@@ -1,7 +1,8 @@
 """The files of a supervised run, and what each observed process says of itself.
 
-``supervised.json`` and ``output.log`` are written by the supervisor, ``processes/<pid>-<ticks>/`` by each process. A
-process is named by its pid and its start time in clock ticks, since pids come again.
+``supervised.json`` and ``output.log`` are written by the supervisor, ``processes/<pid>-<ticks>/``
+by each process. A process is named by its pid and its start time in clock ticks, since pids come
+again.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
 # Not HOLDFAST_*: each of those is taken for a field of a policy, and refused if it is none.
 OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
 ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
-# A real-time signal, upon which Python processes write their stacks. SIGUSR1 and SIGUSR2 are the script's: schedulers
-# send them as a warning, and a guard stops the run upon them. Nothing that people use sends this one.
+# A real-time signal, upon which Python processes write their stacks. SIGUSR1 and SIGUSR2 are the
+# script's: schedulers send them as a warning, and a guard stops the run upon them. Nothing that
+# people use sends this one.
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 12
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []
 guarded: dict[int, tuple[str, Callable[[], Any]]] = {}
-"""By `id` of each optimizer of an open guard its name, and a weak reference to what has the ``global_step``."""
+"""By `id` of each optimizer of an open guard its name, and a weak reference to what has the
+``global_step``."""
 
 
 class ProcessInfo(NamedTuple):
@@ -59,7 +62,8 @@ class ProcessInfo(NamedTuple):
     world_size: int | None = None
     torch: str | None = None  # version, None before it is imported
     started: float = 0.0  # Unix time
-    stacks_signal: int | None = None  # upon which it writes stacks.txt; None if the script handles that signal itself
+    # Upon which it writes stacks.txt; None if the script handles that signal itself
+    stacks_signal: int | None = None
 
     @property
     def folder(self) -> str:
@@ -68,9 +72,12 @@ class ProcessInfo(NamedTuple):
 
 
 def write_process(run: Path, info: ProcessInfo) -> Path:
-    """Write what a process says of itself, and return its folder; OSError if it cannot be made or written.
+    """Write what a process says of itself, and return its folder.
 
-    Whole or not at all, but not flushed to the disk: it must survive the process, not the machine, and a process of
+    OSError if it cannot be made or written.
+
+    Whole or not at all, but not flushed to the disk: it must survive the process, not the machine,
+        and a process of
     the user must not wait for a disk when it starts.
     """
     folder = make_folder(run, PROCESSES_FOLDER, info.folder)
@@ -79,7 +86,10 @@ def write_process(run: Path, info: ProcessInfo) -> Path:
 
 
 def read_processes(run: Path) -> list[tuple[Path, ProcessInfo]]:
-    """Return the folders of observed processes with what they say, oldest first; a damaged one is passed over."""
+    """Return the folders of observed processes with what they say, oldest first.
+
+    A damaged one is passed over.
+    """
     found = []
     for path in sorted((run / PROCESSES_FOLDER).glob(f"*/{PROCESS_FILE}")):
         info = read_process_file(path)
@@ -99,7 +109,10 @@ def read_process_file(path: Path) -> ProcessInfo | None:
 
 
 def _is_sound(info: ProcessInfo) -> bool:
-    """Return whether each field is of its type: the file lies where the observed script can write."""
+    """Return whether each field is of its type.
+
+    The file lies where the observed script can write.
+    """
     numbers = (info.pid, info.ticks, info.ppid, info.attempt)
     perhaps = (info.rank, info.local_rank, info.world_size, info.stacks_signal)
     return (
@@ -115,10 +128,15 @@ def _is_sound(info: ProcessInfo) -> bool:
 
 
 class Optimizers(dict[str, int]):
-    """Numbers from 1 of the optimizers whose steps a ring holds, by name; from the 255th on one. A file has them."""
+    """Numbers from 1 of the optimizers whose steps a ring holds, by name; from the 255th on one.
+
+    A file has them.
+    """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__((name, number) for number, name in enumerate(read_optimizers(folder), start=1))
+        super().__init__(
+            (name, number) for number, name in enumerate(read_optimizers(folder), start=1)
+        )
         self._file = folder / OPTIMIZERS_FILE
 
     def __missing__(self, name: str) -> int:
@@ -128,10 +146,21 @@ class Optimizers(dict[str, int]):
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Keep what a training is set to, by names such as "optimizer.0.lr"; what is no plain value is left out."""
+    """Keep what a training is set to, by names such as "optimizer.0.lr".
+
+    What is no plain value is left out.
+    """
     plain = (bool, int, float, str)
-    found = {name: list(v) if isinstance(v, (list, tuple)) else [v] for name, v in settings.items() if v is not None}
-    sound = {name for name, values in found.items() if all(isinstance(each, plain) for each in values[:16])}
+    found = {
+        name: list(v) if isinstance(v, (list, tuple)) else [v]
+        for name, v in settings.items()
+        if v is not None
+    }
+    sound = {
+        name
+        for name, values in found.items()
+        if all(isinstance(each, plain) for each in values[:16])
+    }
     write_json(folder / SETTINGS_FILE, {name: v for name, v in settings.items() if name in sound})
 
 
@@ -142,7 +171,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_optimizers(folder: Path) -> list[str]:
-    """Return the names of the optimizers whose steps a folder's ring holds; none of many made in turn."""
+    """Return the names of the optimizers whose steps a folder's ring holds.
+
+    None of many made in turn.
+    """
     try:
         found = json.loads(read_file(folder / OPTIMIZERS_FILE))
     except (OSError, ValueError, RecursionError):
@@ -151,12 +183,16 @@ def read_optimizers(folder: Path) -> list[str]:
 
 
 def read_host(path: Path) -> dict[str, Any] | None:
-    """Return what the supervisor of one of several hosts says, None if the file is missing or damaged."""
+    """Return what the supervisor of one of several hosts says, None if the file is missing or
+    damaged.
+    """
     try:
         found = json.loads(read_file(path, _MOST_HOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), str) for key in ("state", "beat")):
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(key), str) for key in ("state", "beat")
+    ):
         return None
     go = found.get("go")
     if go is not None and not (isinstance(go, dict) and all(each.isdecimal() for each in go)):
@@ -165,14 +201,22 @@ def read_host(path: Path) -> dict[str, Any] | None:
 
 
 def folder_of_first_host(run: Path) -> Path:
-    """Return the folder of the host that failed first, if several hosts were the last to use `run`; else `run`."""
-    files = sorted((run / HOSTS_FOLDER).glob("[0-9]*.json"), key=lambda path: (len(path.name), path.name))
+    """Return the folder of the host that failed first, if several hosts were the last to use
+    `run`; else `run`.
+    """
+    files = sorted(
+        (run / HOSTS_FOLDER).glob("[0-9]*.json"), key=lambda path: (len(path.name), path.name)
+    )
     told = {path: its for path in files if (its := read_host(path)) is not None}
     newest = max(told, key=_changed, default=None)
     if newest is None or _changed(run / SUPERVISED_FILE) > _changed(newest):
         return run
-    told = {path: its for path, its in told.items() if its.get("count") == told[newest].get("count")}
-    first = next((path for path, its in told.items() if its.get("cause") and not its.get("follows")), None)
+    told = {
+        path: its for path, its in told.items() if its.get("count") == told[newest].get("count")
+    }
+    first = next(
+        (path for path, its in told.items() if its.get("cause") and not its.get("follows")), None
+    )
     return run / f"host-{(first or next(iter(told))).stem}"
 
 
@@ -184,7 +228,10 @@ def _changed(path: Path) -> float:
 
 
 def process_lives(pid: int, ticks: int) -> bool:
-    """Return whether a process of this machine is there and has not ended; ``ticks`` as in `ProcessInfo`."""
+    """Return whether a process of this machine is there and has not ended.
+
+    ``ticks`` as in `ProcessInfo`.
+    """
     fields = _stat(pid)
     return len(fields) > 19 and fields[0] not in (b"Z", b"X") and int(fields[19]) == ticks
 
@@ -195,7 +242,10 @@ def process_is_stopped(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of ``/proc/<pid>/stat`` from the state on; none of a process that is gone."""
+    """Return the fields of ``/proc/<pid>/stat`` from the state on.
+
+    None of a process that is gone.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -1,6 +1,9 @@
-"""Numbers that a script logs under names of its own: checked, recorded in a ring that the first makes, and read.
+"""Numbers that a script logs under names of its own.
 
-They go to the newest open guard of this process, else to its observer: a value lies in one place, whoever sees it.
+Checked, recorded in a ring that the first makes, and read.
+
+They go to the newest open guard of this process, else to its observer: a value lies in one place,
+    whoever sees it.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from holdfast.recorder.ring import Record, RingWriter
 
 SCALARS_FILE = "scalars.ring"
 LONGEST_NAME = 64  # bytes of UTF-8
-_RECORD = struct.Struct(f"<qdiB{LONGEST_NAME}s")  # step, value, epoch or -1, bytes of the name, name
+# Step, value, epoch or -1, bytes of the name, name
+_RECORD = struct.Struct(f"<qdiB{LONGEST_NAME}s")
 _within = _local()
 Found = list[tuple[bytes, float]]  # names and values that may be recorded
 outlets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-"""Who records in this process, the newest last, by ``log(found, step)``; a step of None is the present one."""
+"""Who records in this process, the newest last, by ``log(found, step)``; a step of None is the
+present one."""
 os.register_at_fork(after_in_child=outlets.clear)
 
 
@@ -40,7 +45,10 @@ class Scalar(NamedTuple):
 
 
 class Scalars:
-    """Write the scalars of this process, from any thread; a process that is forked from it writes nothing."""
+    """Write the scalars of this process, from any thread.
+
+    A process that is forked from it writes nothing.
+    """
 
     def __init__(self, folder: Callable[[], Path], emit: Callable[[Any], None]) -> None:
         self._folder, self._emit = folder, emit
@@ -50,7 +58,10 @@ class Scalars:
         self._process = os.getpid()
 
     def write(self, found: Found, step: int, epoch: int | None) -> None:
-        """Record values, about 1 microsecond each; if the first finds no room there is an event, and none later."""
+        """Record values, about 1 microsecond each.
+
+        If the first finds no room there is an event, and none later.
+        """
         if os.getpid() != self._process or self._cannot_record:
             return
         with self._lock:
@@ -59,9 +70,12 @@ class Scalars:
                     path = self._folder() / SCALARS_FILE
                     self._ring = RingWriter(path, payload_bytes=_RECORD.size, capacity=32_768)
                 for name, value in found:
-                    self._ring.append(_RECORD.pack(step, value, -1 if epoch is None else epoch, len(name), name))
+                    self._ring.append(
+                        _RECORD.pack(step, value, -1 if epoch is None else epoch, len(name), name)
+                    )
             except OSError as error:
-                from holdfast.core.events.process_events import ScalarsNotRecorded  # most processes log nothing
+                # Most processes log nothing
+                from holdfast.core.events.process_events import ScalarsNotRecorded
 
                 self._cannot_record = True
                 self._emit(ScalarsNotRecorded(error=error.strerror or str(error)))
@@ -74,32 +88,59 @@ class Scalars:
 
 
 def scalars_of(records: list[Record]) -> list[Scalar]:
-    """Return what the records of a ring of scalars say, without those of another kind of ring and damaged ones."""
+    """Return what the records of a ring of scalars say, without those of another kind of ring
+    and damaged ones.
+    """
     found = []
     for record in records:
         if len(record.payload) == _RECORD.size:
             step, value, epoch, length, name = _RECORD.unpack(record.payload)
             text = name[:length].decode("utf-8", "replace")
-            found.append(Scalar(text, value, step, None if epoch < 0 else epoch, record.nanoseconds / 1e9))
+            found.append(
+                Scalar(text, value, step, None if epoch < 0 else epoch, record.nanoseconds / 1e9)
+            )
     return found
 
 
 def checked(values: Mapping[str, Any] | None, split: str, more: Mapping[str, Any]) -> Found:
     """Return what may be recorded of the arguments of `log`; H117 if that is not all."""
-    given = more if values is None else {**values, **more} if isinstance(values, Mapping) else {None: values}
+    given = (
+        more
+        if values is None
+        else {**values, **more}
+        if isinstance(values, Mapping)
+        else {None: values}
+    )
     found = []
     for name, value in given.items():
         whole = f"{split}/{name}" if split else name
-        data = whole.encode("utf-8", "backslashreplace") if isinstance(name, str) and isinstance(split, str) else b""
+        data = (
+            whole.encode("utf-8", "backslashreplace")
+            if isinstance(name, str) and isinstance(split, str)
+            else b""
+        )
         number = value if type(value) is float else number_of(value)
         if not name or number is None or not 0 < len(data) <= LONGEST_NAME:
-            kind = f"{type(value).__name__} of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+            kind = (
+                f"{type(value).__name__} of shape {tuple(value.shape)}"
+                if hasattr(value, "shape")
+                else ""
+            )
             raise PolicyError(
                 f"log() of {whole!r:.100} = {kind or repr(value):.80}",
-                limit="the value must be one real number, or a tensor of one element, and this is none"
-                if number is None
-                else f"a name has 1 to {LONGEST_NAME} bytes of UTF-8, split included, and this has {len(data)}",
-                fix='call log(accuracy=0.93) or log({"wer": 0.2}, split="validation"); Guard.add_image keeps images.',
+                limit=(
+                    "the value must be one real number, or a tensor of one element, and this is"
+                    " none"
+                    if number is None
+                    else (
+                        f"a name has 1 to {LONGEST_NAME} bytes of UTF-8, split included, and this"
+                        f" has {len(data)}"
+                    )
+                ),
+                fix=(
+                    'call log(accuracy=0.93) or log({"wer": 0.2}, split="validation");'
+                    " Guard.add_image keeps images."
+                ),
                 rule="H117",
             )
         found.append((data, number))
@@ -117,18 +158,24 @@ def number_of(value: Any) -> float | None:
 
 
 def log(values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any) -> None:
-    """Record numbers of your own from anywhere in a script; arguments and errors are those of `Guard.log`.
+    """Record numbers of your own from anywhere in a script.
 
-    They go to the newest guard that is open in this process; else, under `holdfast run`, to the record of the
-    process, at its present step; else they are checked, and nothing is recorded.
+    Arguments and errors are those of `Guard.log`.
+
+    They go to the newest guard that is open in this process; else, under `holdfast run`, to the
+    record of the process, at its present step; else they are checked, and nothing is recorded.
     """
     found = checked(values, split, more)
     for outlet in list(outlets)[-1:]:
         outlet.log(found)
 
 
-def recorded_too(original: Callable[..., Any], read: Callable[..., Any], failed: Any = None) -> Callable[..., Any]:
-    """Return a function that does what `original` does, and records once what `read` returns of the arguments."""
+def recorded_too(
+    original: Callable[..., Any], read: Callable[..., Any], failed: Any = None
+) -> Callable[..., Any]:
+    """Return a function that does what `original` does, and records once what `read` returns of
+    the arguments.
+    """
 
     @wraps(original)
     def logging_too(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +190,10 @@ def recorded_too(original: Callable[..., Any], read: Callable[..., Any], failed:
             for outlet in list(outlets)[-1:]:
                 values, step = read(*args, **kwargs)
                 own = None if step is None else number_of(step)
-                outlet.log(list(_numbers(values)), None if own is None or not abs(own) < 2**62 else int(own))
+                outlet.log(
+                    list(_numbers(values)),
+                    None if own is None or not abs(own) < 2**62 else int(own),
+                )
         except Exception as error:  # noqa: BLE001 - the script logs where it wants to, and that has worked
             (failed or logging.getLogger("holdfast").warning)(error)
         return result

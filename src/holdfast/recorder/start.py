@@ -1,4 +1,7 @@
-"""What a run was started with: command, machine and versions, as its supervisor and each of its guards keep them."""
+"""What a run was started with.
+
+Command, machine and versions, as its supervisor and each of its guards keep them.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,27 @@ _VERSIONS_OF = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
 def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
-    """Return JSON values, with what looks like a secret in the command hidden; no program is run, some 2 ms."""
+    """Return JSON values, with what looks like a secret in the command hidden.
+
+    No program is run, some 2 ms.
+    """
     return {
-        "argv": without_secrets(list(map(printable, command))), "cwd": str(Path.cwd()), "python": sys.executable,
-        "hostname": socket.gethostname(), "started": started, **_machine(),
+        "argv": without_secrets(list(map(printable, command))),
+        "cwd": str(Path.cwd()),
+        "python": sys.executable,
+        "hostname": socket.gethostname(),
+        "started": started,
+        **_machine(),
         "versions": {"holdfast": __version__, "python": platform.python_version(), **_versions()},
         **({"git": git} if (git := _commit(Path.cwd())) else {}),
-    }  # fmt: skip
+    }
 
 
 def _commit(folder: Path) -> dict[str, str]:
-    """Return commit and branch by the files of git; what was changed since then takes git itself."""
+    """Return commit and branch by the files of git.
+
+    What was changed since then takes git itself.
+    """
     with suppress(OSError, ValueError, LookupError, StopIteration):
         git = next(each / ".git" for each in (folder, *folder.parents) if (each / ".git").exists())
         if git.is_file():  # of a worktree or a submodule
@@ -47,7 +60,11 @@ def _commit(folder: Path) -> dict[str, str]:
             commit = known[0] if packed else _text(common / ref)
         if _COMMIT.fullmatch(commit):  # nothing else that a file may hold is shown
             branch = "(detached)" if commit == ref else ref.removeprefix("refs/heads/")
-            return {"commit": commit, "branch": branch, "changed": "not looked for, which `holdfast run` does"}
+            return {
+                "commit": commit,
+                "branch": branch,
+                "changed": "not looked for, which `holdfast run` does",
+            }
     return {}
 
 
@@ -56,7 +73,10 @@ def _text(path: Path) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    """Return what the machine is, from files of the kernel: a program of the driver's takes a second."""
+    """Return what the machine is, from files of the kernel.
+
+    A program of the driver's takes a second.
+    """
     found: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0))}
     with suppress(OSError, ValueError, IndexError):
         found["memory_bytes"] = 1024 * fields_of(Path("/proc/meminfo"))["MemTotal"]
@@ -68,7 +88,10 @@ def _machine() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Return versions of packages by the folders that pip leaves: ten times faster than ``importlib.metadata``."""
+    """Return versions of packages by the folders that pip leaves.
+
+    Ten times faster than ``importlib.metadata``.
+    """
     found = {}
     for entry in reversed(sys.path):  # the first on the path counts
         with suppress(OSError):

@@ -1,4 +1,7 @@
-"""Several runs side by side: their curves over each other, what differs in their settings, and what came of them."""
+"""Several runs side by side.
+
+Their curves over each other, what differs in their settings, and what came of them.
+"""
 
 from __future__ import annotations
 
@@ -31,43 +34,68 @@ class Comparison:
         self.names = [os.path.relpath(run.path, above) for run in runs]
         named = list(zip(runs, self.names, strict=True))
         self.problems = [f"{name}: {problem}" for run, name in named for problem in run.problems]
-        self.facts = _table([{"verdict": _verdict(run), **facts_of_run(run), **_newest(run)} for run in runs])
+        self.facts = _table(
+            [{"verdict": _verdict(run), **facts_of_run(run), **_newest(run)} for run in runs]
+        )
         settings = _table([_settings(run) for run in runs])
         self.differs = {name: values for name, values in settings.items() if len(set(values)) > 1}
 
     def page(self) -> str:
         """Return a page of it (H742 if plotly is not installed)."""
-        drawn = steps([each for run, name in zip(self.runs, self.names, strict=True) for each in _curves(run, name)])
+        drawn = steps(
+            [
+                each
+                for run, name in zip(self.runs, self.names, strict=True)
+                for each in _curves(run, name)
+            ]
+        )
         return fill_page(
-            "compare.html", {} if drawn is None else {"steps": drawn}, kind="comparison",
-            name=", ".join(self.names), under=f"{len(self.runs)} runs", names=self.names, facts=self.facts,
-            differs=self.differs, problems=self.problems,
-        )  # fmt: skip
+            "compare.html",
+            {} if drawn is None else {"steps": drawn},
+            kind="comparison",
+            name=", ".join(self.names),
+            under=f"{len(self.runs)} runs",
+            names=self.names,
+            facts=self.facts,
+            differs=self.differs,
+            problems=self.problems,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return it for machines."""
         return {
-            "runs": [str(run.path) for run in self.runs], "facts": self.facts, "differs": self.differs,
-            "verdicts": [run.verdict and run.verdict.as_json() for run in self.runs], "problems": self.problems,
-        }  # fmt: skip
+            "runs": [str(run.path) for run in self.runs],
+            "facts": self.facts,
+            "differs": self.differs,
+            "verdicts": [run.verdict and run.verdict.as_json() for run in self.runs],
+            "problems": self.problems,
+        }
 
 
 def _table(every: Sequence[Mapping[str, str]]) -> Table:
-    return {name: [each.get(name, "") for each in every] for name in dict.fromkeys(n for each in every for n in each)}
+    return {
+        name: [each.get(name, "") for each in every]
+        for name in dict.fromkeys(n for each in every for n in each)
+    }
 
 
 def _settings(run: RunSnapshot) -> dict[str, str]:
     groups = {name: dict(rows) for name, rows in environment(run).items()}
-    groups["command"] = _arguments(run.command) | {k: v for k, v in groups["command"].items() if k != "command"}
+    groups["command"] = _arguments(run.command) | {
+        k: v for k, v in groups["command"].items() if k != "command"
+    }
     known = [(group, *row) for group, rows in groups.items() for row in rows.items()]
     return {f"{group}: {name}": value for group, name, value in known if name not in _OF_EACH}
 
 
 def _arguments(command: str) -> dict[str, str]:
-    """Return the options of a command with what follows each, and the words before the first by their places."""
+    """Return the options of a command with what follows each, and the words before the first by
+    their places.
+    """
     found: dict[str, str] = {}
     option = ""
-    for number, word in enumerate(command.split(), start=1):  # those too that a shell was given as one
+    # Those too that a shell was given as one
+    for number, word in enumerate(command.split(), start=1):
         name, is_set, value = word.partition("=")
         if re.match(r"--?[A-Za-z]", word) or (is_set and re.fullmatch(r"[\w+~./-]+", name)):
             option, word = name, value
@@ -77,7 +105,11 @@ def _arguments(command: str) -> dict[str, str]:
 
 
 def _verdict(run: RunSnapshot) -> str:
-    words = [] if run.verdict is None else [f"{run.verdict.title} [{run.verdict.cause}]", how_sure(run.verdict)]
+    words = (
+        []
+        if run.verdict is None
+        else [f"{run.verdict.title} [{run.verdict.cause}]", how_sure(run.verdict)]
+    )
     return ", ".join(filter(None, words)) or "none"
 
 
@@ -93,7 +125,9 @@ def _newest(run: RunSnapshot) -> dict[str, str]:
 
 
 def _curves(run: RunSnapshot, name: str) -> list[Lane]:
-    """Return the curves of the first rank of a run, its attempts one after the other, and of each optimizer."""
+    """Return the curves of the first rank of a run, its attempts one after the other, and of
+    each optimizer.
+    """
     first = [lane for lane in run.lanes if not lane.rank]
     return [
         replace(its[0], label=f"{name}, {optimizer}" if optimizer else name, columns=_joined(its))
@@ -105,10 +139,19 @@ def _curves(run: RunSnapshot, name: str) -> list[Lane]:
 def _joined(lanes: Sequence[Lane]) -> dict[str, Series]:
     found = {}
     for name in dict.fromkeys(name for lane in lanes for name in lane.columns):
-        its, gap = [lane.columns[name] for lane in lanes if name in lane.columns], np.array([np.nan])
-        found[name] = its[0] if len(its) == 1 else Series(
-            steps=np.concatenate([part for each in its for part in (each.steps, gap)]),
-            values=np.concatenate([part for each in its for part in (each.values, gap)]),
-            nonfinite=np.concatenate([each.nonfinite for each in its]), band=None, own_scale=its[0].own_scale,
-        )  # fmt: skip
+        its, gap = (
+            [lane.columns[name] for lane in lanes if name in lane.columns],
+            np.array([np.nan]),
+        )
+        found[name] = (
+            its[0]
+            if len(its) == 1
+            else Series(
+                steps=np.concatenate([part for each in its for part in (each.steps, gap)]),
+                values=np.concatenate([part for each in its for part in (each.values, gap)]),
+                nonfinite=np.concatenate([each.nonfinite for each in its]),
+                band=None,
+                own_scale=its[0].own_scale,
+            )
+        )
     return found

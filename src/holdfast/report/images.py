@@ -1,6 +1,9 @@
-"""The images of a run for its page: of each tag the newest and a few earlier ones, whole, and bounded in all.
+"""The images of a run for its page.
 
-Nothing but a regular file that is a whole PNG is taken, whatever lies there; what is passed over leaves a sentence.
+Of each tag the newest and a few earlier ones, whole, and bounded in all.
+
+Nothing but a regular file that is a whole PNG is taken, whatever lies there; what is passed over
+leaves a sentence.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class ImageSeen:
 
 
 def read_images(runs: Iterable[Path], problems: list[str]) -> list[ImageSeen]:
-    """Return what is to be shown of guards' run directories, by tag and then from the newest step to the oldest.
+    """Return what is to be shown of guards' run directories, by tag and then from the newest step
+    to the oldest.
 
     Sentences about what was passed over are added to `problems`.
     """
@@ -40,7 +44,9 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[ImageSeen]:
     for run in with_images:
         for tag, files in _tags(run / IMAGES_FOLDER, problems):
             name = sanitise(tag if len(with_images) == 1 else f"{tag} of {run.name}", most=160)
-            chosen += [(place, name, step, path) for place, (step, path) in enumerate(_spread(files))]
+            chosen += [
+                (place, name, step, path) for place, (step, path) in enumerate(_spread(files))
+            ]
     found, left, size = [], 0, 0
     for _, name, step, path in sorted(chosen):  # the newest of every tag before the second of any
         try:
@@ -56,7 +62,9 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[ImageSeen]:
         size += len(png)
         found.append(ImageSeen(tag=name, global_step=step, png=png, width=width, height=height))
     if left:
-        problems.append(f"{left} images are left out: a page takes {_MOST_BYTES_IN_ALL >> 20} MiB of them")
+        problems.append(
+            f"{left} images are left out: a page takes {_MOST_BYTES_IN_ALL >> 20} MiB of them"
+        )
     return sorted(found, key=lambda seen: (seen.tag, -seen.global_step))
 
 
@@ -64,11 +72,16 @@ def _tags(folder: Path, problems: list[str]) -> Iterator[tuple[str, list[tuple[i
     """Yield the tags with their files, newest first."""
     try:
         listed = islice(folder.iterdir(), _MOST_FILES)
-        for tag in sorted(each for each in listed if each.is_dir() and not each.is_symlink())[:MOST_TAGS]:
+        for tag in sorted(each for each in listed if each.is_dir() and not each.is_symlink())[
+            :MOST_TAGS
+        ]:
             files = [
                 (int(path.stem), path)
                 for path in islice(tag.iterdir(), _MOST_FILES)
-                if path.suffix == ".png" and path.stem.isascii() and path.stem.isdecimal() and len(path.stem) < 19
+                if path.suffix == ".png"
+                and path.stem.isascii()
+                and path.stem.isdecimal()
+                and len(path.stem) < 19
             ]
             if files:
                 yield tag.name, sorted(files, reverse=True)
@@ -80,7 +93,10 @@ def _spread(files: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
     """Keep the newest, the oldest, and some evenly between."""
     if len(files) <= _SHOWN_OF_A_TAG:
         return files
-    return [files[round(place * (len(files) - 1) / (_SHOWN_OF_A_TAG - 1))] for place in range(_SHOWN_OF_A_TAG)]
+    return [
+        files[round(place * (len(files) - 1) / (_SHOWN_OF_A_TAG - 1))]
+        for place in range(_SHOWN_OF_A_TAG)
+    ]
 
 
 def _read(path: Path) -> bytes:

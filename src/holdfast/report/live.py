@@ -1,7 +1,7 @@
 """The live view: a snapshot of a run, drawn in a terminal with Rich.
 
-Every text that a run chose is put in as `Text` after `sanitise`, never as markup, so that it cannot colour, link,
-clear or move anything.
+Every text that a run chose is put in as `Text` after `sanitise`, never as markup, so that it cannot
+colour, link, clear or move anything.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ _MOST_SCALARS = 6
 _WIDE = 110
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = {
-    Phase.DATA_WAIT: "yellow", Phase.FORWARD_BACKWARD: "green", Phase.OPTIMIZER: "green", Phase.EVALUATION: "cyan",
+    Phase.DATA_WAIT: "yellow",
+    Phase.FORWARD_BACKWARD: "green",
+    Phase.OPTIMIZER: "green",
+    Phase.EVALUATION: "cyan",
     Phase.SAVING: "blue",
-}  # fmt: skip
+}
 _STYLES = {"error": "red", "warning": "yellow", "info": ""}
 _STATE_STYLES = {"running": "green", "ended": "bold", "waits to restart": "yellow"}
 
@@ -63,17 +66,26 @@ def follow(watched: Watched | Runs, console: Console, wait: Callable[[float], ob
 
 
 def draw(run: Seen, width: int, panel: str = "") -> RenderableType:
-    """Return the picture of a run, or of several, for a terminal of so many columns; or one of `PANELS` with keys."""
+    """Return the picture of a run, or of several, for a terminal of so many columns.
+
+    Or one of `PANELS` with keys.
+    """
     if isinstance(run, tuple):
         return _table(run, _RUNS)
-    present = [each for each in run.processes if each.alive is not False or each.role in ("trainer", "guard")]
+    present = [
+        each
+        for each in run.processes
+        if each.alive is not False or each.role in ("trainer", "guard")
+    ]
     processes = present or run.processes  # workers of epochs that are over are many
     shown = processes[: None if panel in PANELS[1:] else _MOST_PROCESSES]
     parts: list[RenderableType] = [_head(run, panel)]
     if shown and panel in ("", "all", "processes"):
         parts.append(_table(shown, _STANDINGS))
     rows = [row for process in shown for row in process.optimizers or (process,)]
-    if panel in ("", "all", "training") and (trained := [row for row in rows if row.losses or row.host_bytes]):
+    if panel in ("", "all", "training") and (
+        trained := [row for row in rows if row.losses or row.host_bytes]
+    ):
         parts.append(_table(trained, _training(trained, width)))
     if not shown:
         parts.append(Text("no Python process was seen yet", style="dim"))
@@ -82,11 +94,17 @@ def draw(run: Seen, width: int, panel: str = "") -> RenderableType:
     if run.scalars and panel in ("", "all", "training"):
         most = len(run.scalars) if panel == "training" else _MOST_SCALARS
         parts.append(_table(run.scalars[::-1][:most], _SCALARS))
-    if (events := [each for each in run.events if each.event.kind != "verdict"]) and panel in ("", "all", "events"):
+    if (events := [each for each in run.events if each.event.kind != "verdict"]) and panel in (
+        "",
+        "all",
+        "events",
+    ):
         parts.append(_table(events[::-1] if panel == "events" else events[-_MOST_EVENTS:], _EVENTS))
     if run.verdict is not None:
         parts.append(_verdict(run))
-    parts += [Text(f"note: {sanitise(problem, most=200)}", style="yellow") for problem in run.problems[:3]]
+    parts += [
+        Text(f"note: {sanitise(problem, most=200)}", style="yellow") for problem in run.problems[:3]
+    ]
     return Group(*parts)
 
 
@@ -109,11 +127,25 @@ def _head(run: RunSnapshot, panel: str) -> Panel:
 def _table(rows: Sequence[Any], columns: Mapping[str, Callable[[Any], Text]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
-        numeric = name in {"since", "step", "steps/s", "value", "wait", "loss", "grad norm", "lr", "host", "device"}
+        numeric = name in {
+            "since",
+            "step",
+            "steps/s",
+            "value",
+            "wait",
+            "loss",
+            "grad norm",
+            "lr",
+            "host",
+            "device",
+        }
         table.add_column(
-            name, justify="right" if numeric else "left", no_wrap=True, overflow="ellipsis",
+            name,
+            justify="right" if numeric else "left",
+            no_wrap=True,
+            overflow="ellipsis",
             ratio=1 if name in {"process", "run", "what", "logged"} else None,
-        )  # fmt: skip
+        )
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
     return table
@@ -131,14 +163,20 @@ def _phase(process: ProcessSnapshot) -> Text:
     return Text(name, style=_PHASE_STYLES.get(phase, ""))
 
 
-def _training(trained: Sequence[ProcessSnapshot], width: int) -> dict[str, Callable[[ProcessSnapshot], Text]]:
+def _training(
+    trained: Sequence[ProcessSnapshot], width: int
+) -> dict[str, Callable[[ProcessSnapshot], Text]]:
     bars = 30 if width >= _WIDE else 10
     columns: dict[str, Callable[[ProcessSnapshot], Text]] = {
-        "process": _STANDINGS["process"], "loss": lambda each: _value(each.loss, 4),
-        "lately": lambda each: Text("" if each.loss is None else sparkline(each.losses, bars), style="cyan"),
-        "grad norm": lambda each: _value(each.grad_norm, 3), "lr": lambda each: _value(each.learning_rate, 3),
+        "process": _STANDINGS["process"],
+        "loss": lambda each: _value(each.loss, 4),
+        "lately": lambda each: Text(
+            "" if each.loss is None else sparkline(each.losses, bars), style="cyan"
+        ),
+        "grad norm": lambda each: _value(each.grad_norm, 3),
+        "lr": lambda each: _value(each.learning_rate, 3),
         "host": lambda each: _known(each.host_bytes, size),
-    }  # fmt: skip
+    }
     if any(each.device_bytes for each in trained):
         columns["device"] = lambda each: _known(each.device_bytes, size)
     return columns
@@ -149,17 +187,20 @@ def _known(value: float | None, form: Callable[[float], str]) -> Text:
 
 
 _STANDINGS: dict[str, Callable[[ProcessSnapshot], Text]] = {
-    "process": lambda each: Text(sanitise(each.label, most=40)), "phase": _phase,
+    "process": lambda each: Text(sanitise(each.label, most=40)),
+    "phase": _phase,
     "since": lambda each: Text("" if each.since_seconds is None else duration(each.since_seconds)),
     "step": lambda each: _known(each.step, "{:,}".format),
     "steps/s": lambda each: _known(each.steps_per_second, "{:.3g}".format),
     "wait": lambda each: Text("" if math.isnan(each.wait_share) else f"{each.wait_share:.0%}"),
-}  # fmt: skip
+}
 _EVENTS: dict[str, Callable[[EventSeen], Text]] = {
     "UTC": lambda seen: Text(moment(seen.event.unix_seconds, "%H:%M:%S")),
     "by": lambda seen: Text(sanitise(seen.source, most=20)),
     "event": lambda seen: Text(sanitise(seen.event.kind, most=24), _STYLES[severity(seen.event)]),
-    "what": lambda seen: Text(sanitise(in_words(seen.event), most=300), no_wrap=True, overflow="ellipsis"),
+    "what": lambda seen: Text(
+        sanitise(in_words(seen.event), most=300), no_wrap=True, overflow="ellipsis"
+    ),
 }
 _SCALARS: dict[str, Callable[[Scalar], Text]] = {
     "logged": lambda each: Text(sanitise(each.name, most=70)),
@@ -169,11 +210,19 @@ _SCALARS: dict[str, Callable[[Scalar], Text]] = {
 _RUNS: dict[str, Callable[[RunSnapshot], Text]] = {
     "run": lambda run: Text(sanitise(run.path.name, most=60)),
     "state": lambda run: Text(run.state, style=_STATE_STYLES[run.state]),
-    "phase": lambda run: _phase(run.processes[0]) if run.processes and run.state != "ended" else Text(),
+    "phase": lambda run: (
+        _phase(run.processes[0]) if run.processes and run.state != "ended" else Text()
+    ),
     "began (UTC)": lambda run: Text("" if run.began is None else moment(run.began)),
-    "step": lambda run: _known(max((each.step for each in run.processes), default=0), "{:,}".format),
-    "loss": lambda run: _value(next((each.loss for each in run.processes if each.loss is not None), None), 4),
-    "what": lambda run: Text(sanitise(run.verdict.title if run.verdict else run.outlook or run.command, most=200)),
+    "step": lambda run: _known(
+        max((each.step for each in run.processes), default=0), "{:,}".format
+    ),
+    "loss": lambda run: _value(
+        next((each.loss for each in run.processes if each.loss is not None), None), 4
+    ),
+    "what": lambda run: Text(
+        sanitise(run.verdict.title if run.verdict else run.outlook or run.command, most=200)
+    ),
 }
 
 
@@ -185,13 +234,20 @@ def _verdict(run: RunSnapshot) -> Panel:
         lines.append(Text.assemble(("Fix: ", "bold"), sanitise(verdict.fix, most=1000)))
     if sure := how_sure(verdict):
         lines.append(Text(f"How sure: {sure}", style="dim"))
-    style = {"well": "green", "unjudged": "bright_black", "unknown": "yellow"}.get(tone(verdict), "red")
+    style = {"well": "green", "unjudged": "bright_black", "unknown": "yellow"}.get(
+        tone(verdict), "red"
+    )
     title = Text(f"{sanitise(verdict.title, most=60)} [{sanitise(verdict.cause, most=10)}]")
-    return Panel(Group(*lines), title=title, title_align="left", border_style=style, box=box.ROUNDED)
+    return Panel(
+        Group(*lines), title=title, title_align="left", border_style=style, box=box.ROUNDED
+    )
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve of at most so many characters, the mean of each stretch; "x" where none of it is finite."""
+    """Return a curve of at most so many characters, the mean of each stretch.
+
+    "x" where none of it is finite.
+    """
     if not values:
         return ""
     count = min(width, len(values))
@@ -203,7 +259,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low and math.isfinite(high - low) else 0.0
-    return "".join("x" if math.isnan(mean) else _BARS[round((mean - low) * scale) if scale else 0] for mean in means)
+    return "".join(
+        "x" if math.isnan(mean) else _BARS[round((mean - low) * scale) if scale else 0]
+        for mean in means
+    )
 
 
 def _value(value: float | None, digits: int) -> Text:

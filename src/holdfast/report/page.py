@@ -24,12 +24,22 @@ from holdfast.report.verdicts import how_sure, tone
 def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
     """Return the page of a run, with a time at its foot (H742 if plotly is not installed)."""
     return fill_page(
-        "page.html", figures(run), now, kind="report", run=run, name=run.path.resolve().name or str(run.path),
-        under=run.command or run.path, tone="unknown" if run.verdict is None else tone(run.verdict),
-        sure="" if run.verdict is None else how_sure(run.verdict), facts=facts_of_run(run), goodput=goodput(run),
-        colours=COLOURS, environment=environment(run), facts_of=_facts_of,
+        "page.html",
+        figures(run),
+        now,
+        kind="report",
+        run=run,
+        name=run.path.resolve().name or str(run.path),
+        under=run.command or run.path,
+        tone="unknown" if run.verdict is None else tone(run.verdict),
+        sure="" if run.verdict is None else how_sure(run.verdict),
+        facts=facts_of_run(run),
+        goodput=goodput(run),
+        colours=COLOURS,
+        environment=environment(run),
+        facts_of=_facts_of,
         base64=lambda data: base64.b64encode(data).decode(),
-    )  # fmt: skip
+    )
 
 
 def facts_of_run(run: RunSnapshot) -> dict[str, str]:
@@ -48,15 +58,23 @@ def facts_of_run(run: RunSnapshot) -> dict[str, str]:
     facts |= _pace(run)
     if spent := goodput(run):
         facts["goodput"] = f"{spent['steps'] / sum(spent.values()):.1%}"
-    for title, name in (("peak host memory", "host_bytes"), ("peak device memory", "device_peak_bytes")):
-        peaks = [lane.columns[name].finite.max(initial=0) for lane in run.lanes if name in lane.columns]
+    for title, name in (
+        ("peak host memory", "host_bytes"),
+        ("peak device memory", "device_peak_bytes"),
+    ):
+        peaks = [
+            lane.columns[name].finite.max(initial=0) for lane in run.lanes if name in lane.columns
+        ]
         if peaks:
             facts[title] = size(max(peaks))
     return facts
 
 
 def _pace(run: RunSnapshot) -> dict[str, str]:
-    """Return how fast steps of the first rank follow each other, mostly: validation and breaks are left out."""
+    """Return how fast steps of the first rank follow each other, mostly.
+
+    Validation and breaks are left out.
+    """
     found = [np.array([])]
     for lane in run.lanes:
         if not lane.rank and not lane.optimizer:
@@ -67,8 +85,11 @@ def _pace(run: RunSnapshot) -> dict[str, str]:
         return {}
     facts = {"steps a second": float(np.median(rates))}
     epochs = [each.event.data for each in run.events if each.event.kind == "epoch_ended"]
-    epochs = [data for data in epochs if data.get("steps")]  # the others were begun before a restart
-    known: list[Any] = [epochs[-1].get(name) for name in ("batches", "batch_size", "steps")] if epochs else [None]
+    # The others were begun before a restart
+    epochs = [data for data in epochs if data.get("steps")]
+    known: list[Any] = (
+        [epochs[-1].get(name) for name in ("batches", "batch_size", "steps")] if epochs else [None]
+    )
     if all(type(each) is int and each > 0 for each in known):
         of_step = known[0] * known[1] / known[2] * (1 + max(lane.rank or 0 for lane in run.lanes))
         facts["samples a second"] = facts["steps a second"] * of_step
@@ -76,4 +97,6 @@ def _pace(run: RunSnapshot) -> dict[str, str]:
 
 
 def _facts_of(seen: EventSeen) -> str:
-    return ", ".join(f"{key}={value!r}"[:400] for key, value in list(seen.event.facts().items())[:40])
+    return ", ".join(
+        f"{key}={value!r}"[:400] for key, value in list(seen.event.facts().items())[:40]
+    )

@@ -1,6 +1,7 @@
 """Follow a run: what every process recorded since the last look, whoever comes and goes.
 
-Most folders of a run of many epochs are those of loader workers that ended long ago: these are read to their end and
+Most folders of a run of many epochs are those of loader workers that ended long ago: these are read
+    to their end and
 forgotten.
 """
 
@@ -42,7 +43,9 @@ from holdfast.report.sources import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What a source recorded since the last look, oldest first; of a plain guard loss, norm and duration of steps.
+    """What a source recorded since the last look, oldest first.
+
+    Of a plain guard loss, norm and duration of steps.
 
     Steps that were overwritten before they were read are samples of the means of many.
     """
@@ -54,7 +57,10 @@ class News:
 
 
 class RunFollower:
-    """Follow the recordings of a run directory, events and `steps`; processes and guards may appear later."""
+    """Follow the recordings of a run directory, events and `steps`.
+
+    Processes and guards may appear later.
+    """
 
     def __init__(self, run: Path, *, steps: bool = True) -> None:
         self._run = run
@@ -68,7 +74,10 @@ class RunFollower:
         """What cannot be read, by directory."""
 
     def new(self, *, hold_back: bool = True) -> list[News]:
-        """Return the news of every source that has some; what cannot be read is noted in `problems`."""
+        """Return the news of every source that has some.
+
+        What cannot be read is noted in `problems`.
+        """
         try:
             self.sources = [*find_sources(self._run, self._processes()), *self._guards.values()]
         except (OSError, TypeError) as error:
@@ -88,7 +97,9 @@ class RunFollower:
                 self.problems[str(source.directory)] = sanitise(error.what, most=200)
                 continue
             if words:
-                self.problems[f"{source.directory} lost"] = f"of {sanitise(source.label, most=60)} {words}"
+                self.problems[f"{source.directory} lost"] = (
+                    f"of {sanitise(source.label, most=60)} {words}"
+                )
             if news.samples or news.events or news.scalars:
                 found.append(news)
                 self._remember_guards(news)
@@ -99,11 +110,16 @@ class RunFollower:
         return found
 
     def guard_runs(self) -> set[Path]:
-        """Return the run directories of guards that processes of this run have opened, with links resolved."""
+        """Return the run directories of guards that processes of this run have opened, with
+        links resolved.
+        """
         return {folder.parent.parent.resolve() for folder in self._guards}
 
     def _processes(self) -> list[tuple[Path, ProcessInfo]]:
-        """Return the folders of processes with what these say, oldest first; what they say may change."""
+        """Return the folders of processes with what these say, oldest first.
+
+        What they say may change.
+        """
         folder = self._run / PROCESSES_FOLDER
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         self._forgotten &= names  # the supervisor removes those of most workers
@@ -117,16 +133,27 @@ class RunFollower:
     def _remember_guards(self, news: News) -> None:
         for event in news.events:
             path = guard_run_of(event) if news.source.kind == "process" else None
-            for guard in guard_sources(path, attempt=news.source.attempt) if path is not None else ():
-                if guard.directory.resolve() not in {source.directory.resolve() for source in self.sources}:
+            for guard in (
+                guard_sources(path, attempt=news.source.attempt) if path is not None else ()
+            ):
+                if guard.directory.resolve() not in {
+                    source.directory.resolve() for source in self.sources
+                }:
                     self._guards[guard.directory] = guard
                     self.sources.append(guard)
 
 
 def _is_over(source: Source) -> bool:
-    """Return whether this is a loader worker that has ended; a trainer that has ended is still shown."""
+    """Return whether this is a loader worker that has ended.
+
+    A trainer that has ended is still shown.
+    """
     info = source.info
-    return info is not None and info.role == "loader worker" and not process_lives(info.pid, info.ticks)
+    return (
+        info is not None
+        and info.role == "loader worker"
+        and not process_lives(info.pid, info.ticks)
+    )
 
 
 class _Track:
@@ -135,7 +162,9 @@ class _Track:
     def __init__(self, source: Source, *, steps: bool) -> None:
         self._events = EventFollower(source.directory / EVENTS_FILE)
         self._path = source.directory / (SAMPLES_FILE if source.kind == "process" else STEPS_FILE)
-        self._samples = SampleFollower(self._path) if steps and source.kind != "supervisor" else None
+        self._samples = (
+            SampleFollower(self._path) if steps and source.kind != "supervisor" else None
+        )
         self._scalars = RingFollower(source.directory / SCALARS_FILE)
         self.lost = 0
         self._newest = 0.0
@@ -148,21 +177,28 @@ class _Track:
         self._newest = samples[-1].unix_seconds if samples else self._newest
         events = [event for event in self._events.new() if is_sound_event(event)]
         scalars: list[Scalar] = []
-        with suppress(RunDirectoryError):  # a damaged file costs its own values only; the report says so
+        # A damaged file costs its own values only; the report says so
+        with suppress(RunDirectoryError):
             scalars = scalars_of(self._scalars.records()) if self._samples is not None else []
         return News(source=source, samples=samples, events=events, scalars=scalars)
 
 
 def _in_short(path: Path, after: float, before: float) -> list[StepSample]:
-    """Return what a ring does not hold any more between two times, as samples that are means of many."""
+    """Return what a ring does not hold any more between two times, as samples that are means of
+    many.
+    """
     from holdfast.recorder.history import read_history  # here: numpy takes a tenth of a second
 
     rows, found = read_history(path).rows, []
     for row in rows[(rows["time"] > after * 1e9) & (rows["time"] < before * 1e9)]:
         numbers = zip(row["mean"].tolist(), row["finite"], row["odd"], strict=True)
-        known: list[Any] = [mean if finite else math.nan if odd else None for mean, finite, odd in numbers]
+        known: list[Any] = [
+            mean if finite else math.nan if odd else None for mean, finite, odd in numbers
+        ]
         seconds, wait, *sizes = (math.nan if each is None else each for each in known[3:])
         sizes = [0 if math.isnan(each) else int(each) for each in sizes]
         where = int(row["time"]) / 1e9, int(row["optimizer"])
-        found.append(StepSample._make([int(row["step"]), 0, *known[:3], seconds, wait, *sizes, *where]))
+        found.append(
+            StepSample._make([int(row["step"]), 0, *known[:3], seconds, wait, *sizes, *where])
+        )
     return found

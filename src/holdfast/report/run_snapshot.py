@@ -27,8 +27,13 @@ State = Literal["running", "waits to restart", "ended"]
 
 
 def phase_seen(standing: Standing | None, role: str) -> Phase | None:
-    """Return what a process does; a launcher and a worker of a loader show nothing but that they have started."""
-    if standing is None or (standing.phase is Phase.STARTING and role in ("launcher", "loader worker")):
+    """Return what a process does.
+
+    A launcher and a worker of a loader show nothing but that they have started.
+    """
+    if standing is None or (
+        standing.phase is Phase.STARTING and role in ("launcher", "loader worker")
+    ):
         return None
     return standing.phase
 
@@ -37,9 +42,10 @@ def phase_seen(standing: Standing | None, role: str) -> Phase | None:
 class Lane:
     """What one process trained: to which step, when (Unix times), and its curves by name.
 
-    `begun` is the end of the first step that is recorded, less its duration; None of one of several optimizers, and
-    of who only logged numbers.
-    `moments`: times, and the steps made until then; `made`: how many these are, and their seconds, of an observed
+    `begun` is the end of the first step that is recorded, less its duration; None of one of several
+    optimizers, and of who only logged numbers.
+    `moments`: times, and the steps made until then; `made`: how many these are, and their seconds,
+        of an observed
     process their number. `rank` and `optimizer` are None and empty where there is one.
     """
 
@@ -59,8 +65,10 @@ class Lane:
 class ProcessSnapshot:
     """One process; numbers are None, NaN or 0 where they are unknown.
 
-    `alive` is None if that cannot be seen from here. Of `watch` only: `losses` and `wait_share` are those of the
-    newest 600 steps, `steps_per_second` that of the newest 50, and `optimizers` the same for each of several. Of the
+    `alive` is None if that cannot be seen from here. Of `watch` only: `losses` and `wait_share` are
+        those of the
+    newest 600 steps, `steps_per_second` that of the newest 50, and `optimizers` the same for each
+    of several. Of the
     page only: `spent`, seconds in each phase by its number.
     """
 
@@ -101,13 +109,20 @@ class CheckpointSeen:
 class RunSnapshot:
     """What is known of a run; without `supervised.json` it is one of a plain guard.
 
-    `start`, of the page only, is what that says, or what the guard says. `settings`, of the page only: see
-    `write_settings`. `processes`: the page's by their start, `watch`'s of the newest attempt with trainers first.
-    `events`, oldest first: of a frequent kind the page has the first and the last (`left_out_events` counts the
-    others), `watch` the newest. `outlook`, of `watch` only: how far it is. `scalars`: `watch`'s newest of each name
-    logged lately, newest last. `guards`: directories of guards that its processes opened, of `watch` with links
-    resolved and without its own. `news`: what each source has recorded since the look before. `stacks`: name and
-    text. `problems`: what could not be read, one sentence each. `now` and `newest` (what was recorded last) are Unix
+    `start`, of the page only, is what that says, or what the guard says. `settings`, of the page
+        only: see
+    `write_settings`. `processes`: the page's by their start, `watch`'s of the newest attempt with
+        trainers first.
+    `events`, oldest first: of a frequent kind the page has the first and the last
+        (`left_out_events` counts the
+    others), `watch` the newest. `outlook`, of `watch` only: how far it is. `scalars`: `watch`'s
+    newest of each name
+    logged lately, newest last. `guards`: directories of guards that its processes opened, of
+        `watch` with links
+    resolved and without its own. `news`: what each source has recorded since the look before.
+        `stacks`: name and
+    text. `problems`: what could not be read, one sentence each. `now` and `newest` (what was
+        recorded last) are Unix
     times.
     """
 
@@ -136,8 +151,13 @@ class RunSnapshot:
 
     def as_json(self) -> dict[str, Any]:
         """Return what `watch` shows, for machines."""
-        facts = {name: getattr(self, name) for name in ("state", "attempt", "command", "began", "outlook")}
-        facts["processes"] = [{**asdict(each), "phase": each.phase and each.phase.name} for each in self.processes]
+        facts = {
+            name: getattr(self, name)
+            for name in ("state", "attempt", "command", "began", "outlook")
+        }
+        facts["processes"] = [
+            {**asdict(each), "phase": each.phase and each.phase.name} for each in self.processes
+        ]
         facts["scalars"] = [each._asdict() for each in self.scalars]
         return {"run": str(self.path), **facts, "verdict": self.verdict and self.verdict.as_json()}
 
@@ -149,6 +169,8 @@ class RunSnapshot:
 
     @property
     def began(self) -> float | None:
-        """Return the Unix time at which the supervisor began, or the newest process of a guard alone; or None."""
+        """Return the Unix time at which the supervisor began, or the newest process of a guard
+        alone; or None.
+        """
         began = (self.start or self.supervised).get("started")
         return float(began) if isinstance(began, (int, float)) else None

@@ -31,7 +31,10 @@ _LATEST = 1e11  # the year 5138: what lies beyond is no time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One directory with rings: who wrote it, what people call that ("rank 3"), and what a process says of itself."""
+    """One directory with rings.
+
+    Who wrote it, what people call that ("rank 3"), and what a process says of itself.
+    """
 
     kind: Literal["supervisor", "process", "guard"]
     directory: Path
@@ -50,7 +53,9 @@ class EventSeen:
 
 
 def check_run(run: Path) -> Path:
-    """Return the directory with links resolved (H731 if nothing was recorded there, H733 if it cannot be read)."""
+    """Return the directory with links resolved (H731 if nothing was recorded there, H733 if it
+    cannot be read).
+    """
     run = folder_of_first_host(run)
     try:
         if is_run(run):
@@ -63,7 +68,16 @@ def check_run(run: Path) -> Path:
 def is_run(path: Path) -> bool:
     """Return whether something was recorded in a directory; OSError if it cannot be read."""
     names = {each.name for each in path.iterdir()}
-    return bool(names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER})
+    return bool(
+        names
+        & {
+            SUPERVISED_FILE,
+            SUPERVISOR_FOLDER,
+            PROCESSES_FOLDER,
+            RECORDER_FOLDER,
+            CHECKPOINTS_FOLDER,
+        }
+    )
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -76,14 +90,19 @@ def runs_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def find_sources(run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None = None) -> list[Source]:
-    """Return the sources of a run, the supervisor first, then processes by attempt, rank and start, then guards.
+def find_sources(
+    run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None = None
+) -> list[Source]:
+    """Return the sources of a run, the supervisor first, then processes by attempt, rank and start,
+    then guards.
 
     `processes` is what `read_processes` gives, if that is known.
     """
     found = []
     if (run / SUPERVISOR_FOLDER).is_dir():
-        found.append(Source(kind="supervisor", directory=run / SUPERVISOR_FOLDER, label="supervisor"))
+        found.append(
+            Source(kind="supervisor", directory=run / SUPERVISOR_FOLDER, label="supervisor")
+        )
     processes = sorted(
         read_processes(run) if processes is None else processes,
         key=lambda pair: (pair[1].attempt, -1 if pair[1].rank is None else pair[1].rank),
@@ -91,7 +110,14 @@ def find_sources(run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None
     labels = _labels([info for _, info in processes])
     for (folder, info), label in zip(processes, labels, strict=True):
         found.append(
-            Source(kind="process", directory=folder, label=label, rank=info.rank, attempt=info.attempt, info=info)
+            Source(
+                kind="process",
+                directory=folder,
+                label=label,
+                rank=info.rank,
+                attempt=info.attempt,
+                info=info,
+            )
         )
     return found + guard_sources(run)
 
@@ -109,7 +135,8 @@ def _labels(infos: list[ProcessInfo]) -> list[str]:
         labels.append(label + (f", attempt {info.attempt}" if several_attempts else ""))
     counts = Counter(labels)
     return [
-        label if counts[label] == 1 else f"{label} ({info.folder})" for label, info in zip(labels, infos, strict=True)
+        label if counts[label] == 1 else f"{label} ({info.folder})"
+        for label, info in zip(labels, infos, strict=True)
     ]
 
 
@@ -119,7 +146,15 @@ def guard_sources(run: Path, *, attempt: int = 0) -> list[Source]:
     for folder in sorted((run / RECORDER_FOLDER).glob("rank*")):
         number = folder.name.removeprefix("rank")
         rank = int(number) if number.isascii() and number.isdigit() else None
-        found.append(Source(kind="guard", directory=folder, label=f"guard {folder.name}", rank=rank, attempt=attempt))
+        found.append(
+            Source(
+                kind="guard",
+                directory=folder,
+                label=f"guard {folder.name}",
+                rank=rank,
+                attempt=attempt,
+            )
+        )
     return found
 
 
@@ -138,11 +173,16 @@ def guard_run_of(event: Event) -> Path | None:
     The path comes from a ring that the process itself wrote, never from what it printed.
     """
     path = event.data.get("path") if event.kind == "guard" else None
-    return Path(path) if isinstance(path, str) and path.startswith("/") and "\0" not in path else None
+    return (
+        Path(path) if isinstance(path, str) and path.startswith("/") and "\0" not in path else None
+    )
 
 
 def ran_here(supervised: Mapping[str, Any]) -> bool:
-    """Return whether the processes of a run are of this machine, as its supervisor wrote; if it did not, they are."""
+    """Return whether the processes of a run are of this machine, as its supervisor wrote.
+
+    If it did not, they are.
+    """
     host = socket.gethostname()
     return bool(supervised.get("hostname", host) == host)
 

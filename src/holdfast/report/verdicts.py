@@ -14,11 +14,20 @@ from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json
 
-_SURE = ((0.9, "almost certain"), (0.75, "very likely"), (0.6, "likely"), (0.4, "a guess"), (0.0, "a weak guess"))
+_SURE = (
+    (0.9, "almost certain"),
+    (0.75, "very likely"),
+    (0.6, "likely"),
+    (0.4, "a guess"),
+    (0.0, "a weak guess"),
+)
 
 
 def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
-    """Return why a run ended, or None if nobody can tell; `problems` gets a sentence about what cannot be judged."""
+    """Return why a run ended, or None if nobody can tell.
+
+    `problems` gets a sentence about what cannot be judged.
+    """
     values = read_json(run / VERDICT_FILE)
     if values:
         return verdict_from(values)
@@ -33,10 +42,17 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
 
 
 def verdict_from(values: Mapping[str, Any]) -> Verdict:
-    """Return a verdict from JSON values, whatever they are: what has the wrong kind is shown as text or left out."""
+    """Return a verdict from JSON values, whatever they are.
+
+    What has the wrong kind is shown as text or left out.
+    """
     runner_up, rank, step = values.get("runner_up"), values.get("rank"), values.get("step")
     evidence = [each for each in _items(values, "evidence") if isinstance(each, Mapping)]
-    changes = [each for each in _items(values, "changes") if isinstance(each, (list, tuple)) and len(each) == 2]
+    changes = [
+        each
+        for each in _items(values, "changes")
+        if isinstance(each, (list, tuple)) and len(each) == 2
+    ]
     return Verdict(
         **{name: _text(values, name) for name in ("cause", "title", "summary", "fix", "where")},
         family=values["family"] if values.get("family") in FAMILIES else "unknown",
@@ -58,7 +74,11 @@ def verdict_from(values: Mapping[str, Any]) -> Verdict:
 
 
 def _exhibit(values: Mapping[str, Any]) -> Exhibit:
-    return Exhibit(text=_text(values, "text"), source=_text(values, "source"), role=_text(values, "role") or "fact")
+    return Exhibit(
+        text=_text(values, "text"),
+        source=_text(values, "source"),
+        role=_text(values, "role") or "fact",
+    )
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:
@@ -72,16 +92,26 @@ def _items(values: Mapping[str, Any], name: str) -> list[Any] | tuple[Any, ...]:
 
 
 def _share(value: object) -> float:
-    return min(max(float(value), 0.0), 1.0) if isinstance(value, (int, float)) and value == value else 0.0
+    return (
+        min(max(float(value), 0.0), 1.0)
+        if isinstance(value, (int, float)) and value == value
+        else 0.0
+    )
 
 
 def how_sure(verdict: Verdict) -> str:
-    """Return how sure a verdict is of its cause, and of its class where it names one; empty if it names neither."""
+    """Return how sure a verdict is of its cause, and of its class where it names one.
+
+    Empty if it names neither.
+    """
     if not verdict.confidence:
         return ""
     cause, share = _in_words(verdict.confidence), f"{verdict.confidence:.0%}"
     of_class = _in_words(verdict.class_confidence)
-    if verdict.family in ("unknown", "ended well") or verdict.class_confidence == verdict.confidence:
+    if (
+        verdict.family in ("unknown", "ended well")
+        or verdict.class_confidence == verdict.confidence
+    ):
         return f"{cause} ({share})"
     if cause == of_class:
         return f"{cause} ({share}, of its class {verdict.class_confidence:.0%})"
@@ -91,12 +121,13 @@ def how_sure(verdict: Verdict) -> str:
 def tone(verdict: Verdict) -> str:
     """Return how a run is to be looked at.
 
-    "well"; "unjudged" of an end of which nobody can tell whether it is one; "unknown" of one that something speaks
-    against, or that is no failure of the run's own; or "failed".
+    "well"; "unjudged" of an end of which nobody can tell whether it is one; "unknown" of one that
+    something speaks against, or that is no failure of the run's own; or "failed".
     """
     if verdict.cause == NOT_JUDGED:
         return "unjudged"
-    if verdict.family == "ended well":  # in doubt the title says what speaks against it, after a comma
+    # In doubt the title says what speaks against it, after a comma
+    if verdict.family == "ended well":
         return "well" if verdict.cause == ENDED_WELL and ", " not in verdict.title else "unknown"
     return "unknown" if verdict.family in ("unknown", "preempted") else "failed"
 

@@ -1,6 +1,7 @@
 """What can be seen of a run right now, a `RunSnapshot` for each look.
 
-Works over a directory that is half written, that a killed run left behind, or that another machine writes.
+Works over a directory that is half written, that a killed run left behind, or that another machine
+writes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _KEPT_EVENTS = 50
 _RATE_SAMPLES = 50
 _MOST_RUNS = 40
 LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
-# A run has ended when nobody holds its lock, its processes are gone and it says nothing any more for this long.
+# A run has ended when nobody holds its lock, its processes are gone and it says nothing any more
+# for this long.
 _SILENT_SECONDS = 5.0
 
 
@@ -58,7 +60,8 @@ class Watched:
         self._supervisor_said = ""
         self._judged: Verdict | None = None
         self._attempt = 0
-        # On the monotonic clock: when this began to look, and when the run last gave a sign of life.
+        # On the monotonic clock: when this began to look, and when the run last gave a sign of
+        # life.
         self._began = clock.monotonic_seconds()
         self._last_sign = -math.inf
         self._newest = 0.0
@@ -70,40 +73,65 @@ class Watched:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Return which steps were overwritten before they were read, one sentence for each process."""
+        """Return which steps were overwritten before they were read, one sentence for each
+        process.
+        """
         return tuple(text for key, text in self._follower.problems.items() if key.endswith(" lost"))
 
     def look(self, *, hold_back: bool = True) -> RunSnapshot:
-        """Return the run as it stands; the newest samples may be held back, as in `SampleFollower.new`."""
+        """Return the run as it stands.
+
+        The newest samples may be held back, as in `SampleFollower.new`.
+        """
         news = self._follower.new(hold_back=hold_back)
         self._take_in(news)
         supervised = read_json(self._run / SUPERVISED_FILE)
         sources = self._follower.sources
         self._attempt = max([self._attempt, *(source.attempt for source in sources)])
-        start = next((read_json(each.directory / START_FILE) for each in sources if each.kind == "guard"), {})
+        start = next(
+            (read_json(each.directory / START_FILE) for each in sources if each.kind == "guard"), {}
+        )
         here = ran_here(supervised)
         processes = [self._process(source, here=here) for source in self._shown(sources)]
         lost = self._supervisor_is_lost(supervised.get("supervisor_pid"), here=here)
         state = self._state(processes, lost=lost)
         return RunSnapshot(
-            path=self._run, supervised=supervised, start=supervised or start, state=state, attempt=self._attempt,
-            now=self._clock.unix_seconds(), newest=self._newest or None, processes=tuple(processes),
-            events=tuple(self._events), verdict=self._verdict(state, lost=lost),
-            outlook=self._outlook() if state != "ended" else "", news=tuple(news),
-            guards=tuple(self._follower.guard_runs()), scalars=tuple(self._scalars.values()),
-            problems=(*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])),
-        )  # fmt: skip
+            path=self._run,
+            supervised=supervised,
+            start=supervised or start,
+            state=state,
+            attempt=self._attempt,
+            now=self._clock.unix_seconds(),
+            newest=self._newest or None,
+            processes=tuple(processes),
+            events=tuple(self._events),
+            verdict=self._verdict(state, lost=lost),
+            outlook=self._outlook() if state != "ended" else "",
+            news=tuple(news),
+            guards=tuple(self._follower.guard_runs()),
+            scalars=tuple(self._scalars.values()),
+            problems=(
+                *self._follower.problems.values(),
+                *(["its supervisor was killed"] if lost else []),
+            ),
+        )
 
     def _verdict(self, state: State, *, lost: bool) -> Verdict | None:
         values = read_json(self._run / VERDICT_FILE) if state != "running" else {}
-        if not values and state == "ended" and lost and self._judged is None:  # nobody else will judge it
+        # Nobody else will judge it
+        if not values and state == "ended" and lost and self._judged is None:
             self._judged = verdict_of(self._run, [])
         return verdict_from(values) if values else self._judged
 
     def _outlook(self) -> str:
         for folder, facts in self._loops.items():
-            marks = [each for each in self._history.get(folder, ()) if each.unix_seconds >= facts["since"]]
-            newest = marks[-_RATE_SAMPLES:]  # by the clock: what a guard calls the duration of a step has no waiting
+            marks = [
+                each
+                for each in self._history.get(folder, ())
+                if each.unix_seconds >= facts["since"]
+            ]
+            # By the clock: what a guard calls the duration of a step has no waiting
+            newest = marks[-_RATE_SAMPLES:]
             seconds = self._clock.unix_seconds() - newest[0].unix_seconds if newest else 0.0
             rate = (newest[-1].step - newest[0].step) / seconds if seconds > 0 else 0.0
             ranks = sum(each.parent == folder.parent for each in self._loops)
@@ -116,36 +144,62 @@ class Watched:
         for news in all_news:
             source = news.source
             self._last_sign = max(self._last_sign, self._recorded_at(news))
-            self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(news.samples)
+            self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(
+                news.samples
+            )
             for scalar in news.scalars:
                 self._scalars.pop(scalar.name, None)  # so that the newest is the last
                 self._scalars[scalar.name] = scalar
             for event in news.events:
                 if event.kind in ("loop", "epoch_ended"):
-                    facts = {name: value for name, value in event.data.items() if type(value) is int and value >= 0}
-                    before = self._loops.get(source.directory, {}) if event.kind == "epoch_ended" else {}
+                    facts = {
+                        name: value
+                        for name, value in event.data.items()
+                        if type(value) is int and value >= 0
+                    }
+                    before = (
+                        self._loops.get(source.directory, {}) if event.kind == "epoch_ended" else {}
+                    )
                     since = before.get("since", int(event.unix_seconds))
-                    self._loops[source.directory] = {**before, **facts, "at": event.global_step, "since": since}
+                    self._loops[source.directory] = {
+                        **before,
+                        **facts,
+                        "at": event.global_step,
+                        "since": since,
+                    }
                 arrived.append(EventSeen(source=source.label, event=event))
                 attempt = event.data.get("attempt")
                 if source.kind == "supervisor":
                     self._supervisor_said = event.kind
-                    if isinstance(attempt, int) and event.kind != "restart":  # which only announces it
+                    # Which only announces it
+                    if isinstance(attempt, int) and event.kind != "restart":
                         self._attempt = max(self._attempt, attempt)
         self._scalars = dict(list(self._scalars.items())[-_KEPT_EVENTS:])
         self._events.extend(sorted(arrived, key=lambda seen: seen.event.unix_seconds))
 
     def _recorded_at(self, news: News) -> float:
-        """Return when the newest of it was recorded, on the monotonic clock: what is new here may be of last week."""
-        times = [sample.unix_seconds for sample in news.samples] + [event.unix_seconds for event in news.events]
+        """Return when the newest of it was recorded, on the monotonic clock.
+
+        What is new here may be of last week.
+        """
+        times = [sample.unix_seconds for sample in news.samples] + [
+            event.unix_seconds for event in news.events
+        ]
         times += [scalar.unix_seconds for scalar in news.scalars]
         self._newest = max([self._newest, *times])
         ago = self._clock.unix_seconds() - max(times, default=0.0)
         return self._clock.monotonic_seconds() - max(0.0, ago)
 
     def _shown(self, sources: list[Source]) -> list[Source]:
-        """Return the processes of the newest attempt, trainers first; guards where nothing else trains."""
-        newest = [source for source in sources if source.kind == "process" and source.attempt == self._attempt]
+        """Return the processes of the newest attempt, trainers first.
+
+        Guards where nothing else trains.
+        """
+        newest = [
+            source
+            for source in sources
+            if source.kind == "process" and source.attempt == self._attempt
+        ]
         order = {"trainer": 0, "launcher": 1, "other": 2, "loader worker": 3}
         newest.sort(key=lambda source: order[source.info.role] if source.info else 2)
         if any(self._history.get(source.directory) for source in newest):
@@ -169,25 +223,41 @@ class Watched:
         history = list(self._history.get(source.directory, ()))
         last_step = history[-1].step if history else 0
         seen = ProcessSnapshot(
-            label=source.label, role=source.info.role if source.info else "guard", info=source.info, alive=alive,
+            label=source.label,
+            role=source.info.role if source.info else "guard",
+            info=source.info,
+            alive=alive,
             stopped=bool(alive and source.info is not None and process_is_stopped(source.info.pid)),
-            phase=phase_seen(standing, source.info.role if source.info else "guard"), since_seconds=since,
+            phase=phase_seen(standing, source.info.role if source.info else "guard"),
+            since_seconds=since,
             step=standing.step if standing and standing.step else last_step,
-            steps_per_second=_rate(history, self._clock.unix_seconds() if alive else None), **_recent(history),
-        )  # fmt: skip
+            steps_per_second=_rate(history, self._clock.unix_seconds() if alive else None),
+            **_recent(history),
+        )
         names = read_optimizers(source.directory)
-        own = {n: [each for each in history if each.optimizer == n] for n in range(1, len(names) + 1)}
-        apart = [replace(seen, label=f"{seen.label}, {names[n - 1]}", **_recent(own[n])) for n in own if own[n]]
+        own = {
+            n: [each for each in history if each.optimizer == n] for n in range(1, len(names) + 1)
+        }
+        apart = [
+            replace(seen, label=f"{seen.label}, {names[n - 1]}", **_recent(own[n]))
+            for n in own
+            if own[n]
+        ]
         return replace(seen, optimizers=tuple(apart) if len(names) > 1 else ())
 
     def _supervisor_is_lost(self, pid: object, *, here: bool) -> bool:
-        """Return whether the supervisor has gone without a word: that was noted, or its process is gone."""
+        """Return whether the supervisor has gone without a word.
+
+        That was noted, or its process is gone.
+        """
         if self._supervisor_said in ("", "stopped"):
             return False
         if (self._run / SUPERVISOR_FOLDER / LOST_FILE).exists():
             return True
         locked = is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
-        return here and locked is False and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
+        return (
+            here and locked is False and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
+        )
 
     def _state(self, processes: list[ProcessSnapshot], *, lost: bool) -> State:
         supervised = is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
@@ -219,7 +289,9 @@ class Runs:
         self._seen: dict[Path, RunSnapshot] = {}
 
     def look(self) -> tuple[RunSnapshot, ...]:
-        """Return the runs: first those that live, then those that have ended, each the newest first."""
+        """Return the runs: first those that live, then those that have ended, each the newest
+        first.
+        """
         for path in (found := runs_in(self._folder)[:_MOST_RUNS]):
             over = path in self._seen and path not in self._watched
             if not over or is_locked(path / SUPERVISOR_FOLDER / LOCK_FILE):
@@ -233,23 +305,41 @@ class Runs:
 
 
 def _shows(run: RunSnapshot, guard: RunSnapshot) -> bool:
-    """Return whether the latter is the directory of a guard of a run, and nothing was recorded there after it."""
+    """Return whether the latter is the directory of a guard of a run, and nothing was recorded
+    there after it.
+    """
     after = (guard.newest or 0.0) - (run.newest or 0.0)
     return guard.path.resolve() in run.guards and (run.state != "ended" or after < _SILENT_SECONDS)
 
 
 def _outlook(facts: Mapping[str, int], step: int, rate: float, ranks: int) -> str:
-    """Say how far a guard's loop is, from its events; what they do not say is said to be unknown."""
-    length, epochs, begun = facts.get("steps", 0), facts.get("max_epochs"), facts.get("epochs", facts.get("epoch", 0))
+    """Say how far a guard's loop is, from its events.
+
+    What they do not say is said to be unknown.
+    """
+    length, epochs, begun = (
+        facts.get("steps", 0),
+        facts.get("max_epochs"),
+        facts.get("epochs", facts.get("epoch", 0)),
+    )
     ends = [facts["max_steps"]] if "max_steps" in facts else []
     ends += [facts["at"] + (epochs - begun) * length] if epochs is not None and length else []
     epoch = begun + 1 + (max(0, step - facts["at"]) // length if length else 0)
     words = [f"epoch {epoch}" if epochs is None else f"epoch {min(epoch, epochs)} of {epochs}"]
-    words.append(f"step {step:,} of " + (f"{min(ends):,}" if ends else "a total that is not known yet"))
+    words.append(
+        f"step {step:,} of " + (f"{min(ends):,}" if ends else "a total that is not known yet")
+    )
     if ends and rate > 0:
         words.append(f"{duration(max(0, min(ends) - step) / rate)} left")
-    samples = ranks * facts.get("batches", 0) * facts.get("batch_size", 0) * rate / length if length else 0.0
-    both = (f"{float(f'{each:.3g}'):,g} {name}/s" for each, name in ((samples, "samples"), (rate, "steps")))
+    samples = (
+        ranks * facts.get("batches", 0) * facts.get("batch_size", 0) * rate / length
+        if length
+        else 0.0
+    )
+    both = (
+        f"{float(f'{each:.3g}'):,g} {name}/s"
+        for each, name in ((samples, "samples"), (rate, "steps"))
+    )
     words.append(f"{' and '.join(both)} with all breaks" if samples else "samples/s not known")
     return ", ".join(words)
 
@@ -262,16 +352,25 @@ def _recent(history: Sequence[StepSample]) -> dict[str, Any]:
     norms = [each.grad_norm for each in history if each.grad_norm is not None]
     rates = [each.learning_rate for each in history if each.learning_rate is not None]
     return {
-        "loss": losses[-1] if losses else None, "losses": tuple(losses), "grad_norm": norms[-1] if norms else None,
+        "loss": losses[-1] if losses else None,
+        "losses": tuple(losses),
+        "grad_norm": norms[-1] if norms else None,
         "learning_rate": rates[-1] if rates else None,
-        "wait_share": math.fsum(each.wait_seconds for each in timed) / seconds if seconds > 0 else math.nan,
+        "wait_share": (
+            math.fsum(each.wait_seconds for each in timed) / seconds if seconds > 0 else math.nan
+        ),
         "host_bytes": next((each.host_bytes for each in reversed(history) if each.host_bytes), 0),
-        "device_bytes": next((b for each in reversed(history) if (b := each.device_allocated_bytes)), 0),
-    }  # fmt: skip
+        "device_bytes": next(
+            (b for each in reversed(history) if (b := each.device_allocated_bytes)), 0
+        ),
+    }
 
 
 def _rate(history: list[StepSample], now: float | None) -> float:
-    """Return steps a second; a process that runs and has been silent for longer than two steps slows down."""
+    """Return steps a second.
+
+    A process that runs and has been silent for longer than two steps slows down.
+    """
     newest = [each for each in history[-_RATE_SAMPLES:] if each.seconds > 0]
     seconds = math.fsum(each.seconds for each in newest)
     if not seconds > 0:

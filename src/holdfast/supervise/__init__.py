@@ -1,1 +1,4 @@
-"""Acts outside the training process: starts, watches, signals and restarts it. Never imports torch."""
+"""Acts outside the training process: starts, watches, signals and restarts it.
+
+Never imports torch.
+"""

@@ -1,9 +1,14 @@
-"""Find every process of a supervised command, and end all of them: from the supervisor, and after its own death.
+"""Find every process of a supervised command, and end all of them.
 
-The supervisor is a subreaper, so while it lives all processes of its command are its descendants. When it is killed
-itself, that tie is gone: then a *sentinel*, a process of its own that waits for nothing but the end of a pipe, finds
-them by the mark in their environment, by their session and by descent from such a one. This module is its program
-(``python -I -S process_tree.py``), so it uses the standard library only, and of that what is imported quickly.
+From the supervisor, and after its own death.
+
+The supervisor is a subreaper, so while it lives all processes of its command are its descendants.
+When it is killed
+itself, that tie is gone: then a *sentinel*, a process of its own that waits for nothing but the end
+    of a pipe, finds
+them by the mark in their environment, by their session and by descent from such a one. This module
+is its program (``python -I -S process_tree.py``), so it uses the standard library only, and of that
+what is imported quickly.
 """
 
 from __future__ import annotations
@@ -52,7 +57,10 @@ def read_table() -> dict[int, Process]:
 
 
 def descendants(table: dict[int, Process], of: Iterable[int]) -> set[int]:
-    """Return the pids of these processes' children, their children, and so on; themselves not included."""
+    """Return the pids of these processes' children, their children, and so on.
+
+    Themselves not included.
+    """
     children: dict[int, list[int]] = {}
     for each in table.values():
         children.setdefault(each.ppid, []).append(each.pid)
@@ -66,11 +74,16 @@ def descendants(table: dict[int, Process], of: Iterable[int]) -> set[int]:
 
 
 class Tree:
-    """The processes of the command, as its supervisor sees them: its descendants, since it is a subreaper.
+    """The processes of the command, as its supervisor sees them.
 
-    What the supervisor runs for itself, such as py-spy or the sentinel, stays in its own session; the command never
-    does. What was there before is spared: a script may start a daemon and then execute us in its place. Process 1 of
-    a container inherits the orphans of strangers too, so there a child counts only if it carries the mark.
+    Its descendants, since it is a subreaper.
+
+    What the supervisor runs for itself, such as py-spy or the sentinel, stays in its own session;
+    the command never
+    does. What was there before is spared: a script may start a daemon and then execute us in its
+        place. Process 1 of
+    a container inherits the orphans of strangers too, so there a child counts only if it carries
+    the mark.
     """
 
     def __init__(self, mark: str) -> None:
@@ -90,7 +103,10 @@ class Tree:
         return {pid for pid in {*tops, *descendants(table, tops)} if table[pid].state != "Z"}
 
     def ended_orphans(self, known: set[int]) -> list[int]:
-        """Return the pids of ended children that nobody else waits for; these are waited for elsewhere."""
+        """Return the pids of ended children that nobody else waits for.
+
+        These are waited for elsewhere.
+        """
         children = self._children(read_table())
         return [each.pid for each in children if each.state == "Z" and each.pid not in known]
 
@@ -105,9 +121,13 @@ class Tree:
 
 
 def marked_processes(mark: str, sessions: Iterable[int]) -> set[int]:
-    """Return the live processes that carry the mark, those of the sessions, and the descendants of both."""
+    """Return the live processes that carry the mark, those of the sessions, and the descendants
+    of both.
+    """
     table, wanted = read_table(), set(sessions)
-    tops = [each.pid for each in table.values() if each.session in wanted or _carries(each.pid, mark)]
+    tops = [
+        each.pid for each in table.values() if each.session in wanted or _carries(each.pid, mark)
+    ]
     found = {*tops, *descendants(table, tops)}
     return {pid for pid in found if table[pid].state != "Z" and pid != os.getpid()}
 
@@ -119,11 +139,18 @@ def _carries(pid: int, mark: str) -> bool:
     except OSError:
         return False
     name = MARK_VARIABLE.encode() + b"="
-    return any(mark.encode() in entry[len(name) :].split(b",") for entry in entries if entry.startswith(name))
+    return any(
+        mark.encode() in entry[len(name) :].split(b",")
+        for entry in entries
+        if entry.startswith(name)
+    )
 
 
 def catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal and does not block it; else most signals would end it."""
+    """Return whether a process has a handler for a signal and does not block it.
+
+    Else most signals would end it.
+    """
     masks = {}
     try:
         with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123
@@ -145,9 +172,12 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], set[int]]:
-    """Kill what `find` returns until it returns nothing, for so many seconds: processes may be born meanwhile.
+    """Kill what `find` returns until it returns nothing, for so many seconds.
 
-    Return the pids that were killed, and those that cannot be, since the kernel waits for something in their name.
+    Processes may be born meanwhile.
+
+    Return the pids that were killed, and those that cannot be, since the kernel waits for something
+    in their name.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
@@ -161,10 +191,13 @@ def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], se
 
 
 def keep_watch(pipe: int, mark: str, note: str) -> None:
-    """Wait until the supervisor's end of the pipe is closed; then kill what it has left (`marked_processes`).
+    """Wait until the supervisor's end of the pipe is closed.
 
-    Each line that comes through the pipe is the number of the newest session; a line ``"done"`` says that the
-    supervisor has ended by itself. If it has not, what was found is written to the file `note`.
+    Then kill what it has left (`marked_processes`).
+
+    Each line that comes through the pipe is the number of the newest session; a line ``"done"``
+    says that the supervisor has ended by itself. If it has not, what was found is written to the
+    file `note`.
     """
     session, done = 0, False
     with open(pipe, "rb", closefd=False) as file:
@@ -172,7 +205,9 @@ def keep_watch(pipe: int, mark: str, note: str) -> None:
             done = line == b"done\n"
             session = int(line) if line.strip().isdigit() else session
     ended = time.time()
-    killed, left = kill_all(lambda: marked_processes(mark, [session] if session else []), _SENTINEL_SECONDS)
+    killed, left = kill_all(
+        lambda: marked_processes(mark, [session] if session else []), _SENTINEL_SECONDS
+    )
     if not done:
         import json
 
@@ -182,7 +217,14 @@ def keep_watch(pipe: int, mark: str, note: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """Be the sentinel: descriptor of the pipe, mark, and file to write to."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):
         signal.signal(number, signal.SIG_IGN)
     keep_watch(int(arguments[0]), arguments[1], arguments[2])
 

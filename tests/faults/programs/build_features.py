@@ -1,6 +1,7 @@
 """Builds a feature cache that is killed; started by ``test_feature_cache``.
 
-Argument: JSON with ``path``, ``workers`` and what is to go wrong. Prints one JSON object at its end.
+Argument: JSON with ``path``, ``workers`` and what is to go wrong. Prints one JSON object at its
+    end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ REQUEST: dict[str, Any] = json.loads(sys.argv[1])
 
 
 class Samples:
-    """Samples of random length, read slowly; what goes wrong lies here, so the function stays the same."""
+    """Samples of random length, read slowly.
+
+    What goes wrong lies here, so the function stays the same.
+    """
 
     def __len__(self) -> int:
         return ITEMS
@@ -61,7 +65,12 @@ def main() -> None:
     answer: dict[str, Any] = {}
     try:
         with FeatureCache.build(
-            Samples(), double, REQUEST["path"], version=1, num_workers=REQUEST.get("workers", 2), progress=False
+            Samples(),
+            double,
+            REQUEST["path"],
+            version=1,
+            num_workers=REQUEST.get("workers", 2),
+            progress=False,
         ) as cache:
             answer["items"] = len(list(cache))  # each is verified
     except LoaderError as error:

@@ -1,4 +1,6 @@
-"""A hang under the watchdog, whose processes are forked from the one that watches it and has loaded torch."""
+"""A hang under the watchdog, whose processes are forked from the one that watches it and has
+loaded torch.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,19 @@ from tests.prepared import _become
 class _Forked:
     """As `subprocess.Popen` starts a Python of its own for a case, in a session of its own."""
 
-    def __init__(self, command: list[str], *, cwd: Path, env: dict[str, str], stderr: Any, **_: Any) -> None:
+    def __init__(
+        self, command: list[str], *, cwd: Path, env: dict[str, str], stderr: Any, **_: Any
+    ) -> None:
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 nothing = os.open(os.devnull, os.O_RDWR)
-                request = {"arguments": command[1:], "cwd": str(cwd), "environment": env, "session": True}
+                request = {
+                    "arguments": command[1:],
+                    "cwd": str(cwd),
+                    "environment": env,
+                    "session": True,
+                }
                 _become(request, [nothing, os.dup(nothing), os.dup(stderr.fileno())])
             finally:
                 traceback.print_exc()

@@ -1,6 +1,9 @@
-"""Train and keep the outputs of every step with their graphs; print each loss, and the random states at the end.
+"""Train and keep the outputs of every step with their graphs.
 
-Usage: leak_list.py STEPS [MIB]: with a number of MiB, no more memory than that is to be had after a few steps.
+Print each loss, and the random states at the end.
+
+Usage: leak_list.py STEPS [MIB]: with a number of MiB, no more memory than that is to be had after a
+    few steps.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python left_loop.py '{"run_dir": ..., "leave": "break", "then": "nothing"}'
 
-The newest checkpoint is of step 8 unless something saves later. With ``"async_save"`` it may be an earlier one. After
-the step ``"signal_at"`` comes SIGTERM.
+The newest checkpoint is of step 8 unless something saves later. With ``"async_save"`` it may be an
+earlier one. After the step ``"signal_at"`` comes SIGTERM.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def make_step(batch: torch.Tensor) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-# --- how the loop is left -----------------------------------------------------------------------------------
+# --- how the loop is left
+# ------------------------------------------------------------------------
 
 
 def train_until_break() -> None:
@@ -70,7 +71,8 @@ def train_to_an_error() -> None:
     raise RuntimeError("of the script")
 
 
-# --- what follows -------------------------------------------------------------------------------------------
+# --- what follows
+# ------------------------------------------------------------------------
 
 
 def train_on() -> None:

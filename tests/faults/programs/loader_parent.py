@@ -1,9 +1,11 @@
-"""A process that reads from a loader with workers and is killed, or ends in a way that a script may end.
+"""A process that reads from a loader with workers and is killed, or ends in a way that a script may
+end.
 
     loader_parent.py MODE
 
-MODE is what workers or the process do, after "served" for workers of a forkserver, or "threaded" for a loader that is
-read in a thread. Prints the process ids of its workers once these are where MODE wants them.
+MODE is what workers or the process do, after "served" for workers of a forkserver, or "threaded"
+for a loader that is read in a thread. Prints the process ids of its workers once these are where
+MODE wants them.
 """
 
 from __future__ import annotations
@@ -51,9 +53,12 @@ class Samples:
 def main() -> None:
     mode = sys.argv[1]
     method = "forkserver" if mode.startswith("served") else "fork"
-    iterator = iter(DataLoader(Samples(mode), batch_size=2, num_workers=2, multiprocessing_context=method))
+    iterator = iter(
+        DataLoader(Samples(mode), batch_size=2, num_workers=2, multiprocessing_context=method)
+    )
     next(iterator)
-    workers = [process.pid for process in multiprocessing.active_children()]  # later one that is stopped may be lost
+    # Later one that is stopped may be lost
+    workers = [process.pid for process in multiprocessing.active_children()]
     for _ in range(_QUIET // 2 - 1):
         next(iterator)
     time.sleep(0.4)
@@ -61,7 +66,8 @@ def main() -> None:
     if mode == "raising":
         raise ValueError("a mistake in the training loop")
     if mode == "leaving":
-        globals()["left_behind"] = iterator  # it is collected when the interpreter is on its way out
+        # It is collected when the interpreter is on its way out
+        globals()["left_behind"] = iterator
         return
     while True:
         time.sleep(1e6)

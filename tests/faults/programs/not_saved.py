@@ -2,8 +2,8 @@
 
     python not_saved.py '{"run_dir": ..., "fault": "no_room", "end": "returns"}'
 
-The fault comes after step 6 of 12. "after the loop" is printed where a script may still write its weights to another
-disk.
+The fault comes after step 6 of 12. "after the loop" is printed where a script may still write its
+weights to another disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ run_dir = Path(request["run_dir"])
 before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
-# --- what fails ---------------------------------------------------------------------------------------------
+# --- what fails
+# ------------------------------------------------------------------------
 
 
 def no_room() -> None:
@@ -64,7 +65,8 @@ def no_permission() -> None:
         os.seteuid(65534)
 
 
-# --- the training -------------------------------------------------------------------------------------------
+# --- the training
+# ------------------------------------------------------------------------
 
 
 def make_guard(directory: Path = run_dir) -> tuple[holdfast.Guard, nn.Module]:
@@ -106,7 +108,8 @@ def train_without_a_loop_of_the_guard() -> None:
             fault()
 
 
-# --- how it ends --------------------------------------------------------------------------------------------
+# --- how it ends
+# ------------------------------------------------------------------------
 
 
 def close_late() -> None:

@@ -1,4 +1,7 @@
-"""Two ranks under FSDP2 that save the optimizer's state before and between steps; prints each loss and norm."""
+"""Two ranks under FSDP2 that save the optimizer's state before and between steps.
+
+Prints each loss and norm.
+"""
 
 from __future__ import annotations
 
@@ -30,5 +33,6 @@ for _ in range(3):
     else:
         norm.full_tensor()  # type: ignore[attr-defined]
 dist.destroy_process_group()
-# The threads of gloo live on, and one that drops its last work while the interpreter ends aborts the process.
+# The threads of gloo live on, and one that drops its last work while the interpreter ends aborts
+# the process.
 time.sleep(1.0)

@@ -1,4 +1,6 @@
-"""A small training by the means of a framework; its last line says what was asked for and the losses.
+"""A small training by the means of a framework.
+
+Its last line says what was asked for and the losses.
 
 Started as ``python observed_peers.py FRAMEWORK``.
 """
@@ -15,7 +17,9 @@ from torch import nn
 
 torch.set_num_threads(1)
 torch.manual_seed(1)
-SAMPLES = [{"inputs": torch.randn(8), "labels": torch.tensor(float(index % 2))} for index in range(32)]
+SAMPLES = [
+    {"inputs": torch.randn(8), "labels": torch.tensor(float(index % 2))} for index in range(32)
+]
 
 
 class Model(nn.Module):
@@ -54,9 +58,16 @@ def transformers() -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4, use_cpu=True,
-            report_to=[], logging_steps=1, save_steps=2, disable_tqdm=True,
-        )  # fmt: skip
+            folder,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            use_cpu=True,
+            report_to=[],
+            logging_steps=1,
+            save_steps=2,
+            disable_tqdm=True,
+        )
         trainer = Trainer(Model(), arguments, train_dataset=SAMPLES)
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -82,12 +93,22 @@ def pytorch_lightning() -> dict[str, Any]:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     trainer = pytorch_lightning.Trainer(
-        max_epochs=1, accumulate_grad_batches=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0,
-    )  # fmt: skip
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=1.0,
+    )
     trainer.fit(Lit(), torch.utils.data.DataLoader(SAMPLES, batch_size=4, shuffle=True))
     return {"steps": 4, "micro_steps": 2, "losses": losses}
 
 
-FRAMEWORKS = {"accelerate": accelerate, "transformers": transformers, "pytorch_lightning": pytorch_lightning}
+FRAMEWORKS = {
+    "accelerate": accelerate,
+    "transformers": transformers,
+    "pytorch_lightning": pytorch_lightning,
+}
 print(json.dumps(FRAMEWORKS[sys.argv[1]]()))

@@ -1,4 +1,6 @@
-"""A training script that knows nothing of holdfast, in several shapes; it prints every loss, bit by bit.
+"""A training script that knows nothing of holdfast, in several shapes.
+
+It prints every loss, bit by bit.
 
 python observed_train.py SHAPE [STEPS] [WORKERS]
 """
@@ -50,7 +52,9 @@ def show(*values: torch.Tensor | float) -> None:
 
 
 def network(width: int = 7) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, width))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, width)
+    )
 
 
 model = network()
@@ -84,13 +88,19 @@ def plain() -> None:
 
 
 def gan() -> None:
-    """Two optimizers that take turns; "resumed": they have made 20 steps each before, as a file may say."""
+    """Two optimizers that take turns.
+
+    "resumed": they have made 20 steps each before, as a file may say.
+    """
     generator, judge = nn.Linear(4, 8), network(1)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (judge, generator)]
     for optimizer in optimizers if SHAPE == "resumed" else []:
         groups = optimizer.state_dict()["param_groups"]
         parameters = enumerate(optimizer.param_groups[0]["params"])
-        state = {i: {"step": torch.tensor(20.0), "exp_avg": p * 0, "exp_avg_sq": p * p} for i, p in parameters}
+        state = {
+            i: {"step": torch.tensor(20.0), "exp_avg": p * 0, "exp_avg_sq": p * p}
+            for i, p in parameters
+        }
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     for _ in range(STEPS):
         real, _ = next(source)
@@ -109,7 +119,10 @@ def gan() -> None:
 def together() -> None:
     """Two optimizers that step after one backward."""
     parameters = list(model.parameters())
-    optimizers = [torch.optim.SGD(parameters[:2], lr=0.01), torch.optim.Adam(parameters[2:], lr=0.01)]
+    optimizers = [
+        torch.optim.SGD(parameters[:2], lr=0.01),
+        torch.optim.Adam(parameters[2:], lr=0.01),
+    ]
     for _ in range(STEPS):
         loss = loss_of_next_batch()
         loss.backward()
@@ -187,7 +200,12 @@ def compiled() -> None:
         step()
         optimizer.zero_grad()
         show(loss)
-    print([dict(torch._dynamo.utils.counters[name]) for name in ("stats", "graph_break", "unimplemented")])
+    print(
+        [
+            dict(torch._dynamo.utils.counters[name])
+            for name in ("stats", "graph_break", "unimplemented")
+        ]
+    )
 
 
 SHAPES = {

@@ -1,8 +1,10 @@
 """Train with saves beside the training, and end in one of the ways in which programs end.
 
-    python saving.py '{"run_dir": ..., "trace": ..., "end": "return" | "error" | "exit" | "break" | "never"}'
+    python saving.py '{"run_dir": ..., "trace": ..., "end": "return" | "error" | "exit" | "break" |
+    "never"}'
 
-Appends a line of JSON for each step to the trace: the step, the newest step whose save was begun, and the digest of
+Appends a line of JSON for each step to the trace: the step, the newest step whose save was begun,
+    and the digest of
 the weights, before the save of it. It ends while a save is under way.
 """
 
@@ -55,7 +57,8 @@ def main() -> None:
     for batch in kept[0]:
         guard.step(batch, lambda x: model(x).square().mean())
         saving = guard._session.saving
-        begun = saving._tried_at_step or 0  # not before a thread has made the memory of the copies ready
+        # Not before a thread has made the memory of the copies ready
+        begun = saving._tried_at_step or 0
         write(step=guard.global_step, begun=begun, digest=digest())
         time.sleep(request.get("seconds_per_step", 0.0))
         if request["end"] == "never" or guard.global_step < last:

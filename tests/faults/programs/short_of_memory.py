@@ -70,11 +70,15 @@ class Cell(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Blocks that repeat and keep little, with batch normalisation, and a part that keeps most and does not."""
+    """Blocks that repeat and keep little, with batch normalisation, and a part that keeps most
+    and does not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)) for _ in range(2)
+        )
         self.recurrence = Cell()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,11 +99,20 @@ def normed() -> nn.BatchNorm1d:
 
 
 CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "mlp": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))), (8192, 256)),
+    "mlp": (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))),
+        (8192, 256),
+    ),
     "conv": (
         lambda: nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 3, 3, padding=1),
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
+            nn.Conv2d(16, 3, 3, padding=1),
         ),
         (128, 3, 32, 32),
     ),
@@ -108,13 +121,15 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "lstm": (Recurrent, (128, 64, 64)),
     "backward": (BackwardHeavy, (65536, 256)),
     "batch_norm": (
-        lambda: nn.Sequential(*(
-            nn.Sequential(*(layer() for _ in range(3) for layer in (square, normed, nn.ReLU)))
-            for _ in range(4)
-        )),
+        lambda: nn.Sequential(
+            *(
+                nn.Sequential(*(layer() for _ in range(3) for layer in (square, normed, nn.ReLU)))
+                for _ in range(4)
+            )
+        ),
         (8192, 256),
     ),
-}  # fmt: skip
+}
 
 
 class Blocks(nn.Module):
@@ -175,14 +190,20 @@ def main(name: str, shares: list[float]) -> None:
                 print(json.dumps({"share": share, "error": str(error)}), flush=True)
                 continue
         found = gradient(tried)
-        events = [event for event in guard.events() if event.kind in ("out_of_memory", "recompute", "split")]
+        events = [
+            event
+            for event in guard.events()
+            if event.kind in ("out_of_memory", "recompute", "split")
+        ]
         answer = {
             "share": share,
             "attempts": result.attempts,
             "micro_batch_size": result.micro_batch_size,
             "difference": float((found - expected).norm() / expected.norm()),
             "bit_equal": bool(torch.equal(found, expected)),
-            "buffers_equal": all(torch.equal(value, buffers[key]) for key, value in tried.named_buffers()),
+            "buffers_equal": all(
+                torch.equal(value, buffers[key]) for key, value in tried.named_buffers()
+            ),
             "events": [[event.kind, event.data.get("promise")] for event in events],
             "recomputed": [event.data["modules"] for event in events if event.kind == "recompute"],
             "observed": guard._engine.diagnosis._observer.failure is None,

@@ -28,7 +28,9 @@ layer = nn.Linear(4, 1)
 layer.register_buffer("memory", torch.zeros(request.get("buffer", 1)))  # takes its time to be saved
 model = DistributedDataParallel(layer, broadcast_buffers=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = holdfast.DataLoader(TensorDataset(torch.randn(4000, 4)), batch_size=4, shuffle=True, seed=1)
+loader = holdfast.DataLoader(
+    TensorDataset(torch.randn(4000, 4)), batch_size=4, shuffle=True, seed=1
+)
 guard = holdfast.Guard(
     request["run_dir"],
     model=model,

@@ -2,10 +2,12 @@
 
     python supervised_training.py '{"steps": 40, "workers": 2, ...}'
 
-Keys: ``steps``, ``workers``, ``step_seconds``; ``fail_at``: a mistake of the user's at that step; ``leave_at``,
-``interrupt_at``: it ends itself by ``sys.exit`` or as by Ctrl-C; ``kill_at`` and ``hang_at``: SIGKILL to itself, or
-sleep, at that step, while the attempt is below ``kills``; ``stop_worker``: stop the first worker; ``pids``: file to
-write the process numbers to; ``steps_file``: file that gets a byte at each step.
+Keys: ``steps``, ``workers``, ``step_seconds``; ``fail_at``: a mistake of the user's at that step;
+    ``leave_at``,
+``interrupt_at``: it ends itself by ``sys.exit`` or as by Ctrl-C; ``kill_at`` and ``hang_at``:
+    SIGKILL to itself, or
+sleep, at that step, while the attempt is below ``kills``; ``stop_worker``: stop the first worker;
+``pids``: file to write the process numbers to; ``steps_file``: file that gets a byte at each step.
 """
 
 from __future__ import annotations
@@ -39,11 +41,18 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    loader = torch.utils.data.DataLoader(Samples(), batch_size=8, num_workers=request.get("workers", 0))
-    attempt = sum(int(os.environ.get(each, 0)) for each in ("TORCHELASTIC_RESTART_COUNT", "ATTEMPT_BY_HOLDFAST"))
+    loader = torch.utils.data.DataLoader(
+        Samples(), batch_size=8, num_workers=request.get("workers", 0)
+    )
+    attempt = sum(
+        int(os.environ.get(each, 0))
+        for each in ("TORCHELASTIC_RESTART_COUNT", "ATTEMPT_BY_HOLDFAST")
+    )
     batches = iter(loader)
     steps = (
-        os.open(request["steps_file"], os.O_CREAT | os.O_APPEND | os.O_WRONLY) if "steps_file" in request else None
+        os.open(request["steps_file"], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        if "steps_file" in request
+        else None
     )
     for step, batch in enumerate(batches):
         if step == 1:

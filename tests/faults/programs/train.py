@@ -1,8 +1,10 @@
-"""A training script as a user writes it, in a process of its own, so that it can be hurt from outside.
+"""A training script as a user writes it, in a process of its own, so that it can be hurt from
+outside.
 
     python train.py '{"run_dir": ..., "trace": ..., "workers": 0, "epochs": 4, ...}'
 
-After each step it appends a line to the trace, and at the end the digest of everything that was trained.
+After each step it appends a line to the trace, and at the end the digest of everything that was
+trained.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import holdfast
 
 torch.set_num_threads(1)
 request: dict[str, Any] = json.loads(sys.argv[1])
-# Whoever starts the tests in the background or under `nohup` has these ignored, and so would this program.
+# Whoever starts the tests in the background or under `nohup` has these ignored, and so would this
+# program.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for name in request.get("ignored", ()):
@@ -57,7 +60,10 @@ class Augmented(torch.utils.data.Dataset):
 
 
 def stand_still(guard: holdfast.Guard) -> None:
-    """Wait until a stop was asked for, and then where no Python runs: for a mutex that is held already."""
+    """Wait until a stop was asked for, and then where no Python runs.
+
+    For a mutex that is held already.
+    """
     write(waits=True)
     while guard.stop_reason is None:
         time.sleep(0.01)
@@ -72,7 +78,9 @@ def main() -> None:
     random.seed(1)
     np.random.seed(1)
     width = request.get("width", 16)
-    model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 7))
+    model = nn.Sequential(
+        nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 7)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
@@ -80,7 +88,9 @@ def main() -> None:
     if request.get("loader") == "torch":
         kind, own = torch.utils.data.DataLoader, {}
     own["multiprocessing_context"] = request.get("context")
-    loader = kind(Augmented(), batch_size=8, shuffle=True, num_workers=request.get("workers", 0), **own)
+    loader = kind(
+        Augmented(), batch_size=8, shuffle=True, num_workers=request.get("workers", 0), **own
+    )
     guard = holdfast.Guard(
         request["run_dir"],
         model=model,
@@ -93,7 +103,10 @@ def main() -> None:
         max_grad_norm=1.0,
         **request.get("policy", {}),
     )
-    write(start=guard.global_step, resumed_from=None if guard.resumed_from is None else guard.resumed_from.name)
+    write(
+        start=guard.global_step,
+        resumed_from=None if guard.resumed_from is None else guard.resumed_from.name,
+    )
 
     def loss(batch: Any) -> torch.Tensor:
         if guard.global_step == request.get("stuck_at"):

@@ -1,8 +1,10 @@
-"""Run the program of docs/how-to/truncated-backpropagation.md with a fault in one step, after its state has advanced.
+"""Run the program of docs/how-to/truncated-backpropagation.md with a fault in one step, after its
+state has advanced.
 
     python truncated.py batch|time none|memory|split|kill|nan STEP
 
-Prints JSON with what it ended with: weights, hidden state, steps, and the promises of its retries and splits.
+Prints JSON with what it ended with: weights, hidden state, steps, and the promises of its retries
+    and splits.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ source = PAGE.read_text().split('```python title="truncated.py"\n')[1].split("``
 if order == "time":
     for was, now in (
         (", batch_first=True", ""),
-        ("series[:, t : t + CHUNK], target[:, t : t + CHUNK]", "series[t : t + CHUNK], target[t : t + CHUNK]"),
+        (
+            "series[:, t : t + CHUNK], target[:, t : t + CHUNK]",
+            "series[t : t + CHUNK], target[t : t + CHUNK]",
+        ),
         ("torch.randn(STREAMS, 60, 3).cumsum(1)", "torch.randn(60, STREAMS, 3).cumsum(0)"),
         ("series.roll(-1, 1)", "series.roll(-1, 0)"),
         ("    loader=chunks,\n", "    loader=chunks,\n    split=(1, 1, 0, 0),\n"),
@@ -63,11 +68,19 @@ space: dict[str, Any] = {}
 exec(compile(source, str(PAGE), "exec"), space)
 events = space["guard"].events()
 kinds = ("retry", "split", "not_restored", "skip_step")
-print(json.dumps({
-    "weights": [value.tolist() for value in space["model"].state_dict().values()],
-    "hidden": [value.tolist() for value in space["carried"].state_dict().values()],
-    "steps": space["guard"].global_step,
-    "events": [[event.kind, event.data.get("promise")] for event in events if event.kind in kinds],
-    "side_effects": [event.data["side_effects"] for event in events if event.kind == "promises"],
-    "resumed": space["guard"].resumed_from is not None,
-}))  # fmt: skip
+print(
+    json.dumps(
+        {
+            "weights": [value.tolist() for value in space["model"].state_dict().values()],
+            "hidden": [value.tolist() for value in space["carried"].state_dict().values()],
+            "steps": space["guard"].global_step,
+            "events": [
+                [event.kind, event.data.get("promise")] for event in events if event.kind in kinds
+            ],
+            "side_effects": [
+                event.data["side_effects"] for event in events if event.kind == "promises"
+            ],
+            "resumed": space["guard"].resumed_from is not None,
+        }
+    )
+)

@@ -1,7 +1,10 @@
-"""Trains in copies of this process under one limit of address space after another, and prints how each ended.
+"""Trains in copies of this process under one limit of address space after another, and prints how
+each ended.
 
-Arguments: the folder of the runs, and "fresh" or "resume". One JSON list per limit: its bytes beyond what the process
-has, "finished" or the type and rule of the error, and the steps that a run without a limit reaches afterwards.
+Arguments: the folder of the runs, and "fresh" or "resume". One JSON list per limit: its bytes
+    beyond what the process
+has, "finished" or the type and rule of the error, and the steps that a run without a limit reaches
+afterwards.
 """
 
 from __future__ import annotations
@@ -27,13 +30,19 @@ EPOCHS = 2
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 1))
+    model = nn.Sequential(
+        nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 1)
+    )
     return model, torch.optim.AdamW(model.parameters())
 
 
-def train(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, epochs: int = EPOCHS) -> int:
+def train(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, epochs: int = EPOCHS
+) -> int:
     loader = holdfast.DataLoader(torch.ones(128, 64), batch_size=32)
-    guard = holdfast.Guard(folder, model=model, optimizer=optimizer, loader=loader, save_interval_steps=2)
+    guard = holdfast.Guard(
+        folder, model=model, optimizer=optimizer, loader=loader, save_interval_steps=2
+    )
     for batch in guard.batches(max_epochs=epochs):
         guard.step(batch, lambda x: model(x).square().mean())
     return guard.global_step
@@ -82,7 +91,8 @@ if __name__ == "__main__":
     runs, mode = Path(sys.argv[1]), sys.argv[2]
     begun = runs / "begun"
     in_a_copy(lambda: str(train(begun, *parts(), epochs=1)))
-    # What a script imports is there before its run begins; the first optimizer of a process imports more.
+    # What a script imports is there before its run begins; the first optimizer of a process imports
+    # more.
     _ = holdfast.Guard, holdfast.DataLoader, parts()
 
     for number in range(LIMITS):

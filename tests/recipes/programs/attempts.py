@@ -1,11 +1,14 @@
-"""Attempts of a recipe: ``python -m recipes.NAME OPTIONS`` in copies of one process that has imported it once.
+"""Attempts of a recipe.
+
+``python -m recipes.NAME OPTIONS`` in copies of one process that has imported it once.
 
     python attempts.py NAME '[{"name": ..., "options": [...], "log": ..., ...}, ...]'
 
-What may be done to an attempt: ``measure`` (find out what memory the n-th step takes), ``limit`` (let the n-th step
-have only a share of what it takes in an earlier attempt), ``die`` (SIGKILL so many seconds after the n-th step),
-``bad`` (a sample that cannot be read), ``killing`` (one that kills the worker that reads it first, unless ``mark`` is
-there). One line of JSON is printed for each.
+What may be done to an attempt: ``measure`` (find out what memory the n-th step takes), ``limit``
+    (let the n-th step
+have only a share of what it takes in an earlier attempt), ``die`` (SIGKILL so many seconds after
+the n-th step), ``bad`` (a sample that cannot be read), ``killing`` (one that kills the worker that
+reads it first, unless ``mark`` is there). One line of JSON is printed for each.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from holdfast.recorder.reader import read_events
 from holdfast.testing import limit_memory, memory_limited
 
 torch.set_num_threads(1)
-_OF_EVERY_ATTEMPT = ("torch._dynamo", "plotly.offline")  # take seconds where each attempt imports them anew
+# Take seconds where each attempt imports them anew
+_OF_EVERY_ATTEMPT = ("torch._dynamo", "plotly.offline")
 _LAZY = {
     "pegasus": ("DataCollatorForSeq2Seq", "PegasusForConditionalGeneration", "PegasusTokenizer"),
     "lora": ("AutoModelForCausalLM", "AutoTokenizer", "LlamaConfig", "LlamaForCausalLM"),
@@ -54,7 +58,11 @@ class Hurting(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> Any:
         if index == self._bad:
             raise ValueError("damaged on purpose")
-        if index == self._killing and torch.utils.data.get_worker_info() is not None and not self._mark.exists():
+        if (
+            index == self._killing
+            and torch.utils.data.get_worker_info() is not None
+            and not self._mark.exists()
+        ):
             self._mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return self._samples[index]
@@ -77,21 +85,25 @@ def make_attempt(recipe: str, attempt: dict[str, Any]) -> None:
             with memory_limited(attempt["limit"][1]):
                 return _step(guard, *args, **named)
         if attempt.get("measure") == calls:
-            trim_heap()  # as the limit does: what malloc holds free would take part of what the step takes
+            # As the limit does: what malloc holds free would take part of what the step takes
+            trim_heap()
             Path("/proc/self/clear_refs").write_text("5")
             before = peak_bytes()
             result = _step(guard, *args, **named)
             Path(attempt["log"]).with_suffix(".bytes").write_text(str(peak_bytes() - before))
             return result
         result = _step(guard, *args, **named)
-        if attempt.get("die", [0])[0] == calls:  # a thread that is waited for: the attempt cannot end before
+        # A thread that is waited for: the attempt cannot end before
+        if attempt.get("die", [0])[0] == calls:
             threading.Timer(attempt["die"][1], os.kill, (os.getpid(), signal.SIGKILL)).start()
         return result
 
     def init(guard: Any, *args: Any, **named: Any) -> None:
         if "bad" in attempt or "killing" in attempt:
             mark = Path(attempt.get("mark", os.devnull))
-            hurting = Hurting(named["loader"].dataset, attempt.get("bad"), attempt.get("killing"), mark)
+            hurting = Hurting(
+                named["loader"].dataset, attempt.get("bad"), attempt.get("killing"), mark
+            )
             object.__setattr__(named["loader"], "dataset", hurting)
         _init(guard, *args, **named)
 
@@ -107,7 +119,10 @@ def run_dir(attempt: dict[str, Any]) -> Path:
 
 def was_short(attempt: dict[str, Any]) -> bool:
     """Tell whether the attempt's limit refused it memory."""
-    return any(event.kind == "out_of_memory" for event in read_events(run_dir(attempt) / "recorder" / "rank0"))
+    return any(
+        event.kind == "out_of_memory"
+        for event in read_events(run_dir(attempt) / "recorder" / "rank0")
+    )
 
 
 def forked(recipe: str, attempt: dict[str, Any], needed: dict[str, int]) -> tuple[int, Any]:
@@ -118,8 +133,10 @@ def forked(recipe: str, attempt: dict[str, Any], needed: dict[str, int]) -> tupl
         os.dup2(log, 2)
         if not attempt.keys() & {"limit", "measure"}:  # may a batch be split? Nothing asks here
             os.environ["HOLDFAST_CHECK_SPLIT"] = "false"
-        else:  # what the first step freed must go back to the system, or it makes room for the next one
-            limit_memory(2**45)  # never met: after a first limit the others leave malloc as the guard sets it
+        # What the first step freed must go back to the system, or it makes room for the next one
+        else:
+            # Never met: after a first limit the others leave malloc as the guard sets it
+            limit_memory(2**45)
             os.environ["HOLDFAST_CPU_MALLOC_THRESHOLD_BYTES"] = str(attempt["malloc"])
         if "limit" in attempt:
             step, share, measured_in = attempt["limit"]
@@ -141,8 +158,14 @@ def main(recipe: str, attempts: list[dict[str, Any]]) -> None:
     needed: dict[str, int] = {}
     for attempt in attempts:
         status, used = forked(recipe, attempt, needed)
-        while "limit" in attempt and status == 0 and not was_short(attempt) and attempt["limit"][1] > 0.4:
-            attempt["limit"][1] -= 0.1  # what the allocator still held made room for all that was needed
+        while (
+            "limit" in attempt
+            and status == 0
+            and not was_short(attempt)
+            and attempt["limit"][1] > 0.4
+        ):
+            # What the allocator still held made room for all that was needed
+            attempt["limit"][1] -= 0.1
             shutil.rmtree(run_dir(attempt))
             status, used = forked(recipe, attempt, needed)
         if (measured := Path(attempt["log"]).with_suffix(".bytes")).exists():

@@ -13,7 +13,11 @@ from holdfast.core.errors import PolicyError
 def origin(tmp_path):
     """Return a working directory with a run to go on from and data."""
     top = tmp_path / "origin"
-    for path, text in {"train.py": "", "runs/a/last.pt": "before", "data/x.bin": "large" * 300_000}.items():
+    for path, text in {
+        "train.py": "",
+        "runs/a/last.pt": "before",
+        "data/x.bin": "large" * 300_000,
+    }.items():
         (top / path).parent.mkdir(parents=True, exist_ok=True)
         (top / path).write_text(text)
     return top
@@ -29,7 +33,9 @@ def opened():
 
 
 def test_each_trial_begins_with_what_was_there(origin, opened):
-    """What a trial has changed, made and removed is as before in the next one, and in the origin all the time."""
+    """What a trial has changed, made and removed is as before in the next one, and in the origin
+    all the time.
+    """
     place = opened(origin, ())
     place.renew()
     (place.work / "runs/a/last.pt").write_text("after")
@@ -47,7 +53,10 @@ def test_each_trial_begins_with_what_was_there(origin, opened):
 
 
 def test_a_whole_path_in_the_command_means_the_copy(origin, opened):
-    """Whatever the folders above are called; what is not copied, and what lies elsewhere, is meant as it is."""
+    """Whatever the folders above are called.
+
+    What is not copied, and what lies elsewhere, is meant as it is.
+    """
     top = origin.rename(origin.parent / "venv")
     place = opened(top, ())
     assert place.word(f"{top}/runs/../train.py") == str(place.work / "train.py")
@@ -56,7 +65,10 @@ def test_a_whole_path_in_the_command_means_the_copy(origin, opened):
 
 
 def test_of_what_is_named_only_that_is_copied(origin, opened, tmp_path):
-    """With --writes the rest is linked, large or in folders; a path elsewhere is new for each trial."""
+    """With --writes the rest is linked, large or in folders.
+
+    A path elsewhere is new for each trial.
+    """
     place = opened(origin, ["runs", tmp_path / "elsewhere"])
     place.renew()
     assert (place.work / "data").is_symlink()
@@ -65,11 +77,18 @@ def test_of_what_is_named_only_that_is_copied(origin, opened, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     place.renew()
     assert not (tmp_path / "elsewhere").exists()
-    assert (place.work / "runs/a/last.pt").read_text() == (origin / "runs/a/last.pt").read_text() == "before"
+    assert (
+        (place.work / "runs/a/last.pt").read_text()
+        == (origin / "runs/a/last.pt").read_text()
+        == "before"
+    )
 
 
 def test_what_cannot_be_copied_or_removed_is_refused(origin, opened, tmp_path, monkeypatch):
-    """A directory that is too large, and a path elsewhere that is there already: nothing is made or removed."""
+    """A directory that is too large, and a path elsewhere that is there already.
+
+    Nothing is made or removed.
+    """
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(PolicyError, match="exists"):
         opened(origin, [tmp_path / "elsewhere"])

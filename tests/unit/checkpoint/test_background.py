@@ -21,13 +21,20 @@ def test_bad_copies_are_found_wherever_they_are(size: int, value: float) -> None
     """NaN and Inf are found in the last element of tensors of any size, by name and once each."""
     good, bad = torch.ones(size), torch.ones(size)
     bad[-1] = value
-    named = [("good", good), ("bad", bad), ("whole numbers", torch.ones(3, dtype=torch.int64)), ("empty", good[:0])]
+    named = [
+        ("good", good),
+        ("bad", bad),
+        ("whole numbers", torch.ones(3, dtype=torch.int64)),
+        ("empty", good[:0]),
+    ]
     assert nonfinite_copies(iter(named)) == (["bad"], 1)
     assert nonfinite_copies([]) == ([], 0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
 @pytest.mark.parametrize("place", [0, 513, 999])
 def test_one_bad_value_is_found(place: int, dtype: torch.dtype, bad: float) -> None:
     """A single NaN or Inf at any place of a tensor of any float type is named."""

@@ -1,4 +1,7 @@
-"""Tensors in memory: copies in host buffers, and expanded ones, of which each place is copied once."""
+"""Tensors in memory.
+
+Copies in host buffers, and expanded ones, of which each place is copied once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,15 @@ from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
 from holdfast.checkpoint.expanded import made_dense
 from holdfast.checkpoint.saver import encode, snapshot
 
-_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e5m2]
+_DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e5m2,
+]
 
 
 @settings(max_examples=60, deadline=None)
@@ -25,8 +36,13 @@ _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint
         max_size=8,
     )
 )
-def test_copies_are_equal_and_share_nothing(kinds: list[tuple[torch.dtype, list[int], bool]]) -> None:
-    """Whatever type, shape and layout: a copy has the values of then, in one piece, after the source has changed."""
+def test_copies_are_equal_and_share_nothing(
+    kinds: list[tuple[torch.dtype, list[int], bool]],
+) -> None:
+    """Whatever type, shape and layout.
+
+    A copy has the values of then, in one piece, after the source has changed.
+    """
     live = {}
     for number, (dtype, shape, turned) in enumerate(kinds):
         tensor = torch.randint(0, 2, shape).to(dtype)
@@ -44,7 +60,9 @@ def test_copies_are_equal_and_share_nothing(kinds: list[tuple[torch.dtype, list[
 
 
 def test_forked_processes_do_not_get_the_memory() -> None:
-    """The pages are left out of a fork, so that workers neither hold them nor make every save copy them first."""
+    """The pages are left out of a fork, so that workers neither hold them nor make every save
+    copy them first.
+    """
     buffers = HostBuffers(2**20)
     buffers.touch()
     address = buffers.fill({"g": {"a": torch.ones(4)}})["g"]["a"].data_ptr()
@@ -61,12 +79,17 @@ def test_forked_processes_do_not_get_the_memory() -> None:
 
 
 def _is_mapped(address: int) -> bool:
-    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    ranges = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 
 
 def test_loading_leaves_a_view_or_makes_it_dense() -> None:
-    """Equal elements are written through to what shares the memory; others need memory of their own."""
+    """Equal elements are written through to what shares the memory.
+
+    Others need memory of their own.
+    """
     base = torch.zeros(1)
     one, two, plain = base.expand(3), torch.zeros(1).expand(3), torch.zeros(3)
     weight = nn.Parameter(base.expand(2), requires_grad=False)

@@ -1,4 +1,7 @@
-"""The codec: standard containers, numbers and tensors come back as they were; all else is refused by name."""
+"""The codec: standard containers, numbers and tensors come back as they were.
+
+All else is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,9 @@ def test_other_views_of_the_same_memory_are_not_tied() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_needs_pickle_is_refused_with_its_place(value: Any) -> None:
-    """Anything that only pickle could store, or that would lose its type, is an H310 with its path."""
+    """Anything that only pickle could store, or that would lose its type, is an H310 with its
+    path.
+    """
     with pytest.raises(CheckpointError, match=r"^state\['a'\]\['1'\] is a") as caught:
         Encoder("state").encode({"a": [0, value]})
     assert caught.value.rule == "H310"

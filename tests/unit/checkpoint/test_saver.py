@@ -1,4 +1,7 @@
-"""The saver: trees go through real files and come back; a save that fails changes nothing; no byte changes unseen."""
+"""The saver: trees go through real files and come back; a save that fails changes nothing.
+
+No byte changes unseen.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def test_state_that_holds_itself_is_refused() -> None:
 
 @pytest.mark.parametrize("limit_bytes", [100, 8192])
 def test_a_write_that_fails_leaves_the_older_checkpoint(limit_bytes: int, store: Store) -> None:
-    """When the system refuses the bytes, the draft is gone, the older one verifies, and the next save works."""
+    """When the system refuses the bytes, the draft is gone, the older one verifies, and the next
+    save works.
+    """
     old = _save(store, 1, model={"a": torch.ones(5)})
     with largest_file(limit_bytes), pytest.raises(OSError):
         _save(store, 2, model={"a": torch.ones(50_000)})
@@ -61,7 +66,10 @@ def test_too_little_room_is_said_before_the_write(store: Store) -> None:
 
 
 def test_live_tensors_are_overwritten_where_they_lie(store: Store) -> None:
-    """Of the saved type and shape, in any layout; others are made anew and leave the live ones alone."""
+    """Of the saved type and shape, in any layout.
+
+    Others are made anew and leave the live ones alone.
+    """
     saved = {
         "plain": torch.randn(3, 4),
         "turned": torch.randn(3, 4),
@@ -81,13 +89,21 @@ def test_live_tensors_are_overwritten_where_they_lie(store: Store) -> None:
     }
     found = read_components(entry, ["part"], {"part": live})["part"]
     assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
-    assert [name for name in live if found[name] is live[name]] == ["plain", "turned", "channels last", "empty"]
+    assert [name for name in live if found[name] is live[name]] == [
+        "plain",
+        "turned",
+        "channels last",
+        "empty",
+    ]
     assert not live["other type"].any()
     assert not live["other shape"].any()
 
 
 def test_reading_in_place_needs_no_memory(store: Store) -> None:
-    """48 MiB come back where the kernel grants 8 more: the file is not mapped, and nothing is copied."""
+    """48 MiB come back where the kernel grants 8 more.
+
+    The file is not mapped, and nothing is copied.
+    """
     weight = torch.randn(12 * 2**20)
     entry = _save(store, part={"weight": weight})
     live = torch.zeros_like(weight)

@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from holdfast.checkpoint.newest import move_aside, newest_good
-from holdfast.checkpoint.seal import begin, check, is_sealed, manifest_of, read_manifest, seal, verify
+from holdfast.checkpoint.seal import (
+    begin,
+    check,
+    is_sealed,
+    manifest_of,
+    read_manifest,
+    seal,
+    verify,
+)
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 from holdfast.testing import flip_bit
 
@@ -39,7 +47,9 @@ def search(paths: Iterable[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_every_flipped_bit_is_found(kind: str, tmp_path: Path) -> None:
-    """Whatever bit of whatever file is flipped, the manifest's own among them, verification fails."""
+    """Whatever bit of whatever file is flipped, the manifest's own among them, verification
+    fails.
+    """
     path = checkpoint(tmp_path, 7, kind)
     manifest = verify(path)
     assert (manifest.global_step, manifest.unix_seconds) == (7, 1.5)
@@ -48,7 +58,9 @@ def test_every_flipped_bit_is_found(kind: str, tmp_path: Path) -> None:
         assert set(manifest.files["model.safetensors"]) == {"header of the file", "weight", "bias"}
         assert manifest.files["model.safetensors"]["weight"].shape == (3, 2)
     files = [each for each in tmp_path.rglob("*") if each.is_file()]
-    assert manifest.size_bytes() == sum(each.stat().st_size for each in files if each != manifest_of(path))
+    assert manifest.size_bytes() == sum(
+        each.stat().st_size for each in files if each != manifest_of(path)
+    )
     for file in files:
         for bit in range(0, 8 * file.stat().st_size, 97):
             flip_bit(file, bit)
@@ -59,7 +71,10 @@ def test_every_flipped_bit_is_found(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_is_damaged_is_named(tmp_path: Path) -> None:
-    """A changed byte names its tensor, another size both sizes; a file that was added later does not matter."""
+    """A changed byte names its tensor, another size both sizes.
+
+    A file that was added later does not matter.
+    """
     path = checkpoint(tmp_path, 1)
     (path / "notes.txt").write_text("added later")
     weights = path / "model.safetensors"
@@ -69,7 +84,9 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
         verify(path)
     for other in (whole[:-1], whole + b"x", b""):
         weights.write_bytes(other)
-        with pytest.raises(CheckpointError, match=f"has {len(other)} bytes and the manifest says {len(whole)}"):
+        with pytest.raises(
+            CheckpointError, match=f"has {len(other)} bytes and the manifest says {len(whole)}"
+        ):
             verify(path)
     weights.unlink()
     with pytest.raises(HoldfastError, match=r"model\.safetensors cannot be read"):
@@ -80,11 +97,17 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
 
 
 def test_no_part_of_a_manifest_passes_for_one(tmp_path: Path) -> None:
-    """Cut at any length, empty, longer or foreign it is an H311; a newer format is an H303 that says to upgrade."""
+    """Cut at any length, empty, longer or foreign it is an H311.
+
+    A newer format is an H303 that says to upgrade.
+    """
     path = checkpoint(tmp_path, 1)
     manifest = path / "manifest.json"
     whole = manifest.read_bytes()
-    cut = [whole[:length] for length in [*range(0, len(whole), 11), *range(len(whole) - 66, len(whole))]]
+    cut = [
+        whole[:length]
+        for length in [*range(0, len(whole), 11), *range(len(whole) - 66, len(whole))]
+    ]
     for content in [*cut, whole + b"\n", b"\n", b"{}\n" + b"0" * 64 + b"\n", bytes(1000)]:
         manifest.write_bytes(content)
         with pytest.raises(CheckpointError, match="does not match its own digest"):
@@ -100,7 +123,10 @@ def test_no_part_of_a_manifest_passes_for_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_the_newest_that_verifies_is_taken(kind: str, tmp_path: Path) -> None:
-    """Damaged and unfinished ones are passed over, with the reason; if none is left, that is an error."""
+    """Damaged and unfinished ones are passed over, with the reason.
+
+    If none is left, that is an error.
+    """
     old, middle, new = (checkpoint(tmp_path, step, kind) for step in (1, 2, 3))
     manifest_of(new).unlink()
     flip_bit(middle / "model.safetensors" if kind == "folder" else middle, 700)
@@ -119,7 +145,9 @@ def test_the_newest_that_verifies_is_taken(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_save_that_was_begun_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
-    """What a killed first save left is refused, one from before is taken in its place, else there is none."""
+    """What a killed first save left is refused, one from before is taken in its place, else
+    there is none.
+    """
     empty, torn, before = (tmp_path / f"checkpoint-{step}" for step in (3, 2, 1))
     empty.mkdir()  # its first moment
     begin(torn)
@@ -136,8 +164,12 @@ def test_a_save_that_was_begun_is_never_taken_for_a_whole_one(tmp_path: Path) ->
     assert search([empty, torn]) == (None, refused)
 
 
-def test_a_whole_one_that_is_written_once_more_is_unfinished_until_it_is_sealed(tmp_path: Path) -> None:
-    """Torn in that it is refused, and that a whole one was lost is an error, however often it is begun."""
+def test_a_whole_one_that_is_written_once_more_is_unfinished_until_it_is_sealed(
+    tmp_path: Path,
+) -> None:
+    """Torn in that it is refused, and that a whole one was lost is an error, however often it is
+    begun.
+    """
     old, new = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     before = verify(new)
     for _ in range(2):
@@ -149,4 +181,6 @@ def test_a_whole_one_that_is_written_once_more_is_unfinished_until_it_is_sealed(
     seal(new, global_step=2, unix_seconds=1.0)
     assert verify(new).files == before.files
     assert search([new, old]) == (new, [])
-    assert {path.name for path in new.iterdir()} == {*before.files, "inner", "manifest.json"} - {"inner/state.json"}
+    assert {path.name for path in new.iterdir()} == {*before.files, "inner", "manifest.json"} - {
+        "inner/state.json"
+    }

@@ -25,7 +25,9 @@ def _save(store: Store, global_step: int) -> Entry:
     draft, save_id = store.begin(global_step)
     write_file(draft / "data", b"")
     files = {"data": {"all": Extent(begin=0, end=0, sha256=_EMPTY_SHA256)}}
-    return store.commit(draft, Manifest(save_id=save_id, global_step=global_step, unix_seconds=0.0, files=files))
+    return store.commit(
+        draft, Manifest(save_id=save_id, global_step=global_step, unix_seconds=0.0, files=files)
+    )
 
 
 def _spoil(entry: Entry) -> None:
@@ -41,7 +43,10 @@ def _names(store: Store) -> list[str]:
 
 
 def test_a_commit_is_one_rename(store: Store) -> None:
-    """Until its commit a save is invisible; after it there is one complete directory and no draft."""
+    """Until its commit a save is invisible.
+
+    After it there is one complete directory and no draft.
+    """
     draft, save_id = store.begin(600)
     write_file(draft / "data", b"")
     assert (store.entries(), save_id) == ([], 1)
@@ -52,14 +57,19 @@ def test_a_commit_is_one_rename(store: Store) -> None:
 
 
 def test_the_newest_save_comes_first_also_after_a_rollback(store: Store) -> None:
-    """Order is that of saving and not that of steps, so a run that rolled back continues from its newest."""
+    """Order is that of saving and not that of steps, so a run that rolled back continues from
+    its newest.
+    """
     for step in (100, 200, 150):
         _save(store, step)
     assert _steps(store) == [150, 200, 100]
 
 
 def test_what_is_no_checkpoint_is_left_alone(store: Store) -> None:
-    """Foreign files and directories are neither listed nor deleted; drafts and half-deleted ones go."""
+    """Foreign files and directories are neither listed nor deleted.
+
+    Drafts and half-deleted ones go.
+    """
     _save(store, 1)
     for name in (".tmp-000002-step00000002", ".tmp-doomed-000000-step00000000"):  # of killed saves
         (store.directory / name / "deep").mkdir(parents=True)
@@ -73,7 +83,10 @@ def test_what_is_no_checkpoint_is_left_alone(store: Store) -> None:
 
 
 def test_the_newest_good_one_is_found_and_damaged_ones_are_moved_aside(store: Store) -> None:
-    """They leave the list, keep their files, and their numbers are not used again; if all are damaged, none moves."""
+    """They leave the list, keep their files, and their numbers are not used again.
+
+    If all are damaged, none moves.
+    """
     entries = [_save(store, step) for step in (1, 2, 3)]
     (store.directory / f"damaged-{entries[2].path.name}").mkdir()  # of an earlier attempt
     _spoil(entries[2])
@@ -96,7 +109,9 @@ def test_the_newest_good_one_is_found_and_damaged_ones_are_moved_aside(store: St
 
 @pytest.mark.parametrize("keep", [1, 0, -5])
 def test_at_least_one_is_kept(keep: int, store: Store) -> None:
-    """The newest stay, the others are named as deleted, and no number can ask for all of them to go."""
+    """The newest stay, the others are named as deleted, and no number can ask for all of them to
+    go.
+    """
     entries = [_save(store, step) for step in (1, 2, 3)]
     assert store.prune(keep) == [entries[1].path, entries[0].path]
     assert _names(store) == ["000003-step00000003"]

@@ -29,7 +29,12 @@ def run_dir(tmp_path: Path) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     data = [torch.ones(4, 2)] * 6
     with holdfast.Guard(
-        tmp_path, model=model, optimizer=optimizer, loader=data, save_interval_steps=2, async_save=False
+        tmp_path,
+        model=model,
+        optimizer=optimizer,
+        loader=data,
+        save_interval_steps=2,
+        async_save=False,
     ) as guard:
         for batch in guard.batches(max_epochs=1):
             guard.step(batch, lambda x: model(x).square().mean())
@@ -42,8 +47,12 @@ def test_checkpoints_lists_newest_first(run_dir):
     assert listed.exit_code == 0
     names = re.findall(r"\d{6}-step\d{8}", listed.output)
     assert names == ["000004-step00000006", "000003-step00000004", "000002-step00000002"]
-    (newest, *_) = json.loads(call("checkpoints", run_dir, "--json").output)["checkpoints"]
-    assert (newest["global_step"], newest["status"], newest["written_by"]) == (6, "complete", holdfast.__version__)
+    newest, *_ = json.loads(call("checkpoints", run_dir, "--json").output)["checkpoints"]
+    assert (newest["global_step"], newest["status"], newest["written_by"]) == (
+        6,
+        "complete",
+        holdfast.__version__,
+    )
     assert newest["size_bytes"] > 0
     verified = json.loads(call("checkpoints", run_dir, "--verify", "--json").output)["checkpoints"]
     assert [row["status"] for row in verified] == ["verified"] * 3
@@ -62,7 +71,9 @@ def test_a_flipped_bit_is_found_and_is_exit_code_1(run_dir):
 
 
 def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(run_dir, monkeypatch):
-    """What was there when the list was made and is gone when it is read is no damaged checkpoint."""
+    """What was there when the list was made and is gone when it is read is no damaged
+    checkpoint.
+    """
     read = guard_directory._checkpoint_row
 
     def remove_and_read(entry, **given):

@@ -1,4 +1,7 @@
-"""`holdfast doctor` under real limits: what will go wrong is marked, with its fix, and the exit code stays 0."""
+"""`holdfast doctor` under real limits.
+
+What will go wrong is marked, with its fix, and the exit code stays 0.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ def test_limits_that_will_bite_are_named_with_the_fix() -> None:
     """Few descriptors, an address space that is limited, and a run directory in memory."""
     words = ["doctor", "--run-dir", "/dev/shm/runs", "--json"]
     script = 'ulimit -Sn 256; ulimit -Sv 8000000; exec "$@"'
-    done = subprocess.run(["sh", "-c", script, "sh", *CLI, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *CLI, *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     rows = {row["what"]: row for row in json.loads(done.stdout)}
     assert rows["open files"]["value"] == "256 at most"

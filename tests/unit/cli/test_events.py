@@ -34,9 +34,19 @@ def write(folder: Path, *given: tuple[float, str, int, dict[str, object]]) -> No
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    write(tmp_path / SUPERVISOR_FOLDER, (1.0, "attempt_started", 0, {"attempt": 0}), (4.0, "attempt_ended", 9, {}))
-    folder = write_process(tmp_path, ProcessInfo(pid=7, ticks=1, ppid=1, argv=[], role="trainer", rank=1))
-    write(folder, (2.0, "guard", 0, {"path": str(tmp_path / "g")}), (3.5, "exception", 9, {"message": "x"}))
+    write(
+        tmp_path / SUPERVISOR_FOLDER,
+        (1.0, "attempt_started", 0, {"attempt": 0}),
+        (4.0, "attempt_ended", 9, {}),
+    )
+    folder = write_process(
+        tmp_path, ProcessInfo(pid=7, ticks=1, ppid=1, argv=[], role="trainer", rank=1)
+    )
+    write(
+        folder,
+        (2.0, "guard", 0, {"path": str(tmp_path / "g")}),
+        (3.5, "exception", 9, {"message": "x"}),
+    )
     write(tmp_path / "g" / "recorder" / "rank0", (3.0, "skip_step", 8, {}))
     return tmp_path
 
@@ -57,24 +67,34 @@ def test_events_of_all_processes_are_merged_by_time(run):
 
 
 def test_a_guard_in_the_folder_of_the_run_is_listed_once(run, monkeypatch):
-    """Its process names the folder in full, and people do not. A validation is said by its name, to people."""
+    """Its process names the folder in full, and people do not.
+
+    A validation is said by its name, to people.
+    """
     write(run / "recorder" / "rank0", (3.2, "validated", 8, {"loss": 0.4, "name": "accuracy"}))
     write(run / "processes" / "7-1", (2.5, "guard", 0, {"path": str(run)}))
     monkeypatch.chdir(run.parent)
     (found,) = json.loads(call(run.name, "--json", "--kind", "validated").output)["events"]
     assert found["data"] == {"loss": 0.4, "name": "accuracy"}
-    assert call(run, "--kind", "validated").output.endswith("guard rank0  [step 8] validated  accuracy=0.4\n")
+    assert call(run, "--kind", "validated").output.endswith(
+        "guard rank0  [step 8] validated  accuracy=0.4\n"
+    )
 
 
 def test_kinds_choose(run):
     """--kind may be repeated."""
-    found = json.loads(call(run, "--json", "--kind", "guard", "--kind", "exception").output)["events"]
+    found = json.loads(call(run, "--json", "--kind", "guard", "--kind", "exception").output)[
+        "events"
+    ]
     assert [each["kind"] for each in found] == ["guard", "exception"]
     assert "no such events; this run has " in call(run, "--kind", "gaurd").output
 
 
 def test_events_that_make_no_sense_are_passed_over(run):
-    """A step that is a text, or a time that is none, is no TypeError; NaN among the facts is strict JSON."""
+    """A step that is a text, or a time that is none, is no TypeError.
+
+    NaN among the facts is strict JSON.
+    """
     write(run / "g" / "recorder" / "rank0", (3.1, "odd", "7", {}), (math.nan, "odd", 7, {}))
     write(run / "g" / "recorder" / "rank0", (3.2, "spike", 8, {"loss": math.nan}))
 
@@ -96,12 +116,17 @@ def test_damaged_rings_are_named_and_the_rest_is_found(run):
     assert "skip_step" in listed.output
     assert "not read: events of supervisor" in listed.output
     (run / "processes" / "7-1" / EVENTS_FILE).write_bytes(os.urandom(9_000))
-    assert len(json.loads(call(run, "--json").output)["unread"]) == 2  # each once, though one is read twice
+    # Each once, though one is read twice
+    assert len(json.loads(call(run, "--json").output)["unread"]) == 2
 
 
 def test_hostile_events_cannot_command_the_terminal(run):
     """Escape sequences and line ends in kinds and facts are shown as text."""
-    data = {"\x1b[2Jkey\n\r": "\x1b]0;x\x07\u202e\r", "type": "Bad\x1b[2J\rError", "long": "y" * 9_999}
+    data = {
+        "\x1b[2Jkey\n\r": "\x1b]0;x\x07\u202e\r",
+        "type": "Bad\x1b[2J\rError",
+        "long": "y" * 9_999,
+    }
     write(run / "g" / "recorder" / "rank0", (3.2, "evil\x1b[31m\n\rkind", 8, data))
     output = call(run).output
     assert not {"\x1b", "\x07", "\u202e", "\r"} & set(output)

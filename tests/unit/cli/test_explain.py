@@ -1,4 +1,7 @@
-"""`holdfast explain` as a user calls it: rules, runs, logs, standard input; exit codes, JSON, hostile text."""
+"""`holdfast explain` as a user calls it: rules, runs, logs, standard input.
+
+Exit codes, JSON, hostile text.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,17 @@ from holdfast.recorder.run_files import OUTPUT_FILE, SUPERVISOR_FOLDER, ProcessI
 app = make_app()
 
 SHAPES = "mat1 and mat2 shapes cannot be multiplied (4x11 and 10x2)"
-LOG = f'step 1\nTraceback (most recent call last):\n  File "train.py", line 9, in step\nRuntimeError: {SHAPES}\n'
+LOG = (
+    'step 1\nTraceback (most recent call last):\n  File "train.py", line 9, in step\nRuntimeError:'
+    f" {SHAPES}\n"
+)
 WRONG_SHAPE = 10 + FAMILIES.index("shape or type")
 
 
 def call(*arguments: object, stdin: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(app, ["explain", *(str(argument) for argument in arguments)], input=stdin)
+    return CliRunner().invoke(
+        app, ["explain", *(str(argument) for argument in arguments)], input=stdin
+    )
 
 
 @pytest.fixture
@@ -40,7 +48,10 @@ def log(tmp_path: Path) -> Path:
 
 def supervised(path: Path, status: int) -> Path:
     box = BlackBox(path / SUPERVISOR_FOLDER)
-    for kind, facts in (("attempt_started", {"attempt": 0}), ("attempt_ended", {"attempt": 0, "status": status})):
+    for kind, facts in (
+        ("attempt_started", {"attempt": 0}),
+        ("attempt_ended", {"attempt": 0, "status": status}),
+    ):
         box.event(Event(kind=kind, global_step=0, unix_seconds=1.0, data=facts))
     box.close()
     (path / OUTPUT_FILE).write_text(f"--- holdfast: attempt 0 ---\n{LOG}")
@@ -48,10 +59,20 @@ def supervised(path: Path, status: int) -> Path:
 
 
 def test_a_log_is_explained_with_evidence_and_fix(log):
-    """Cause, certainty, the quoted line with its place and the fix are shown; the exit code is the class."""
+    """Cause, certainty, the quoted line with its place and the fix are shown.
+
+    The exit code is the class.
+    """
     explained = call(log)
     assert explained.exit_code == WRONG_SHAPE
-    for part in ("H965", "very likely", SHAPES, "train.log:4", "What to change", "train.py:9 in step"):
+    for part in (
+        "H965",
+        "very likely",
+        SHAPES,
+        "train.log:4",
+        "What to change",
+        "train.py:9 in step",
+    ):
         assert part in explained.output
 
 
@@ -62,7 +83,9 @@ def test_a_status_that_is_known_changes_the_verdict(log):
 
 
 def test_a_status_of_0_hides_no_failure_that_was_printed_last(log):
-    """Whoever reads no further sees the exception and what to do about it, as a whole sentence of a line's length."""
+    """Whoever reads no further sees the exception and what to do about it, as a whole sentence
+    of a line's length.
+    """
     lines = call(log, "--status", 0).output.splitlines()
     assert lines[0].startswith("Ended with status 0, but its last words are a traceback")
     assert lines[1] == f"Seen: RuntimeError: {SHAPES} (train.log:4)"
@@ -72,11 +95,15 @@ def test_a_status_of_0_hides_no_failure_that_was_printed_last(log):
 
 def test_what_to_do_is_a_sentence_that_is_cut_at_a_word():
     """A colon does not end it; what is too long for a line ends at a word."""
-    for fix, shown in (("Convert at the edge: `x.float()`. Then more.", "Do: Convert at the edge: `x.float()`."),
-                       ("word " * 50, "Do: " + "word " * 31 + "...")):  # fmt: skip
+    for fix, shown in (
+        ("Convert at the edge: `x.float()`. Then more.", "Do: Convert at the edge: `x.float()`."),
+        ("word " * 50, "Do: " + "word " * 31 + "..."),
+    ):
         out = Console(record=True, width=300, file=io.StringIO())
         print_verdict(
-            out, Verdict(cause="H965", family="device", title="t", summary="", fix=fix, confidence=0.5), "x"
+            out,
+            Verdict(cause="H965", family="device", title="t", summary="", fix=fix, confidence=0.5),
+            "x",
         )
         assert shown in out.export_text().splitlines()
 
@@ -116,7 +143,8 @@ def test_signatures_are_explained_like_rules():
 
 
 @pytest.mark.parametrize(
-    ("what", "rule"), [("nowhere/at/all", "H732"), ("nowhere", "H732"), ("H9999", "H702"), ("101", "H702")]
+    ("what", "rule"),
+    [("nowhere/at/all", "H732"), ("nowhere", "H732"), ("H9999", "H702"), ("101", "H702")],
 )
 def test_what_is_neither_rule_nor_run_nor_log_is_said(what, rule):
     """A typing error is exit code 2 with the fix, as text and as JSON."""
@@ -127,7 +155,10 @@ def test_what_is_neither_rule_nor_run_nor_log_is_said(what, rule):
 
 
 def test_an_option_that_would_be_ignored_is_refused(tmp_path, log):
-    """--status is for a log and --attempt for a run: elsewhere each is an H105, and nothing is explained."""
+    """--status is for a log and --attempt for a run.
+
+    Elsewhere each is an H105, and nothing is explained.
+    """
     run = supervised(tmp_path / "run", 1)
     for arguments in (
         [run, "--status", 1],
@@ -137,7 +168,10 @@ def test_an_option_that_would_be_ignored_is_refused(tmp_path, log):
         ["--attempt", 0],
     ):
         refused = call(*arguments, "--json", stdin=LOG)
-        assert (refused.exit_code, json.loads(refused.output)["error"]["rule"]) == (2, "H105"), arguments
+        assert (refused.exit_code, json.loads(refused.output)["error"]["rule"]) == (
+            2,
+            "H105",
+        ), arguments
     assert call(run, "--attempt", 0).exit_code == WRONG_SHAPE
 
 
@@ -148,7 +182,9 @@ def test_directories_that_cannot_be_used_are_said(tmp_path):
     assert json.loads(call(tmp_path, "--json").output)["error"]["rule"] == "H734"
 
 
-@pytest.mark.parametrize("junk", [b"", b"\x00" * 5_000, bytes(range(256)) * 40, "\u202e\u2028[bold]x[/]\n".encode()])
+@pytest.mark.parametrize(
+    "junk", [b"", b"\x00" * 5_000, bytes(range(256)) * 40, "\u202e\u2028[bold]x[/]\n".encode()]
+)
 def test_junk_is_unknown_and_no_error(tmp_path, junk):
     """Whatever bytes a file holds, the answer is a verdict."""
     path = tmp_path / "junk"
@@ -168,7 +204,9 @@ def is_harmless(shown: str) -> bool:
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_hostile_recording_cannot_command_the_terminal(tmp_path, options):
-    """Controls in a message, a file name and an exception type reach neither the text nor the JSON."""
+    """Controls in a message, a file name and an exception type reach neither the text nor the
+    JSON.
+    """
     run = supervised(tmp_path / "run", 1)
     folder = write_process(run, ProcessInfo(pid=7, ticks=1, ppid=1, argv=[], role="trainer"))
     raised = {
@@ -188,12 +226,23 @@ def test_a_hostile_recording_cannot_command_the_terminal(tmp_path, options):
 
 
 def test_markup_in_a_verdict_stays_text():
-    """What looks like markup of rich, or a link, is shown as it is; controls in any field of a verdict are not."""
+    """What looks like markup of rich, or a link, is shown as it is.
+
+    Controls in any field of a verdict are not.
+    """
     evil = f"{EVIL}[red]x[/red][link=file:///etc]y[/link]"
     verdict = Verdict(
-        cause="H965", family="shape or type", title=evil, summary=evil, fix=evil, confidence=0.5,
-        evidence=(Exhibit(text=evil, source=evil),), runner_up=("H901", evil, 0.1), tried=(evil,), missing=(evil,),
-    )  # fmt: skip
+        cause="H965",
+        family="shape or type",
+        title=evil,
+        summary=evil,
+        fix=evil,
+        confidence=0.5,
+        evidence=(Exhibit(text=evil, source=evil),),
+        runner_up=("H901", evil, 0.1),
+        tried=(evil,),
+        missing=(evil,),
+    )
     out = Console(record=True, width=100, force_terminal=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
     print_verdict(out, verdict, evil)
     shown = out.export_text(styles=False)

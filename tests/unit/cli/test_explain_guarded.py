@@ -1,4 +1,7 @@
-"""`holdfast explain` of runs that a real `Guard` has made: why each ended, and what to do about it."""
+"""`holdfast explain` of runs that a real `Guard` has made.
+
+Why each ended, and what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def of_family(name: str) -> int:
     return 10 + FAMILIES.index(name)  # type: ignore[arg-type] # a wrong one raises
 
 
-def guard_of(run: Path, *extra: nn.Module, count: int = 12, **more: Any) -> tuple[holdfast.Guard, nn.Module]:
+def guard_of(
+    run: Path, *extra: nn.Module, count: int = 12, **more: Any
+) -> tuple[holdfast.Guard, nn.Module]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), *extra, nn.Tanh(), nn.Linear(8, 1))
     data = TensorDataset(torch.randn(8 * count, 4))
@@ -65,12 +70,16 @@ def train(guard: holdfast.Guard, loss_fn: Callable[[Any], Any], *, max_steps: in
         guard.step(batch, loss_fn)
 
 
-# --- memory -------------------------------------------------------------------------------------------------------
+# --- memory
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["batch norm", "coupled loss", "one sample"])
 def test_out_of_memory_is_said_as_such_whatever_was_refused(tmp_path, what):
-    """H401 with its class, the line of the user's step, the whole fix and the reason; never a divergence."""
+    """H401 with its class, the line of the user's step, the whole fix and the reason.
+
+    Never a divergence.
+    """
     guard, model = guard_of(tmp_path, *([nn.BatchNorm1d(8)] if what == "batch norm" else []))
     least = 0 if what == "one sample" else 4
 
@@ -98,9 +107,12 @@ def test_an_optimizer_that_runs_out_of_memory_half_way_is_h402(tmp_path, saves):
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=FailsHalfWay(model.parameters(), lr=0.1),
-        loader=[(torch.randn(8, 4),)] * 3, save_interval_steps=saves,
-    )  # fmt: skip
+        tmp_path,
+        model=model,
+        optimizer=FailsHalfWay(model.parameters(), lr=0.1),
+        loader=[(torch.randn(8, 4),)] * 3,
+        save_interval_steps=saves,
+    )
     with pytest.raises(holdfast.OutOfMemoryError) as caught:
         train(guard, mean_of(model))
     assert said_of(tmp_path) == ("H402", of_family("out of memory"))
@@ -125,7 +137,9 @@ def test_an_error_of_the_users_after_a_lack_of_memory_is_his(tmp_path):
 
 
 def test_an_error_that_was_caught_is_no_verdict_on_a_run_that_went_on(tmp_path):
-    """Out of memory in one step that the user passes over, and a stop of an earlier life, leave a good end good."""
+    """Out of memory in one step that the user passes over, and a stop of an earlier life, leave
+    a good end good.
+    """
     guard, model = guard_of(tmp_path)
 
     def loss_fn(batch: Any) -> torch.Tensor:
@@ -141,14 +155,18 @@ def test_an_error_that_was_caught_is_no_verdict_on_a_run_that_went_on(tmp_path):
     refused = 0
     for batch in again.batches(max_steps=8):
         try:
-            again.step(batch, ask_for_too_much if again.global_step == 5 and not refused else mean_of(model))
+            again.step(
+                batch,
+                ask_for_too_much if again.global_step == 5 and not refused else mean_of(model),
+            )
         except holdfast.OutOfMemoryError:
             refused += 1
     assert refused == 1
     assert said_of(tmp_path) == ENDED_WELL
 
 
-# --- numbers ------------------------------------------------------------------------------------------------------
+# --- numbers
+# ------------------------------------------------------------------------
 
 
 def test_persistent_nan_is_h501(tmp_path):
@@ -162,13 +180,20 @@ def test_persistent_nan_is_h501(tmp_path):
 
 @pytest.mark.slow
 def test_a_divergence_is_h503_said_once_and_whole(tmp_path):
-    """The reason stands once in what happened, without the rule's own words for it, and the fix is whole."""
+    """The reason stands once in what happened, without the rule's own words for it, and the fix
+    is whole.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     batches = [(x, x.sum(1, keepdim=True) + torch.randn(16, 1)) for x in torch.randn(2000, 16, 8)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=50, spike_action="roll_back"
+        tmp_path,
+        model=model,
+        optimizer=optimizer,
+        loader=batches,
+        save_interval_steps=50,
+        spike_action="roll_back",
     )
     with pytest.raises(holdfast.core.errors.DivergenceError) as caught:
         for batch in guard.batches(max_epochs=1):
@@ -179,30 +204,43 @@ def test_a_divergence_is_h503_said_once_and_whole(tmp_path):
     verdict = verdict_of(tmp_path)
     assert verdict["fix"] == caught.value.fix
     assert "\n" not in verdict["summary"]
-    assert "stood far out, or the loss stayed" not in verdict["summary"], "the rule's words for the same"
+    assert "stood far out, or the loss stayed" not in verdict["summary"], (
+        "the rule's words for the same"
+    )
 
 
-@pytest.mark.parametrize(("where", "rule", "known"), [("input", "H806", "dataset index 37"), ("loss", "H801", "log")])
+@pytest.mark.parametrize(
+    ("where", "rule", "known"), [("input", "H806", "dataset index 37"), ("loss", "H801", "log")]
+)
 def test_what_was_traced_of_a_nan_is_what_a_finding_points_to(tmp_path, where, rule, known):
-    """The sample by its index in the dataset, or the operation, in place of a list of usual causes."""
+    """The sample by its index in the dataset, or the operation, in place of a list of usual
+    causes.
+    """
     torch.manual_seed(1)
     inputs = torch.randn(96, 4)
     if where == "input":
         inputs[37, 2] = math.nan
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         loader=holdfast.DataLoader(TensorDataset(inputs), batch_size=8),
-    )  # fmt: skip
+    )
 
     def loss_fn(batch: Any) -> torch.Tensor:
         out = mean_of(model)(batch)
-        struck = where == "loss" and bool((batch[0] == inputs[40]).all(1).any())  # the sixth batch, also read again
+        # The sixth batch, also read again
+        struck = where == "loss" and bool((batch[0] == inputs[40]).all(1).any())
         return (out - out).log() * 0 if struck else out
 
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_fn)
-    fixes = {event.data["rule"]: event.data["fix"] for event in guard.events() if event.kind in ("finding", "note")}
+    fixes = {
+        event.data["rule"]: event.data["fix"]
+        for event in guard.events()
+        if event.kind in ("finding", "note")
+    }
     assert known in fixes[rule]
     assert known in fixes["H801"]
     assert "learning rate" not in fixes["H801"]
@@ -210,12 +248,16 @@ def test_what_was_traced_of_a_nan_is_what_a_finding_points_to(tmp_path, where, r
     assert known in verdict_of(tmp_path)["fix"]
 
 
-# --- ends ---------------------------------------------------------------------------------------------------------
+# --- ends
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [6, 100, 101])
 def test_a_run_that_came_to_its_end_ended_well(tmp_path, steps):
-    """Whatever the Guard last saved, summed up or was asked before it closed; also where nothing was left to do."""
+    """Whatever the Guard last saved, summed up or was asked before it closed.
+
+    Also where nothing was left to do.
+    """
     for _ in range(2):
         guard, model = guard_of(tmp_path, save_interval_steps=10)
         for batch in guard.batches(max_steps=steps):
@@ -244,7 +286,9 @@ def test_a_loop_of_ones_own_that_closes_its_guard_ended_well(tmp_path):
 @pytest.mark.parametrize("where", ["in the loss", "while data are waited for", "in an evaluation"])
 @pytest.mark.parametrize("handled", [True, False])
 def test_ctrl_c_is_said_as_an_interruption_by_the_user(tmp_path, where, handled):
-    """SIGINT inside anything that the Guard runs is a stop on request, or H1604 where it is none of its signals."""
+    """SIGINT inside anything that the Guard runs is a stop on request, or H1604 where it is none
+    of its signals.
+    """
 
     class Dataset(TensorDataset):
         def __getitem__(self, index: int) -> Any:
@@ -253,7 +297,9 @@ def test_ctrl_c_is_said_as_an_interruption_by_the_user(tmp_path, where, handled)
             return super().__getitem__(index)
 
     loader = holdfast.DataLoader(Dataset(torch.randn(96, 4)), batch_size=8)
-    guard, model = guard_of(tmp_path, loader=loader, stop_signals=("SIGINT", "SIGTERM") if handled else ("SIGTERM",))
+    guard, model = guard_of(
+        tmp_path, loader=loader, stop_signals=("SIGINT", "SIGTERM") if handled else ("SIGTERM",)
+    )
 
     def loss_fn(batch: Any) -> torch.Tensor:
         if where == "in the loss" and guard.global_step == 3:
@@ -273,7 +319,10 @@ def test_ctrl_c_is_said_as_an_interruption_by_the_user(tmp_path, where, handled)
 
 
 def test_a_loop_that_was_left_early_is_said_to_be(tmp_path):
-    """An error of the loop's own body is nothing that the Guard sees: unknown, with the word that it was left."""
+    """An error of the loop's own body is nothing that the Guard sees.
+
+    Unknown, with the word that it was left.
+    """
 
     def run(guard: holdfast.Guard, model: nn.Module) -> None:
         for batch in guard.batches(max_steps=6):

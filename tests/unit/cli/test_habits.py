@@ -1,4 +1,7 @@
-"""What a user of many command lines expects of this one: -h, completion, JSON that parses, near misses, a pager."""
+"""What a user of many command lines expects of this one.
+
+-h, completion, JSON that parses, near misses, a pager.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ from tests.unit.report.made_runs import happened, make_run, write_events
 from holdfast.cli.main import COMMANDS
 from holdfast.core.errors import nearest
 
-CLI = [sys.executable, "-c", "import sys; sys.argv[0] = 'holdfast'; from holdfast.cli.main import main; main()"]
+CLI = [
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'holdfast'; from holdfast.cli.main import main; main()",
+]
 IN_FORKS = """
 import json, os, sys, tempfile
 from holdfast.cli.main import main, make_app
@@ -52,9 +59,15 @@ class Answer(NamedTuple):
 def ask(*commands: Sequence[object], cwd: Path, first: str = "", **variables: str) -> list[Answer]:
     """Return how the command line answers each of these; `first` is run before any of them."""
     done = subprocess.run(
-        [sys.executable, "-c", first + IN_FORKS], input=json.dumps([list(map(str, words)) for words in commands]),
-        capture_output=True, text=True, check=False, cwd=cwd, env={**os.environ, **variables}, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", first + IN_FORKS],
+        input=json.dumps([list(map(str, words)) for words in commands]),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **variables},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return [Answer(*each) for each in json.loads(done.stdout)]
 
@@ -63,7 +76,12 @@ def in_terminal(*words: object, cwd: Path, **variables: str) -> str:
     """Return what a command writes to a terminal, which is its stdin, stdout and stderr."""
     ours, theirs = pty.openpty()
     child = subprocess.Popen(
-        [*CLI, *map(str, words)], stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd, env={**os.environ, **variables}
+        [*CLI, *map(str, words)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=cwd,
+        env={**os.environ, **variables},
     )
     os.close(theirs)
     shown = b""
@@ -78,15 +96,24 @@ def in_terminal(*words: object, cwd: Path, **variables: str) -> str:
 
 
 def test_every_mistake_is_valid_json(tmp_path: Path) -> None:
-    """Unknown options, words too many or too few, and paths of nothing: one object on stdout, and exit code 2."""
+    """Unknown options, words too many or too few, and paths of nothing.
+
+    One object on stdout, and exit code 2.
+    """
     needs_nothing = {"explain", "doctor"}
     mistakes: list[list[str]] = [["--json"], ["nonsense", "--json"], ["--nonsense", "--json"]]
     for name in COMMANDS:
-        mistakes += [[name, "--nonsense", "--json"], [name, "--json", *("abcdef" if name != "run" else ())]]
+        mistakes += [
+            [name, "--nonsense", "--json"],
+            [name, "--json", *("abcdef" if name != "run" else ())],
+        ]
         mistakes += [[name, "--json"]] if name not in needs_nothing else []
         mistakes += [[name, "nowhere", "--json"]] if name not in ("run", "chaos") else []
     mistakes += [["plan", "a.py:b", "--device", "T4", "--margin", "1x", "--json"]]
-    mistakes += [["run", "--json", "--", "no-such-program"], ["run", "--json", "--hang-limit", "x", "--", "true"]]
+    mistakes += [
+        ["run", "--json", "--", "no-such-program"],
+        ["run", "--json", "--hang-limit", "x", "--", "true"],
+    ]
     for answer in ask(*mistakes, cwd=tmp_path):
         error = json.loads(answer.stdout)["error"]
         assert set(error) == {"rule", "what", "limit", "fix"}, answer
@@ -96,26 +123,38 @@ def test_every_mistake_is_valid_json(tmp_path: Path) -> None:
 
 
 def test_what_a_factory_prints_is_not_in_the_json(tmp_path: Path) -> None:
-    """Prints of the user's code and of what it starts stay out, and a factory that fails is an error object."""
+    """Prints of the user's code and of what it starts stay out, and a factory that fails is an
+    error object.
+    """
     (tmp_path / "job.py").write_text(
-        "import os, torch\n"
-        "print('imported')\n"
-        "def build():\n"
-        "    print('built'); os.system('echo started')\n"
-        "    model = torch.nn.Linear(4, 4)\n"
-        "    return {'model': model, 'optimizer': torch.optim.SGD(model.parameters(), 0.1),\n"
-        "            'loss_fn': lambda batch: model(batch).square().mean(), 'batch': torch.ones(8, 4)}\n"
+        "import os, torch\nprint('imported')\ndef build():\n    print('built'); os.system('echo"
+        " started')\n    model = torch.nn.Linear(4, 4)\n    return {'model': model, 'optimizer':"
+        " torch.optim.SGD(model.parameters(), 0.1),\n            'loss_fn': lambda batch:"
+        " model(batch).square().mean(), 'batch': torch.ones(8, 4)}\n"
     )
-    words = ["plan", "job.py:build", "--device", "T4", "--precision", "fp32", "--no-verify", "--json"]
+    words = [
+        "plan",
+        "job.py:build",
+        "--device",
+        "T4",
+        "--precision",
+        "fp32",
+        "--no-verify",
+        "--json",
+    ]
     made, failed = ask(words, ["plan", "job.py:torch", *words[2:]], cwd=tmp_path)
     assert json.loads(made.stdout)["factory"] == "job.py:build", made
     assert json.loads(failed.stdout)["error"]["rule"], failed
 
 
 def test_what_nobody_has_foreseen_is_json_too(tmp_path: Path) -> None:
-    """An exception of ours is an error object with its place; without --json it is two lines on stderr."""
+    """An exception of ours is an error object with its place.
+
+    Without --json it is two lines on stderr.
+    """
     first = (
-        "import holdfast.cli.events as module\ndef boom(*_): raise KeyError('of ours')\nmodule.open_recordings = boom"
+        "import holdfast.cli.events as module\ndef boom(*_): raise KeyError('of"
+        " ours')\nmodule.open_recordings = boom"
     )
     as_json, as_text = ask(["events", ".", "--json"], ["events", "."], cwd=tmp_path, first=first)
     assert "KeyError: 'of ours'" in json.loads(as_json.stdout)["error"]["what"]
@@ -126,7 +165,11 @@ def test_what_nobody_has_foreseen_is_json_too(tmp_path: Path) -> None:
 
 def test_h_is_help_everywhere(tmp_path: Path) -> None:
     """-h and --help print the same, and so does the bare name of the program."""
-    pairs = [[*name, option] for name in [[], *([name] for name in COMMANDS)] for option in ("-h", "--help")]
+    pairs = [
+        [*name, option]
+        for name in [[], *([name] for name in COMMANDS)]
+        for option in ("-h", "--help")
+    ]
     answers = ask(*pairs, [], cwd=tmp_path)
     for short, long in zip(answers[:-1:2], answers[1:-1:2], strict=True):
         assert short.stdout == long.stdout
@@ -137,9 +180,15 @@ def test_h_is_help_everywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 @pytest.mark.parametrize(
     ("typed", "expected"),
-    [("holdfast expl", "explain"), ("holdfast plan --dev", "--device"), ("holdfast explain H10", "H101")],
+    [
+        ("holdfast expl", "explain"),
+        ("holdfast plan --dev", "--device"),
+        ("holdfast explain H10", "H101"),
+    ],
 )
-def test_shells_complete_commands_options_and_rules(shell: str, typed: str, expected: str, tmp_path: Path) -> None:
+def test_shells_complete_commands_options_and_rules(
+    shell: str, typed: str, expected: str, tmp_path: Path
+) -> None:
     """Each shell asks in its own way, and its script can be printed."""
     asked = {
         "bash": {"COMP_WORDS": typed.replace(" ", "\n"), "COMP_CWORD": str(typed.count(" "))},
@@ -149,20 +198,40 @@ def test_shells_complete_commands_options_and_rules(shell: str, typed: str, expe
     (answer,) = ask([], cwd=tmp_path, _HOLDFAST_COMPLETE=f"complete_{shell}", **asked)
     assert expected in answer.stdout, answer
     script = subprocess.run(
-        CLI, capture_output=True, text=True, check=False, cwd=tmp_path,
+        CLI,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
         env={**os.environ, "_HOLDFAST_COMPLETE": f"source_{shell}"},
-    )  # fmt: skip
+    )
     assert "_HOLDFAST_COMPLETE" in script.stdout
 
 
 def test_a_near_miss_is_answered_with_what_was_meant(tmp_path: Path) -> None:
-    """Commands, options, rules, phases and paths, also where a letter looks like a figure; other figures do not."""
+    """Commands, options, rules, phases and paths, also where a letter looks like a figure.
+
+    Other figures do not.
+    """
     make_run(tmp_path / "runs" / "train-1")
-    paths = ("explain runs/trian-1", "watch rnus/train-1", "checkpoints runs/trian-1", "events runs/trian-1")
-    meant = {"explain H4O1": "'H401'", "explain h4ol": "'H401'", "explain 401": "'H401'", "explian H401": "'explain'",
-             "explain H401 --jsn": "--json", "run --hang-limit savlng=3 -- true": "'saving'",
-             **dict.fromkeys(paths, "runs/train-1?")}  # fmt: skip
-    for (words, expected), answer in zip(meant.items(), ask(*map(str.split, meant), cwd=tmp_path), strict=True):
+    paths = (
+        "explain runs/trian-1",
+        "watch rnus/train-1",
+        "checkpoints runs/trian-1",
+        "events runs/trian-1",
+    )
+    meant = {
+        "explain H4O1": "'H401'",
+        "explain h4ol": "'H401'",
+        "explain 401": "'H401'",
+        "explian H401": "'explain'",
+        "explain H401 --jsn": "--json",
+        "run --hang-limit savlng=3 -- true": "'saving'",
+        **dict.fromkeys(paths, "runs/train-1?"),
+    }
+    for (words, expected), answer in zip(
+        meant.items(), ask(*map(str.split, meant), cwd=tmp_path), strict=True
+    ):
         assert answer.code == 2, words
         assert expected in answer.stderr, answer
     assert nearest("H999", ["H401", "H899", "H1620"], least=0.85) is None
@@ -170,7 +239,9 @@ def test_a_near_miss_is_answered_with_what_was_meant(tmp_path: Path) -> None:
 
 
 def test_one_mistake_has_one_wording(tmp_path: Path) -> None:
-    """A path that is not there, and a directory that is of no run, are answered alike by all that take a run."""
+    """A path that is not there, and a directory that is of no run, are answered alike by all
+    that take a run.
+    """
     (tmp_path / "empty").mkdir()
     names = ("events", "watch", "report", "metrics", "checkpoints", "quarantine")
     for path, rule in (("nowhere", "H733"), ("empty", "H731")):
@@ -181,9 +252,18 @@ def test_one_mistake_has_one_wording(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_guard_is_told_what_it_is(tmp_path: Path) -> None:
-    """Checkpoints and quarantine say what to call, or where the guard of the run writes; the others work."""
+    """Checkpoints and quarantine say what to call, or where the guard of the run writes.
+
+    The others work.
+    """
     run = make_run(tmp_path / "train-1")
-    asked = ask(["checkpoints", run], ["quarantine", run], ["events", run], ["watch", run, "--json"], cwd=tmp_path)
+    asked = ask(
+        ["checkpoints", run],
+        ["quarantine", run],
+        ["events", run],
+        ["watch", run, "--json"],
+        cwd=tmp_path,
+    )
     for answer in asked[:2]:
         assert answer.code == 2
         assert f"{run} is a directory of `holdfast run`, not of a Guard" in answer.stderr

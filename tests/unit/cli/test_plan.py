@@ -1,4 +1,7 @@
-"""`holdfast plan` as a user calls it: the table, the plan to paste, and what it says to each bad input."""
+"""`holdfast plan` as a user calls it.
+
+The table, the plan to paste, and what it says to each bad input.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +63,20 @@ def test_options_that_mean_nothing_are_refused_at_once(options, word):
 
 
 def test_the_table_tells_each_plan_and_what_to_take(capsys):
-    """Every row is in the table; the recommended plan is given as a policy, and what was assumed with its lines."""
+    """Every row is in the table.
+
+    The recommended plan is given as a policy, and what was assumed with its lines.
+    """
     forecast = make_plans(small_device(400))
     (plan,) = forecast.plans
     shown = printed(forecast, capsys)
     best = plan.best
     assert best is not None
     assert sum(line.startswith("│ fp32") for line in shown.splitlines()) == len(plan.rows) == 2
-    assert f"Policy(precision='fp32', recompute={list(best.modules) or True!r}, micro_batch_size='auto'" in shown
+    assert (
+        f"Policy(precision='fp32', recompute={list(best.modules) or True!r},"
+        " micro_batch_size='auto'" in shown
+    )
     assert f"forecast_micro_batch_size={best.micro_batch_size})" in shown
     assert "tensors hold 0.98 GiB, the forecast said 0.98 GiB (+0.10%)" in shown
     assert "(at model.py:31 in forward, model.py:40 in forward)" in shown
@@ -89,7 +98,9 @@ def test_nothing_fits_says_what_would_do(capsys):
 
 
 def test_json_holds_every_figure():
-    """The rows of all devices in one list, owners that add up to the peak, the policy and where figures are from."""
+    """The rows of all devices in one list, owners that add up to the peak, the policy and where
+    figures are from.
+    """
     forecast = make_plans(small_device(400, "one"), small_device(800, "two"))
     shown = json.loads(json.dumps(as_json(forecast)))
     assert {row["device"] for row in shown["rows"]} == {"one", "two"}
@@ -111,19 +122,31 @@ def test_yaml_is_the_policy_and_nothing_else():
     text = as_yaml(forecast)
     assert yaml.safe_load(text) == best.policy()
     assert text.startswith(
-        '# holdfast plan train.py:build --device "T4" --precision fp32 --global-batch-size 64 --margin 0MiB\n'
+        '# holdfast plan train.py:build --device "T4" --precision fp32 --global-batch-size 64'
+        " --margin 0MiB\n"
     )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 def test_a_plan_is_made_and_written(tmp_path):
-    """A real job: traced in children, planned, traced once more within 0.5 %, written as a policy."""
+    """A real job: traced in children, planned, traced once more within 0.5 %, written as a
+    policy.
+    """
     out = tmp_path / "plan.yaml"
     result = call(
-        "--device", "1500MiB", "--global-batch-size", 4096, "--margin", "100MiB", "--precision", "bf16",
-        "--out", out, "--json",
-    )  # fmt: skip
+        "--device",
+        "1500MiB",
+        "--global-batch-size",
+        4096,
+        "--margin",
+        "100MiB",
+        "--precision",
+        "bf16",
+        "--out",
+        out,
+        "--json",
+    )
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout)
     (device,) = shown["devices"]
@@ -138,7 +161,9 @@ def test_a_plan_is_made_and_written(tmp_path):
 @pytest.mark.slow
 def test_a_device_too_small_is_exit_code_1(tmp_path):
     """The table is printed all the same, then what is missing; the child is started as a user's."""
-    result = call("--device", "1GiB", "--margin", "900MiB", "--precision", "fp32", "--out", tmp_path / "p")
+    result = call(
+        "--device", "1GiB", "--margin", "900MiB", "--precision", "fp32", "--out", tmp_path / "p"
+    )
     assert result.exit_code == 1, result.output
     assert "[H420]" in result.stdout
     assert not (tmp_path / "p").exists()
@@ -164,17 +189,33 @@ def test_a_folder_that_is_missing_is_said_before_anything_is_traced(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 def test_a_step_that_goes_another_way_from_some_size_on_is_traced_beyond_it():
-    """Two and four samples differ, so four and eight are taken, and that is said among the assumptions."""
-    options = ["--device", "L4", "--global-batch-size", "16", "--precision", "fp32", "--no-verify", "--json"]
+    """Two and four samples differ, so four and eight are taken, and that is said among the
+    assumptions.
+    """
+    options = [
+        "--device",
+        "L4",
+        "--global-batch-size",
+        "16",
+        "--precision",
+        "fp32",
+        "--no-verify",
+        "--json",
+    ]
     result = call(*options, factory="branching")
     assert result.exit_code == 0, result.output
-    assert any("from 4 and 8 samples" in one["what"] for one in json.loads(result.stdout)["assumptions"])
+    assert any(
+        "from 4 and 8 samples" in one["what"] for one in json.loads(result.stdout)["assumptions"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 def test_a_precision_in_which_the_step_does_not_run_is_left_out():
-    """The plans in fp32 stay, and why there are none in bf16 is said; asked for alone, the error names it."""
+    """The plans in fp32 stay, and why there are none in bf16 is said.
+
+    Asked for alone, the error names it.
+    """
     options = ["--device", "L4", "--global-batch-size", "8", "--json"]
     result = call(*options, "--no-verify", factory="fp32_only")
     assert result.exit_code == 0, result.output

@@ -60,7 +60,10 @@ def quarantine_by_a_run(folder: Path, epoch: int) -> set[Any]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Return a run that has met a sample that raises and one that is damaged; two more are entered by hand."""
+    """Return a run that has met a sample that raises and one that is damaged.
+
+    Two more are entered by hand.
+    """
     (tmp_path / "fault3").write_text("raise")
     (tmp_path / "fault5").write_text("damage")
     assert quarantine_by_a_run(tmp_path, 0) == {3, 5}
@@ -72,13 +75,21 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_it_lists_what_is_quarantine(run_dir: Path) -> None:
-    """The table has index, kind, epoch, time and the evidence's last line as it is; --evidence shows the rest."""
+    """The table has index, kind, epoch, time and the evidence's last line as it is.
+
+    --evidence shows the rest.
+    """
     listed = call(run_dir)
     assert listed.exit_code == 0, listed.output
     (row,) = [line for line in listed.output.splitlines() if "hung" in line]
     assert [cell.strip() for cell in row.split("│")[1:-1]] == [
-        "8", "hung", "2", "2023-11-14 22:13:20", "quarantined", "worker 1 is stuck",
-    ]  # fmt: skip
+        "8",
+        "hung",
+        "2",
+        "2023-11-14 22:13:20",
+        "quarantined",
+        "worker 1 is stuck",
+    ]
     assert "OSError: [/bold] no file [3]" in listed.output
     assert "Traceback" not in listed.output
     assert listed.output.endswith("4 quarantined, 0 released\n")
@@ -90,15 +101,21 @@ def test_the_json_holds_all_that_is_known(run_dir: Path) -> None:
     found = as_json(run_dir)
     assert [row["index"] for row in found["samples"]] == [3, 5, 8, 9]
     assert found["samples"][2] == {
-        "index": 8, "kind": "hung", "epoch": 2, "found": "2023-11-14 22:13:20",
-        "evidence": "worker 1 is stuck", "released": False,
-    }  # fmt: skip
+        "index": 8,
+        "kind": "hung",
+        "epoch": 2,
+        "found": "2023-11-14 22:13:20",
+        "evidence": "worker 1 is stuck",
+        "released": False,
+    }
     assert found["samples"][0]["evidence"].startswith("Traceback")
     assert found["released"] == []
 
 
 def test_a_run_that_has_quarantined_nothing_says_so(tmp_path: Path) -> None:
-    """A run directory without a ledger is an empty list, also if all that there is shall be released."""
+    """A run directory without a ledger is an empty list, also if all that there is shall be
+    released.
+    """
     (tmp_path / "checkpoints").mkdir()
     for more in ((), ("--release-all",)):
         listed = call(tmp_path, *more)
@@ -115,7 +132,10 @@ def test_a_released_sample_is_read_again_by_the_run(run_dir: Path) -> None:
 
 
 def test_samples_are_released_by_name(run_dir: Path) -> None:
-    """--release may be repeated and takes what the list prints, also of keys; --release-all takes the rest."""
+    """--release may be repeated and takes what the list prints, also of keys.
+
+    --release-all takes the rest.
+    """
     ledger = Ledger(9, None, lambda: 1.7e9)
     ledger.keep_in(run_dir / FILE_NAME)
     ledger.add(("anna", 7), "raised", 0, "")
@@ -125,8 +145,11 @@ def test_samples_are_released_by_name(run_dir: Path) -> None:
     rest = call(run_dir, "--release-all")
     assert rest.exit_code == 0
     assert [line for line in rest.output.splitlines() if line.startswith("released")] == [
-        "released 3", "released 5", "released 9", r"released b'\x01'",
-    ]  # fmt: skip
+        "released 3",
+        "released 5",
+        "released 9",
+        r"released b'\x01'",
+    ]
     assert rest.output.endswith("0 quarantined, 6 released\n")
 
 
@@ -152,7 +175,9 @@ def test_nothing_is_released_under_a_live_run(run_dir: Path) -> None:
         (("--release", 3, "--release", "x"), "H710", "sample 'x' is not quarantined"),
     ],
 )
-def test_wrong_use_changes_nothing(run_dir: Path, arguments: tuple[object, ...], rule: str, what: str) -> None:
+def test_wrong_use_changes_nothing(
+    run_dir: Path, arguments: tuple[object, ...], rule: str, what: str
+) -> None:
     """A message with the fix and exit code 2, and the ledger is as it was."""
     before = (run_dir / FILE_NAME).read_bytes()
     failed = as_json(run_dir, *arguments)

@@ -27,29 +27,44 @@ def call(command, *arguments: object) -> Result:
 
 
 def test_once_prints_one_picture(tmp_path):
-    """It holds the run, the process, its step and why it ended, without escape sequences in a pipe."""
+    """It holds the run, the process, its step and why it ended, without escape sequences in a
+    pipe.
+    """
     printed = call(watch, make_run(tmp_path / "train-1"), "--once")
     assert printed.exit_code == 0, printed.output
-    for expected in ("train-1", "python train.py", "ended in forward backward", "300", "shapes differ", "[H970]"):
+    for expected in (
+        "train-1",
+        "python train.py",
+        "ended in forward backward",
+        "300",
+        "shapes differ",
+        "[H970]",
+    ):
         assert expected in printed.output, expected
     assert "\x1b" not in printed.output
 
 
 @pytest.mark.slow
 def test_in_a_terminal_it_ends_with_the_run(tmp_path: Path) -> None:
-    """A real process on a real terminal redraws the picture, and leaves it when the process that trains is gone."""
+    """A real process on a real terminal redraws the picture, and leaves it when the process that
+    trains is gone.
+    """
     trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     run = tmp_path / "run"
     folder = add_process(run, [sample(5)], phase=Phase.DATA_WAIT)
     ticks = Path(f"/proc/{trainer.pid}/stat").read_text().rpartition(")")[2].split()[19]
     process = json.loads((folder / "process.json").read_text())
-    (folder / "process.json").write_text(json.dumps({**process, "pid": trainer.pid, "ticks": int(ticks)}))
+    (folder / "process.json").write_text(
+        json.dumps({**process, "pid": trainer.pid, "ticks": int(ticks)})
+    )
     ours, theirs = pty.openpty()
     code = (
         "import typer; from holdfast.report import watching; watching._SILENT_SECONDS = 0.5; "
         "from holdfast.cli.views import watch; typer.run(watch)"
     )
-    watching = subprocess.Popen([sys.executable, "-c", code, str(run)], stdin=theirs, stdout=theirs, stderr=theirs)
+    watching = subprocess.Popen(
+        [sys.executable, "-c", code, str(run)], stdin=theirs, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     shown = b""
     with trainer:
@@ -67,7 +82,9 @@ def test_in_a_terminal_it_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_report_writes_one_page_into_the_run(tmp_path):
-    """Without options the page lies in the run directory, and a link such as runs/last is followed."""
+    """Without options the page lies in the run directory, and a link such as runs/last is
+    followed.
+    """
     run = make_run(tmp_path / "train-1")
     (tmp_path / "last").symlink_to(run)
     written = call(report, tmp_path / "last")
@@ -80,11 +97,18 @@ def test_report_writes_one_page_into_the_run(tmp_path):
 
 def test_report_says_where_the_page_is_as_json(tmp_path):
     """For machines: the path, its size, and what was drawn."""
-    written = call(report, make_run(tmp_path / "run", ranks=2), "-o", tmp_path / "page.html", "--json")
+    written = call(
+        report, make_run(tmp_path / "run", ranks=2), "-o", tmp_path / "page.html", "--json"
+    )
     facts = json.loads(written.output)
     assert facts["page"] == str(tmp_path / "page.html")
     assert facts["bytes"] == (tmp_path / "page.html").stat().st_size
-    assert (facts["processes"], facts["curves"], facts["events"], facts["problems"]) == (2, 2, 5, [])
+    assert (facts["processes"], facts["curves"], facts["events"], facts["problems"]) == (
+        2,
+        2,
+        5,
+        [],
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -39,7 +39,9 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_the_old_file_survives_a_write_that_fails(tmp_path: Path) -> None:
-    """When the disk refuses the new bytes, the old ones are untouched and nothing is left behind."""
+    """When the disk refuses the new bytes, the old ones are untouched and nothing is left
+    behind.
+    """
     path = tmp_path / "state.json"
     replace_file(path, b"old")
     with largest_file(4096), pytest.raises(OSError) as caught:

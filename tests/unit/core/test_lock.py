@@ -25,12 +25,17 @@ except LockHeldError as error:
 
 
 def _tried_by_another(path: Path) -> list[str]:
-    ended = subprocess.run([sys.executable, "-c", _TRY, str(path)], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", _TRY, str(path)], capture_output=True, text=True, check=True
+    )
     return ended.stdout.splitlines()
 
 
 def test_whoever_asks_its_own_process_for_the_lock_does_not_lose_it(tmp_path: Path) -> None:
-    """Closing any descriptor of the file would release a POSIX lock: the holder is asked without opening it."""
+    """Closing any descriptor of the file would release a POSIX lock.
+
+    The holder is asked without opening it.
+    """
     path = tmp_path / "lock"
     assert (is_locked(path), find_holder(path)) == (False, None)
     lock = FileLock(path)

@@ -21,7 +21,10 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "micro_batch_size": ([*_NOT_A_COUNT, "Auto"], ["auto", None, 1, 64]),
     "grow_after_steps": ([*_NOT_A_COUNT, None], [1, 10**6]),
     "forecast_micro_batch_size": (_NOT_A_COUNT, [None, 1, 64]),
-    "recompute": ([0, 1, "true", None, (), ("",), (1,)], [True, False, ("encoder.layers.0",), ("a", "b.1")]),
+    "recompute": (
+        [0, 1, "true", None, (), ("",), (1,)],
+        [True, False, ("encoder.layers.0",), ("a", "b.1")],
+    ),
     "check_split": ([*_SWITCH[0], "false"], [True, False]),
     "allow_split_with": (
         ["batch_norm", ("batchnorm",), ("batch_norm", None), None, {"buffers"}, 1],
@@ -32,7 +35,8 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
         [0, 0.0, -1.0, math.nan, math.inf, -math.inf, "1.0", True, False, [1.0]],
         [None, 1, 1e-9, 5.0, np.float64(0.5)],
     ),
-    "clip_by": (["groups", "GLOBAL", None, 1], ["global"]),  # the others need a limit: see the contradictions
+    # The others need a limit: see the contradictions
+    "clip_by": (["groups", "GLOBAL", None, 1], ["global"]),
     "provenance": _SWITCH,
     "drop_nonfinite_samples": _SWITCH,
     "nonfinite_patience": (_NOT_A_COUNT, [None, 1]),
@@ -46,14 +50,20 @@ _VALUES: dict[str, tuple[list[Any], list[Any]]] = {  # the bad and the good ones
     "precision": (["float32", "bf-16", None, 16], ["fp32", "bf16", "fp16"]),
     "save_interval_steps": ([0, -1, 1.5, True, "often", math.nan], [None, "auto", 1]),
     "async_save": _SWITCH,
-    "save_overhead": ([0.0, 1.0, 1, 0, -0.01, math.nan, math.inf, "0.01", True, None], [0.01, np.float64(0.5)]),
+    "save_overhead": (
+        [0.0, 1.0, 1, 0, -0.01, math.nan, math.inf, "0.01", True, None],
+        [0.01, np.float64(0.5)],
+    ),
     "save_interval_minutes": (_NOT_HOURS, [None, 1, 0.25, np.float64(3.1)]),
     "mean_time_between_failures_hours": ([*_NOT_HOURS, None], [1, 0.25, np.float64(3.1)]),
     "keep_latest_k": ([*_NOT_A_COUNT, None], [1, 50]),
     "scheduler_interval": (["steps", "batch", 1, True], ["step", "epoch", None]),
-    "stop_signals": (["SIGTERM", ("USR1",), ("SIGKILL",), (10,), None, {"SIGTERM"}], [(), ("SIGTERM", "SIGUSR2")]),
+    "stop_signals": (
+        ["SIGTERM", ("USR1",), ("SIGKILL",), (10,), None, {"SIGTERM"}],
+        [(), ("SIGTERM", "SIGUSR2")],
+    ),
     "stop_exit_code": ([-1, 256, 1.5, True, "85"], [None, 0, 85, 255]),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -62,13 +72,19 @@ def policy_file(tmp_path: Path) -> Path:
 
 
 def test_every_field_refuses_its_bad_values_by_name_and_keeps_the_good_ones() -> None:
-    """An error names field, value, where it is from and what is allowed; the table of this file has every field."""
+    """An error names field, value, where it is from and what is allowed.
+
+    The table of this file has every field.
+    """
     assert set(_VALUES) == {field.name for field in dataclasses.fields(Policy)}
     for name, (bad, good) in _VALUES.items():
         for value in bad:
             with pytest.raises(PolicyError) as caught:
                 Policy(**{name: value})
-            assert (caught.value.rule, caught.value.what) == ("H102", f"{name}={value!r} (argument)")
+            assert (caught.value.rule, caught.value.what) == (
+                "H102",
+                f"{name}={value!r} (argument)",
+            )
             assert caught.value.limit.startswith("it must be ")
         for value in good:
             assert getattr(Policy(**{name: value}), name) == value
@@ -80,7 +96,13 @@ def test_every_field_has_an_option_and_its_help_says_the_default() -> None:
     Policy.add_arguments(parser)
     for name, (_, good) in _VALUES.items():
         for value in good:
-            text = ",".join(value) if isinstance(value, tuple) else "none" if value is None else str(value).lower()
+            text = (
+                ",".join(value)
+                if isinstance(value, tuple)
+                else "none"
+                if value is None
+                else str(value).lower()
+            )
             found = Policy.from_arguments(parser.parse_args(["--" + name.replace("_", "-"), text]))
             assert getattr(found, name) == value
     shown = parser.format_help()
@@ -88,7 +110,9 @@ def test_every_field_has_an_option_and_its_help_says_the_default() -> None:
     assert "(default: 'warn')" in " ".join(shown.split())
 
 
-def test_a_misspelt_name_is_refused_wherever_it_stands(monkeypatch: pytest.MonkeyPatch, policy_file: Path) -> None:
+def test_a_misspelt_name_is_refused_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch, policy_file: Path
+) -> None:
     """An unknown name is an H101 that proposes the field that was meant, if one is alike."""
     with pytest.raises(PolicyError, match="did you mean 'max_grad_norm'") as caught:
         Policy(max_gradient_norm=1.0)
@@ -98,27 +122,42 @@ def test_a_misspelt_name_is_refused_wherever_it_stands(monkeypatch: pytest.Monke
         Policy(banana=1.0)
     assert len(str(caught.value)) < 300
     policy_file.write_text("# of this run\nkeep_lates_k: 2")
-    with pytest.raises(PolicyError, match=r"policy\.yaml, line 2\) is not(.|\n)*did you mean 'keep_latest_k'"):
+    with pytest.raises(
+        PolicyError, match=r"policy\.yaml, line 2\) is not(.|\n)*did you mean 'keep_latest_k'"
+    ):
         Policy.from_yaml(policy_file)
     monkeypatch.setenv("HOLDFAST_RECOMPUT", "false")
-    with pytest.raises(PolicyError, match=r"HOLDFAST_RECOMPUT\) is not(.|\n)*did you mean 'recompute'"):
+    with pytest.raises(
+        PolicyError, match=r"HOLDFAST_RECOMPUT\) is not(.|\n)*did you mean 'recompute'"
+    ):
         Policy()
 
 
 @pytest.mark.parametrize(
     ("field", "text", "value"),
     [
-        ("micro_batch_size", "8", 8), ("micro_batch_size", "auto", "auto"), ("micro_batch_size", "None", None),
-        ("micro_batch_size", "null", None), ("micro_batch_size", "~", None), ("max_grad_norm", "1e-3", 0.001),
-        ("max_grad_norm", "5", 5.0), ("max_grad_norm", "none", None), ("recompute", "false", False),
-        ("spike_action", "off", "off"), ("frozen", "[encoder.*, 'head']", ("encoder.*", "head")),
-        ("check_split", "off", False), ("frozen", "", ()), ("recompute", "a.0, b", ("a.0", "b")),
+        ("micro_batch_size", "8", 8),
+        ("micro_batch_size", "auto", "auto"),
+        ("micro_batch_size", "None", None),
+        ("micro_batch_size", "null", None),
+        ("micro_batch_size", "~", None),
+        ("max_grad_norm", "1e-3", 0.001),
+        ("max_grad_norm", "5", 5.0),
+        ("max_grad_norm", "none", None),
+        ("recompute", "false", False),
+        ("spike_action", "off", "off"),
+        ("frozen", "[encoder.*, 'head']", ("encoder.*", "head")),
+        ("check_split", "off", False),
+        ("frozen", "", ()),
+        ("recompute", "a.0, b", ("a.0", "b")),
     ],
-)  # fmt: skip
+)
 def test_text_means_the_same_in_a_file_and_in_a_variable(
     field: str, text: str, value: object, monkeypatch: pytest.MonkeyPatch, policy_file: Path
 ) -> None:
-    """Numbers, exponents without a dot, None and lists read alike from YAML and from the environment."""
+    """Numbers, exponents without a dot, None and lists read alike from YAML and from the
+    environment.
+    """
     policy_file.write_text(f"{field}: {text}\n")
     from_file = getattr(Policy.from_yaml(policy_file), field)
     monkeypatch.setenv(f"HOLDFAST_{field.upper()}", text)
@@ -127,13 +166,22 @@ def test_text_means_the_same_in_a_file_and_in_a_variable(
     assert type(from_file) is type(from_variable) is type(value)
 
 
-def test_a_bad_variable_is_refused_unless_a_keyword_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad value from the environment, also broken YAML, is checked like any other; only the one that counts is."""
+def test_a_bad_variable_is_refused_unless_a_keyword_replaces_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bad value from the environment, also broken YAML, is checked like any other.
+
+    Only the one that counts is.
+    """
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "[1.0")
-    with pytest.raises(PolicyError, match=r"max_grad_norm=\[1\.0 \(.* HOLDFAST_MAX_GRAD_NORM\)(.|\n)*H102"):
+    with pytest.raises(
+        PolicyError, match=r"max_grad_norm=\[1\.0 \(.* HOLDFAST_MAX_GRAD_NORM\)(.|\n)*H102"
+    ):
         Policy()
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "0")
-    with pytest.raises(PolicyError, match=r"max_grad_norm=0 \(environment variable HOLDFAST_MAX_GRAD_NORM\)"):
+    with pytest.raises(
+        PolicyError, match=r"max_grad_norm=0 \(environment variable HOLDFAST_MAX_GRAD_NORM\)"
+    ):
         Policy()
     assert Policy(max_grad_norm=1.0).max_grad_norm == 1.0
     with pytest.raises(PolicyError, match=r"max_grad_norm=-1 \(argument\);"):
@@ -146,10 +194,22 @@ def test_a_bad_variable_is_refused_unless_a_keyword_replaces_it(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "content",
-    [b"- a\n", b"just text", b"3", b"a: [1", b"\xff\xfe\xfa", b"key: !!python/object:os.system {}", None],
+    [
+        b"- a\n",
+        b"just text",
+        b"3",
+        b"a: [1",
+        b"\xff\xfe\xfa",
+        b"key: !!python/object:os.system {}",
+        None,
+    ],
 )
-def test_a_file_that_is_no_yaml_mapping_is_refused(content: bytes | None, policy_file: Path) -> None:
-    """A list, text, broken YAML, bytes, YAML that would run code and no file at all are H103 that name the file."""
+def test_a_file_that_is_no_yaml_mapping_is_refused(
+    content: bytes | None, policy_file: Path
+) -> None:
+    """A list, text, broken YAML, bytes, YAML that would run code and no file at all are H103
+    that name the file.
+    """
     if content is not None:
         policy_file.write_bytes(content)
     with pytest.raises(PolicyError) as caught:
@@ -158,14 +218,22 @@ def test_a_file_that_is_no_yaml_mapping_is_refused(content: bytes | None, policy
     assert str(policy_file) in str(caught.value)
 
 
-def test_an_error_of_a_source_says_what_was_meant(monkeypatch: pytest.MonkeyPatch, policy_file: Path) -> None:
-    """A key that comes twice has both lines, a word of a value the nearest one, and a file's name its own way."""
+def test_an_error_of_a_source_says_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, policy_file: Path
+) -> None:
+    """A key that comes twice has both lines, a word of a value the nearest one, and a file's
+    name its own way.
+    """
     for text, said in {
-        "diagnose: true\n\ndiagnose: off": r"line 3: 'diagnose' stands in line 1 already(.|\n)*H103",
-        "{preset: tts, preset: asr}": "'preset' stands in line 1 already", "frozen: {a: b}": "a list of texts",
-        "precision: BF16": "did you mean 'bf16'", "allow_split_with: [batchnorm]": "did you mean 'batch_norm'",
+        "diagnose: true\n\ndiagnose: off": (
+            r"line 3: 'diagnose' stands in line 1 already(.|\n)*H103"
+        ),
+        "{preset: tts, preset: asr}": "'preset' stands in line 1 already",
+        "frozen: {a: b}": "a list of texts",
+        "precision: BF16": "did you mean 'bf16'",
+        "allow_split_with: [batchnorm]": "did you mean 'batch_norm'",
         "policy: other.yaml": r"Fix: pass a file as Guard\(policy=FILE\)",
-    }.items():  # fmt: skip
+    }.items():
         policy_file.write_text(text)
         with pytest.raises(PolicyError, match=said):
             Policy.from_yaml(policy_file)
@@ -174,7 +242,9 @@ def test_an_error_of_a_source_says_what_was_meant(monkeypatch: pytest.MonkeyPatc
 
 
 def test_replace_checks_and_leaves_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``replace`` changes what it is given only, validates it, and does not read the environment again."""
+    """``replace`` changes what it is given only, validates it, and does not read the environment
+    again.
+    """
     policy = Policy(keep_latest_k=7)
     monkeypatch.setenv("HOLDFAST_KEEP_LATEST_K", "9")
     changed = policy.replace(max_rollbacks=0)
@@ -194,7 +264,9 @@ def test_of_takes_what_a_caller_may_pass(policy_file: Path) -> None:
     assert Policy.of(None, max_rollbacks=0) == Policy(max_rollbacks=0)
     assert Policy.of(policy_file).keep_latest_k == Policy.of(str(policy_file)).keep_latest_k == 5
     assert Policy.of(policy) is policy
-    assert Policy.of({"keep_latest_k": 5}, max_rollbacks=0) == Policy(keep_latest_k=5, max_rollbacks=0)
+    assert Policy.of({"keep_latest_k": 5}, max_rollbacks=0) == Policy(
+        keep_latest_k=5, max_rollbacks=0
+    )
     assert Policy.of(policy, max_rollbacks=0) == Policy(keep_latest_k=6, max_rollbacks=0)
 
 
@@ -202,21 +274,33 @@ def test_a_list_in_a_variable_needs_no_brackets(monkeypatch: pytest.MonkeyPatch)
     """Commas separate, and a pattern may begin with a star, which YAML would take for an alias."""
     monkeypatch.setenv("HOLDFAST_ALLOW_SPLIT_WITH", "batch_norm, buffers,")
     monkeypatch.setenv("HOLDFAST_FROZEN", "*.bias, encoder.*")
-    assert Policy().allow_split_with == Policy.of(None).allow_split_with == ("batch_norm", "buffers")
+    assert (
+        Policy().allow_split_with == Policy.of(None).allow_split_with == ("batch_norm", "buffers")
+    )
     assert Policy().frozen == ("*.bias", "encoder.*")
 
 
 _CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"clip_by": "group"}, "clip_by='group' with max_grad_norm=None"),
-    ({"clip_by": "optimizer", "max_grad_norm": None}, "clip_by='optimizer' with max_grad_norm=None"),
-    ({"drop_nonfinite_samples": True, "provenance": False}, "drop_nonfinite_samples=True with provenance=False"),
-    ({"allow_split_with": ("buffers",), "micro_batch_size": None},
-     "allow_split_with=('buffers',) with micro_batch_size=None"),
-]  # fmt: skip
+    (
+        {"clip_by": "optimizer", "max_grad_norm": None},
+        "clip_by='optimizer' with max_grad_norm=None",
+    ),
+    (
+        {"drop_nonfinite_samples": True, "provenance": False},
+        "drop_nonfinite_samples=True with provenance=False",
+    ),
+    (
+        {"allow_split_with": ("buffers",), "micro_batch_size": None},
+        "allow_split_with=('buffers',) with micro_batch_size=None",
+    ),
+]
 _AGREEMENTS: list[dict[str, Any]] = [
-    {"clip_by": "group", "max_grad_norm": 1.0}, {"clip_by": "optimizer", "max_grad_norm": 1.0},
-    {"drop_nonfinite_samples": True, "provenance": True}, {"allow_split_with": ("buffers",), "micro_batch_size": 4},
-]  # fmt: skip
+    {"clip_by": "group", "max_grad_norm": 1.0},
+    {"clip_by": "optimizer", "max_grad_norm": 1.0},
+    {"drop_nonfinite_samples": True, "provenance": True},
+    {"allow_split_with": ("buffers",), "micro_batch_size": 4},
+]
 
 
 def test_fields_that_exclude_each_other_are_refused() -> None:
@@ -229,7 +313,9 @@ def test_fields_that_exclude_each_other_are_refused() -> None:
         assert {name: getattr(Policy(**values), name) for name in values} == values
 
 
-def test_contradictions_are_judged_on_the_merged_values(monkeypatch: pytest.MonkeyPatch, policy_file: Path) -> None:
+def test_contradictions_are_judged_on_the_merged_values(
+    monkeypatch: pytest.MonkeyPatch, policy_file: Path
+) -> None:
     """Two sources that complete each other are fine, and two that exclude each other are not."""
     policy_file.write_text("\nclip_by: group\n")
     with pytest.raises(PolicyError, match=r"policy\.yaml, line 2\)(.|\n)*H109"):
@@ -262,7 +348,9 @@ def _from_command_line(*arguments: str) -> Policy:
         (("--policy", "absent.yaml"), "H103", "absent.yaml"),
     ],
 )
-def test_a_bad_option_is_an_error_of_the_policy(arguments: tuple[str, ...], rule: str, shown: str) -> None:
+def test_a_bad_option_is_an_error_of_the_policy(
+    arguments: tuple[str, ...], rule: str, shown: str
+) -> None:
     """Options are checked like any other source, and the error says what was given."""
     with pytest.raises(PolicyError) as caught:
         _from_command_line(*arguments)
@@ -273,15 +361,37 @@ def test_a_bad_option_is_an_error_of_the_policy(arguments: tuple[str, ...], rule
 @pytest.mark.parametrize(
     "text",
     [
-        "a: &a [x, x]\nb: &b [*a, *a]\n", "max_grad_norm: " + "[" * 30_000, "- " * 30_000,
+        "a: &a [x, x]\nb: &b [*a, *a]\n",
+        "max_grad_norm: " + "[" * 30_000,
+        "- " * 30_000,
         "max_grad_norm: 2001-99-99",
-        "max_grad_norm: " + "9" * 5000, "max_grad_norm: !!bool x", "max_grad_norm: !!int ''", "? [a]\n: 1", "\0",
-        "max_grad_norm: !!python/object/apply:os.system ['true']", "max_grad_norm: 1\n" * 5000,
+        "max_grad_norm: " + "9" * 5000,
+        "max_grad_norm: !!bool x",
+        "max_grad_norm: !!int ''",
+        "? [a]\n: 1",
+        "\0",
+        "max_grad_norm: !!python/object/apply:os.system ['true']",
+        "max_grad_norm: 1\n" * 5000,
     ],
-    ids=["alias", "deep", "deep by dashes", "date", "figures", "bool", "int", "key", "nul", "python", "long"],
-)  # fmt: skip
+    ids=[
+        "alias",
+        "deep",
+        "deep by dashes",
+        "date",
+        "figures",
+        "bool",
+        "int",
+        "key",
+        "nul",
+        "python",
+        "long",
+    ],
+)
 def test_hostile_yaml_is_refused(tmp_path, monkeypatch, text):
-    """In a file H103, or H102 of a lone text's line, in a variable H102; never gigabytes, a bare error, an object."""
+    """In a file H103, or H102 of a lone text's line, in a variable H102.
+
+    Never gigabytes, a bare error, an object.
+    """
     path, lone = tmp_path / "policy.yaml", text.endswith(("99-99", "9999"))
     path.write_text(text)
     with pytest.raises(PolicyError, match=r"policy\.yaml, line 1\)(.|\n)*H102" if lone else "H103"):

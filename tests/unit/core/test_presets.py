@@ -1,4 +1,6 @@
-"""Presets: what they set, where they stand among the sources, and that each figure names its source."""
+"""Presets: what they set, where they stand among the sources, and that each figure names its
+source.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,20 @@ from holdfast.core.policy.presets import find_preset, presets
 
 
 def test_every_preset_is_a_policy_and_names_its_sources() -> None:
-    """The values of a preset pass every check, and clip as published recipes do; each figure has its source."""
+    """The values of a preset pass every check, and clip as published recipes do.
+
+    Each figure has its source.
+    """
     limits = {name: Policy.preset(name).max_grad_norm for name in presets()}
     assert limits == {
-        "asr": 5.0, "speaker": 5.0, "tts": 1.0, "separation": 5.0, "language_model": 1.0, "gan": None,
+        "asr": 5.0,
+        "speaker": 5.0,
+        "tts": 1.0,
+        "separation": 5.0,
+        "language_model": 1.0,
+        "gan": None,
         "classification": None,
-    }  # fmt: skip
+    }
     for name, preset in presets().items():
         assert find_preset(name) is preset
         assert Policy.preset(name) == Policy(**preset.values())
@@ -31,8 +41,12 @@ def test_adversarial_training_is_only_warned_of_spikes() -> None:
     assert (policy.objective, policy.spike_action) == ("adversarial", "warn")
 
 
-def test_the_strongest_name_of_a_preset_counts_and_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A name replaces a weaker one whole, so no value of the weaker preset remains, and none turns it off."""
+def test_the_strongest_name_of_a_preset_counts_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A name replaces a weaker one whole, so no value of the weaker preset remains, and none
+    turns it off.
+    """
     file = tmp_path / "policy.yaml"
     file.write_text("preset: gan\n")
     monkeypatch.setenv("HOLDFAST_PRESET", "tts")
@@ -48,7 +62,9 @@ def test_a_preset_can_be_laid_over_a_finished_policy() -> None:
     policy = Policy(keep_latest_k=7, max_grad_norm=9.0)
     assert Policy.preset("tts", max_grad_norm=None).max_grad_norm is None
     assert policy.replace(preset="tts") == Policy(keep_latest_k=7, max_grad_norm=1.0)
-    assert Policy.of(policy, preset="tts", max_grad_norm=2.0) == Policy(keep_latest_k=7, max_grad_norm=2.0)
+    assert Policy.of(policy, preset="tts", max_grad_norm=2.0) == Policy(
+        keep_latest_k=7, max_grad_norm=2.0
+    )
 
 
 def test_an_unknown_preset_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

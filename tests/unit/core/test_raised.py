@@ -32,7 +32,9 @@ def test_a_recursion_is_described_by_its_ends() -> None:
 
 
 def test_what_an_exception_says_never_fails() -> None:
-    """A broken text, notes that are no list, a suppressed context and causes in a circle do no harm."""
+    """A broken text, notes that are no list, a suppressed context and causes in a circle do no
+    harm.
+    """
     odd, noted = OddError(), ValueError("text")
     odd.__context__, odd.__suppress_context__ = ValueError("hidden"), True
     found = describe_exception(odd, None)

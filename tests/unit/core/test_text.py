@@ -31,7 +31,9 @@ from holdfast.core.text import as_json_value, duration, sanitise
     ],
 )
 def test_what_would_do_something_is_taken_away_or_shown(text, shown):
-    """Escape sequences vanish, and other controls, surrogates and marks of direction are replaced."""
+    """Escape sequences vanish, and other controls, surrogates and marks of direction are
+    replaced.
+    """
     assert sanitise(text) == shown
 
 
@@ -68,7 +70,18 @@ def test_any_value_becomes_strict_json(value):
 
 def test_a_duration_has_its_two_largest_units():
     """Nothing is said of units that are 0, and less than a tenth of a second is milliseconds."""
-    shown = [duration(seconds) for seconds in (0, 0.0042, 0.5, 8.2, 45, 60, 185, 11_135, 7200, 187_200)]
+    shown = [
+        duration(seconds) for seconds in (0, 0.0042, 0.5, 8.2, 45, 60, 185, 11_135, 7200, 187_200)
+    ]
     assert shown == [
-        "0.0 s", "4.2 ms", "0.5 s", "8.2 s", "45 s", "1 min", "3 min 5 s", "3 h 5 min", "2 h", "2 d 4 h",
-    ]  # fmt: skip
+        "0.0 s",
+        "4.2 ms",
+        "0.5 s",
+        "8.2 s",
+        "45 s",
+        "1 min",
+        "3 min 5 s",
+        "3 h 5 min",
+        "2 h",
+        "2 d 4 h",
+    ]

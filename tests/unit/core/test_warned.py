@@ -11,16 +11,24 @@ from holdfast.core.warned import ignoring
 from holdfast.numerics.eager import eager
 
 
-@pytest.mark.parametrize("inside", [lambda: ignoring(DeprecationWarning), eager], ids=["ignoring", "eager"])
+@pytest.mark.parametrize(
+    "inside", [lambda: ignoring(DeprecationWarning), eager], ids=["ignoring", "eager"]
+)
 def test_what_was_shown_once_is_not_shown_again(inside: object) -> None:
-    """A warning that comes in each step is shown once, however often others are left out meanwhile."""
+    """A warning that comes in each step is shown once, however often others are left out
+    meanwhile.
+    """
     registry: dict[str, object] = {}
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
         filters = list(warnings.filters)
         for _ in range(5):
             with inside():  # type: ignore[operator]
-                warnings.warn_explicit("left out", DeprecationWarning, "a.py", 1) if inside is not eager else None
+                (
+                    warnings.warn_explicit("left out", DeprecationWarning, "a.py", 1)
+                    if inside is not eager
+                    else None
+                )
             warnings.warn_explicit("broadcast", UserWarning, "b.py", 2, registry=registry)
         assert list(warnings.filters) == filters
     assert [str(each.message) for each in shown] == ["broadcast"]

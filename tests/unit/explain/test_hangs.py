@@ -33,27 +33,48 @@ FORKED = [TRAIN, (PYTHON + "multiprocessing/popen_fork.py", 71, "Popen._launch")
 
 def thread(frames: list[tuple[str, int, str]], waits: Waits = "futex", **more: Any) -> ThreadLook:
     built = tuple(Frame(file=file, line=line, function=function) for file, line, function in frames)
-    return ThreadLook(**{"tid": 1, "main": True, "frames": built, "waits": waits, "holds_gil": False, **more})
+    return ThreadLook(
+        **{"tid": 1, "main": True, "frames": built, "waits": waits, "holds_gil": False, **more}
+    )
 
 
-def process(*threads: ThreadLook, second: ThreadLook | None = None, share: float = 0.0, **about: Any) -> Examined:
+def process(
+    *threads: ThreadLook, second: ThreadLook | None = None, share: float = 0.0, **about: Any
+) -> Examined:
     """Return a process that was looked at twice, with the same threads unless another is given."""
     state, io = about.pop("state", "S"), about.pop("io", 0)
     looks = (
         ProcessLook(seconds=10.0, source="py-spy", state=state, cpu_seconds=1.0, threads=threads),
         ProcessLook(
-            seconds=11.0, source="py-spy", state=state, cpu_seconds=1.0 + share, io_bytes=io,
+            seconds=11.0,
+            source="py-spy",
+            state=state,
+            cpu_seconds=1.0 + share,
+            io_bytes=io,
             threads=threads if second is None else (second,),
         ),
-    )  # fmt: skip
+    )
     return Examined(
-        **{"pid": 1, "judged": True, "phase": "forward/backward", "seconds": 31.0, "looks": looks, **about}
+        **{
+            "pid": 1,
+            "judged": True,
+            "phase": "forward/backward",
+            "seconds": 31.0,
+            "looks": looks,
+            **about,
+        }
     )
 
 
 def frames_of(names: list[Any]) -> list[tuple[str, int, str]]:
-    """Return the frames of a case: constants by their names, files of Python's library with a function."""
-    return [globals()[each] if isinstance(each, str) else (PYTHON + each[0], 100, each[1]) for each in names]
+    """Return the frames of a case.
+
+    Constants by their names, files of Python's library with a function.
+    """
+    return [
+        globals()[each] if isinstance(each, str) else (PYTHON + each[0], 100, each[1])
+        for each in names
+    ]
 
 
 def judged(*processes: Examined, suspect: int = 1, **more: Any) -> Diagnosis:
@@ -62,20 +83,30 @@ def judged(*processes: Examined, suspect: int = 1, **more: Any) -> Diagnosis:
 
 @pytest.mark.parametrize("case", CASES["processes"], ids=str)
 def test_a_process_is_called_by_how_it_stands_still(case: dict[str, Any]) -> None:
-    """Frames say it where they can, else the kernel; the user's line is blamed, not that of a library."""
+    """Frames say it where they can, else the kernel.
+
+    The user's line is blamed, not that of a library.
+    """
     more = {key: case[key] for key in ("share", "io", "uses_gpu") if key in case}
     if "native" in case:
         more["native"] = tuple(case["native"])
     held = case.get("holds_gil", False)
     second = thread(frames_of(case["second"]), case["waits"]) if "second" in case else None
-    found = judged(process(thread(frames_of(case["frames"]), case["waits"], holds_gil=held), second=second, **more))
+    found = judged(
+        process(
+            thread(frames_of(case["frames"]), case["waits"], holds_gil=held), second=second, **more
+        )
+    )
     assert (found.kind, found.moving) == (case["kind"], case.get("moving", False))
     assert describe_frame(found.frame) == f"/home/me/train.py:{case.get('line', 40)} in main"
     assert case.get("sentence", "") in found.sentence
 
 
 def test_a_wait_for_another_thread_is_blamed_on_that_thread() -> None:
-    """Who joins a thread is not to blame, but what the thread does is; a sleeping heartbeat is not taken for it."""
+    """Who joins a thread is not to blame, but what the thread does is.
+
+    A sleeping heartbeat is not taken for it.
+    """
     main = thread([TRAIN, (PYTHON + "threading.py", 1119, "Thread.join")])
     other = thread([("/home/me/net.py", 5, "fetch")], "socket", tid=2, main=False, name="fetcher")
     heart = thread([("/home/me/beat.py", 5, "beat")], "sleep", tid=3, main=False)
@@ -85,11 +116,20 @@ def test_a_wait_for_another_thread_is_blamed_on_that_thread() -> None:
 
 
 def test_a_worker_that_is_stuck_is_blamed_and_not_the_loop_that_waits_for_it() -> None:
-    """Workers that wait for work are passed over; the frame is of the dataset, not of the line that forked it."""
+    """Workers that wait for work are passed over.
+
+    The frame is of the dataset, not of the line that forked it.
+    """
     trainer = process(thread([TRAIN, LOADER, (PYTHON + "queue.py", 180, "get")]), phase="data wait")
-    idle = process(thread([*FORKED, WORKER, QUEUES], "poll"), pid=2, ppid=1, role="loader worker", judged=False)
+    idle = process(
+        thread([*FORKED, WORKER, QUEUES], "poll"), pid=2, ppid=1, role="loader worker", judged=False
+    )
     stuck = process(
-        thread([*FORKED, WORKER, FETCH, DATA], "socket"), pid=3, ppid=1, role="loader worker", judged=False
+        thread([*FORKED, WORKER, FETCH, DATA], "socket"),
+        pid=3,
+        ppid=1,
+        role="loader worker",
+        judged=False,
     )
     found = judged(trainer, idle, stuck)
     assert (found.kind, found.process.pid) == ("socket", 3)
@@ -101,43 +141,70 @@ def test_of_two_busy_workers_the_stopped_one_and_then_the_blocked_one_is_blamed(
     """One that computes may only be slow."""
     trainer = process(thread([TRAIN, LOADER]), phase="data wait")
     slow = process(
-        thread([WORKER, FETCH, DATA], "running"), pid=2, ppid=1, role="loader worker", share=0.9, judged=False
+        thread([WORKER, FETCH, DATA], "running"),
+        pid=2,
+        ppid=1,
+        role="loader worker",
+        share=0.9,
+        judged=False,
     )
-    stuck = process(thread([WORKER, FETCH, DATA], "futex"), pid=3, ppid=1, role="loader worker", judged=False)
-    stopped = process(thread([WORKER, QUEUES], ""), pid=4, ppid=1, role="loader worker", state="T", judged=False)
+    stuck = process(
+        thread([WORKER, FETCH, DATA], "futex"), pid=3, ppid=1, role="loader worker", judged=False
+    )
+    stopped = process(
+        thread([WORKER, QUEUES], ""), pid=4, ppid=1, role="loader worker", state="T", judged=False
+    )
     assert judged(trainer, slow, stuck).process.pid == 3
     assert judged(trainer, slow, stuck, stopped).kind == "stopped"
     assert judged(trainer, slow).moving
 
 
 def test_idle_workers_mean_that_a_batch_was_lost() -> None:
-    """If each worker waits for work and the loop waits for a batch, the batch is gone: the loop's line is blamed."""
+    """If each worker waits for work and the loop waits for a batch, the batch is gone.
+
+    The loop's line is blamed.
+    """
     trainer = process(thread([TRAIN, LOADER]), phase="data wait")
-    idle = process(thread([*FORKED, WORKER, QUEUES], "poll"), pid=2, ppid=1, role="loader worker", judged=False)
+    idle = process(
+        thread([*FORKED, WORKER, QUEUES], "poll"), pid=2, ppid=1, role="loader worker", judged=False
+    )
     found = judged(trainer, idle)
     assert (found.kind, describe_frame(found.frame)) == ("loader", "/home/me/train.py:40 in main")
 
 
 def test_a_loader_that_heals_itself_is_said_from_one_that_does_not() -> None:
-    """A loader of holdfast replaces a stuck worker, so nothing need be ended; a hang elsewhere is not healed."""
+    """A loader of holdfast replaces a stuck worker, so nothing need be ended.
+
+    A hang elsewhere is not healed.
+    """
     import holdfast
 
     ours = (str(Path(holdfast.__file__).parent / "loader" / "loader.py"), 90, "Epoch.__next__")
-    stuck = process(thread([WORKER, FETCH, DATA]), pid=3, ppid=1, role="loader worker", judged=False)
+    stuck = process(
+        thread([WORKER, FETCH, DATA]), pid=3, ppid=1, role="loader worker", judged=False
+    )
     assert judged(process(thread([TRAIN, ours, LOADER]), phase="data wait"), stuck).heals
-    unpacks = (str(Path(holdfast.__file__).parent / "loader" / "fetch.py"), 40, "_unpack")  # asks it for memory
-    found = judged(process(thread([TRAIN, ours, LOADER, unpacks], "socket"), phase="data wait"), stuck)
+    # Asks it for memory
+    unpacks = (str(Path(holdfast.__file__).parent / "loader" / "fetch.py"), 40, "_unpack")
+    found = judged(
+        process(thread([TRAIN, ours, LOADER, unpacks], "socket"), phase="data wait"), stuck
+    )
     assert (found.process.pid, found.heals) == (3, True)
     assert not judged(process(thread([TRAIN, LOADER]), phase="data wait"), stuck).heals
     assert not judged(process(thread([TRAIN, ours, FETCH, DATA]), phase="data wait")).heals
 
 
-def rank(number: int, *frames: tuple[str, int, str], waits: Waits = "futex", **about: Any) -> Examined:
+def rank(
+    number: int, *frames: tuple[str, int, str], waits: Waits = "futex", **about: Any
+) -> Examined:
     return process(thread(list(frames), waits), pid=10 + number, rank=number, step=5, **about)
 
 
 def test_the_rank_that_is_in_no_collective_is_the_odd_one_out() -> None:
-    """Whoever is noticed first is mostly a victim; the one that does something else is blamed, with its line."""
+    """Whoever is noticed first is mostly a victim.
+
+    The one that does something else is blamed, with its line.
+    """
     victims = [rank(0, TRAIN, ALL_REDUCE), rank(2, TRAIN, BACKWARD)]
     found = judged(*victims, rank(1, TRAIN, DATA, waits="sleep"), suspect=10)
     assert (found.kind, found.odd_one_out, found.process.pid) == ("sleep", 1, 11)
@@ -156,23 +223,39 @@ def test_of_ranks_that_all_wait_the_one_behind_or_elsewhere_is_the_odd_one() -> 
     behind = process(thread([TRAIN, ALL_REDUCE]), pid=11, rank=1, step=4)
     assert judged(rank(0, TRAIN, ALL_REDUCE), behind, suspect=10).odd_one_out == 1
     assert judged(rank(0, TRAIN, BACKWARD), rank(1, DATA, ALL_REDUCE), suspect=10).odd_one_out == 1
-    assert judged(rank(0, TRAIN, ALL_REDUCE), rank(1, DATA, ALL_REDUCE), suspect=10).odd_one_out is None
+    assert (
+        judged(rank(0, TRAIN, ALL_REDUCE), rank(1, DATA, ALL_REDUCE), suspect=10).odd_one_out
+        is None
+    )
     other = rank(2, (TRAIN[0], 99, "main"), ALL_REDUCE)
-    assert judged(rank(0, TRAIN, ALL_REDUCE), rank(1, TRAIN, ALL_REDUCE), other, suspect=10).odd_one_out == 2
+    assert (
+        judged(
+            rank(0, TRAIN, ALL_REDUCE), rank(1, TRAIN, ALL_REDUCE), other, suspect=10
+        ).odd_one_out
+        == 2
+    )
 
 
 def test_a_rank_that_waits_in_a_call_of_the_guard_is_told_from_one_that_sleeps() -> None:
-    """The wait is holdfast's own; the ranks that are in a collective meanwhile did not make that call."""
+    """The wait is holdfast's own.
+
+    The ranks that are in a collective meanwhile did not make that call.
+    """
     ours = PYTHON + "site-packages/holdfast/guard/"
     validated = (ours + "guard.py", 360, "Guard.validated")
     wait = (ours + "ranks/messages.py", 250, "Messages._is_there")
-    barrier = [(TORCH + "distributed/c10d_logger.py", 83, "wrapper"), (ALL_REDUCE[0], 5100, "barrier")]
+    barrier = [
+        (TORCH + "distributed/c10d_logger.py", 83, "wrapper"),
+        (ALL_REDUCE[0], 5100, "barrier"),
+    ]
     polled = (TORCH + "distributed/distributed_c10d.py", 1, "check")
     alone = rank(0, TRAIN, validated, wait, waits="sleep")
 
     found = judged(alone, rank(1, LATER, *barrier), suspect=11)
     assert (found.kind, found.odd_one_out, found.process.pid) == ("collective", 0, 10)
-    assert "Rank 0 waits for the others in guard.validated, and rank 1 is in barrier" in found.sentence
+    assert (
+        "Rank 0 waits for the others in guard.validated, and rank 1 is in barrier" in found.sentence
+    )
     assert "H116" in found.sentence
 
     found = judged(alone, rank(1, TRAIN, DATA, waits="sleep"), suspect=10)
@@ -188,7 +271,9 @@ def test_a_rank_that_waits_in_a_call_of_the_guard_is_told_from_one_that_sleeps()
 def test_a_rank_whose_worker_is_stuck_leads_to_the_worker() -> None:
     """Blame goes from the victim to the odd rank, and from there to its worker."""
     waiting = rank(1, TRAIN, LOADER, phase="data wait")
-    stuck = process(thread([WORKER, FETCH, DATA], "socket"), pid=30, ppid=11, role="loader worker", judged=False)
+    stuck = process(
+        thread([WORKER, FETCH, DATA], "socket"), pid=30, ppid=11, role="loader worker", judged=False
+    )
     found = judged(rank(0, TRAIN, BACKWARD), waiting, stuck, suspect=10)
     assert (found.kind, found.odd_one_out, found.process.pid) == ("socket", 1, 30)
 
@@ -203,7 +288,10 @@ def test_who_waits_for_a_process_that_works_is_slow() -> None:
 
 
 def test_without_any_stack_the_kernel_alone_is_asked() -> None:
-    """No py-spy, no handler: a state and a system call still say something, and less surely where less is known."""
+    """No py-spy, no handler.
+
+    A state and a system call still say something, and less surely where less is known.
+    """
     blind = process(ThreadLook(tid=1, main=True, waits="socket"))
     assert (judged(blind).kind, judged(blind).frame) == ("socket", None)
     assert judged(process(ThreadLook(main=True), state="D")).kind == "I/O"
@@ -219,9 +307,17 @@ def test_the_kernel_s_view_is_translated(facts: dict[str, str], waits: str) -> N
 
 def test_user_code_is_neither_a_library_nor_ours() -> None:
     """The blamed line is one that its reader can change, as far as there is one."""
-    frames = [Frame(file=file, line=1, function="f") for file in ("/home/me/a.py", "<string>", "/srv/lib/mine/b.py")]
+    frames = [
+        Frame(file=file, line=1, function="f")
+        for file in ("/home/me/a.py", "<string>", "/srv/lib/mine/b.py")
+    ]
     assert all(map(is_own_code, frames))
-    others = [PYTHON + "json/decoder.py", TORCH + "nn/x.py", "<frozen importlib>", "/x/holdfast/guard/guard.py"]
+    others = [
+        PYTHON + "json/decoder.py",
+        TORCH + "nn/x.py",
+        "<frozen importlib>",
+        "/x/holdfast/guard/guard.py",
+    ]
     assert not any(is_own_code(Frame(file=file, line=1, function="f")) for file in others)
     installed = Frame(file=PYTHON + "site-packages/fairseq/data.py", line=7, function="get")
     inside = Frame(file=TORCH + "utils/data/dataset.py", line=7, function="get")

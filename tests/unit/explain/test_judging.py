@@ -1,4 +1,6 @@
-"""The verdict: which of all that was seen is the cause, how sure it is, and when nothing is claimed."""
+"""The verdict: which of all that was seen is the cause, how sure it is, and when nothing is
+claimed.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from holdfast.explain.weighing import SHARES
 
 SHAPES = "mat1 and mat2 shapes cannot be multiplied (4x11 and 10x2)"
 TIMEOUT = (
-    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) "
-    "ran for 600029 milliseconds before timing out."
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE,"
+    " Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
 )
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB"
 USER = '  File "/home/me/train.py", line 9, in step\n    model(x)\n'
@@ -52,9 +54,14 @@ def filled(log: str) -> str:
     return re.sub(r"\{(\d+) x ([^}]*)\}", repeated, log)
 
 
-@pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: f"{case['shows'][:50]}: {case['log'][:30]}")
+@pytest.mark.parametrize(
+    "case", CASES["cases"], ids=lambda case: f"{case['shows'][:50]}: {case['log'][:30]}"
+)
 def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
-    """Ends that sound well, progress without words, retries, launchers, schedulers, buffers: see `logs.yaml`."""
+    """Ends that sound well, progress without words, retries, launchers, schedulers, buffers.
+
+    See `logs.yaml`.
+    """
     verdict = of_log(filled(case["log"]), case.get("status"))
     assert verdict.title == case.get("title", verdict.title)
     assert case.get("fix", "") in verdict.fix
@@ -65,7 +72,9 @@ def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
     if "cause" in case:
         assert verdict.cause == case["cause"]
     elif "family" in case:
-        assert verdict.family in (("ended well", "unknown") if case["family"] == "healthy" else (case["family"],))
+        assert verdict.family in (
+            ("ended well", "unknown") if case["family"] == "healthy" else (case["family"],)
+        )
     else:
         assert verdict.family != case["not_family"]
 
@@ -83,16 +92,22 @@ def facts_of(case):
     statements = []
     for row in case.get("statements", ()):
         frames = row.pop("frames", [["/home/me/train.py", 3, "step"]] if "kind" not in row else [])
-        built = tuple(Frame(file=file, line=line, function=function) for file, line, function in frames)
+        built = tuple(
+            Frame(file=file, line=line, function=function) for file, line, function in frames
+        )
         exception = {"kind": "exception", "exception": "RuntimeError"} if "kind" not in row else {}
         text = TEXTS_OF.get(row["text"], row["text"])
-        statements.append(Statement(**{**exception, "source": "a.log:1", "frames": built, **row, "text": text}))
+        statements.append(
+            Statement(**{**exception, "source": "a.log:1", "frames": built, **row, "text": text})
+        )
     events = tuple(
         Event(kind=each["kind"], global_step=5, unix_seconds=each.get("at", 1.0), data=each["data"])
         for each in case.get("events", ())
     )
     endings = tuple(Ending(**each) for each in case["endings"])
-    return Facts(statements=tuple(statements), endings=endings, events=events, extra=case.get("extra", {}))
+    return Facts(
+        statements=tuple(statements), endings=endings, events=events, extra=case.get("extra", {})
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +119,14 @@ def test_facts_get_their_verdict(case):
     """Roots before cascades, counters of the kernel, hangs, leaks, ranks: see `facts.yaml`."""
     verdict = judge(facts_of(case))
     assert {name: getattr(verdict, name) for name in case["verdict"]} == case["verdict"]
-    words = "\n".join((verdict.title, verdict.summary, *(each.text for each in verdict.evidence), *verdict.missing))
+    words = "\n".join(
+        (
+            verdict.title,
+            verdict.summary,
+            *(each.text for each in verdict.evidence),
+            *verdict.missing,
+        )
+    )
     for part in case.get("says", ()):
         assert part in words
     for part in case.get("not", ()):
@@ -127,9 +149,17 @@ def test_a_plain_failure_is_named_with_its_place():
 @pytest.mark.parametrize(
     ("frames", "exception", "family", "sure", "words"),
     [
-        (USER, "RuntimeError", "user code", 0.93, ": no such head, at /home/me/train.py:9 in step. "),
         (
-            USER + '  File "/x/lib/python3.11/site-packages/torch/nn/functional.py", line 3, in linear\n    x\n',
+            USER,
+            "RuntimeError",
+            "user code",
+            0.93,
+            ": no such head, at /home/me/train.py:9 in step. ",
+        ),
+        (
+            USER
+            + '  File "/x/lib/python3.11/site-packages/torch/nn/functional.py", line 3, in linear\n'
+            "    x\n",
             "RuntimeError",
             "shape or type",
             0.75,
@@ -140,8 +170,13 @@ def test_a_plain_failure_is_named_with_its_place():
         ("", "ValueError", "user code", 0.75, ": no such head. "),
     ],
 )
-def test_an_exception_that_no_signature_knows_is_its_own_verdict(frames, exception, family, sure, words):
-    """Type and message, the user's innermost line, the raising library; a class where it, or the type, shows."""
+def test_an_exception_that_no_signature_knows_is_its_own_verdict(
+    frames, exception, family, sure, words
+):
+    """Type and message, the user's innermost line, the raising library.
+
+    A class where it, or the type, shows.
+    """
     head = "Traceback (most recent call last):\n" if frames else ""
     verdict = of_log(f"{head}{frames}{exception}: no such head\n", status=1)
     assert verdict.class_confidence == sure
@@ -162,35 +197,62 @@ def test_unknown_says_what_is_missing_and_the_best_guess():
 
 def test_our_own_errors_keep_their_rule_and_their_fix():
     """An error of holdfast gets its own rule; an id that does not exist is not believed."""
-    text = "loss is NaN; after 2 rollbacks.\nFix: lower the learning rate.\n[H501] run `holdfast explain H501`"
+    text = (
+        "loss is NaN; after 2 rollbacks.\nFix: lower the learning rate.\n[H501] run `holdfast"
+        " explain H501`"
+    )
     verdict = of_log(f"{TRACE}holdfast.core.errors.NonFiniteError: {text}\n", status=1)
-    assert (verdict.cause, verdict.family, verdict.fix) == ("H501", "numerics", "lower the learning rate.")
-    assert of_log(f"{TRACE}ValueError: x\n[H404] run `holdfast explain H404`\n", status=1).cause == "H1608"
+    assert (verdict.cause, verdict.family, verdict.fix) == (
+        "H501",
+        "numerics",
+        "lower the learning rate.",
+    )
+    assert (
+        of_log(f"{TRACE}ValueError: x\n[H404] run `holdfast explain H404`\n", status=1).cause
+        == "H1608"
+    )
 
 
 @pytest.mark.parametrize("rule", sorted(all_rules()))
 def test_what_a_rule_says_to_do_is_said_whole_and_in_one_line(rule):
-    """Of a stop with a rule, the fix is the paragraph of its page to the last word, however the page is wrapped."""
+    """Of a stop with a rule, the fix is the paragraph of its page to the last word, however the
+    page is wrapped.
+    """
     stop = Statement(text="x", source="guard", fatal=True, rule=rule)
     verdict = judge(Facts(statements=(stop,)))
-    paragraph = next(each for each in all_rules()[rule].text.split("\n\n") if each.startswith("**Fix.**"))
+    paragraph = next(
+        each for each in all_rules()[rule].text.split("\n\n") if each.startswith("**Fix.**")
+    )
     assert verdict.cause == rule
     assert f"**Fix.** {verdict.fix}".split() == paragraph.split()
     assert "\n" not in verdict.fix + verdict.summary
     assert verdict.summary == "A Guard stopped it: x."
 
 
-TEXTS = st.sampled_from([SHAPES, OOM, TIMEOUT, "Killed", "x", "", "loss nan", "[H501] run `holdfast explain"])
+TEXTS = st.sampled_from(
+    [SHAPES, OOM, TIMEOUT, "Killed", "x", "", "loss nan", "[H501] run `holdfast explain"]
+)
 NAMES = st.sampled_from([None, "RuntimeError", "OutOfMemoryError", "KeyboardInterrupt"])
-ANY_OF_ITS_TYPE = dict.fromkeys(("kind", "position", "unix_seconds", "rank", "fatal", "cause", "logged"), ...)
-STATEMENTS = st.builds(Statement, text=TEXTS, exception=NAMES, source=st.just("a.log:1"), **ANY_OF_ITS_TYPE)
-ROLES, SENDERS = st.sampled_from(["trainer", "other", "command"]), st.sampled_from([None, "user", "supervisor"])
+ANY_OF_ITS_TYPE = dict.fromkeys(
+    ("kind", "position", "unix_seconds", "rank", "fatal", "cause", "logged"), ...
+)
+STATEMENTS = st.builds(
+    Statement, text=TEXTS, exception=NAMES, source=st.just("a.log:1"), **ANY_OF_ITS_TYPE
+)
+ROLES, SENDERS = (
+    st.sampled_from(["trainer", "other", "command"]),
+    st.sampled_from([None, "user", "supervisor"]),
+)
 STATUSES = st.none() | st.integers(-64, 255)
-ENDINGS = st.builds(Ending, status=STATUSES, pid=..., rank=..., role=ROLES, oom_kills=..., sent_by=SENDERS)
+ENDINGS = st.builds(
+    Ending, status=STATUSES, pid=..., rank=..., role=ROLES, oom_kills=..., sent_by=SENDERS
+)
 KINDS = st.sampled_from(["hang", "leak", "memory_trend", "stop_requested"])
 KEYS = ["signature", "confidence", "minutes_left", "bytes_per_step", "what", "retained_at", "frame"]
 DATA = st.dictionaries(st.sampled_from(KEYS), st.none() | st.text(max_size=5) | st.floats(0, 99))
-EVENTS = st.builds(Event, kind=KINDS, global_step=st.just(1), unix_seconds=st.floats(0, 1e9), data=DATA)
+EVENTS = st.builds(
+    Event, kind=KINDS, global_step=st.just(1), unix_seconds=st.floats(0, 1e9), data=DATA
+)
 
 
 @example(
@@ -202,10 +264,17 @@ EVENTS = st.builds(Event, kind=KINDS, global_step=st.just(1), unix_seconds=st.fl
     events=[],
 )
 @settings(max_examples=150, deadline=None)
-@given(st.lists(STATEMENTS, max_size=6), st.lists(ENDINGS, max_size=3), st.lists(EVENTS, max_size=3))
+@given(
+    st.lists(STATEMENTS, max_size=6), st.lists(ENDINGS, max_size=3), st.lists(EVENTS, max_size=3)
+)
 def test_any_facts_give_a_verdict(statements, endings, events):
-    """Every mixture gives a known cause and a confidence between 0 and 1; a cascade never wins beside a good root."""
-    verdict = judge(Facts(statements=tuple(statements), endings=tuple(endings), events=tuple(events)))
+    """Every mixture gives a known cause and a confidence between 0 and 1.
+
+    A cascade never wins beside a good root.
+    """
+    verdict = judge(
+        Facts(statements=tuple(statements), endings=tuple(endings), events=tuple(events))
+    )
     assert 0 <= verdict.confidence < 1
     assert verdict.class_confidence >= verdict.confidence or verdict.family == "unknown"
     assert verdict.family in FAMILIES
@@ -213,7 +282,9 @@ def test_any_facts_give_a_verdict(statements, endings, events):
     assert verdict.runner_up is None or verdict.runner_up[0] != verdict.cause
     json.dumps(verdict.as_json())
     certain = [
-        each for each in statements if each.fatal and not each.cause and each.exception in (None, "RuntimeError")
+        each
+        for each in statements
+        if each.fatal and not each.cause and each.exception in (None, "RuntimeError")
     ]
     roots = [each for each in certain if each.text in (SHAPES, OOM)]
     known = all_signatures().get(verdict.cause)

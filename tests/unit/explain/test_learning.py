@@ -1,4 +1,7 @@
-"""Whether a recorded loss fell: curves of many kinds, and none of them called well or bad without grounds."""
+"""Whether a recorded loss fell.
+
+Curves of many kinds, and none of them called well or bad without grounds.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ Curve = Callable[[int, random.Random], float]
 def readings(curve: Curve, count: int = 300, *, optimizers: int = 1) -> list[Reading]:
     """Return what is recorded of a curve, with the optimizers in turns."""
     noise = random.Random(0)
-    return [Reading(step + 1, curve(step, noise), optimizer=step % optimizers) for step in range(count)]
+    return [
+        Reading(step + 1, curve(step, noise), optimizer=step % optimizers) for step in range(count)
+    ]
 
 
 FELL: dict[str, tuple[Curve, int]] = {
@@ -88,12 +93,18 @@ def test_a_thousandfold_rise_is_said_although_the_loss_came_back():
     """The peak and its step are named; one batch alone is no rise."""
     peak = learning_of(readings(lambda step, _: 1e9 if step in (5, 6) else 2.3 / (1 + step)))
     assert (peak.outcome, peak.last, peak.step) == ("spiked", 1e9, 6)
-    assert learning_of(readings(lambda step, _: 1e9 if step == 5 else 2.3 / (1 + step))).outcome == "fell"
+    assert (
+        learning_of(readings(lambda step, _: 1e9 if step == 5 else 2.3 / (1 + step))).outcome
+        == "fell"
+    )
 
 
 def test_a_rise_that_an_objective_can_explain_is_no_divergence():
     """A loss whose temperature or weights are scheduled ends higher than it began."""
-    assert learning_of(readings(lambda step, noise: 0.5 + step / 150 + noise.gauss(0, 0.05))).outcome == "rose"
+    assert (
+        learning_of(readings(lambda step, noise: 0.5 + step / 150 + noise.gauss(0, 0.05))).outcome
+        == "rose"
+    )
 
 
 def test_optimizers_that_take_turns_are_not_judged_and_those_of_trainings_in_a_row_are():
@@ -120,7 +131,9 @@ def test_of_ranks_the_surest_counts_and_reward_is_never_judged():
 
 
 def record(folder: Path, steps: int, *, wait_seconds: float) -> None:
-    """Write the samples of a process whose steps take 0.1 s each, and whose loss falls in its first steps only."""
+    """Write the samples of a process whose steps take 0.1 s each, and whose loss falls in its
+    first steps only.
+    """
     ring = SampleRing(folder / SAMPLES_FILE)
     for step in range(1, steps + 1):
         ring.append(
@@ -138,7 +151,9 @@ def record(folder: Path, steps: int, *, wait_seconds: float) -> None:
 
 
 def test_the_share_of_waiting_is_that_of_all_steps_but_the_first(tmp_path):
-    """Waiting that adds up to less than two seconds is no matter, and neither is a folder without samples."""
+    """Waiting that adds up to less than two seconds is no matter, and neither is a folder
+    without samples.
+    """
     (tmp_path / "slow").mkdir()
     (tmp_path / "short").mkdir()
     record(tmp_path / "slow", 101, wait_seconds=0.063)
@@ -151,7 +166,10 @@ def test_the_share_of_waiting_is_that_of_all_steps_but_the_first(tmp_path):
 
 
 def test_a_run_that_is_longer_than_its_ring_is_judged_from_its_beginning(tmp_path):
-    """What the ring does not hold any more lies in its history: the loss fell long ago, and is flat in the ring."""
+    """What the ring does not hold any more lies in its history.
+
+    The loss fell long ago, and is flat in the ring.
+    """
     record(tmp_path, 70_000, wait_seconds=0.0)
     kept = readings_of_process(tmp_path)
     assert kept[0].step == 1

@@ -1,4 +1,6 @@
-"""Reading logs: what was raised and printed, by whom and when, from any bytes and in bounded memory."""
+"""Reading logs: what was raised and printed, by whom and when, from any bytes and in bounded
+memory.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def read(text: str | bytes) -> LogText:
 
 
 def verdict_of(text: str | bytes) -> Verdict:
-    return judge(collect_stream(io.BytesIO(text.encode() if isinstance(text, str) else text), name="a.log"))
+    return judge(
+        collect_stream(io.BytesIO(text.encode() if isinstance(text, str) else text), name="a.log")
+    )
 
 
 def raised(text: str | bytes) -> list[Statement]:
@@ -50,7 +54,10 @@ def raised(text: str | bytes) -> list[Statement]:
 
 def really_printed(code: str, *arguments: str) -> bytes:
     ended = subprocess.run(
-        [sys.executable, *arguments, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        [sys.executable, *arguments, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
     )
     return ended.stdout
 
@@ -70,10 +77,14 @@ def test_a_traceback_becomes_one_statement():
 @pytest.mark.parametrize(
     ("prefix", "rank"),
     [
-        ("[rank3]: ", 3), ("[default1]:", 1), ("[1,2]<stderr>:", 2), ("2024-05-01 12:00:00,123 ", None),
-        ("2024-05-01T12:00:00.123456789Z stderr F ", None), ("\x1b[31m", None),
+        ("[rank3]: ", 3),
+        ("[default1]:", 1),
+        ("[1,2]<stderr>:", 2),
+        ("2024-05-01 12:00:00,123 ", None),
+        ("2024-05-01T12:00:00.123456789Z stderr F ", None),
+        ("\x1b[31m", None),
     ],
-)  # fmt: skip
+)
 def test_what_launchers_and_loggers_put_before_a_line_is_taken_off(prefix, rank):
     """The traceback is read under every prefix, and a rank in it is used."""
     (statement,) = raised("".join(f"{prefix}{line}\n" for line in PLAIN.splitlines()))
@@ -84,10 +95,17 @@ def test_what_launchers_and_loggers_put_before_a_line_is_taken_off(prefix, rank)
 
 
 def test_lines_of_json_are_opened():
-    """A line of docker, and a traceback in a field of a logger that writes JSON, are read; junk in braces is text."""
-    docker = "".join(json.dumps({"log": f"{line}\n", "stream": "stderr"}) + "\n" for line in PLAIN.splitlines())
+    """A line of docker, and a traceback in a field of a logger that writes JSON, are read.
+
+    Junk in braces is text.
+    """
+    docker = "".join(
+        json.dumps({"log": f"{line}\n", "stream": "stderr"}) + "\n" for line in PLAIN.splitlines()
+    )
     assert len(raised(docker)[0].frames) == 2
-    (statement,) = raised(json.dumps({"level": "error", "event": "failed", "exception": PLAIN}) + "\n")
+    (statement,) = raised(
+        json.dumps({"level": "error", "event": "failed", "exception": PLAIN}) + "\n"
+    )
     assert (statement.exception, len(statement.frames)) == ("ValueError", 2)
     assert read('{"error": ' + "[" * 9_000 + "\n").statements[0].kind == "line"
 
@@ -96,20 +114,35 @@ def test_interleaved_ranks_are_read_apart():
     """Lines of two ranks that alternate give two whole tracebacks."""
     lines = PLAIN.splitlines()[1:]
     other = [line.replace("ValueError: too small", "KeyError: 'x'") for line in lines]
-    mixed = itertools.chain(*zip((f"[rank0]: {x}" for x in lines), (f"[rank1]: {x}" for x in other), strict=True))
+    mixed = itertools.chain(
+        *zip((f"[rank0]: {x}" for x in lines), (f"[rank1]: {x}" for x in other), strict=True)
+    )
     found = raised("\n".join(mixed))
-    assert {(statement.rank, statement.exception, len(statement.frames)) for statement in found} == {
+    assert {
+        (statement.rank, statement.exception, len(statement.frames)) for statement in found
+    } == {
         (0, "ValueError", 2),
         (1, "KeyError", 2),
     }
 
 
 def test_a_member_of_a_group_is_the_verdict():
-    """Of an ExceptionGroup, which says only how many it holds, a member with its own line is named."""
-    code = "try:\n  raise KeyError('a')\nexcept KeyError as e:\n  raise ExceptionGroup('two', [e, ValueError('b')])"
+    """Of an ExceptionGroup, which says only how many it holds, a member with its own line is
+    named.
+    """
+    code = (
+        "try:\n  raise KeyError('a')\nexcept KeyError as e:\n  raise ExceptionGroup('two', [e,"
+        " ValueError('b')])"
+    )
     printed = really_printed(code)
-    assert {statement.exception for statement in raised(printed)} >= {"KeyError", "ExceptionGroup", "ValueError"}
-    assert judge(collect_stream(io.BytesIO(printed), name="a.log", status=1)).title == "KeyError: 'a'"
+    assert {statement.exception for statement in raised(printed)} >= {
+        "KeyError",
+        "ExceptionGroup",
+        "ValueError",
+    }
+    assert (
+        judge(collect_stream(io.BytesIO(printed), name="a.log", status=1)).title == "KeyError: 'a'"
+    )
 
 
 def test_a_syntax_error_has_no_header_and_is_found():
@@ -131,11 +164,15 @@ class Endless(io.RawIOBase):
 
 
 def test_a_large_log_is_read_in_bounded_memory():
-    """Of 50 MB the head, the tail and the traceback between are kept, with true line numbers, in below 20 MiB."""
+    """Of 50 MB the head, the tail and the traceback between are kept, with true line numbers, in
+    below 20 MiB.
+    """
     block = b"step 1 loss 0.5 all is fine here and nothing is wrong at all\n" * 4096
     count = 50_000_000 // len(block)
     middle = count // 2
-    blocks = (PLAIN.partition("\n")[2].encode() if index == middle else block for index in range(count))
+    blocks = (
+        PLAIN.partition("\n")[2].encode() if index == middle else block for index in range(count)
+    )
     tracemalloc.start()
     kept = keep_lines(Endless(blocks))
     _, most = tracemalloc.get_traced_memory()
@@ -149,7 +186,9 @@ def test_a_large_log_is_read_in_bounded_memory():
 
 
 def test_long_lines_of_digits_are_read_in_linear_time():
-    """Masks of zeros and ones, 8 KiB a line, are judged before this test runs into its time limit."""
+    """Masks of zeros and ones, 8 KiB a line, are judged before this test runs into its time
+    limit.
+    """
     found = read_log(io.BytesIO((b"01" * 4000 + b"\n") * 50), name="run.log")
     assert not found.ended_well
 
@@ -165,11 +204,23 @@ def test_one_endless_line_is_cut():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_junk_is_read_without_an_error(seed):
-    """Random bytes, with pieces of tracebacks in them, give statements free of control characters."""
+    """Random bytes, with pieces of tracebacks in them, give statements free of control
+    characters.
+    """
     generator = random.Random(seed)
-    pieces = [PLAIN.encode(), b"Traceback (most recent call last):\n", b'  File "', b"\x1b[31m\x1b]0;x", b"\x00" * 99]
+    pieces = [
+        PLAIN.encode(),
+        b"Traceback (most recent call last):\n",
+        b'  File "',
+        b"\x1b[31m\x1b]0;x",
+        b"\x00" * 99,
+    ]
     junk = b"".join(
-        generator.choice(pieces) if generator.random() < 0.3 else os.urandom(generator.randrange(200))
+        (
+            generator.choice(pieces)
+            if generator.random() < 0.3
+            else os.urandom(generator.randrange(200))
+        )
         for _ in range(300)
     )
     for statement in read(junk).statements:
@@ -179,24 +230,35 @@ def test_junk_is_read_without_an_error(seed):
 
 
 def test_a_flood_of_errors_is_bounded():
-    """Of 30,000 errors the first and the newest are kept, chains whole, so that judging them has an end."""
+    """Of 30,000 errors the first and the newest are kept, chains whole, so that judging them has
+    an end.
+    """
     flood = "".join(f"ValueError: {n}\nerror {n}\n" for n in range(15_000))
-    chain = really_printed("try:\n  {}['x']\nexcept KeyError as error:\n  raise RuntimeError('outer') from error")
+    chain = really_printed(
+        "try:\n  {}['x']\nexcept KeyError as error:\n  raise RuntimeError('outer') from error"
+    )
     found = read(flood.encode() + chain).statements
     assert len(found) < 4_000
     assert found[0].text == "0"
-    assert [(each.exception, each.cause) for each in found[-2:]] == [("KeyError", True), ("RuntimeError", False)]
+    assert [(each.exception, each.cause) for each in found[-2:]] == [
+        ("KeyError", True),
+        ("RuntimeError", False),
+    ]
 
 
 def test_hostile_characters_are_taken_out():
-    """Escape sequences, titles of terminals and characters that turn the writing do not reach a statement."""
+    """Escape sequences, titles of terminals and characters that turn the writing do not reach a
+    statement.
+    """
     (statement,) = read("error: \x1b[2J\x1b]0;title\x07\u202eevil\u2066\x9b31m end\n").statements
     assert statement.text == "error: evil end"
 
 
 def test_a_log_that_ends_inside_a_traceback_says_so() -> None:
     """The last frame of a traceback without its exception is named among what is missing."""
-    verdict = verdict_of('Traceback (most recent call last):\n  File "train.py", line 44, in step\n    loss.ba')
+    verdict = verdict_of(
+        'Traceback (most recent call last):\n  File "train.py", line 44, in step\n    loss.ba'
+    )
     assert any('File "train.py", line 44, in step' in each for each in verdict.missing)
 
 

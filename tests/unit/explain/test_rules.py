@@ -11,12 +11,18 @@ import holdfast.explain.rules
 from holdfast.core.errors import PolicyError
 from holdfast.explain.rules import PAGES, Rule, all_rules, find_rule
 
-_PAGE = "\n".join(Path(holdfast.explain.rules.__file__).with_name(name).read_text(encoding="utf-8") for name in PAGES)
+_PAGE = "\n".join(
+    Path(holdfast.explain.rules.__file__).with_name(name).read_text(encoding="utf-8")
+    for name in PAGES
+)
 
 
 @pytest.mark.parametrize("rule", all_rules().values(), ids=all_rules())
 def test_every_rule_says_what_why_and_what_to_do(rule: Rule) -> None:
-    """A rule has a title, the meaning, why it matters and a fix; one about learning also says when it errs."""
+    """A rule has a title, the meaning, why it matters and a fix.
+
+    One about learning also says when it errs.
+    """
     meaning, why, fix, *errs = rule.text.split("\n\n")
     assert rule.title
     assert rule.title[-1] != "."

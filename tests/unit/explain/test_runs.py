@@ -1,4 +1,7 @@
-"""Collecting facts: from run directories as supervisors, processes and guards write them, whole or damaged."""
+"""Collecting facts.
+
+From run directories as supervisors, processes and guards write them, whole or damaged.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,19 @@ from holdfast.recorder.run_files import (
 SHAPES = "mat1 and mat2 shapes cannot be multiplied (4x11 and 10x2)"
 START = time.time() - 100
 NAN, INFINITE = math.nan, math.inf
-PRINTED = yaml.safe_load(Path(__file__).with_name("wordings.yaml").read_text(encoding="utf-8"))["printed"]
+PRINTED = yaml.safe_load(Path(__file__).with_name("wordings.yaml").read_text(encoding="utf-8"))[
+    "printed"
+]
 
 
 SAMPLE = StepSample(
-    step=0, micro_steps=1, loss=None, grad_norm=None, learning_rate=0.1, seconds=0.1, wait_seconds=0.0
+    step=0,
+    micro_steps=1,
+    loss=None,
+    grad_norm=None,
+    learning_rate=0.1,
+    seconds=0.1,
+    wait_seconds=0.0,
 )
 
 
@@ -68,9 +79,16 @@ class SupervisedRun:
         self.write(self.path / SUPERVISOR_FOLDER, *events)
 
     def process(
-        self, pid: int, *events: tuple[str, dict[str, Any]], steps: int = 12, losses: Any = (), **more: Any
+        self,
+        pid: int,
+        *events: tuple[str, dict[str, Any]],
+        steps: int = 12,
+        losses: Any = (),
+        **more: Any,
     ) -> Path:
-        info = ProcessInfo(pid=pid, ticks=1, ppid=1, argv=["python"], started=START, role="trainer", **more)
+        info = ProcessInfo(
+            pid=pid, ticks=1, ppid=1, argv=["python"], started=START, role="trainer", **more
+        )
         folder = write_process(self.path, info)
         board = ProgressBoard(folder / BOARD_FILE)
         board.enter(Phase.FORWARD_BACKWARD)
@@ -85,16 +103,26 @@ class SupervisedRun:
         return folder
 
     def output(self, *attempts: str) -> None:
-        text = "".join(f"{ATTEMPT_LINE.format(number=n)}\n{text}" for n, text in enumerate(attempts))
+        text = "".join(
+            f"{ATTEMPT_LINE.format(number=n)}\n{text}" for n, text in enumerate(attempts)
+        )
         (self.path / OUTPUT_FILE).write_bytes(text.replace("\n", "\r\n").encode())
 
 
 def ended(status: int, **more: Any) -> tuple[str, dict[str, Any]]:
-    return "attempt_ended", {"attempt": more.pop("attempt", 0), "status": status, "signal_sent_by_us": None, **more}
+    return "attempt_ended", {
+        "attempt": more.pop("attempt", 0),
+        "status": status,
+        "signal_sent_by_us": None,
+        **more,
+    }
 
 
 def traceback_of(message: str, exception: str = "RuntimeError") -> str:
-    return f'Traceback (most recent call last):\n  File "train.py", line 9, in step\n    x\n{exception}: {message}\n'
+    return (
+        'Traceback (most recent call last):\n  File "train.py", line 9, in step\n   '
+        f" x\n{exception}: {message}\n"
+    )
 
 
 @pytest.fixture
@@ -102,13 +130,17 @@ def run(tmp_path: Path) -> SupervisedRun:
     return SupervisedRun(tmp_path / "run")
 
 
-def of_run(path: Path, status: int, *, output: str = "", losses: Any = (), said: tuple[Any, ...] = ()) -> Verdict:
+def of_run(
+    path: Path, status: int, *, output: str = "", losses: Any = (), said: tuple[Any, ...] = ()
+) -> Verdict:
     """Return the verdict on a run of one attempt with one trainer."""
     run = SupervisedRun(path)
     run.output(output)
     run.process(7, ("torch_imported", {}), *said, steps=0, losses=losses)
     run.supervisor(
-        ("attempt_started", {"attempt": 0}), ("process_ended", {"pid": 7, "status": status}), ended(status)
+        ("attempt_started", {"attempt": 0}),
+        ("process_ended", {"pid": 7, "status": status}),
+        ended(status),
     )
     return judge(collect(path))
 
@@ -121,7 +153,12 @@ def event(kind: str, /, **data: Any) -> Event:
     ("version", "steps", "said", "title"),
     [
         ("2.9", 0, traceback_of(SHAPES), "ended with status 0, but no step was made"),
-        ("2.9", 0, f"batch 1 left out: {SHAPES}\n" * 3, "ended with status 0, but no step was made"),
+        (
+            "2.9",
+            0,
+            f"batch 1 left out: {SHAPES}\n" * 3,
+            "ended with status 0, but no step was made",
+        ),
         ("2.9", 0, f"left out: {SHAPES}\n", UNJUDGED.title),
         ("2.9", 0, "skipped: cannot identify image file 'a.jpg'\n" * 9, UNJUDGED.title),
         ("2.9", 3, traceback_of(SHAPES), UNJUDGED.title),
@@ -130,10 +167,15 @@ def event(kind: str, /, **data: Any) -> Event:
     ],
 )
 def test_errors_that_were_caught_and_no_step_are_a_doubt(run, version, steps, said, title):
-    """A loop that leaves out every batch ends with status 0; a script that only prepares data does too."""
+    """A loop that leaves out every batch ends with status 0.
+
+    A script that only prepares data does too.
+    """
     run.output(said + "all batches done, model saved\n")
     run.process(7, torch=version, steps=steps)
-    run.supervisor(("attempt_started", {"attempt": 0}), ("process_ended", {"pid": 7, "status": 0}), ended(0))
+    run.supervisor(
+        ("attempt_started", {"attempt": 0}), ("process_ended", {"pid": 7, "status": 0}), ended(0)
+    )
     verdict = judge(collect(run.path))
     in_doubt = title != UNJUDGED.title
     assert (verdict.cause, verdict.title) == ("H1601" if in_doubt else "H1626", title)
@@ -142,13 +184,23 @@ def test_errors_that_were_caught_and_no_step_are_a_doubt(run, version, steps, sa
 
 
 def test_an_exception_in_the_log_and_in_the_recording_is_one(run):
-    """The statement has its place in the log, and rank, time, frames and fatality from the process."""
+    """The statement has its place in the log, and rank, time, frames and fatality from the
+    process.
+    """
     run.output("step 1\n" + traceback_of(SHAPES))
     frames = [["train.py", 3, "main"], ["train.py", 9, "step"]]
-    exception = {"type": "RuntimeError", "message": SHAPES, "frames": frames, "fatal": True, "chain": []}
+    exception = {
+        "type": "RuntimeError",
+        "message": SHAPES,
+        "frames": frames,
+        "fatal": True,
+        "chain": [],
+    }
     run.process(7, ("exception", exception), rank=2)
     run.supervisor(
-        ("attempt_started", {"attempt": 0}), ("process_ended", {"pid": 7, "status": 1}), ended(1, oom_kills=0)
+        ("attempt_started", {"attempt": 0}),
+        ("process_ended", {"pid": 7, "status": 1}),
+        ended(1, oom_kills=0),
     )
     facts = collect(run.path)
     (statement,) = facts.statements
@@ -162,11 +214,19 @@ def test_an_exception_in_the_log_and_in_the_recording_is_one(run):
 
 
 def test_an_exception_that_was_never_printed_is_known_from_the_recording(run):
-    """The chain of a recorded exception, and what a worker's message repeats, are statements with the root first."""
-    worker = "Caught ValueError in DataLoader worker process 0.\nOriginal " + traceback_of(SHAPES, "ValueError")
+    """The chain of a recorded exception, and what a worker's message repeats, are statements
+    with the root first.
+    """
+    worker = "Caught ValueError in DataLoader worker process 0.\nOriginal " + traceback_of(
+        SHAPES, "ValueError"
+    )
     chain = [{"type": "RuntimeError", "message": worker, "frames": []}]
     run.process(
-        7, ("exception", {"type": "mine.Wrapped", "message": "x", "frames": [], "fatal": True, "chain": chain})
+        7,
+        (
+            "exception",
+            {"type": "mine.Wrapped", "message": "x", "frames": [], "fatal": True, "chain": chain},
+        ),
     )
     run.supervisor(("attempt_started", {"attempt": 0}), ended(1))
     found = collect(run.path).statements
@@ -179,15 +239,28 @@ def test_an_exception_that_was_never_printed_is_known_from_the_recording(run):
 
 
 def test_only_the_attempt_that_is_asked_for_is_said(run):
-    """Each attempt has its own output with true line numbers, endings and processes; the newest is the default."""
-    run.output("a\n" + traceback_of("Address already in use", "OSError"), "b\n" + traceback_of(SHAPES))
+    """Each attempt has its own output with true line numbers, endings and processes.
+
+    The newest is the default.
+    """
+    run.output(
+        "a\n" + traceback_of("Address already in use", "OSError"), "b\n" + traceback_of(SHAPES)
+    )
     run.process(7, attempt=0, steps=3)
     run.process(8, attempt=1, steps=5)
-    change = {"attempt": 1, "cause": "H927", "why": "the port may be free later", "changes": {"A": "b"}}
+    change = {
+        "attempt": 1,
+        "cause": "H927",
+        "why": "the port may be free later",
+        "changes": {"A": "b"},
+    }
     run.supervisor(
-        ("attempt_started", {"attempt": 0}), ended(1), ("restart", change),
-        ("attempt_started", {"attempt": 1}), ended(1, attempt=1),
-    )  # fmt: skip
+        ("attempt_started", {"attempt": 0}),
+        ended(1),
+        ("restart", change),
+        ("attempt_started", {"attempt": 1}),
+        ended(1, attempt=1),
+    )
     newest, first = collect(run.path), collect(run.path, 0)
     assert [each.text for each in newest.statements] == [SHAPES]
     assert newest.statements[0].source == "output.log:12"
@@ -211,27 +284,50 @@ def test_a_guard_of_the_next_attempt_is_not_said_of_this_one(run, tmp_path):
     run.process(7, ("guard", {"path": str(guard)}), attempt=0)
     run.process(8, ("guard", {"path": str(guard)}), attempt=1)
     run.output("Address already in use\n", "b\n")
-    run.supervisor(("attempt_started", {"attempt": 0}), ended(1), ("attempt_started", {"attempt": 1}))
-    run.write(guard / "recorder" / "rank0", ("stop", {"reason": "loss is NaN", "promise": "changes training"}))
+    run.supervisor(
+        ("attempt_started", {"attempt": 0}), ended(1), ("attempt_started", {"attempt": 1})
+    )
+    run.write(
+        guard / "recorder" / "rank0",
+        ("stop", {"reason": "loss is NaN", "promise": "changes training"}),
+    )
     run.supervisor(ended(1, attempt=1))
     assert [each.text for each in collect(run.path, 0).statements if each.source == "guard"] == []
-    assert [each.text for each in collect(run.path, 1).statements if each.source == "guard"] == ["loss is NaN"]
+    assert [each.text for each in collect(run.path, 1).statements if each.source == "guard"] == [
+        "loss is NaN"
+    ]
 
 
 def test_an_error_that_the_process_and_its_guard_recorded_is_said_once(run, tmp_path):
-    """What left the Guard and then the process is one statement; what the Guard alone saw is one too."""
-    text = "a batch does not fit; may not split.\nFix: a smaller one.\n[H401] run `holdfast explain H401`"
-    raised = {"type": "holdfast.core.errors.OutOfMemoryError", "message": text, "frames": [["train.py", 9, "step"]]}
+    """What left the Guard and then the process is one statement.
+
+    What the Guard alone saw is one too.
+    """
+    text = (
+        "a batch does not fit; may not split.\nFix: a smaller one.\n[H401] run `holdfast explain"
+        " H401`"
+    )
+    raised = {
+        "type": "holdfast.core.errors.OutOfMemoryError",
+        "message": text,
+        "frames": [["train.py", 9, "step"]],
+    }
     guard = tmp_path / "elsewhere"
     run.process(7, ("guard", {"path": str(guard)}), ("exception", {**raised, "fatal": True}))
     run.supervisor(("attempt_started", {"attempt": 0}))
     left = ("left_by_exception", {"exception": "OutOfMemoryError", "rule": "H401", **raised})
-    run.write(guard / "recorder" / "rank0", ("stop", {"reason": "may not split", "rule": "H401"}), left)
+    run.write(
+        guard / "recorder" / "rank0", ("stop", {"reason": "may not split", "rule": "H401"}), left
+    )
     run.supervisor(ended(1))
     facts = collect(run.path)
     assert [each.source for each in facts.statements] == ["process 7"]
     verdict = judge(facts)
-    assert (verdict.cause, verdict.fix, verdict.where) == ("H401", "a smaller one.", "train.py:9 in step")
+    assert (verdict.cause, verdict.fix, verdict.where) == (
+        "H401",
+        "a smaller one.",
+        "train.py:9 in step",
+    )
     (alone,) = collect(guard).statements
     assert (alone.rule, alone.fatal, alone.exception) == ("H401", True, "OutOfMemoryError")
 
@@ -239,7 +335,9 @@ def test_an_error_that_the_process_and_its_guard_recorded_is_said_once(run, tmp_
 def test_a_run_that_goes_on_is_still_running(run):
     """A process that is alive and no end: still running, exit code 0."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    write_process(run.path, ProcessInfo(pid=os.getpid(), ticks=ticks, ppid=1, argv=[], role="trainer"))
+    write_process(
+        run.path, ProcessInfo(pid=os.getpid(), ticks=ticks, ppid=1, argv=[], role="trainer")
+    )
     run.supervisor(("attempt_started", {"attempt": 0}))
     assert judge(collect(run.path)).cause == "H1611"
 
@@ -249,12 +347,15 @@ def test_a_supervisor_that_was_killed_is_said(run):
     run.process(7)
     run.supervisor(("attempt_started", {"attempt": 0}))
     assert judge(collect(run.path)).cause == "H1600"
-    (run.path / SUPERVISOR_FOLDER / "lost.json").write_text('{"unix_seconds": 1.0, "killed": [7], "left": []}')
+    (run.path / SUPERVISOR_FOLDER / "lost.json").write_text(
+        '{"unix_seconds": 1.0, "killed": [7], "left": []}'
+    )
     assert judge(collect(run.path)).cause == "H1616"
 
 
 @pytest.mark.parametrize(
-    ("status", "sent", "cause"), [(-2, 2, "H1604"), (1, 2, "H1604"), (-9, 15, "H1603"), (0, 15, "H1603")]
+    ("status", "sent", "cause"),
+    [(-2, 2, "H1604"), (1, 2, "H1604"), (-9, 15, "H1603"), (0, 15, "H1603")],
 )
 def test_what_the_user_asked_for_is_no_failure_of_the_run(run, status, sent, cause):
     """However the command ends after a signal that was passed on, the signal is the cause."""
@@ -264,14 +365,17 @@ def test_what_the_user_asked_for_is_no_failure_of_the_run(run, status, sent, cau
         + traceback_of("Broken pipe", "BrokenPipeError")
     )
     run.supervisor(
-        ("attempt_started", {"attempt": 0}), ("signal", {"number": sent, "sender": "user"}),
+        ("attempt_started", {"attempt": 0}),
+        ("signal", {"number": sent, "sender": "user"}),
         ended(status, asked_by=sent, signal_sent_by_us=9),
-    )  # fmt: skip
+    )
     assert judge(collect(run.path)).cause == cause
 
 
 def test_damaged_files_are_named_and_end_nothing(run):
-    """Rings that are cut, foreign or of a newer holdfast, and files of junk, leave the rest readable."""
+    """Rings that are cut, foreign or of a newer holdfast, and files of junk, leave the rest
+    readable.
+    """
     run.output(traceback_of(SHAPES))
     folder = run.process(7)
     run.supervisor(("attempt_started", {"attempt": 0}), ended(1))
@@ -298,10 +402,13 @@ def test_events_of_another_shape_are_survived(run, data):
     """Facts that are not what this version writes make no error."""
     run.process(7, ("exception", data), ("last_words", {"text": 5}), ("guard", {"path": "a\0b"}))
     run.supervisor(
-        ("attempt_started", {"attempt": "x"}), ("hang", data), ("memory_trend", {"what": 3, "bytes_per_step": "x"}),
-        ("leak", {}), ("signal", {}),
+        ("attempt_started", {"attempt": "x"}),
+        ("hang", data),
+        ("memory_trend", {"what": 3, "bytes_per_step": "x"}),
+        ("leak", {}),
+        ("signal", {}),
         ("attempt_ended", {"status": "x", "oom_kills": "y"}),
-    )  # fmt: skip
+    )
     judge(collect(run.path))
 
 
@@ -317,25 +424,34 @@ def test_events_of_another_shape_are_survived(run, data):
         ((*[0.5] * 300, *[10.0**power for power in range(37)]), 307),
         ((3e5, *[0.01] * 60, *[4e7] * 10), 62),
         ((*[1.0] * 20, *[1e9, NAN] * 4), 21),
-        ([value for step in range(100) for value in (0.7 + 0.01 * step, -30.0 * step)], None),  # of a GAN
+        # Of a GAN
+        ([value for step in range(100) for value in (0.7 + 0.01 * step, -30.0 * step)], None),
         ((1.0, 0.9, NAN), None),  # one batch
         ((1.0, NAN, 0.9, 0.8), None),  # it came back
         ((1e-12, 0.1, *[1.0] * 30), None),  # a loss that begins at 0
         ((*[0.002] * 50, *[2000.0] * 50), None),  # a part of it was switched on
         ((-1.0, -20.0, *[-1e9] * 50), None),  # a return that grows
         ((*[1.0] * 50, 1e12, 1.0), None),  # a spike
-        ([1e10 * (number % 7 / 7) ** 8 for number in range(200)], None),  # of single samples, not scaled
+        # Of single samples, not scaled
+        ([1e10 * (number % 7 / 7) ** 8 for number in range(200)], None),
         ((), None),
     ],
 )
-def test_a_training_is_lost_if_nothing_good_comes_after_losses_that_are_not_finite_or_exploded(losses, since):
-    """The end decides; what is legitimate, such as a GAN's losses or a curriculum's, is not lost."""
+def test_a_training_is_lost_if_nothing_good_comes_after_losses_that_are_not_finite_or_exploded(
+    losses, since
+):
+    """The end decides; what is legitimate, such as a GAN's losses or a curriculum's, is not
+    lost.
+    """
     lost = find_lost(list(enumerate(losses, start=1)))
     assert (None if lost is None else lost.since) == since
 
 
 def test_a_run_whose_training_was_lost_did_not_end_well(tmp_path):
-    """Status 0 is no good end where the loss was lost, from the first step or later; no value at all says nothing."""
+    """Status 0 is no good end where the loss was lost, from the first step or later.
+
+    No value at all says nothing.
+    """
     verdict = of_run(tmp_path / "run", 0, losses=(1.0, 0.8, 0.7, *[NAN] * 20))
     assert (verdict.cause, verdict.family, verdict.exit_code) == ("H1617", "numerics", 19)
     assert verdict.title == "ended with status 0, but the loss is not finite since step 4"
@@ -343,7 +459,10 @@ def test_a_run_whose_training_was_lost_did_not_end_well(tmp_path):
     assert "holdfast.watch" in verdict.fix
     assert any("since step 4" in each.text for each in verdict.evidence)
     assert "from the beginning" in of_run(tmp_path / "first", 0, losses=[NAN] * 3).title
-    assert "rose from 1 to 1e+36, since step 3" in of_run(tmp_path / "up", 0, losses=(1.0, 1.0, *[1e36] * 9)).title
+    assert (
+        "rose from 1 to 1e+36, since step 3"
+        in of_run(tmp_path / "up", 0, losses=(1.0, 1.0, *[1e36] * 9)).title
+    )
     assert of_run(tmp_path / "unread", 0, losses=[None] * 30).cause == "H1626"
     well = of_run(tmp_path / "well", 0, losses=[1.0 / step for step in range(1, 40)])
     assert (well.title, well.fix) == ("ended well", "Nothing is to be done.")
@@ -360,33 +479,60 @@ def test_a_loss_that_is_only_printed_says_that_a_training_was_lost(tmp_path, out
 
 def test_what_was_recorded_of_a_loss_is_surer_than_what_was_printed(tmp_path):
     """A printed NaN is no lost training where the recorded losses are good."""
-    assert of_run(tmp_path / "seen", 0, output="loss nan\nloss nan\n", losses=(0.5, 0.4)).cause == "H1626"
+    assert (
+        of_run(tmp_path / "seen", 0, output="loss nan\nloss nan\n", losses=(0.5, 0.4)).cause
+        == "H1626"
+    )
 
 
 FINDING = {
-    "rule": "H825", "severity": "advice", "about": "cause", "confidence": 0.8, "what": "the weights moved too far",
-    "fix": "lower the learning rate.", "where": "",
-}  # fmt: skip
+    "rule": "H825",
+    "severity": "advice",
+    "about": "cause",
+    "confidence": 0.8,
+    "what": "the weights moved too far",
+    "fix": "lower the learning rate.",
+    "where": "",
+}
 
 
 def test_a_fault_of_the_training_is_said_of_a_run_that_ended_well():
-    """What a Guard found stands in title, summary, evidence and fix, a cause before a symptom however severe."""
-    symptom = {**FINDING, "rule": "H804", "severity": "error", "about": "symptom", "what": "NaN in w"}
+    """What a Guard found stands in title, summary, evidence and fix, a cause before a symptom
+    however severe.
+    """
+    symptom = {
+        **FINDING,
+        "rule": "H804",
+        "severity": "error",
+        "about": "symptom",
+        "what": "NaN in w",
+    }
     warning = event("preflight", rule="H630", what="num_workers=64 on 2 processors", fix="pass 2.")
-    events = (event("finding", **symptom), event("finding", **FINDING), event("note", **FINDING), warning)
+    events = (
+        event("finding", **symptom),
+        event("finding", **FINDING),
+        event("note", **FINDING),
+        warning,
+    )
     verdict = judge(Facts(events=events, endings=(Ending(status=0),)))
     assert (verdict.cause, verdict.exit_code) == ("H1601", 0)
     assert verdict.title == "ended well, but its training has a fault: learning rate too high"
     assert "the weights moved too far [H825]" in verdict.summary
     assert verdict.fix.startswith("Lower the learning rate.")
     quoted = [each.text for each in verdict.evidence]
-    assert [text.partition("]")[0][-4:] for text in quoted if "[H" in text] == ["H825", "H804", "H630"]
+    assert [text.partition("]")[0][-4:] for text in quoted if "[H" in text] == [
+        "H825",
+        "H804",
+        "H630",
+    ]
     broken = (
         event("finding", rule=["H825"], what=None),
         event("preflight", rule=5),
         event("finding", rule="H9", what=""),
     )
-    assert judge(Facts(events=broken, endings=(Ending(status=0),))).exit_code == 0, "damaged events cost no verdict"
+    assert judge(Facts(events=broken, endings=(Ending(status=0),))).exit_code == 0, (
+        "damaged events cost no verdict"
+    )
 
 
 def test_what_a_guard_did_is_said_with_the_newest_reason():
@@ -404,13 +550,22 @@ def test_what_a_guard_did_is_said_with_the_newest_reason():
         "a Guard tried again after freeing memory",
         "a Guard skipped the step, 2 times: NaN in the batch; sample 4",
         "a Guard replaced the workers of the loader: worker 1 was killed by SIGKILL",
-        "a Guard quarantined a sample that could not be loaded, 3 times (a.wav, [7]): ValueError: 7.png is cut short",
+        (
+            "a Guard quarantined a sample that could not be loaded, 3 times (a.wav, [7]):"
+            " ValueError: 7.png is cut short"
+        ),
     ]
 
 
 def test_how_a_process_left_is_said_as_it_was_recorded(tmp_path):
-    """The message of sys.exit is quoted, past progress bars; one that never ended in order left as by os._exit."""
-    text = "step 1\n\x1b[31mno more data\x1b[0m\n\repoch 1:  34%|###   | 10/29 [00:00<00:00, 282.50it/s]"
+    """The message of sys.exit is quoted, past progress bars.
+
+    One that never ended in order left as by os._exit.
+    """
+    text = (
+        "step 1\n\x1b[31mno more data\x1b[0m\n\repoch 1:  34%|###   | 10/29 [00:00<00:00,"
+        " 282.50it/s]"
+    )
     exiting = ("exiting", {"how": "sys.exit", "status": 1})
     verdict = of_run(tmp_path / "exit", 1, output=text, said=(exiting,))
     assert verdict.cause == "H1607"
@@ -420,7 +575,9 @@ def test_how_a_process_left_is_said_as_it_was_recorded(tmp_path):
 
 def test_changes_that_the_attempt_had_are_not_offered_again():
     """A verdict offers what is new only."""
-    failed = Statement(text="CUDA out of memory. Tried to allocate 2 GiB", kind="exception", fatal=True)
+    failed = Statement(
+        text="CUDA out of memory. Tried to allocate 2 GiB", kind="exception", fatal=True
+    )
     facts = Facts(statements=(failed,), endings=(Ending(status=1),))
     first = judge(facts)
     again = judge(replace(facts, extra={"changed": dict(first.changes)}))

@@ -1,6 +1,8 @@
-"""The catalogue: every entry explains itself, finds its own texts and no others, and no pattern can take for ever.
+"""The catalogue: every entry explains itself, finds its own texts and no others, and no pattern can
+take for ever.
 
-An entry that breaks a rule fails here with its id. `wordings.yaml` holds statements that neighbours must keep apart.
+An entry that breaks a rule fails here with its id. `wordings.yaml` holds statements that neighbours
+must keep apart.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from holdfast.explain.logs.keeping import is_relevant
 from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.rules import all_rules, catalogue
 from holdfast.explain.signature import FAMILIES, Restart, Role, Signature
-from holdfast.explain.signatures import UNJUDGED, WELL, all_signatures, endings, kinds_of_unknown, leaks
+from holdfast.explain.signatures import (
+    UNJUDGED,
+    WELL,
+    all_signatures,
+    endings,
+    kinds_of_unknown,
+    leaks,
+)
 from holdfast.explain.weighing import match_all
 
 CATALOGUE = all_signatures()
@@ -44,7 +53,9 @@ def fits(text: str, *, exception: str | None = None, frames: Any = ()) -> list[s
         text=text,
         kind="exception" if exception else "line",
         exception=exception,
-        frames=tuple(Frame(file=file, line=line, function=function) for file, line, function in frames),
+        frames=tuple(
+            Frame(file=file, line=line, function=function) for file, line, function in frames
+        ),
     )
     return [match.signature.id for match in match_all(statement)]
 
@@ -52,9 +63,12 @@ def fits(text: str, *, exception: str | None = None, frames: Any = ()) -> list[s
 def test_ids_are_unique_in_the_files_and_never_those_of_other_rules() -> None:
     """No entry hides another, and a rule of the pages keeps its id."""
     files = [file for file in resources.files(signatures).iterdir() if file.name.endswith(".yaml")]
-    entries = [entry for file in files for entry in yaml.safe_load(file.read_text(encoding="utf-8"))]
+    entries = [
+        entry for file in files for entry in yaml.safe_load(file.read_text(encoding="utf-8"))
+    ]
     ids = [entry["id"] for entry in entries if "id" in entry]
-    assert len(entries) - len(ids) == len(kinds_of_unknown())  # they have that of what they say more about
+    # They have that of what they say more about
+    assert len(entries) - len(ids) == len(kinds_of_unknown())
     assert all(kind.family in FAMILIES and kind.fix.endswith(".") for kind in kinds_of_unknown())
     assert len(ids) == len(set(ids))
     leaking = {leaks.signature_of(kind, on_host=False) for kind in leaks.KINDS}
@@ -66,7 +80,9 @@ def test_ids_are_unique_in_the_files_and_never_those_of_other_rules() -> None:
 
 @pytest.mark.parametrize("signature", CATALOGUE.values(), ids=CATALOGUE)
 def test_every_signature_explains_itself(signature: Signature) -> None:
-    """Id, title, words, family and the other fields have the form that the page and the verdicts rely on."""
+    """Id, title, words, family and the other fields have the form that the page and the verdicts
+    rely on.
+    """
     assert re.fullmatch(r"H(?:9\d\d|1[0-6]\d\d)", signature.id)
     assert signature.title
     assert "\n" not in signature.title
@@ -102,10 +118,14 @@ def test_what_code_chooses_by_id_is_there() -> None:
 
 @pytest.mark.parametrize(("signature", "text"), TEXTS)
 def test_every_example_is_judged_to_its_own_signature(signature: Signature, text: str) -> None:
-    """Each quoted text, alone as the log of a command that failed, leads to the signature that quotes it."""
+    """Each quoted text, alone as the log of a command that failed, leads to the signature that
+    quotes it.
+    """
     facts = collect_stream(io.BytesIO(text.encode()), name="a.log", status=1)
     if signature.role == "confirmation":  # such only supports another
-        assert signature.id in {match.signature.id for each in facts.statements for match in match_all(each)}
+        assert signature.id in {
+            match.signature.id for each in facts.statements for match in match_all(each)
+        }
     else:
         assert judge(facts).cause == signature.id
     # A line is kept in the middle of a log of any size for its words.
@@ -114,23 +134,34 @@ def test_every_example_is_judged_to_its_own_signature(signature: Signature, text
 
 @pytest.mark.parametrize("signature", BY_PATTERN, ids=lambda signature: signature.id)
 def test_patterns_compile_and_do_not_explode(signature: Signature) -> None:
-    """No pattern has a repetition inside a repetition that can be left and entered at the same place."""
-    for pattern in (*signature.patterns, *signature.frames, *(text for pair in signature.in_frames for text in pair)):
+    """No pattern has a repetition inside a repetition that can be left and entered at the same
+    place.
+    """
+    for pattern in (
+        *signature.patterns,
+        *signature.frames,
+        *(text for pair in signature.in_frames for text in pair),
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             re.compile(pattern, re.IGNORECASE)
         # (x+)+, (x*)*, (x+)* with a single item inside: exponential on texts that nearly match.
         assert not re.search(r"\((?:\?:)?(?:\[[^\]]*\]|\\?.)[+*]\)[+*]", pattern)
-        # An open-ended repetition at the start begins anew at every place: work by the square of the text.
+        # An open-ended repetition at the start begins anew at every place: work by the square of
+        # the text.
         start = re.match(r"(?:\\?[\"']\??|\(\?:)?(?:\[(?:\\.|[^\]\\])*\]|\\[wS]|\.)[+*]", pattern)
         assert not start or pattern[0] == "'"
-        # Two open-ended wildcards in a row: the work grows with the square of the text for each place.
+        # Two open-ended wildcards in a row: the work grows with the square of the text for each
+        # place.
         assert not re.search(r"\.[*+]\??\.[*+]", pattern)
 
 
 @pytest.mark.parametrize(("exception", "text"), WORDINGS["restated"])
 def test_no_entry_restates_an_exception(exception: str, text: str) -> None:
-    """What a reader of the exception knows already is no signature: such an entry is to be deleted."""
+    """What a reader of the exception knows already is no signature.
+
+    Such an entry is to be deleted.
+    """
     assert fits(text, exception=exception, frames=[("train.py", 3, "main")]) == []
 
 
@@ -150,7 +181,9 @@ def test_words_that_people_print_match_nothing(line: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("piece", WORDINGS["hostile"])
 def test_long_texts_that_match_nothing_are_passed_over(piece: str) -> None:
-    """20,000 characters that nearly match many patterns come to an end with all of them, and none matches."""
+    """20,000 characters that nearly match many patterns come to an end with all of them, and
+    none matches.
+    """
     text = piece * (20_000 // len(piece))
     for suffix in ("", " tensor", "\nRuntimeError"):
         assert not fits((text + suffix)[-20_000:])
@@ -158,7 +191,9 @@ def test_long_texts_that_match_nothing_are_passed_over(piece: str) -> None:
 
 
 def test_no_text_is_passed_over_that_a_pattern_fits() -> None:
-    """A pattern is only tried where a word is that it needs, and finds the same in all texts that are quoted."""
+    """A pattern is only tried where a word is that it needs, and finds the same in all texts
+    that are quoted.
+    """
     texts = [text for _, text in (each.values for each in TEXTS)]
     patterns = {pattern for each in CATALOGUE.values() for pattern in each.patterns}
     patterns |= {pattern for each in kinds_of_unknown() for pattern in each.patterns}
@@ -166,4 +201,7 @@ def test_no_text_is_passed_over_that_a_pattern_fits() -> None:
     for pattern in patterns:
         quick, plain = QuickPattern(pattern), re.compile(pattern, re.IGNORECASE)
         for text in [*texts, "AD", "acd", "yz", "b7", "é", "No", "TWO", "7"]:
-            assert (quick.search(text, text.lower()) is None) == (plain.search(text) is None), (pattern, text)
+            assert (quick.search(text, text.lower()) is None) == (plain.search(text) is None), (
+                pattern,
+                text,
+            )

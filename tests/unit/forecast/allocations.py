@@ -12,14 +12,16 @@ from torch.profiler import ProfilerActivity, profile
 def real_allocations(run: Callable[[], Any], since: str = "") -> tuple[int, int]:
     """Run something on the real CPU, once to warm up and once watched.
 
-    Return the most bytes that were live above the beginning, and those that its result keeps. The beginning is that
-    of the part that is recorded by the name `since`, if one is given.
+    Return the most bytes that were live above the beginning, and those that its result keeps. The
+    beginning is that of the part that is recorded by the name `since`, if one is given.
     """
     kept = run()
     del kept
     gc.collect()
     # acc_events: without it torch 2.11 warns that events are cleared.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as watched:
         kept = run()
     stack, changes, begun = list(watched.profiler.kineto_results.experimental_event_tree()), [], 0
     del kept

@@ -1,4 +1,7 @@
-"""Tests of a module with ``RUNS_IN_CHILD = True`` run in one child process: a device that is registered stays so."""
+"""Tests of a module with ``RUNS_IN_CHILD = True`` run in one child process.
+
+A device that is registered stays so.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,14 @@ def _failures(file: Path) -> dict[str, str]:
         report = Path(folder, "report.xml")
         options = ["-m", "", "-p", "no:cacheprovider", f"--junitxml={report}"]
         environment = {**os.environ, _IN_CHILD: "1"}
-        done = run_prepared(["-m", "pytest", file, *options], cwd=_ROOT, timeout=280, env=environment)
+        done = run_prepared(
+            ["-m", "pytest", file, *options], cwd=_ROOT, timeout=280, env=environment
+        )
         assert report.exists(), done.stdout + done.stderr
         cases = ET.parse(report).iter("testcase")
         return {
-            case.get("name", ""): "\n".join(one.text or "" for one in case if one.tag in ("failure", "error"))
+            case.get("name", ""): "\n".join(
+                one.text or "" for one in case if one.tag in ("failure", "error")
+            )
             for case in cases
         }

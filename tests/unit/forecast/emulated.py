@@ -15,7 +15,10 @@ from holdfast.forecast.trace.tracer import Tracer
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A forward and a backward pass: the last node, bytes kept between them, sizes of all storages, the result."""
+    """A forward and a backward pass.
+
+    The last node, bytes kept between them, sizes of all storages, the result.
+    """
 
     node: str
     kept: int
@@ -35,7 +38,8 @@ def seen(run: Callable[[], torch.Tensor]) -> Seen:
         trace = tracer.trace(micro_batch_size=1)
     changes = np.sign(trace.events) * trace.size_bytes[np.abs(trace.events) - 1]
     in_forward = trace.event_phase == PHASES.index("forward")
-    until = np.flatnonzero(in_forward & (changes > 0))[-1]  # there the gradient of the result is made
+    # There the gradient of the result is made
+    until = np.flatnonzero(in_forward & (changes > 0))[-1]
     forward, backward = changes[:until], changes[~in_forward]
     return Seen(
         node=node,

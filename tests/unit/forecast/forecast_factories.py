@@ -1,4 +1,7 @@
-"""Factories that the tests of the forecast trace in child processes: small jobs, right and wrong ones."""
+"""Factories that the tests of the forecast trace in child processes.
+
+Small jobs, right and wrong ones.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,17 @@ def mlp() -> dict[str, Any]:
 
 
 def checkpointed() -> dict[str, Any]:
-    """Fail with the batch on the host, in a checkpoint; with torch 2.11 its hooks stay while the error is kept."""
+    """Fail with the batch on the host, in a checkpoint.
+
+    With torch 2.11 its hooks stay while the error is kept.
+    """
     job, errors = mlp(), []
 
     def loss_fn(batch: Any) -> torch.Tensor:
         try:
-            return functional.cross_entropy(checkpoint(job["model"], batch[0], use_reentrant=False), batch[1])
+            return functional.cross_entropy(
+                checkpoint(job["model"], batch[0], use_reentrant=False), batch[1]
+            )
         except RuntimeError as error:
             errors.append(error)
             raise
@@ -42,7 +50,10 @@ def checkpointed() -> dict[str, Any]:
 
 
 class Transformer(nn.Module):
-    """An encoder with embeddings of token ids; it makes its positions in each forward pass, without a device."""
+    """An encoder with embeddings of token ids.
+
+    It makes its positions in each forward pass, without a device.
+    """
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -65,14 +76,18 @@ def transformer() -> dict[str, Any]:
     ids = torch.randint(100, (4, 32))
 
     def loss_fn(batch: Any) -> torch.Tensor:
-        return functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+        return functional.cross_entropy(
+            model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+        )
 
     return _job(model, {"ids": ids, "labels": ids.clone()}, loss_fn)
 
 
 def lstm() -> dict[str, Any]:
     """Recur."""
-    model = nn.ModuleDict({"rnn": nn.LSTM(20, 32, num_layers=2, batch_first=True), "head": nn.Linear(32, 1)})
+    model = nn.ModuleDict(
+        {"rnn": nn.LSTM(20, 32, num_layers=2, batch_first=True), "head": nn.Linear(32, 1)}
+    )
     batch = {"x": torch.randn(8, 25, 20), "y": torch.randn(8, 1)}
 
     def loss_fn(batch: Any) -> torch.Tensor:
@@ -86,7 +101,9 @@ def _gan() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
         "generator": nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32)),
         "discriminator": nn.Sequential(nn.Linear(32, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1)),
     }
-    return models, {name: torch.optim.Adam(model.parameters(), lr=2e-4) for name, model in models.items()}
+    return models, {
+        name: torch.optim.Adam(model.parameters(), lr=2e-4) for name, model in models.items()
+    }
 
 
 def gan() -> dict[str, Any]:
@@ -99,7 +116,8 @@ def gan() -> dict[str, Any]:
         optimizers["discriminator"].zero_grad()
         fake = generator(noise)
         (
-            functional.softplus(discriminator(fake.detach())) + functional.softplus(-discriminator(batch))
+            functional.softplus(discriminator(fake.detach()))
+            + functional.softplus(-discriminator(batch))
         ).mean().backward()
         optimizers["discriminator"].step()
         optimizers["generator"].zero_grad()
@@ -117,7 +135,9 @@ def gan_by_guard() -> dict[str, Any]:
     def step(guard: Any, batch: torch.Tensor) -> None:
         def of_discriminator(real: torch.Tensor) -> torch.Tensor:
             fake = generator(torch.randn(len(real), 16)).detach()
-            return (functional.softplus(discriminator(fake)) + functional.softplus(-discriminator(real))).mean()
+            return (
+                functional.softplus(discriminator(fake)) + functional.softplus(-discriminator(real))
+            ).mean()
 
         def of_generator(real: torch.Tensor) -> torch.Tensor:
             return functional.softplus(-discriminator(generator(torch.randn(len(real), 16)))).mean()
@@ -155,7 +175,9 @@ def casts_itself() -> dict[str, Any]:
 def branching() -> dict[str, Any]:
     """Go another way from three samples on."""
     model = nn.Linear(8, 8)
-    return _job(model, torch.zeros(4, 8), lambda x: (model(x).exp() if len(x) > 2 else model(x)).mean())
+    return _job(
+        model, torch.zeros(4, 8), lambda x: (model(x).exp() if len(x) > 2 else model(x)).mean()
+    )
 
 
 def fp32_only() -> dict[str, Any]:
@@ -163,7 +185,11 @@ def fp32_only() -> dict[str, Any]:
     model = nn.Linear(8, 8)
 
     def loss_fn(x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(x), 8).scatter_(1, torch.zeros(len(x), 8, dtype=torch.int64), model(x)).mean()
+        return (
+            torch.zeros(len(x), 8)
+            .scatter_(1, torch.zeros(len(x), 8, dtype=torch.int64), model(x))
+            .mean()
+        )
 
     return _job(model, torch.zeros(4, 8), loss_fn)
 
@@ -202,7 +228,10 @@ def never_trained() -> dict[str, Any]:
 def of_another_model() -> dict[str, Any]:
     """Give the optimizer the parameters of a copy."""
     model = nn.Linear(8, 4)
-    return {**_job(nn.Linear(8, 4), torch.randn(4, 8), lambda batch: model(batch).mean()), "model": model}
+    return {
+        **_job(nn.Linear(8, 4), torch.randn(4, 8), lambda batch: model(batch).mean()),
+        "model": model,
+    }
 
 
 def _group_of_one() -> None:

@@ -1,4 +1,7 @@
-"""Forecasts for the tests of how they are presented: of made steps, without a process that traces."""
+"""Forecasts for the tests of how they are presented.
+
+Of made steps, without a process that traces.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,28 @@ def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = Tru
     """Return the forecast of a made step for devices."""
     traces = tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in (2, 4))
     result = TraceResult(
-        traces=traces, route="privateuse1", parameters=4_000_000,
-        trainable_parameters=4_000_000, accumulates=accumulates, host_bytes=1, build_seconds=0.1,
-        trace_seconds=(0.1, 0.1), assumptions=ASSUMED,
-    )  # fmt: skip
+        traces=traces,
+        route="privateuse1",
+        parameters=4_000_000,
+        trainable_parameters=4_000_000,
+        accumulates=accumulates,
+        host_bytes=1,
+        build_seconds=0.1,
+        trace_seconds=(0.1, 0.1),
+        assumptions=ASSUMED,
+    )
     order = Order(
-        factory="train.py:build", devices=devices, precisions=("fp32",), global_batch_size=total, margin_bytes=0
+        factory="train.py:build",
+        devices=devices,
+        precisions=("fp32",),
+        global_batch_size=total,
+        margin_bytes=0,
     )
     plain = replace(fit(traces), accumulates=accumulates)
     every = range(len(BLOCKS))
-    recomputed = fit([make_step(BLOCKS, size, optimizer_bytes=MIB, recompute=every) for size in (2, 4)])
+    recomputed = fit(
+        [make_step(BLOCKS, size, optimizer_bytes=MIB, recompute=every) for size in (2, 4)]
+    )
     step = {"fp32": Step(plain=plain, recomputed=lambda: (recomputed, plain.template.blocks))}
     plans = [plan_device(order, device, step) for device in devices]
     found = Verification(live_bytes=1000 * MIB, forecast_bytes=1001 * MIB, fits=True)

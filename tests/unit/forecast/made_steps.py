@@ -1,4 +1,6 @@
-"""Training steps for the tests of forecasts: played by a small autograd that counts references, checkpoints included.
+"""Training steps for the tests of forecasts.
+
+Played by a small autograd that counts references, checkpoints included.
 
 A program is a list of blocks, a block a list of layers.
 
@@ -20,7 +22,10 @@ SAVES = {"linear": "input", "gelu": "input", "relu": "output", "dropout": "mask"
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a kind in `SAVES`: bytes of its output, and while it runs, for each sample; fixed ones besides."""
+    """A layer of a kind in `SAVES`: bytes of its output, and while it runs, for each sample.
+
+    Fixed ones besides.
+    """
 
     kind: str
     width: int
@@ -92,8 +97,8 @@ def make_step(
 ) -> Trace:
     """Return the trace of a step, in which the blocks in `recompute` run under a checkpoint.
 
-    `optimizer_bytes` is scratch of the optimizer; 0 leaves it out. After the block `branch_at` an operation runs that
-    others do not have.
+    `optimizer_bytes` is scratch of the optimizer; 0 leaves it out. After the block `branch_at` an
+    operation runs that others do not have.
     """
     step = _Step(blocks, batch, frozenset(recompute))
     step.play(optimizer_bytes, branch_at)
@@ -108,7 +113,11 @@ class _Step:
         self.recompute = recompute
         self.parameters = [
             [
-                self.machine.allocate(16 * layer.width + 4, "parameters") if layer.kind == "linear" else None
+                (
+                    self.machine.allocate(16 * layer.width + 4, "parameters")
+                    if layer.kind == "linear"
+                    else None
+                )
                 for layer in block
             ]
             for block in blocks
@@ -121,7 +130,8 @@ class _Step:
             if parameter is not None
         }
         self.optimizer_steps: list[tuple[int, int]] = []
-        self.graphs: list[tuple[int, list[Node], int | None]] = []  # block, nodes or none yet, a frame's input
+        # Block, nodes or none yet, a frame's input
+        self.graphs: list[tuple[int, list[Node], int | None]] = []
 
     def play(self, optimizer_bytes: int, branch_at: int | None) -> None:
         machine = self.machine
@@ -147,8 +157,11 @@ class _Step:
 
     def _forward(self, block: int, value: int) -> int:
         machine = self.machine
-        # What a checkpoint holds, torch ties to the tensors that are saved under it: with the last of them it goes.
-        framed = block in self.recompute and any(SAVES[layer.kind] != "nothing" for layer in self.blocks[block])
+        # What a checkpoint holds, torch ties to the tensors that are saved under it: with the last
+        # of them it goes.
+        framed = block in self.recompute and any(
+            SAVES[layer.kind] != "nothing" for layer in self.blocks[block]
+        )
         given = machine.hold(value)
         frame = machine.hold(value) if framed else None
         value, nodes = self._layers(block, value, keeps=not framed)
@@ -156,12 +169,20 @@ class _Step:
         machine.drop(given)
         return value
 
-    def _layers(self, block: int, value: int, *, keeps: bool, stops: bool = False) -> tuple[int, list[Node]]:
-        """Run layers, taking over the caller's hold of the value; `stops` at the last saved tensor, as torch does."""
+    def _layers(
+        self, block: int, value: int, *, keeps: bool, stops: bool = False
+    ) -> tuple[int, list[Node]]:
+        """Run layers, taking over the caller's hold of the value.
+
+        `stops` at the last saved tensor, as torch does.
+        """
         machine = self.machine
         nodes: list[Node] = []
         layers = self.blocks[block]
-        last = max((place for place, layer in enumerate(layers) if SAVES[layer.kind] != "nothing"), default=-1)
+        last = max(
+            (place for place, layer in enumerate(layers) if SAVES[layer.kind] != "nothing"),
+            default=-1,
+        )
         for place, layer in enumerate(layers):
             saves = SAVES[layer.kind]
             node = Node(layer, self.parameters[block][place], [])
@@ -171,7 +192,9 @@ class _Step:
             if stops and (place > last or (place == last and saves == "input")):
                 continue
             machine.operate(
-                f"aten.{layer.kind}", flops=4 * layer.width * self.batch, moved_bytes=machine.sizes[value]
+                f"aten.{layer.kind}",
+                flops=4 * layer.width * self.batch,
+                moved_bytes=machine.sizes[value],
             )
             out = machine.allocate(layer.width * self.batch + layer.fixed)
             if layer.scratch:
@@ -247,7 +270,9 @@ class _Step:
             lines=("", LINE),
             names=names,
             resident=tuple(range(self.resident)),
-            carried=tuple((made, self.found[parameter]) for parameter, made in self.gradients.items()),
+            carried=tuple(
+                (made, self.found[parameter]) for parameter, made in self.gradients.items()
+            ),
             growth_bytes=0,
             blocks=tuple(f"blocks.{number}" for number in range(len(self.blocks))),
             optimizer_steps=tuple(self.optimizer_steps),

@@ -21,9 +21,23 @@ SETTINGS = settings(deadline=None, max_examples=60)
 
 
 SIZES = st.sampled_from(
-    [512, 4 * KIB, 700 * KIB, MIB, MIB + 512, 3 * MIB, 9 * MIB, 10 * MIB, 13 * MIB, 21 * MIB, 48 * MIB]
+    [
+        512,
+        4 * KIB,
+        700 * KIB,
+        MIB,
+        MIB + 512,
+        3 * MIB,
+        9 * MIB,
+        10 * MIB,
+        13 * MIB,
+        21 * MIB,
+        48 * MIB,
+    ]
 )
-STEPS = st.lists(st.tuples(st.sampled_from("aaaaffffffe"), SIZES, st.integers(0, 1000)), max_size=120)
+STEPS = st.lists(
+    st.tuples(st.sampled_from("aaaaffffffe"), SIZES, st.integers(0, 1000)), max_size=120
+)
 
 
 # A slow model as oracle: lists that are searched from end to end, no joined bookkeeping
@@ -54,10 +68,18 @@ class SlowAllocator:
         if fitting:
             _, number, place = min(fitting)
         else:
-            wanted = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            wanted = (
+                2 * MIB
+                if small
+                else 20 * MIB
+                if size < 10 * MIB
+                else -(-size // (2 * MIB)) * 2 * MIB
+            )
             if self.reserved() + wanted > self.cap:
                 self.retries += 1
-                self.segments = [entry for entry in self.segments if any(owner for _, owner in entry[1])]
+                self.segments = [
+                    entry for entry in self.segments if any(owner for _, owner in entry[1])
+                ]
             if self.reserved() + wanted > self.cap:
                 return False
             self.segments.append((small, [[wanted, 0]]))
@@ -85,7 +107,9 @@ class SlowAllocator:
 @given(STEPS, st.integers(20, 300))
 @SETTINGS
 def test_it_does_what_the_slow_model_does(steps: list[tuple[str, int, int]], cap: int) -> None:
-    """Reserved and allocated bytes, retries and failures equal those of the slow model after each step."""
+    """Reserved and allocated bytes, retries and failures equal those of the slow model after
+    each step.
+    """
     slow, fast = SlowAllocator(cap * MIB), CachingAllocator(cap_bytes=cap * MIB)
     live: list[tuple[int, Block]] = []
     for owner, (action, size, index) in enumerate(steps, start=1):
@@ -110,7 +134,9 @@ def test_it_does_what_the_slow_model_does(steps: list[tuple[str, int, int]], cap
 # Replay and fit
 
 
-def trace_of(steps: list[tuple[str, int, int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def trace_of(
+    steps: list[tuple[str, int, int]],
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     events: list[int] = []
     sizes: list[int] = []
     live: list[int] = []
@@ -124,9 +150,13 @@ def trace_of(steps: list[tuple[str, int, int]]) -> tuple[np.ndarray[Any, Any], n
     return np.array(events, dtype=np.int32), np.array(sizes, dtype=np.int64)
 
 
-@pytest.mark.parametrize(("events", "text"), [([1, 1], "allocates storage 0"), ([-1], "frees storage 0")])
+@pytest.mark.parametrize(
+    ("events", "text"), [([1, 1], "allocates storage 0"), ([-1], "frees storage 0")]
+)
 def test_replay_refuses_a_trace_that_cannot_be(events: list[int], text: str) -> None:
-    """A storage that is allocated twice or freed before it is there is an error, never a silent count."""
+    """A storage that is allocated twice or freed before it is there is an error, never a silent
+    count.
+    """
     with pytest.raises(ValueError, match=text):
         replay(np.array(events, dtype=np.int32), np.array([512]))
 
@@ -134,7 +164,10 @@ def test_replay_refuses_a_trace_that_cannot_be(events: list[int], text: str) -> 
 @given(STEPS)
 @SETTINGS
 def test_caps_where_they_are_monotone(steps: list[tuple[str, int, int]]) -> None:
-    """The peak without a cap is a cap without retries; below the live peak none suffices; the smallest found does."""
+    """The peak without a cap is a cap without retries; below the live peak none suffices.
+
+    The smallest found does.
+    """
     events, sizes = trace_of(steps)
     free = replay(events, sizes)
     assert replay(events, sizes, cap_bytes=free.peak_reserved_bytes) == free
@@ -148,7 +181,9 @@ def test_caps_where_they_are_monotone(steps: list[tuple[str, int, int]]) -> None
 
 
 def test_fit_on_a_device() -> None:
-    """A trace fits if it is played within usable memory less context and margin, the workspaces counted."""
+    """A trace fits if it is played within usable memory less context and margin, the workspaces
+    counted.
+    """
     device = find_device("RTX 4090")
     free = device.available_bytes - default_margin_bytes(device) - sum(device.workspace_bytes)
     events = np.array([1], dtype=np.int32)
@@ -162,21 +197,34 @@ def test_fit_on_a_device() -> None:
 
 def test_a_workspace_that_backward_needs_first_takes_what_forward_has_left() -> None:
     """So what the next forward asks for comes from the driver."""
-    device, events, sizes = find_device("H100"), np.array([1, -1, 2]), np.array([128 * MIB, 128 * MIB])
-    first, then = (check_fit(events, sizes, device, products=(0, at)).replay.peak_reserved_bytes for at in (0, 2))
+    device, events, sizes = (
+        find_device("H100"),
+        np.array([1, -1, 2]),
+        np.array([128 * MIB, 128 * MIB]),
+    )
+    first, then = (
+        check_fit(events, sizes, device, products=(0, at)).replay.peak_reserved_bytes
+        for at in (0, 2)
+    )
     assert (first, then) == ((2 * 32 + 128) * MIB, (32 + 2 * 128) * MIB)
 
 
 def test_the_margin_has_a_floor_and_keeps_all_unknown_scratch() -> None:
-    """A small H100 keeps 512 MiB back, a large one 10 percent, and unknown scratch comes on top of either."""
+    """A small H100 keeps 512 MiB back, a large one 10 percent, and unknown scratch comes on top
+    of either.
+    """
     small, large = (replace(find_device("H100"), usable_bytes=gib * GIB) for gib in (4, 100))
     assert default_margin_bytes(small) == LEAST_MARGIN_BYTES
     assert default_margin_bytes(large, uncalibrated_scratch_bytes=7) == 10 * GIB + 7
 
 
-@pytest.mark.parametrize("name", ["V100-16GB", "V100-32GB", "T4", "A100-80GB", "RTX 4090", "24GiB", "140GiB", "B200"])
+@pytest.mark.parametrize(
+    "name", ["V100-16GB", "V100-32GB", "T4", "A100-80GB", "RTX 4090", "24GiB", "140GiB", "B200"]
+)
 def test_a_forecast_that_is_a_fifth_too_low_still_fits_where_none_was_measured(name: str) -> None:
-    """The worst of ten published peaks was 21 % above its forecast, on a V100 with an older torch."""
+    """The worst of ten published peaks was 21 % above its forecast, on a V100 with an older
+    torch.
+    """
     device = find_device(name)
     margin = default_margin_bytes(device)
     assert not device.is_measured
@@ -188,4 +236,6 @@ def test_a_forecast_that_is_a_fifth_too_low_still_fits_where_none_was_measured(n
 def test_a_device_that_old_cuda_runs_on_keeps_its_context_free(name: str) -> None:
     """Context and margin hold a tenth of the device and the largest context seen with CUDA 11."""
     device = find_device(name)
-    assert default_margin_bytes(device) + device.context_bytes >= 0.1 * device.usable_bytes + 1.3 * GIB
+    assert (
+        default_margin_bytes(device) + device.context_bytes >= 0.1 * device.usable_bytes + 1.3 * GIB
+    )

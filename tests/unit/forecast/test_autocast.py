@@ -1,4 +1,7 @@
-"""CUDA's autocast on the fake device: the class of every operator, and how long cast weights live."""
+"""CUDA's autocast on the fake device.
+
+The class of every operator, and how long cast weights live.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ def _full(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="cuda")
 
 
-# What is computed, and in which type CUDA's autocast to bf16 has it; the lists are compared with torch's own below.
+# What is computed, and in which type CUDA's autocast to bf16 has it; the lists are compared with
+# torch's own below.
 ROWS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "linear": (lambda: F.linear(_full(2, 4), _full(3, 4), _full(3)), "bfloat16"),
     "layer_norm": (lambda: F.layer_norm(_half(2, 4), (4,), _half(4), _half(4)), "float32"),
@@ -46,14 +50,20 @@ ROWS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize(("compute", "dtype"), ROWS.values(), ids=ROWS)
-def test_each_class_of_operators_computes_in_its_type(compute: Callable[[], torch.Tensor], dtype: str) -> None:
-    """Products run in bf16, sums and losses in fp32, mixed inputs are promoted, everything else is left alone."""
+def test_each_class_of_operators_computes_in_its_type(
+    compute: Callable[[], torch.Tensor], dtype: str
+) -> None:
+    """Products run in bf16, sums and losses in fp32, mixed inputs are promoted, everything else
+    is left alone.
+    """
     with forecast_device(), torch.autocast("cuda", dtype=torch.bfloat16):
         assert compute().dtype is getattr(torch, dtype)
 
 
 def test_regions_and_the_refused_loss() -> None:
-    """Casting happens in enabled regions only, fp16 is the default there, and BCELoss is refused as on CUDA."""
+    """Casting happens in enabled regions only, fp16 is the default there, and BCELoss is refused
+    as on CUDA.
+    """
     with forecast_device():
         assert torch.mm(_full(4, 4), _full(4, 4)).dtype is torch.float32
         with torch.autocast("cuda"):
@@ -65,13 +75,18 @@ def test_regions_and_the_refused_loss() -> None:
 
 
 def test_every_operator_that_torch_registers_for_cuda_has_a_class() -> None:
-    """The lists are complete for this torch: all that is registered for CUDA is installed, and nothing is assumed."""
+    """The lists are complete for this torch.
+
+    All that is registered for CUDA is installed, and nothing is assumed.
+    """
     registered = policy.registered_for_cuda()
     assert registered <= set(policy.classified())
     assert len(registered) > 100
     with forecast_device() as device:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        installed = {name for name in registered if has_kernel(f"aten::{name}", "AutocastPrivateUse1")}
+        installed = {
+            name for name in registered if has_kernel(f"aten::{name}", "AutocastPrivateUse1")
+        }
         assert installed == registered - set(LISTS["left_alone"])
         assert not any("autocast" in one.what for one in device.assumptions)
 
@@ -86,7 +101,11 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.numel() == self.elements and out.dtype is torch.bfloat16:
+        if (
+            func is torch.ops.aten._to_copy.default
+            and out.numel() == self.elements
+            and out.dtype is torch.bfloat16
+        ):
             self.results.append(weakref.ref(out.untyped_storage()))
         return out
 
@@ -106,7 +125,9 @@ class _Casts(TorchDispatchMode):
     ],
 )
 def test_the_classes_are_those_of_torch(macro: str, section: str) -> None:
-    """Each list is, name by name, that of the header that torch's own CUDA policy is compiled from."""
+    """Each list is, name by name, that of the header that torch's own CUDA policy is compiled
+    from.
+    """
     text = _HEADER.read_text(encoding="utf-8")
     found = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)+.*\n)", text)
     assert found is not None
@@ -121,11 +142,14 @@ def test_the_classes_are_those_of_torch(macro: str, section: str) -> None:
         "norm.Scalar",
         "norm.ScalarOpt_dim",
     }
-    assert listed == (set(LISTS[section]) & policy.registered_for_cuda()) - beside  # others are of another version
+    # Others are of another version
+    assert listed == (set(LISTS[section]) & policy.registered_for_cuda()) - beside
 
 
 def test_a_weight_is_cast_once_until_the_outermost_region_ends() -> None:
-    """The cache holds one cast for all uses in nested regions, and is dropped at the outermost end; frozen: none."""
+    """The cache holds one cast for all uses in nested regions, and is dropped at the outermost
+    end; frozen: none.
+    """
     with forecast_device():
         layer, x = nn.Linear(7, 7, bias=False).cuda(), _full(2, 7)
         with _Casts(49) as casts, torch.no_grad():
@@ -148,7 +172,9 @@ def test_a_weight_is_cast_once_until_the_outermost_region_ends() -> None:
 
 
 def test_recomputation_casts_weights_anew() -> None:
-    """Two recomputed regions of two uses each cast the weight once together forward and once each in backward."""
+    """Two recomputed regions of two uses each cast the weight once together forward and once
+    each in backward.
+    """
     with forecast_device():
         layer, x = nn.Linear(7, 7, bias=False).cuda(), _full(2, 7).requires_grad_()
         with _Casts(49) as casts:

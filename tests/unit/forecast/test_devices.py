@@ -1,4 +1,7 @@
-"""The catalogue of devices: every figure with its source, names as people write them, sizes, clear errors."""
+"""The catalogue of devices.
+
+Every figure with its source, names as people write them, sizes, clear errors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
 
 @pytest.mark.parametrize("entry", CATALOGUE["devices"], ids=lambda entry: str(entry["name"]))
 def test_every_figure_has_a_source(entry: dict[str, Any]) -> None:
-    """Each device says where usable memory, context and rates are from, and its figures are of a plausible order."""
+    """Each device says where usable memory, context and rates are from, and its figures are of a
+    plausible order.
+    """
     device = find_device(entry["name"])
     assert {"usable", "context", "rates", "cublas", "cublaslt"} <= device.sources.keys()
     assert all(len(text) > 10 for text in device.sources.values())
@@ -45,7 +50,9 @@ def test_sizes() -> None:
     unknown = find_device("24GiB")
     assert (unknown.name, unknown.usable_bytes) == ("24GiB", 24 * GIB)
     assert "nearest by size" in unknown.sources["rates"]
-    assert all((find_device(f"{size}GiB").capability or (0, 0)) >= (8, 0) for size in (14, 16, 32, 64, 192))
+    assert all(
+        (find_device(f"{size}GiB").capability or (0, 0)) >= (8, 0) for size in (14, 16, 32, 64, 192)
+    )
     assert find_device("16GiB").context_bytes == find_device("24GiB").context_bytes > 0.5 * GIB
     assert find_device("24GB").usable_bytes == 24 * 10**9
     assert find_device("16384 MiB").usable_bytes == 16 * GIB

@@ -1,4 +1,7 @@
-"""Tests of holdfast.forecast.trace.extrapolation: sizes at any micro-batch and length, and what is not aligned."""
+"""Tests of holdfast.forecast.trace.extrapolation.
+
+Sizes at any micro-batch and length, and what is not aligned.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ programs = st.lists(st.lists(layers, min_size=1, max_size=4).map(tuple), min_siz
 def one_storage_each(count: int) -> Trace:
     """Return a step that makes and frees storages one by one."""
     base = make_step([(Layer("relu", 4),)], 2)
-    events = np.array([event for storage in range(1, count + 1) for event in (storage, -storage)], dtype=np.int32)
+    events = np.array(
+        [event for storage in range(1, count + 1) for event in (storage, -storage)], dtype=np.int32
+    )
     return replace(
         base,
         events=events,
@@ -41,11 +46,15 @@ def one_storage_each(count: int) -> Trace:
 
 
 @settings(max_examples=60, deadline=None)
-@given(programs, st.sampled_from([(2, 4), (2, 3), (3, 5)]), st.integers(1, 4000), st.integers(0, 9999))
+@given(
+    programs, st.sampled_from([(2, 4), (2, 3), (3, 5)]), st.integers(1, 4000), st.integers(0, 9999)
+)
 def test_a_step_that_grows_by_whole_bytes_is_reproduced_exactly(
     program: list[Block], sizes: tuple[int, int], wanted: int, scratch: int
 ) -> None:
-    """A step whose storages are affine in the batch is reproduced to the byte and the operation at any size."""
+    """A step whose storages are affine in the batch is reproduced to the byte and the operation
+    at any size.
+    """
     scaled = fit([make_step(program, size, optimizer_bytes=scratch) for size in sizes])
     expected, got = make_step(program, wanted, optimizer_bytes=scratch), scaled.at(wanted)
     for name in ("events", "size_bytes", "flops", "moved_bytes", "operation_event"):
@@ -55,7 +64,9 @@ def test_a_step_that_grows_by_whole_bytes_is_reproduced_exactly(
 
 
 def test_sizes_that_grow_unevenly_are_rounded_up_and_said() -> None:
-    """A storage that grows by a fraction of a byte per sample is rounded up, and the share of such is said."""
+    """A storage that grows by a fraction of a byte per sample is rounded up, and the share of
+    such is said.
+    """
     base = one_storage_each(2)
     two = replace(base, size_bytes=np.array([100, 1000]), micro_batch_size=2)
     four = replace(base, size_bytes=np.array([101, 2000]), micro_batch_size=4)
@@ -70,7 +81,9 @@ def test_a_batch_beyond_all_memory_stays_above_any_device(batch: int) -> None:
     """A size that no 64-bit integer holds is bounded, and so is the sum of all of them."""
     base = one_storage_each(3)
     sizes = {size: np.array([1000 * size, 7 * size, 8], dtype=np.int64) for size in (2, 4)}
-    got = fit([replace(base, size_bytes=sizes[size], micro_batch_size=size) for size in (2, 4)]).at(batch)
+    got = fit([replace(base, size_bytes=sizes[size], micro_batch_size=size) for size in (2, 4)]).at(
+        batch
+    )
     assert 1 << 42 < int(got.size_bytes.sum()) < 1 << 60
     assert got.size_bytes[2] == 8
 
@@ -90,8 +103,12 @@ def test_an_operation_that_only_one_batch_has_is_named_with_its_line() -> None:
 
 def test_scratch_that_only_some_batches_take_is_taken_to_grow_with_the_batch() -> None:
     """Where an operation takes scratch in one trace only, the other gets its share."""
-    small, large = (make_step([(Layer("linear", 40, scratch=30), Layer("gelu", 40))], size) for size in (2, 4))
+    small, large = (
+        make_step([(Layer("linear", 40, scratch=30), Layer("gelu", 40))], size) for size in (2, 4)
+    )
     scratch = small.owner == OWNERS.index("scratch")
     lacking = replace(small, size_bytes=np.where(scratch, 0, small.size_bytes))
     assert scratch.any()
-    assert np.array_equal(fit([lacking, large]).at(9).size_bytes, fit([small, large]).at(9).size_bytes)
+    assert np.array_equal(
+        fit([lacking, large]).at(9).size_bytes, fit([small, large]).at(9).size_bytes
+    )

@@ -48,7 +48,9 @@ FACTORIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
-def test_whatever_is_asked_for_on_cuda_comes_to_the_device(make: Callable[[Any], torch.Tensor]) -> None:
+def test_whatever_is_asked_for_on_cuda_comes_to_the_device(
+    make: Callable[[Any], torch.Tensor],
+) -> None:
     """Every way to make or move a tensor to CUDA leads to the fake device."""
     with forecast_device():
         for place in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0)):
@@ -56,9 +58,18 @@ def test_whatever_is_asked_for_on_cuda_comes_to_the_device(make: Callable[[Any],
 
 
 def test_a_step_takes_the_way_of_cuda() -> None:
-    """Checkpointing, BatchNorm, clipping and AdamW run, with native dropout and foreach kernels, without memory."""
+    """Checkpointing, BatchNorm, clipping and AdamW run, with native dropout and foreach kernels,
+    without memory.
+    """
     with forecast_device():
-        layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 5)]
+        layers = [
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Flatten(),
+            nn.Linear(144, 5),
+        ]
         model = nn.Sequential(*layers).to("cuda")
         x = torch.zeros(2, 3, 8, 8, device="cuda")
         optimizer = torch.optim.AdamW(model.parameters())
@@ -74,7 +85,11 @@ def test_a_step_takes_the_way_of_cuda() -> None:
 
 def tied() -> nn.ModuleDict:
     model = nn.ModuleDict(
-        {"embedding": nn.Embedding(11, 4), "rnn": nn.GRU(4, 4), "head": nn.Linear(4, 11, bias=False)}
+        {
+            "embedding": nn.Embedding(11, 4),
+            "rnn": nn.GRU(4, 4),
+            "head": nn.Linear(4, 11, bias=False),
+        }
     )
     model["head"].weight = model["embedding"].weight
     model.register_buffer("positions", torch.arange(5))
@@ -91,20 +106,27 @@ WAYS: dict[str, Callable[[nn.Module, ForecastDevice], object]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_is_moved_as_the_same_object(way: str) -> None:
-    """Parameters keep their identity and their ties, buffers come along, and an older optimizer steps them."""
+    """Parameters keep their identity and their ties, buffers come along, and an older optimizer
+    steps them.
+    """
     real = tied()
     with forecast_device() as device:
         model: Any = real if way == "place_real" else tied()
         before, optimizer = list(model.parameters()), torch.optim.Adam(model.parameters())
         WAYS[way](model, device)
-        model["head"](model["embedding"](torch.zeros(2, 3, dtype=torch.long, device="cuda"))).sum().backward()
+        model["head"](
+            model["embedding"](torch.zeros(2, 3, dtype=torch.long, device="cuda"))
+        ).sum().backward()
         optimizer.step()
         assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
         assert all(isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in before)
         assert {place_of(t) for t in (*model.parameters(), *model.buffers())} == {"forecast:0"}
         assert model["head"].weight is model["embedding"].weight
         assert model["head"].weight.grad is not None
-        assert all(a is b for a, b in zip(model["rnn"]._flat_weights, model["rnn"].parameters(), strict=True))
+        assert all(
+            a is b
+            for a, b in zip(model["rnn"]._flat_weights, model["rnn"].parameters(), strict=True)
+        )
         assert len(optimizer.state) == 1
         assert model["head"].weight.dtype is (torch.float64 if way == "to_type" else torch.float32)
 
@@ -115,18 +137,27 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_operator_without_a_rule_is_named_with_the_line() -> None:
-    """H422 says operator, line and the call that helps; after ``register_fake`` the operator runs."""
+    """H422 says operator, line and the call that helps.
+
+    After ``register_fake`` the operator runs.
+    """
     library = torch.library.Library("holdfast_test", "FRAGMENT")
     library.define("fold(Tensor x) -> Tensor")
     with forecast_device():
         x = torch.zeros(4, 3, device="cuda")
-        with pytest.raises(PolicyError, match=r"holdfast_test::fold.*test_fake_device\.py:\d+ in test_an") as caught:
+        with pytest.raises(
+            PolicyError, match=r"holdfast_test::fold.*test_fake_device\.py:\d+ in test_an"
+        ) as caught:
             torch.ops.holdfast_test.fold(x)
         assert caught.value.rule == "H422"
         assert 'torch.library.register_fake("holdfast_test::fold")' in str(caught.value)
-        torch.library.register_fake("holdfast_test::fold", lambda x: torch.empty(2, 3, device=x.device))
+        torch.library.register_fake(
+            "holdfast_test::fold", lambda x: torch.empty(2, 3, device=x.device)
+        )
         assert torch.ops.holdfast_test.fold(x).shape == (2, 3)
-        with pytest.raises(PolicyError, match="operator holdfast_test::doubled has no rule") as caught:
+        with pytest.raises(
+            PolicyError, match="operator holdfast_test::doubled has no rule"
+        ) as caught:
             doubled(x)
         assert caught.value.rule == "H422"
 
@@ -135,7 +166,12 @@ def test_everything_is_put_back() -> None:
     """After the context torch is as it was, down to the attributes of its classes."""
 
     def found() -> list[Any]:
-        functions = [torch.cuda.is_available, nn.Module._apply, torch.compile, torch.clear_autocast_cache]
+        functions = [
+            torch.cuda.is_available,
+            nn.Module._apply,
+            torch.compile,
+            torch.clear_autocast_cache,
+        ]
         return [*functions, torch.Generator, set(vars(torch.Tensor)), set(vars(torch.cuda))]
 
     before = found()

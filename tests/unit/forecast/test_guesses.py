@@ -1,4 +1,7 @@
-"""Answers to questions for values: what is known, what is expected, what is guessed, and that guesses are listed."""
+"""Answers to questions for values.
+
+What is known, what is expected, what is guessed, and that guesses are listed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ def on_device(*shape: int) -> torch.Tensor:
 
 
 def test_an_answer_is_listed_once_with_its_line_and_can_be_turned() -> None:
-    """One line is one assumption; turned, it is answered with False, and what was assumed there no longer is."""
+    """One line is one assumption.
+
+    Turned, it is answered with False, and what was assumed there no longer is.
+    """
     guesses = Guesses()
 
     def ask() -> bool:
@@ -38,7 +44,10 @@ def test_an_answer_is_listed_once_with_its_line_and_can_be_turned() -> None:
 
 
 def test_a_loop_that_waits_for_a_tensor_is_refused() -> None:
-    """A question that is asked without end in one step ends in H424 with its line; another step begins anew."""
+    """A question that is asked without end in one step ends in H424 with its line.
+
+    Another step begins anew.
+    """
     guesses = Guesses()
     with pytest.raises(PolicyError, match=f"a loop asked a tensor 10000 times.*{HERE}:") as caught:
         while guesses.decide():
@@ -49,7 +58,10 @@ def test_a_loop_that_waits_for_a_tensor_is_refused() -> None:
 
 
 def test_checks_for_finite_numbers_pass() -> None:
-    """Questions about NaN and infinity are answered as for finite numbers, others as yes; each with its line."""
+    """Questions about NaN and infinity are answered as for finite numbers, others as yes.
+
+    Each with its line.
+    """
     with forecast_device() as device:
         x = on_device(4)
         assert torch.isfinite(x).all()
@@ -65,9 +77,14 @@ def test_checks_for_finite_numbers_pass() -> None:
 
 
 def test_values_of_the_batch_stay_known_on_the_device() -> None:
-    """Lengths and masks from real host tensors give exact shapes through moves, comparisons and sums: no guess."""
+    """Lengths and masks from real host tensors give exact shapes through moves, comparisons and
+    sums: no guess.
+    """
     with forecast_device() as device:
-        lengths, ids = torch.tensor([3, 1, 2]), torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0], [5, 6, 0, 0]])
+        lengths, ids = (
+            torch.tensor([3, 1, 2]),
+            torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0], [5, 6, 0, 0]]),
+        )
         there, mask = lengths.to("cuda"), ids.cuda() != 0
         positions = torch.arange(int(there.max()), device="cuda")
         inside = positions[None] < there[:, None]
@@ -86,7 +103,10 @@ def test_values_of_the_batch_stay_known_on_the_device() -> None:
 
 
 def test_what_is_overwritten_is_no_longer_known() -> None:
-    """In-place arithmetic is followed through views; a write of something unknown makes all views unknown."""
+    """In-place arithmetic is followed through views.
+
+    A write of something unknown makes all views unknown.
+    """
     with forecast_device() as device:
         counter = torch.zeros(2, dtype=torch.long, device="cuda")
         view = counter[:1]
@@ -99,7 +119,9 @@ def test_what_is_overwritten_is_no_longer_known() -> None:
 
 
 def test_shapes_that_depend_on_values_are_the_worst_case() -> None:
-    """Without values every element is kept and counts are as large as they can be, on the device, with gradients."""
+    """Without values every element is kept and counts are as large as they can be, on the
+    device, with gradients.
+    """
     with forecast_device() as device:
         x = on_device(4, 6)
         mask = x > 0
@@ -117,7 +139,9 @@ def test_shapes_that_depend_on_values_are_the_worst_case() -> None:
 
 
 def test_random_numbers_are_taken_as_the_middle_of_their_range() -> None:
-    """Layers are dropped as a likely random number says, and an integer is as large as it can be."""
+    """Layers are dropped as a likely random number says, and an integer is as large as it can
+    be.
+    """
     with forecast_device() as device:
         assert int(torch.randint(1, 50, (4,)).max()) == 49
         assert not torch.rand([]) < 0.1
@@ -134,6 +158,9 @@ def test_a_result_that_no_rule_knows_is_refused_by_name() -> None:
     """H424 names the operator and the line."""
     library = torch.library.Library("holdfast_guess", "DEF")
     library.define("pick(Tensor x) -> Tensor", tags=(torch.Tag.dynamic_output_shape,))
-    with forecast_device(), pytest.raises(PolicyError, match=f"holdfast_guess::pick.*{HERE}:") as caught:
+    with (
+        forecast_device(),
+        pytest.raises(PolicyError, match=f"holdfast_guess::pick.*{HERE}:") as caught,
+    ):
         torch.ops.holdfast_guess.pick(on_device(3))
     assert caught.value.rule == "H424"

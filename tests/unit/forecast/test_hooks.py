@@ -1,4 +1,6 @@
-"""Jobs whose hooks act while backward runs: the forecast against the peak of the same job on the real CPU.
+"""Jobs whose hooks act while backward runs.
+
+The forecast against the peak of the same job on the real CPU.
 
 The real peak is that of the allocator's own events over three steps.
 """
@@ -19,9 +21,13 @@ WIDTH, DEPTH, SAMPLES = 192, 6, 16
 
 
 def adamw_in_backward() -> dict[str, Any]:
-    """Step an optimizer for each parameter as soon as its gradient is there, as torch's tutorial has it."""
+    """Step an optimizer for each parameter as soon as its gradient is there, as torch's tutorial
+    has it.
+    """
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-    optimizers = {parameter: torch.optim.AdamW([parameter], foreach=False) for parameter in model.parameters()}
+    optimizers = {
+        parameter: torch.optim.AdamW([parameter], foreach=False) for parameter in model.parameters()
+    }
 
     def hook(parameter: torch.Tensor) -> None:
         optimizers[parameter].step()
@@ -53,5 +59,7 @@ def real_peak() -> int:
 def test_hooks_of_backward_are_traced_as_they_run() -> None:
     """Gradients that hooks free are free in the trace, as on the real host: within 1 %."""
     real = real_peak()
-    (trace,) = trace_job(TraceRequest(factory=f"{__file__}:adamw_in_backward", sizes=(SAMPLES,))).traces
+    (trace,) = trace_job(
+        TraceRequest(factory=f"{__file__}:adamw_in_backward", sizes=(SAMPLES,))
+    ).traces
     assert live_peak(trace) == pytest.approx(real, rel=0.01)

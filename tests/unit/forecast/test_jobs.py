@@ -34,15 +34,23 @@ def called(factory: Any, **options: Any) -> building.Built:
 
 def parts(**other: Any) -> dict[str, Any]:
     model = nn.Linear(2, 2)
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "batch": torch.zeros(4, 2), **other}
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "batch": torch.zeros(4, 2),
+        **other,
+    }
 
 
 def test_a_dict_with_a_loss_function_and_a_batch_is_read() -> None:
     """Keys that a forecast does not need are passed over."""
     built = called(lambda: parts(loss_fn=len, scheduler=object()))
     assert (list(built.models), list(built.optimizers), built.function, built.is_step) == (
-        ["model"], ["optimizer"], len, False,
-    )  # fmt: skip
+        ["model"],
+        ["optimizer"],
+        len,
+        False,
+    )
     assert built.has_batch
 
 
@@ -76,11 +84,16 @@ def test_what_a_factory_may_not_return_is_said(returned: Any, said: str) -> None
 
 
 def test_a_scripted_model_is_refused() -> None:
-    """What TorchScript runs is seen by no trace: a forecast of it would have parameters and nothing else."""
+    """What TorchScript runs is seen by no trace.
+
+    A forecast of it would have parameters and nothing else.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.* is deprecated")
         scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-    with pytest.raises(PolicyError, match=r"a model made by torch\.jit, of which a trace sees nothing") as caught:
+    with pytest.raises(
+        PolicyError, match=r"a model made by torch\.jit, of which a trace sees nothing"
+    ) as caught:
         called(lambda: parts(model=scripted, loss_fn=len))
     assert caught.value.rule == "H412"
 
@@ -89,7 +102,9 @@ def test_a_scripted_model_is_refused() -> None:
 def test_a_module_that_cannot_be_imported_is_named_with_its_line(
     tmp_path: Path, text: str, rule: str, said: str
 ) -> None:
-    """Syntax errors, missing packages, CUDA packages, exits and missing names each give their own message."""
+    """Syntax errors, missing packages, CUDA packages, exits and missing names each give their
+    own message.
+    """
     path = tmp_path / "broken.py"
     path.write_text(text)
     with pytest.raises(PolicyError, match=said) as caught:

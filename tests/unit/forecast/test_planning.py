@@ -1,4 +1,7 @@
-"""Plans for a device: the largest micro-batch by brute force, the order of recommendation, what is missing."""
+"""Plans for a device.
+
+The largest micro-batch by brute force, the order of recommendation, what is missing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ BLOCKS = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4
 
 
 def device(mib: int) -> Device:
-    return replace(find_device("T4"), name=f"{mib} MiB", usable_bytes=mib * MIB, context_bytes=10 * MIB)
+    return replace(
+        find_device("T4"), name=f"{mib} MiB", usable_bytes=mib * MIB, context_bytes=10 * MIB
+    )
 
 
 def steps(blocks: list[Block] = BLOCKS, *, accumulates: bool = False) -> Step:
@@ -44,11 +49,16 @@ def ask(mib: int, total: int | None = None) -> Question:
 
 
 def holds(step: Step, row: Row, samples: int, question: Question) -> bool:
-    """Return whether a plan holds at a size, by the allocator alone: for long, if it had to give back its cache."""
+    """Return whether a plan holds at a size, by the allocator alone.
+
+    For long, if it had to give back its cache.
+    """
     trace = step.of(row.modules).at(samples)
     total = question.global_batch_size
     trace = with_accumulation(trace, total) if step.plain.accumulates and total else trace
-    replays = [check_fit(*played(trace, count), question.device, margin_bytes=0) for count in (2, 6)]
+    replays = [
+        check_fit(*played(trace, count), question.device, margin_bytes=0) for count in (2, 6)
+    ]
     if not replays[0].fits or not replays[0].replay.retries:
         return replays[0].fits
     return replays[1].fits and replays[0].replay.retries == replays[1].replay.retries
@@ -70,7 +80,10 @@ layers = st.builds(
     accumulates=st.booleans(),
 )
 def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumulates):
-    """By brute force over sizes: each micro-batch fits, one sample more does not, none is beyond the batch."""
+    """By brute force over sizes.
+
+    Each micro-batch fits, one sample more does not, none is beyond the batch.
+    """
     step, question = steps(blocks, accumulates=accumulates), ask(mib, total)
     for row in plan_rows({"fp32": step}, question):
         size = row.micro_batch_size
@@ -83,10 +96,18 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
 
 def row(**changes: object) -> Row:
     plain = {
-        "device": "T4", "precision": "fp32", "recompute": "none", "modules": (),
-        "micro_batch_size": 4, "live_bytes": 1, "process_bytes": 1,
-        "margin_bytes": 0, "missing_bytes": 0, "retries": 0, "sample_seconds": 1.0,
-    }  # fmt: skip
+        "device": "T4",
+        "precision": "fp32",
+        "recompute": "none",
+        "modules": (),
+        "micro_batch_size": 4,
+        "live_bytes": 1,
+        "process_bytes": 1,
+        "margin_bytes": 0,
+        "missing_bytes": 0,
+        "retries": 0,
+        "sample_seconds": 1.0,
+    }
     return Row(**{**plain, **changes})  # type: ignore[arg-type]
 
 
@@ -96,12 +117,18 @@ def row(**changes: object) -> Row:
         ({"sample_seconds": 0.9}, {"sample_seconds": 1.0}),
         ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "modules": ("a",), "recompute": "all"}),
         ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "retries": 2}),
-        ({"sample_seconds": 5.0}, {"sample_seconds": 1.0, "micro_batch_size": 0, "missing_bytes": 1}),
+        (
+            {"sample_seconds": 5.0},
+            {"sample_seconds": 1.0, "micro_batch_size": 0, "missing_bytes": 1},
+        ),
         ({"micro_batch_size": 8}, {"micro_batch_size": 4}),
     ],
 )
 def test_the_fastest_is_recommended_and_of_equals_the_smallest_change(better, worse):
-    """Faster by more than a roofline can tell wins; within that, fewer changes do; what does not fit never does."""
+    """Faster by more than a roofline can tell wins; within that, fewer changes do.
+
+    What does not fit never does.
+    """
     for rows in ([row(**better), row(**worse)], [row(**worse), row(**better)]):
         assert recommended(rows) == row(**better)
 
@@ -119,10 +146,15 @@ def test_a_device_without_bf16_is_not_planned_for_with_it():
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 def test_a_job_with_its_own_autocast_gets_one_set_of_plans() -> None:
-    """What is asked of precision does not reach its kernels: plans that differ in it would be the same run twice."""
+    """What is asked of precision does not reach its kernels.
+
+    Plans that differ in it would be the same run twice.
+    """
     factory = f"{Path(__file__).with_name('forecast_factories.py')}:casts_itself"
     precisions = ("bf16", "fp32")
-    found = make_forecast(Order(factory=factory, devices=(device(400),), precisions=precisions, verify=False))
+    found = make_forecast(
+        Order(factory=factory, devices=(device(400),), precisions=precisions, verify=False)
+    )
     assert {row.precision for plan in found.plans for row in plan.rows} == {"fp32"}
     assert any("sets its own precision" in said.what for said in found.assumptions)
 
@@ -130,23 +162,38 @@ def test_a_job_with_its_own_autocast_gets_one_set_of_plans() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 def test_where_not_all_fits_the_step_is_traced_with_its_blocks_recomputed() -> None:
-    """There are plans with and without; those with take more samples, and one more trace needs what was forecast."""
+    """There are plans with and without.
+
+    Those with take more samples, and one more trace needs what was forecast.
+    """
     factory = f"{Path(__file__).with_name('forecast_factories.py')}:transformer"
     order = Order(factory=factory, devices=(device(600),), precisions=("fp32",), margin_bytes=0)
     plan = make_forecast(order).plans[0]
-    largest = {name: max(r.micro_batch_size for r in plan.rows if r.recompute == name) for name in ("none", "all")}
+    largest = {
+        name: max(r.micro_batch_size for r in plan.rows if r.recompute == name)
+        for name in ("none", "all")
+    }
     assert 0 < largest["none"] < largest["all"]
     assert plan.verification is not None
     assert abs(plan.verification.error) < 0.01
 
 
 @pytest.mark.parametrize("more", [1.0, 1.3], ids=["blocks lie otherwise", "more is needed"])
-def test_a_plan_that_does_not_hold_raises_the_margin(more: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another plan, with a smaller micro-batch, is traced and taken; that a trace needs more is played here."""
-    order = Order(factory="train.py:build", devices=(device(800),), precisions=("fp32",), global_batch_size=64)
+def test_a_plan_that_does_not_hold_raises_the_margin(
+    more: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another plan, with a smaller micro-batch, is traced and taken.
+
+    That a trace needs more is played here.
+    """
+    order = Order(
+        factory="train.py:build", devices=(device(800),), precisions=("fp32",), global_batch_size=64
+    )
     order = replace(order, margin_bytes=4 * MIB)
     step = {"fp32": steps()}
-    heavier = [tuple(replace(layer, width=int(layer.width * more)) for layer in block) for block in BLOCKS]
+    heavier = [
+        tuple(replace(layer, width=int(layer.width * more)) for layer in block) for block in BLOCKS
+    ]
     tried: list[int] = []
 
     def trace_job(request: TraceRequest) -> SimpleNamespace:
@@ -155,7 +202,9 @@ def test_a_plan_that_does_not_hold_raises_the_margin(more: float, monkeypatch: p
         if more == 1.0 and len(tried) == 1:
             return SimpleNamespace(traces=[make_step(BLOCKS, 2 * size, optimizer_bytes=MIB)])
         every = range(len(heavier) if request.recompute else 0)
-        return SimpleNamespace(traces=[make_step(heavier, size, optimizer_bytes=MIB, recompute=every)])
+        return SimpleNamespace(
+            traces=[make_step(heavier, size, optimizer_bytes=MIB, recompute=every)]
+        )
 
     monkeypatch.setattr(forecasting, "trace_job", trace_job)
     said: list[Assumption] = []

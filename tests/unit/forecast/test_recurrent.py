@@ -1,4 +1,7 @@
-"""Recurrent layers of the forecast: the sizes that cuDNN asks for, and what the layers keep on the fake device."""
+"""Recurrent layers of the forecast.
+
+The sizes that cuDNN asks for, and what the layers keep on the fake device.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from holdfast.forecast.kernels.recurrent import RecurrentSize
 
 RUNS_IN_CHILD = True
 
-# What layers asked for on an H100 with torch 2.11 and cuDNN 9.19: type, steps, sequences, features, hidden size,
-# layers, directions, dropout; workspace and reserve in bytes.
+# What layers asked for on an H100 with torch 2.11 and cuDNN 9.19: type, steps, sequences, features,
+# hidden size, layers, directions, dropout; workspace and reserve in bytes.
 MEASURED = {
     "lstm": [
         ("float32", 64, 32, 48, 96, 1, 1, 0.0, 25616896, 3932416),
@@ -47,7 +50,9 @@ MEASURED = {
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
-@pytest.mark.parametrize(("mode", "case"), [(mode, case) for mode, cases in MEASURED.items() for case in cases])
+@pytest.mark.parametrize(
+    ("mode", "case"), [(mode, case) for mode, cases in MEASURED.items() for case in cases]
+)
 def test_what_cudnn_asked_for_comes_out(mode: str, case: Any) -> None:
     """The reserve to the byte; of the workspace rather too much than too little."""
     dtype, steps, batch, features, hidden, layers, directions, dropout, workspace, reserve = case
@@ -55,26 +60,51 @@ def test_what_cudnn_asked_for_comes_out(mode: str, case: Any) -> None:
     per_gate = sum(directions * hidden * (each + hidden) for each in inputs)
     biases = GATES[mode] * 2 * hidden * layers * directions
     size = RecurrentSize(
-        mode=mode, features=features, hidden=hidden, projection=0, layers=layers, directions=directions, batch=batch,
-        rows=steps * batch, weights=GATES[mode] * per_gate + biases, biases=biases,
-        element_bytes=getattr(torch, dtype).itemsize, dropout=dropout, may_be_small=dtype != "bfloat16",
-    )  # fmt: skip
+        mode=mode,
+        features=features,
+        hidden=hidden,
+        projection=0,
+        layers=layers,
+        directions=directions,
+        batch=batch,
+        rows=steps * batch,
+        weights=GATES[mode] * per_gate + biases,
+        biases=biases,
+        element_bytes=getattr(torch, dtype).itemsize,
+        dropout=dropout,
+        may_be_small=dtype != "bfloat16",
+    )
     assert size.reserve_bytes == reserve
     assert 0.98 * workspace <= size.workspace_bytes() <= 1.12 * workspace
 
 
 def small(mode: str, gates: int, **others: Any) -> RecurrentSize:
     """The layers of these tests: 5 steps of 4 sequences, 16 features, hidden size 32."""
-    sizes: dict[str, Any] = {"layers": 1, "directions": 1, "projection": 0, "element_bytes": 4, "dropout": 0.0}
+    sizes: dict[str, Any] = {
+        "layers": 1,
+        "directions": 1,
+        "projection": 0,
+        "element_bytes": 4,
+        "dropout": 0.0,
+    }
     sizes |= others
     biases = sizes.pop("biases", 2 * gates * 32)
     weights = sizes.pop("weights", gates * 32 * (16 + 32)) + biases
-    return RecurrentSize(mode=mode, features=16, hidden=32, batch=4, rows=20, weights=weights, biases=biases, **sizes)
+    return RecurrentSize(
+        mode=mode, features=16, hidden=32, batch=4, rows=20, weights=weights, biases=biases, **sizes
+    )
 
 
-@pytest.mark.parametrize(("mode", "kind", "gates"), [("lstm", nn.LSTM, 4), ("gru", nn.GRU, 3), ("rnn", nn.RNN, 1)])
-def test_layers_keep_output_states_and_reserve(mode: str, kind: type[nn.RNNBase], gates: int) -> None:
-    """A layer keeps its reserve until backward and needs a workspace in both; its gradients share a buffer."""
+@pytest.mark.parametrize(
+    ("mode", "kind", "gates"), [("lstm", nn.LSTM, 4), ("gru", nn.GRU, 3), ("rnn", nn.RNN, 1)]
+)
+def test_layers_keep_output_states_and_reserve(
+    mode: str, kind: type[nn.RNNBase], gates: int
+) -> None:
+    """A layer keeps its reserve until backward and needs a workspace in both.
+
+    Its gradients share a buffer.
+    """
     with forecast_device() as device:
         x, layer, size = leaf(5, 4, 16), kind(16, 32).cuda(), small(mode, gates)
         run = seen(lambda: layer(x)[0])
@@ -82,15 +112,23 @@ def test_layers_keep_output_states_and_reserve(mode: str, kind: type[nn.RNNBase]
         assert len({p.grad.untyped_storage()._cdata for p in layer.parameters()}) == 1
     assert run.forward.count(size.reserve_bytes) >= 1
     assert run.forward.count(size.workspace_bytes()) == 1
-    assert run.backward.count(size.workspace_bytes()) == 2  # for the input's gradient, then for the weights'
+    # For the input's gradient, then for the weights'
+    assert run.backward.count(size.workspace_bytes()) == 2
     assert gates * 32 * (16 + 32 + 2) * 4 in run.backward
     output, state = 20 * 32 * 4, 4 * 32 * 4
     states = (4 if mode == "lstm" else 2) if mode != "rnn" else 1
-    assert output + size.reserve_bytes <= run.kept <= output + size.reserve_bytes + (states + 1) * state
+    assert (
+        output + size.reserve_bytes
+        <= run.kept
+        <= output + size.reserve_bytes + (states + 1) * state
+    )
 
 
 def test_autocast_runs_in_half_precision_with_flat_weights() -> None:
-    """Under autocast to bf16 the layer runs in fp16 on one flat copy of its weights; the gradients are fp32."""
+    """Under autocast to bf16 the layer runs in fp16 on one flat copy of its weights.
+
+    The gradients are fp32.
+    """
     with forecast_device():
         layer = nn.LSTM(16, 32).cuda()
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -103,13 +141,19 @@ def test_autocast_runs_in_half_precision_with_flat_weights() -> None:
 def test_stacked_and_projected_layers() -> None:
     """Layers, directions, batch first, projections and dropout between layers are all counted."""
     with forecast_device():
-        layers: Any = nn.LSTM(16, 32, num_layers=2, bidirectional=True, dropout=0.1, batch_first=True).cuda()
+        layers: Any = nn.LSTM(
+            16, 32, num_layers=2, bidirectional=True, dropout=0.1, batch_first=True
+        ).cuda()
         stacked = seen(lambda: layers(leaf(5, 4, 16))[0])
         projected = seen(lambda: nn.LSTM(16, 32, proj_size=8).cuda()(leaf(5, 4, 16))[0])
     weights = 2 * 4 * 32 * ((16 + 32) + (64 + 32))
     # 4 samples of 5 steps here, batch first: 5 sequences of 4 steps
     size = replace(
-        small("lstm", 4, weights=weights, biases=4 * 2 * 4 * 32), layers=2, directions=2, batch=5, dropout=0.1
+        small("lstm", 4, weights=weights, biases=4 * 2 * 4 * 32),
+        layers=2,
+        directions=2,
+        batch=5,
+        dropout=0.1,
     )
     assert stacked.shape == (5, 4, 64)
     assert {size.reserve_bytes, size.workspace_bytes()} <= set(stacked.forward)
@@ -131,13 +175,18 @@ def test_cells_and_native_steps() -> None:
 
 
 def test_known_lengths_are_used_and_unknown_ones_assumed_long() -> None:
-    """Packing known lengths keeps their rows only; unknown ones count as the longest, and that is said."""
+    """Packing known lengths keeps their rows only.
+
+    Unknown ones count as the longest, and that is said.
+    """
     rows = []
     with forecast_device() as device:
         layer = nn.LSTM(16, 32, batch_first=True).cuda()
 
         def packed(lengths: Any) -> torch.Tensor:
-            data = pack_padded_sequence(leaf(4, 7, 16), lengths, batch_first=True, enforce_sorted=False)
+            data = pack_padded_sequence(
+                leaf(4, 7, 16), lengths, batch_first=True, enforce_sorted=False
+            )
             rows.append(data.data.shape[0])
             return pad_packed_sequence(layer(data)[0], batch_first=True)[0]
 
@@ -149,7 +198,9 @@ def test_known_lengths_are_used_and_unknown_ones_assumed_long() -> None:
 
 
 def test_the_ctc_loss_keeps_its_forward_variables() -> None:
-    """The CTC loss keeps a number for each step and twice the labels, and its backward pass needs another."""
+    """The CTC loss keeps a number for each step and twice the labels, and its backward pass
+    needs another.
+    """
     with forecast_device():
         scores, targets = leaf(50, 4, 20), torch.zeros(4, 10, dtype=torch.long, device="cuda")
         lengths = torch.full((4,), 50), torch.full((4,), 10)

@@ -48,7 +48,9 @@ class Encoding(collections.UserDict[str, Any]):
 
 
 def test_all_kinds_of_containers_are_resized_and_keep_their_types() -> None:
-    """Dicts, named tuples, lists, dataclasses and user dicts come back as themselves, with the size asked for."""
+    """Dicts, named tuples, lists, dataclasses and user dicts come back as themselves, with the
+    size asked for.
+    """
     batch = {
         "a": Pair(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)),
         "b": [torch.zeros(8, 5), np.zeros((8, 2))],
@@ -58,7 +60,12 @@ def test_all_kinds_of_containers_are_resized_and_keep_their_types() -> None:
     }
     made = sample(batch).resized(3)
     assert isinstance(made["a"], Pair)
-    assert [tuple(leaf.shape) for leaf in (*made["a"], *made["b"])] == [(3, 3), (3,), (3, 5), (3, 2)]
+    assert [tuple(leaf.shape) for leaf in (*made["a"], *made["b"])] == [
+        (3, 3),
+        (3,),
+        (3, 5),
+        (3, 2),
+    ]
     assert isinstance(made["c"], Utterances)
     assert (tuple(made["c"].frames.shape), made["c"].names, made["c"].rate) == (
         (3, 80, 11),
@@ -83,7 +90,9 @@ def test_all_samples_are_like_the_longest() -> None:
 
 
 class Graph:
-    """Stands for torch_geometric's Data, which is no mapping and keeps its tensors in a store of its own."""
+    """Stands for torch_geometric's Data, which is no mapping and keeps its tensors in a store of
+    its own.
+    """
 
     def __init__(self) -> None:
         self.store = {"x": torch.zeros(4, 3)}
@@ -92,15 +101,32 @@ class Graph:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ({"graph": Graph(), "y": torch.zeros(4)}, r"holds a Graph with tensors in it: batch\['graph'\]"),
-        (pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]), "holds a PackedSequence with tensors in it: batch"),
-        ([{"x": torch.zeros(3)}, {"x": torch.zeros(3)}], "a list with a tensor or a dict for each sample: batch"),
-        ({"waves": [torch.zeros(9), torch.zeros(7)]}, r"a list with a tensor or a dict .*: batch\['waves'\]"),
-        ({"x": torch.zeros(0, 3), "i": torch.zeros(0, dtype=torch.long)}, r"the sample batch is empty: batch\['x'\]"),
+        (
+            {"graph": Graph(), "y": torch.zeros(4)},
+            r"holds a Graph with tensors in it: batch\['graph'\]",
+        ),
+        (
+            pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]),
+            "holds a PackedSequence with tensors in it: batch",
+        ),
+        (
+            [{"x": torch.zeros(3)}, {"x": torch.zeros(3)}],
+            "a list with a tensor or a dict for each sample: batch",
+        ),
+        (
+            {"waves": [torch.zeros(9), torch.zeros(7)]},
+            r"a list with a tensor or a dict .*: batch\['waves'\]",
+        ),
+        (
+            {"x": torch.zeros(0, 3), "i": torch.zeros(0, dtype=torch.long)},
+            r"the sample batch is empty: batch\['x'\]",
+        ),
     ],
 )
 def test_a_batch_that_would_keep_its_size_is_refused(batch: Any, said: str) -> None:
-    """Tensors that nobody could make larger, and samples that are not there, are named before a step is made."""
+    """Tensors that nobody could make larger, and samples that are not there, are named before a
+    step is made.
+    """
     with pytest.raises(BatchError, match=said) as caught:
         sample(batch)
     assert caught.value.rule == "H413"
@@ -109,15 +135,28 @@ def test_a_batch_that_would_keep_its_size_is_refused(batch: Any, said: str) -> N
 def test_what_does_not_depend_on_the_batch_stays_and_is_written_down() -> None:
     """A table among batch tensors is kept, and named in an assumption."""
     found = sample(
-        {"x": torch.zeros(8, 4), "y": torch.zeros(8), "weights": torch.zeros(10), "scale": torch.tensor(1.0)}
+        {
+            "x": torch.zeros(8, 4),
+            "y": torch.zeros(8),
+            "weights": torch.zeros(10),
+            "scale": torch.tensor(1.0),
+        }
     )
     assert found.resized(2)["weights"].shape == (10,)
     assert any("batch['weights'] (10,)" in assumption.what for assumption in found.assumptions())
 
 
 def test_parts_are_views_of_equal_size_that_share_the_rest() -> None:
-    """A batch for gradient accumulation is cut without copies; what does not depend on the batch is in each part."""
-    batch = {"x": torch.zeros(8, 4), "y": torch.zeros(8), "names": list("abcdefgh"), "table": torch.zeros(10)}
+    """A batch for gradient accumulation is cut without copies.
+
+    What does not depend on the batch is in each part.
+    """
+    batch = {
+        "x": torch.zeros(8, 4),
+        "y": torch.zeros(8),
+        "names": list("abcdefgh"),
+        "table": torch.zeros(10),
+    }
     found = sample(batch)
     made = found.resized(6)
     parts = found.parts(made, 3)
@@ -141,8 +180,12 @@ def test_a_batch_without_a_batch_dimension_is_refused(batch: Any) -> None:
 
 @given(size=st.integers(2, 9), length=st.integers(2, 20), new=st.integers(1, 12))
 def test_bytes_grow_evenly_with_the_size(size: int, length: int, new: int) -> None:
-    """A new batch holds exactly that many samples in each tensor, whatever the sample batch was like."""
+    """A new batch holds exactly that many samples in each tensor, whatever the sample batch was
+    like.
+    """
     ids = torch.zeros(size, length, dtype=torch.long)
-    made = sample({"ids": ids, "x": torch.zeros(size, length, 5), "y": torch.zeros(size)}, size=size).resized(new)
+    made = sample(
+        {"ids": ids, "x": torch.zeros(size, length, 5), "y": torch.zeros(size)}, size=size
+    ).resized(new)
     shapes = {key: tuple(value.shape) for key, value in made.items()}
     assert shapes == {"ids": (new, length), "x": (new, length, 5), "y": (new,)}

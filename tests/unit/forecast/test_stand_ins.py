@@ -17,7 +17,9 @@ RUNS_IN_CHILD = True
 
 
 def test_torch_cuda_answers() -> None:
-    """Queries are answered as by one idle GPU, and those that memory may depend on are listed with their line."""
+    """Queries are answered as by one idle GPU, and those that memory may depend on are listed
+    with their line.
+    """
     with forecast_device() as device:
         properties = torch.cuda.get_device_properties(0)
         assert torch.cuda.is_available()
@@ -30,15 +32,21 @@ def test_torch_cuda_answers() -> None:
         torch.cuda.synchronize()
         torch.manual_seed(0)
         torch.cuda.set_rng_state(torch.cuda.get_rng_state())
-        assert {one.what.partition("(")[0].removeprefix("torch.cuda.") for one in device.assumptions} == {
+        assert {
+            one.what.partition("(")[0].removeprefix("torch.cuda.") for one in device.assumptions
+        } == {
             *("get_device_capability", "get_device_properties", "max_memory_reserved"),
             *("mem_get_info", "memory_allocated"),
         }
-        assert {one.line.rpartition(" ")[2] for one in device.assumptions} == {"test_torch_cuda_answers"}
+        assert {one.line.rpartition(" ")[2] for one in device.assumptions} == {
+            "test_torch_cuda_answers"
+        }
 
 
 def test_user_code_sees_a_tensor_on_cuda() -> None:
-    """``x.device`` and ``x.is_cuda`` say CUDA outside torch, and what is made there comes to the fake device."""
+    """``x.device`` and ``x.is_cuda`` say CUDA outside torch, and what is made there comes to the
+    fake device.
+    """
     with forecast_device() as device:
         model, x = nn.Linear(2, 2).to("cuda"), torch.zeros(1, 2, device="cuda")
         for tensor in (x, model(x), model.weight):
@@ -46,7 +54,11 @@ def test_user_code_sees_a_tensor_on_cuda() -> None:
             assert tensor.is_cuda
         assert torch.zeros(1).device.type == "cpu"
         assert not torch.zeros(1).is_cuda
-        for made in (torch.ones(1, device=x.device), torch.ones(1).to(x.device), torch.ones(1).to(x)):
+        for made in (
+            torch.ones(1, device=x.device),
+            torch.ones(1).to(x.device),
+            torch.ones(1).to(x),
+        ):
             assert made.fake_device == device.device
 
 
@@ -69,7 +81,9 @@ def scaled_steps(scaler: Any, autocast: Any) -> None:
 
 
 def test_grad_scaler_and_autocast_for_cuda() -> None:
-    """Both spellings of GradScaler and autocast work on the fake device, every step is made, and that is said."""
+    """Both spellings of GradScaler and autocast work on the fake device, every step is made, and
+    that is said.
+    """
     with forecast_device() as device:
         scaled_steps(torch.amp.GradScaler("cuda"), torch.autocast("cuda", dtype=torch.float16))
         with warnings.catch_warnings():

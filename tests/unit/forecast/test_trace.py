@@ -9,7 +9,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.forecast.trace.events import Assumption, Trace, live_bytes, live_peak, owners_at_peak, played
+from holdfast.forecast.trace.events import (
+    Assumption,
+    Trace,
+    live_bytes,
+    live_peak,
+    owners_at_peak,
+    played,
+)
 from holdfast.forecast.trace.recording import FORWARD, OPTIMIZER, Ledger, Ran, Recording, as_trace
 
 DESCRIBED = {"micro_batch_size": 2, "precision": "fp32", "route": "cpu"}
@@ -35,19 +42,30 @@ class Memory:
     def trace(self) -> Trace:
         self.record.survivors = frozenset(self.live.values())
         return as_trace(
-            self.record, self.ledger, modules=("", "net"), lines=("", "a.py:1 in f"), names=("aten.mm",), blocks=(),
+            self.record,
+            self.ledger,
+            modules=("", "net"),
+            lines=("", "a.py:1 in f"),
+            names=("aten.mm",),
+            blocks=(),
             **DESCRIBED,
-        )  # fmt: skip
+        )
 
 
 @st.composite
 def steps(draw: st.DrawFn, *, steady: bool) -> Trace:
-    """A random step; a steady one ends with sizes, in order, like those that it has freed of what it found."""
+    """A random step; a steady one ends with sizes, in order, like those that it has freed of
+    what it found.
+    """
     sizes = st.integers(1, 5000)
-    memory = Memory({f"r{number}": size for number, size in enumerate(draw(st.lists(sizes, max_size=6)))})
+    memory = Memory(
+        {f"r{number}": size for number, size in enumerate(draw(st.lists(sizes, max_size=6)))}
+    )
     replaced = [name for name in list(memory.live) if draw(st.booleans())]
     wanted = [memory.ledger.size_bytes[memory.live[name]] for name in replaced]
-    ends = [("free", name) for name in replaced] + [("left", number) for number in range(len(wanted))]
+    ends = [("free", name) for name in replaced] + [
+        ("left", number) for number in range(len(wanted))
+    ]
     made = 0
     while ends or draw(st.booleans()):
         actions = ["allocate"] + (["end"] if ends else [])
@@ -72,7 +90,9 @@ def steps(draw: st.DrawFn, *, steady: bool) -> Trace:
 
 @given(steps(steady=True), st.integers(2, 5))
 def test_a_steady_step_needs_the_same_in_each_round(trace: Trace, count: int) -> None:
-    """A step that replaces what it frees ends where it began and has the same peak however often it is played."""
+    """A step that replaces what it frees ends where it began and has the same peak however often
+    it is played.
+    """
     assert trace.growth_bytes == 0
     live = live_bytes(*played(trace, count))[len(trace.resident) :].reshape(count, -1)
     assert (live == live[0]).all()
@@ -81,7 +101,10 @@ def test_a_steady_step_needs_the_same_in_each_round(trace: Trace, count: int) ->
 
 @given(steps(steady=False))
 def test_what_is_played_grows_by_what_the_trace_says(trace: Trace) -> None:
-    """After a step exactly `growth_bytes` more live than before it; owners add up to the live bytes and the peak."""
+    """After a step exactly `growth_bytes` more live than before it.
+
+    Owners add up to the live bytes and the peak.
+    """
     before = int(trace.size_bytes[list(trace.resident)].sum())
     events, sizes = played(trace, 1)
     after = int(live_bytes(events, sizes)[-1]) if len(events) else 0
@@ -91,7 +114,9 @@ def test_what_is_played_grows_by_what_the_trace_says(trace: Trace) -> None:
 
 
 def small_trace() -> Trace:
-    """Weights of 1000 bytes, gradients that the next step frees, an activation of 300, an optimizer's copies."""
+    """Weights of 1000 bytes, gradients that the next step frees, an activation of 300, an
+    optimizer's copies.
+    """
     memory = Memory({"weight": 1000, "gradient": 1000})
     memory.allocate("activation", 300)
     memory.record.operations.append(Ran(0, 0, FORWARD, 10, 20, 0))
@@ -111,7 +136,9 @@ def small_trace() -> Trace:
 
 
 def test_who_owns_the_peak_is_said_largest_first() -> None:
-    """Parameters, gradients and an optimizer's needs are distinguished at the peak, of which modules own a part."""
+    """Parameters, gradients and an optimizer's needs are distinguished at the peak, of which
+    modules own a part.
+    """
     trace = small_trace()
     assert dict(owners_at_peak(trace)) == {"other": 2000, "parameters": 1000, "gradients": 1000}
     assert live_peak(trace) == 4000
@@ -121,7 +148,9 @@ def test_who_owns_the_peak_is_said_largest_first() -> None:
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Every field of a trace comes back from its file, with its type."""
     trace = dataclasses.replace(
-        small_trace(), assumptions=(Assumption(what="taken", line="a.py:1 in f"),), blocks=("layers.0",)
+        small_trace(),
+        assumptions=(Assumption(what="taken", line="a.py:1 in f"),),
+        blocks=("layers.0",),
     )
     trace.save(tmp_path / "step")
     again = Trace.load(tmp_path / "step")

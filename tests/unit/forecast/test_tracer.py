@@ -1,4 +1,6 @@
-"""The tracer against torch's own CPU allocator, and what it says of phases, owners, lines and optimizers."""
+"""The tracer against torch's own CPU allocator, and what it says of phases, owners, lines and
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.kernels.scratch import Uncalibrated, scratch_of
-from holdfast.forecast.trace.events import DTYPES, OWNERS, PHASES, Trace, first_products, live_peak, owners_at_peak
+from holdfast.forecast.trace.events import (
+    DTYPES,
+    OWNERS,
+    PHASES,
+    Trace,
+    first_products,
+    live_peak,
+    owners_at_peak,
+)
 from holdfast.forecast.trace.tracer import Tracer
 
 CPU = torch.device("cpu")
@@ -33,7 +43,9 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + functional.dropout(self.down(functional.gelu(self.up(self.norm(x)))), 0.1, self.training)
+        return x + functional.dropout(
+            self.down(functional.gelu(self.up(self.norm(x)))), 0.1, self.training
+        )
 
 
 class Net(nn.Module):
@@ -45,7 +57,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            # The state of the host's generator, 5056 bytes each, would be allocated past the dispatcher.
+            # The state of the host's generator, 5056 bytes each, would be allocated past the
+            # dispatcher.
             options = {"use_reentrant": False, "preserve_rng_state": False}
             x = checkpoint(layer, x, **options) if self.recompute else layer(x)
         return self.head(x)
@@ -76,7 +89,9 @@ def recomputed() -> tuple[dict[str, Any], Step]:
 JOBS = [plain, recomputed]
 
 
-def trace_of(build: Callable[[], tuple[dict[str, Any], Step]], *, fake: bool = False, warm: int = 2) -> Trace:
+def trace_of(
+    build: Callable[[], tuple[dict[str, Any], Step]], *, fake: bool = False, warm: int = 2
+) -> Trace:
     gc.freeze()  # what is loaded is not looked through; the tracer before has undone that
     with forecast_device("cpu") if fake else contextlib.nullcontext(), Tracer(CPU) as tracer:
         watched, step = build()
@@ -116,15 +131,24 @@ def growth(trace: Trace) -> int:
 
 
 @pytest.mark.parametrize("build", JOBS, ids=lambda build: build.__name__)
-def test_live_bytes_are_those_of_the_real_allocator(build: Callable[[], tuple[dict[str, Any], Step]]) -> None:
-    """A step's rise of live bytes is the CPU allocator's, up to scalars; without data it is the same, each time."""
+def test_live_bytes_are_those_of_the_real_allocator(
+    build: Callable[[], tuple[dict[str, Any], Step]],
+) -> None:
+    """A step's rise of live bytes is the CPU allocator's, up to scalars.
+
+    Without data it is the same, each time.
+    """
     uses_onednn = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # it repacks bfloat16 matrices for each product
     try:
         real = measured_growth(build)
     finally:
         torch._C._set_mkldnn_enabled(uses_onednn)
-    with_data, fake, again = traced(build, fake=False), traced(build), trace_of(build, fake=True, warm=3)
+    with_data, fake, again = (
+        traced(build, fake=False),
+        traced(build),
+        trace_of(build, fake=True, warm=3),
+    )
     assert growth(with_data) == pytest.approx(real, rel=0, abs=64)
     assert len(fake.optimizer_steps) == len(with_data.optimizer_steps)
     assert growth(fake) == growth(with_data)
@@ -139,29 +163,41 @@ def by_owner(trace: Trace, owner: str) -> int:
 
 
 def test_owners_have_their_exact_bytes() -> None:
-    """Parameters, gradients, state and batch are owned to the byte; activations are what backward waits for."""
+    """Parameters, gradients, state and batch are owned to the byte.
+
+    Activations are what backward waits for.
+    """
     fake = traced(plain)
     parameters = sum(p.numel() * 4 for p in Net().parameters())
     assert by_owner(fake, "parameters") == parameters
     assert by_owner(fake, "gradients") == 2 * parameters  # those found and those left
     assert by_owner(fake, "optimizer state") >= 2 * parameters
     assert by_owner(fake, "optimizer state") <= 2 * parameters + 4 * len(list(Net().parameters()))
-    # Per block: two normalizations' means and deviations, four inputs of operations, GELU's input, dropout's mask.
+    # Per block: two normalizations' means and deviations, four inputs of operations, GELU's input,
+    # dropout's mask.
     assert by_owner(fake, "activations") > 3 * 64 * 48 * 4 * 9
-    largest = max(owners_at_peak(fake, "module"), key=lambda path: owners_at_peak(fake, "module")[path])
+    largest = max(
+        owners_at_peak(fake, "module"), key=lambda path: owners_at_peak(fake, "module")[path]
+    )
     assert largest.startswith("model.layers.")
 
 
 def test_activations_and_backward_carry_line_and_module_of_the_forward_pass() -> None:
-    """What backward allocates for an operation carries the line and the module that ran its forward pass."""
+    """What backward allocates for an operation carries the line and the module that ran its
+    forward pass.
+    """
     fake = traced(plain)
     births = fake.events[fake.events > 0] - 1
     backward = births[fake.event_phase[fake.events > 0] == PHASES.index("backward")]
     lines = {fake.lines[fake.line[one]] for one in backward}
-    assert any(line.startswith("test_tracer.py:") and line.endswith(" in forward") for line in lines)
+    assert any(
+        line.startswith("test_tracer.py:") and line.endswith(" in forward") for line in lines
+    )
     modules = {fake.modules[fake.module[one]] for one in backward}
     assert {"model.layers.0.up", "model.layers.2.down", "model.head"} <= modules
-    assert not any("torch" in line or "tracer.py" in line.replace("test_tracer.py", "") for line in fake.lines)
+    assert not any(
+        "torch" in line or "tracer.py" in line.replace("test_tracer.py", "") for line in fake.lines
+    )
 
 
 def test_the_first_products_end_where_their_results_are_made() -> None:
@@ -173,10 +209,15 @@ def test_the_first_products_end_where_their_results_are_made() -> None:
 
 
 def test_flops_moved_bytes_and_types() -> None:
-    """A product counts two operations for each multiplication and moves its three matrices, in its own type."""
+    """A product counts two operations for each multiplication and moves its three matrices, in
+    its own type.
+    """
 
     def build() -> tuple[dict[str, Any], Step]:
-        left, right = torch.randn(30, 20, dtype=torch.bfloat16), torch.randn(20, 10, dtype=torch.bfloat16)
+        left, right = (
+            torch.randn(30, 20, dtype=torch.bfloat16),
+            torch.randn(20, 10, dtype=torch.bfloat16),
+        )
         return {}, lambda: (left @ right, left.t().contiguous())[0]
 
     fake = trace_of(build, fake=True)
@@ -205,7 +246,9 @@ def test_resized_storages_are_followed() -> None:
 
 
 def test_scratch_lies_on_top_of_what_the_operation_returns() -> None:
-    """What the table says of an operation is allocated after its output and freed at once, and owned as scratch."""
+    """What the table says of an operation is allocated after its output and freed at once, and
+    owned as scratch.
+    """
     images, weights = torch.randn(4, 3, 32, 32), torch.randn(8, 3, 3, 3)
     args = (images, weights, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     out = torch.ops.aten.convolution.default(*args)
@@ -220,7 +263,9 @@ def test_scratch_lies_on_top_of_what_the_operation_returns() -> None:
     sizes = (trace.size_bytes[np.abs(trace.events) - 1] * np.sign(trace.events)).tolist()
     assert sizes == [made.nbytes, expected.bytes, -expected.bytes]
     assert by_owner(trace, "scratch") == expected.bytes
-    assert trace.uncalibrated_bytes == uncalibrated.excess_bytes == expected.at_most - expected.bytes
+    assert (
+        trace.uncalibrated_bytes == uncalibrated.excess_bytes == expected.at_most - expected.bytes
+    )
 
 
 def test_reference_cycles_live_to_the_end_of_the_step() -> None:

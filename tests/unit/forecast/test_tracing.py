@@ -30,15 +30,20 @@ def traced(name: str, **options: Any) -> TraceResult:
 
 def bytes_of(trace: Any, owner: str) -> int:
     return int(
-        trace.size_bytes[: len(trace.resident)][trace.owner[: len(trace.resident)] == OWNERS.index(owner)].sum()
+        trace.size_bytes[: len(trace.resident)][
+            trace.owner[: len(trace.resident)] == OWNERS.index(owner)
+        ].sum()
     )
 
 
 def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
-    """Two traces come back whose parameters, state and growth with the batch are those of the job."""
+    """Two traces come back whose parameters, state and growth with the batch are those of the
+    job.
+    """
     said: list[str] = []
     request = TraceRequest(factory=f"{FACTORIES}:mlp", sizes=(2, 4, 6))
-    assert len(bytearray(b"x") * 2**30) == 2**30  # what this process holds is no part of what the job takes
+    # What this process holds is no part of what the job takes
+    assert len(bytearray(b"x") * 2**30) == 2**30
     result = trace_job(request, said.append)
     assert result.route == "privateuse1"
     assert result.parameters == result.trainable_parameters == 64 * 256 + 256 + 256 * 10 + 10
@@ -51,9 +56,16 @@ def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
         assert trace.growth_bytes == 0
         assert (trace.blocks, trace.route, trace.precision) == (("0", "3"), "privateuse1", "fp32")
     assert np.array_equal(small.events, large.events), "the same events at every size"
-    assert np.array_equal(middle.size_bytes - small.size_bytes, large.size_bytes - middle.size_bytes)
+    assert np.array_equal(
+        middle.size_bytes - small.size_bytes, large.size_bytes - middle.size_bytes
+    )
     born = small.size_bytes[small.events[small.events > 0] - 1].tolist()
-    assert born[2:6] == [2048, 2048, 512, 2048], "linear, ReLU, and a dropout's mask before its result"
+    assert born[2:6] == [
+        2048,
+        2048,
+        512,
+        2048,
+    ], "linear, ReLU, and a dropout's mask before its result"
     assert said[0] == "importing the factory (fp32)"
     assert said[-1] == "tracing a step of 6 samples (fp32)"
 
@@ -86,7 +98,8 @@ def test_every_kind_of_job_is_traced_on_both_routes(name: str, route: str, preci
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 @pytest.mark.parametrize(
-    ("name", "rule", "said"), yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["jobs"]
+    ("name", "rule", "said"),
+    yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["jobs"],
 )
 def test_bad_input_is_refused_with_the_users_own_line(name: str, rule: str, said: str) -> None:
     """Each kind of mistake gives its own rule, and names what was found and where."""
@@ -101,7 +114,11 @@ def test_bad_input_is_refused_with_the_users_own_line(name: str, rule: str, said
     ("name", "limits", "said"),
     [
         ("sleeps", {"idle_seconds": 1}, "did nothing for 1 s while building"),
-        ("waits_for_a_child_that_sleeps", {"idle_seconds": 1}, "did nothing for 1 s while building"),
+        (
+            "waits_for_a_child_that_sleeps",
+            {"idle_seconds": 1},
+            "did nothing for 1 s while building",
+        ),
         ("computes", {"cpu_seconds": 1}, "took more than 1 s of CPU time"),
     ],
 )
@@ -121,7 +138,9 @@ class Watched:
     """A process whose time limits are looked at until it ends or exceeds them."""
 
     def __init__(self, code: str) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def exceeded(self, *, looks: int, **limits: float) -> str | None:
         time_limits = TimeLimits(self.process.pid, **limits)
@@ -163,7 +182,9 @@ def test_time_that_a_child_did_not_compute_is_not_cpu_time(watched: Any, code: s
 def test_a_child_whose_own_child_computes_is_not_idle(watched: Any) -> None:
     """As a build that compiles an extension and waits for the compiler."""
     computes = "while True: pass"
-    parent = watched(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {computes!r}], timeout=60)")
+    parent = watched(
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {computes!r}], timeout=60)"
+    )
     try:
         assert parent.exceeded(looks=20, cpu_seconds=600, idle_seconds=1) is None
     finally:
@@ -171,7 +192,9 @@ def test_a_child_whose_own_child_computes_is_not_idle(watched: Any) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_break_of_the_parent_does_not_end_its_child(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_break_of_the_parent_does_not_end_its_child(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-Z stops both for an hour: when they go on, the child was not idle."""
     child = watched("import time; time.sleep(60)")
     limits = TimeLimits(child.process.pid, cpu_seconds=600, idle_seconds=600)
@@ -183,12 +206,16 @@ def test_a_break_of_the_parent_does_not_end_its_child(watched: Any, monkeypatch:
 
 
 def test_the_child_dies_with_its_parent() -> None:
-    """A parent that is killed leaves no tracing process behind, even one that is stuck in user code."""
+    """A parent that is killed leaves no tracing process behind, even one that is stuck in user
+    code.
+    """
     code = (
         "import sys; from holdfast.forecast.job.tracing import TraceRequest, trace_job\n"
         "trace_job(TraceRequest(factory=sys.argv[1]), lambda doing: print(doing, flush=True))"
     )
-    with subprocess.Popen([sys.executable, "-c", code, f"{FACTORIES}:sleeps"], stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, f"{FACTORIES}:sleeps"], stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None
         for line in parent.stdout:
             if b"building" in line:
@@ -208,4 +235,6 @@ def is_running(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    return [each.pid for each in read_table().values() if each.ppid == pid and each.state not in "ZX"]
+    return [
+        each.pid for each in read_table().values() if each.ppid == pid and each.state not in "ZX"
+    ]

@@ -1,4 +1,7 @@
-"""What the tests of the guard share: a guard in one line, its events, and an allocation that no machine grants."""
+"""What the tests of the guard share.
+
+A guard in one line, its events, and an allocation that no machine grants.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,14 @@ from holdfast.guard.step.passes import LossScale, Passes
 
 
 def guarded(run_dir: Any, model: Any, optimizer: Any = None, **settings: Any) -> holdfast.Guard:
-    """Return a guard that saves nothing unless it is asked to; the optimizer is SGD if none is given."""
+    """Return a guard that saves nothing unless it is asked to.
+
+    The optimizer is SGD if none is given.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
-    return holdfast.Guard(run_dir, model=model, optimizer=optimizer, **{"save_interval_steps": None, **settings})
+    return holdfast.Guard(
+        run_dir, model=model, optimizer=optimizer, **{"save_interval_steps": None, **settings}
+    )
 
 
 def events(guard: holdfast.Guard, *kinds: str) -> list[holdfast.Event]:
@@ -54,7 +62,11 @@ class FailsHalfWay(torch.optim.SGD):
     """Moves its first parameter, then runs out of memory: at one call of step, or at each."""
 
     def __init__(
-        self, parameters: Any, fail_at: int | None = None, fail: Callable[[], None] = ask_for_too_much, **how: Any
+        self,
+        parameters: Any,
+        fail_at: int | None = None,
+        fail: Callable[[], None] = ask_for_too_much,
+        **how: Any,
     ) -> None:
         super().__init__(parameters, **how)
         self.calls, self.fail_at, self.fail = 0, fail_at, fail
@@ -80,7 +92,9 @@ class Short:
             ask_for_too_much()
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
+def tensors_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> list[torch.Tensor]:
     """Return copies of weights, buffers and moments."""
     found = [value.clone() for value in model.state_dict().values()]
     for state in {} if optimizer is None else optimizer.state.values():
@@ -91,7 +105,9 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 def passes_of(model: nn.Module, run_dir: Any) -> Passes:
     """Return what runs forward and backward in a step, alone."""
     parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
-    safety = SplitSafety(parts, Policy(), BufferKeeper(parts.models), RunRecord(run_dir, SystemClock()))
+    safety = SplitSafety(
+        parts, Policy(), BufferKeeper(parts.models), RunRecord(run_dir, SystemClock())
+    )
     return Passes(safety, LossScale("cpu", enabled=False), "cpu", "fp32")
 
 

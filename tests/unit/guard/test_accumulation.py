@@ -1,4 +1,7 @@
-"""Splitting a batch leaves the gradient of the whole; `tests/property/test_accumulation.py` tries any split."""
+"""Splitting a batch leaves the gradient of the whole.
+
+`tests/property/test_accumulation.py` tries any split.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,14 @@ def frames_and_tokens() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("rate", "promise"), [(0.0, "equal up to rounding"), (0.4, "equal in distribution")])
+@pytest.mark.parametrize(
+    ("rate", "promise"), [(0.0, "equal up to rounding"), (0.4, "equal in distribution")]
+)
 def test_what_a_split_promises_is_what_is_recorded(tmp_path, rate, promise):
-    """Dropout makes a split equal in distribution; without randomness it is equal up to rounding."""
+    """Dropout makes a split equal in distribution.
+
+    Without randomness it is equal up to rounding.
+    """
     model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(rate), nn.Linear(4, 1))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +51,9 @@ def test_what_a_split_promises_is_what_is_recorded(tmp_path, rate, promise):
     assert the_event(guard, "split").data["promise"] == promise
 
 
-@pytest.mark.parametrize(("shape", "promise"), [((), "changes training"), ((4,), "equal in distribution")])
+@pytest.mark.parametrize(
+    ("shape", "promise"), [((), "changes training"), ((4,), "equal in distribution")]
+)
 def test_a_split_of_a_loss_with_noise_promises_what_the_noise_allows(tmp_path, shape, promise):
     """Noise that samples share is drawn anew by each part, and averages out."""
     model = nn.Linear(5, 4)
@@ -59,7 +69,9 @@ def test_a_split_of_a_loss_with_noise_promises_what_the_noise_allows(tmp_path, s
 
 
 def test_the_split_check_leaves_no_trace(tmp_path):
-    """Trying out a split before training draws no random number, calls nothing of the caller's, moves no buffer."""
+    """Trying out a split before training draws no random number, calls nothing of the caller's,
+    moves no buffer.
+    """
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -94,10 +106,14 @@ def two_terms(model: nn.Module) -> Any:
     return loss
 
 
-def parted(model: nn.Module, run_dir: Path, loss: Any, batch: Any, samples: int, **options: Any) -> Passed:
+def parted(
+    model: nn.Module, run_dir: Path, loss: Any, batch: Any, samples: int, **options: Any
+) -> Passed:
     """Return what `Passes.parted` says for a batch of 8."""
     pieces = micro_batches(batch, 8, samples)
-    return passes_of(model, run_dir).parted(pieces, 8, loss, list(model.parameters()), lambda: None, **options)
+    return passes_of(model, run_dir).parted(
+        pieces, 8, loss, list(model.parameters()), lambda: None, **options
+    )
 
 
 def test_counting_several_terms_first_leaves_no_trace(tmp_path):
@@ -105,7 +121,9 @@ def test_counting_several_terms_first_leaves_no_trace(tmp_path):
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.3), nn.BatchNorm1d(6), nn.Linear(3, 3)).double()
+        return nn.Sequential(
+            nn.Linear(5, 3), nn.Dropout(0.3), nn.BatchNorm1d(6), nn.Linear(3, 3)
+        ).double()
 
     batch, model, twin = frames_and_tokens(), make(), make()
     torch.manual_seed(6)
@@ -116,7 +134,9 @@ def test_counting_several_terms_first_leaves_no_trace(tmp_path):
     assert torch.equal(found, torch.rand(3))
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
     totals = {name: sum(part[name].items for part in terms) for name in terms[0]}
-    sum(term.mean * term.items / totals[name] for part in terms for name, term in part.items()).backward()
+    sum(
+        term.mean * term.items / totals[name] for part in terms for name, term in part.items()
+    ).backward()
     for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-14)
 
@@ -124,13 +144,18 @@ def test_counting_several_terms_first_leaves_no_trace(tmp_path):
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        (lambda calls: [1] * (1 + calls % 2), "1 terms for one part of the batch and 2 for another"),
+        (
+            lambda calls: [1] * (1 + calls % 2),
+            "1 terms for one part of the batch and 2 for another",
+        ),
         (lambda calls: [1, 1 + calls], "in one forward pass and of"),
         (lambda calls: [1, 0], "items=0"),
     ],
 )
 def test_terms_that_do_not_stay_the_same_are_an_error(tmp_path, items, words):
-    """Another number of terms, other items in the second pass, or a term over nothing is said, not averaged over."""
+    """Another number of terms, other items in the second pass, or a term over nothing is said,
+    not averaged over.
+    """
     model, calls = nn.Linear(5, 3).double(), []
 
     def loss(part: Any) -> Any:

@@ -1,4 +1,7 @@
-"""What Guard takes by its methods is checked when the guard is made: loaders, further state, names."""
+"""What Guard takes by its methods is checked when the guard is made.
+
+Loaders, further state, names.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ class Batches(IterableDataset[torch.Tensor]):
         return numbers()
 
 
-@pytest.mark.parametrize("loader", [Batches(), numbers(), list(DATA.split(8)), range(0), iter([DATA])])
+@pytest.mark.parametrize(
+    "loader", [Batches(), numbers(), list(DATA.split(8)), range(0), iter([DATA])]
+)
 def test_any_other_iterable_may_yield_batches(tmp_path, loader):
     """Whether it does is seen when it is iterated."""
     holdfast.Guard(tmp_path, loader=loader, **make()).close()
@@ -125,7 +130,8 @@ class Forwarding:
 
 
 @pytest.mark.parametrize(
-    "state", [Kept, NoCall(), NeedsArguments(), TakesNothing(), nn.Sequential(nn.LazyLinear(2)), object()]
+    "state",
+    [Kept, NoCall(), NeedsArguments(), TakesNothing(), nn.Sequential(nn.LazyLinear(2)), object()],
 )
 def test_state_that_could_not_be_saved_and_put_back_is_refused(tmp_path, state):
     """A class, an attribute, methods with other arguments, and lazy layers without shapes."""
@@ -155,5 +161,10 @@ def test_one_object_under_two_names_is_refused(tmp_path):
 def test_an_average_must_be_an_object_that_takes_in_this_model(tmp_path):
     """A class, a module and an average of another model are refused."""
     other = torch.optim.swa_utils.AveragedModel(nn.Linear(3, 1))
-    for averaged in (torch.optim.swa_utils.AveragedModel, nn.Linear(2, 1), other, {"nobody": other}):
+    for averaged in (
+        torch.optim.swa_utils.AveragedModel,
+        nn.Linear(2, 1),
+        other,
+        {"nobody": other},
+    ):
         assert_refused(tmp_path / "run", averaged=averaged)

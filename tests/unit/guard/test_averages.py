@@ -1,4 +1,7 @@
-"""`Guard(averaged=...)`: one update for each committed step, which goes back, is saved and resumed with it."""
+"""`Guard(averaged=...)`.
+
+One update for each committed step, which goes back, is saved and resumed with it.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,15 @@ DATA = [torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in r
 def make(*, norm: bool = False, use_buffers: bool = False) -> dict[str, Any]:
     """Return a model, its optimizer, and an average that follows it quickly."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 1))
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 1)
+    )
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=use_buffers)
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05), "averaged": average}
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05),
+        "averaged": average,
+    }
 
 
 def all_of(parts: dict[str, Any]) -> list[torch.Tensor]:
@@ -54,12 +63,17 @@ def with_nan(*places: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
-def test_the_average_is_that_of_a_bare_loop_over_skips_retries_and_resumes(tmp_path: Path, use_buffers: bool) -> None:
+def test_the_average_is_that_of_a_bare_loop_over_skips_retries_and_resumes(
+    tmp_path: Path, use_buffers: bool
+) -> None:
     """Bit for bit, and so is the number of averaged steps; a step that was skipped is not in it."""
     how = {"norm": True, "use_buffers": use_buffers}
     for until in (1, 5, 7):
         parts, short = make(**how), Short(1)
-        guard, loss = holdfast.Guard(tmp_path, loader=with_nan(3), **parts), square_of(parts["model"])
+        guard, loss = (
+            holdfast.Guard(tmp_path, loader=with_nan(3), **parts),
+            square_of(parts["model"]),
+        )
         for batch in guard.batches(max_epochs=1, max_steps=until):
             guard.step(batch, lambda x: (short(), loss(x))[1])  # noqa: B023
     assert {"retry", "skip_step"} < set(kinds_of(guard))
@@ -67,7 +81,10 @@ def test_the_average_is_that_of_a_bare_loop_over_skips_retries_and_resumes(tmp_p
 
 
 def test_an_average_that_runs_out_of_memory_goes_back_with_the_step(tmp_path: Path) -> None:
-    """The weights have moved by then: the run returns to its checkpoint and makes the steps again, bit for bit."""
+    """The weights have moved by then.
+
+    The run returns to its checkpoint and makes the steps again, bit for bit.
+    """
     parts, short = make(), Short()
     update = parts["averaged"].update_parameters
     parts["averaged"].update_parameters = lambda of: (update(of), short())
@@ -81,7 +98,12 @@ def test_an_average_that_runs_out_of_memory_goes_back_with_the_step(tmp_path: Pa
 
 def test_the_average_rolls_back_with_the_weights(tmp_path: Path) -> None:
     """After NaN in a row the run goes on from an earlier state, of the average too."""
-    settings = {"save_interval_steps": 2, "async_save": False, "nonfinite_patience": 2, "provenance": False}
+    settings = {
+        "save_interval_steps": 2,
+        "async_save": False,
+        "nonfinite_patience": 2,
+        "provenance": False,
+    }
     guard = holdfast.Guard(tmp_path, loader=with_nan(3, 4), **settings, **(parts := make()))
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, square_of(parts["model"]))
@@ -89,8 +111,13 @@ def test_the_average_rolls_back_with_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
-def test_averaged_weights_are_in_the_model_for_an_evaluation_only(tmp_path: Path, use_buffers: bool) -> None:
-    """Its outputs are those of the average; all bits come back, after an error too; a step or save inside is one."""
+def test_averaged_weights_are_in_the_model_for_an_evaluation_only(
+    tmp_path: Path, use_buffers: bool
+) -> None:
+    """Its outputs are those of the average; all bits come back, after an error too.
+
+    A step or save inside is one.
+    """
     model, _, average = (parts := make(norm=True, use_buffers=use_buffers)).values()
     guard = holdfast.Guard(tmp_path, loader=DATA, **parts)
     average.module[0].weight.data.zero_()
@@ -103,9 +130,12 @@ def test_averaged_weights_are_in_the_model_for_an_evaluation_only(tmp_path: Path
         update_bn(DATA, average)
     before, expected = all_of(parts), average.eval()(batch).detach()
     inside = [
-        lambda: guard.step(batch, square_of(model)), lambda: guard.validated(1.0, keep=1), guard.close,
-        lambda: guard.averaged().__enter__(), lambda: next(batches),
-    ]  # fmt: skip
+        lambda: guard.step(batch, square_of(model)),
+        lambda: guard.validated(1.0, keep=1),
+        guard.close,
+        lambda: guard.averaged().__enter__(),
+        lambda: next(batches),
+    ]
     for wrong in inside:
         with contextlib.suppress(ZeroDivisionError), guard.averaged(), guard.evaluate():
             assert torch.equal(model(batch), expected)
@@ -121,7 +151,10 @@ def test_averaged_weights_are_in_the_model_for_an_evaluation_only(tmp_path: Path
 
 
 def terminated(run: Path) -> Any:
-    """Be asked to stop in the midst of an evaluation of the average; return what there was before."""
+    """Be asked to stop in the midst of an evaluation of the average.
+
+    Return what there was before.
+    """
     guard = holdfast.Guard(run, **(parts := make()))
     for batch in DATA[:3]:
         guard.step(batch, square_of(parts["model"]))
@@ -131,19 +164,31 @@ def terminated(run: Path) -> Any:
     return trained
 
 
-def test_a_run_that_is_stopped_in_the_midst_of_an_evaluation_saves_what_it_has_trained(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_in_the_midst_of_an_evaluation_saves_what_it_has_trained(
+    tmp_path: Path,
+) -> None:
     """Not the averages that stood in its place."""
     trained = in_own_process(terminated, tmp_path)
     holdfast.Guard(tmp_path, **(parts := make()))
     assert_same(all_of(parts), trained)
 
 
-def test_of_several_models_the_one_that_was_stepped_is_averaged_and_exported(tmp_path: Path) -> None:
-    """Once, in however many parts; `holdfast checkpoints` writes averages, and says where there are none."""
+def test_of_several_models_the_one_that_was_stepped_is_averaged_and_exported(
+    tmp_path: Path,
+) -> None:
+    """Once, in however many parts.
+
+    `holdfast checkpoints` writes averages, and says where there are none.
+    """
     models = {"generator": nn.Linear(4, 4), "discriminator": nn.Linear(4, 1)}
     optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.1) for name, each in models.items()}
     average = AveragedModel(models["generator"], multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    given = {"model": models, "optimizer": optimizers, "averaged": {"generator": average}, "micro_batch_size": 2}
+    given = {
+        "model": models,
+        "optimizer": optimizers,
+        "averaged": {"generator": average},
+        "micro_batch_size": 2,
+    }
     with holdfast.Guard(tmp_path / "gan", **given) as guard:
         for steps, name in ((0, "discriminator"), (8, "generator")):
             for batch in DATA:
@@ -152,13 +197,20 @@ def test_of_several_models_the_one_that_was_stepped_is_averaged_and_exported(tmp
     from safetensors.torch import load_file
 
     def export(run: str) -> Any:
-        given = ["checkpoints", str(tmp_path / run), "--export-averaged", str(tmp_path / "average.safetensors")]
+        given = [
+            "checkpoints",
+            str(tmp_path / run),
+            "--export-averaged",
+            str(tmp_path / "average.safetensors"),
+        ]
         return CliRunner().invoke(make_app(), given)
 
     assert "the averaged weights of" in export("gan").output
     found = load_file(tmp_path / "average.safetensors")
     assert_same([found["weight"], found["bias"]], tensors_of(average.module))
-    with holdfast.Guard(tmp_path / "plain", model=models["generator"], optimizer=optimizers["generator"]) as guard:
+    with holdfast.Guard(
+        tmp_path / "plain", model=models["generator"], optimizer=optimizers["generator"]
+    ) as guard:
         guard.step(DATA[0], square_of(models["generator"]))
     assert "holds no averaged weights" in export("plain").output
 
@@ -166,7 +218,12 @@ def test_of_several_models_the_one_that_was_stepped_is_averaged_and_exported(tmp
 def test_what_is_no_average_of_the_model_is_refused(tmp_path: Path) -> None:
     """With what is needed."""
     model, optimizer, average = make().values()
-    for given in (model, AveragedModel(nn.Linear(4, 1)), AveragedModel(nn.Sequential(model)), {"other": average}):
+    for given in (
+        model,
+        AveragedModel(nn.Linear(4, 1)),
+        AveragedModel(nn.Sequential(model)),
+        {"other": average},
+    ):
         with pytest.raises(holdfast.PolicyError, match="no average of a model"):
             guarded(tmp_path, model, optimizer, averaged=given)
     with pytest.raises(holdfast.PolicyError, match="saved by one name"):
@@ -189,7 +246,9 @@ def average_in_place(model: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("order", ["evaluation_in_average", "average_in_evaluation"])
-def test_a_signal_while_a_script_evaluates_its_own_average_saves_what_was_trained(tmp_path: Path, order: str) -> None:
+def test_a_signal_while_a_script_evaluates_its_own_average_saves_what_was_trained(
+    tmp_path: Path, order: str
+) -> None:
     """The average stands in the model, so the evaluation ends first, and the loop after it."""
     model = nn.Linear(2, 1)
     guard = guarded(tmp_path, model, loader=[torch.ones(4, 2)] * 8, save_interval_steps=100)

@@ -1,4 +1,6 @@
-"""Every mistake that a caller can make is an error that says what, the limit and the fix, and damages nothing."""
+"""Every mistake that a caller can make is an error that says what, the limit and the fix, and
+damages nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ import holdfast
 
 
 def make(
-    *more: nn.Module, width: int = 3, dtype: Any = torch.float32, kind: Any = torch.optim.Adam, average: bool = False
+    *more: nn.Module,
+    width: int = 3,
+    dtype: Any = torch.float32,
+    kind: Any = torch.optim.Adam,
+    average: bool = False,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), *more).to(dtype)
@@ -32,7 +38,9 @@ def make(
 def assert_says(error: BaseException, rule: str, *words: str) -> None:
     assert isinstance(error, holdfast.HoldfastError)
     text = str(error)
-    assert re.fullmatch(r"(?s).+; .+\.\nFix: .+\n\[H\d{3}\] run `holdfast explain H\d{3}`", text), text
+    assert re.fullmatch(r"(?s).+; .+\.\nFix: .+\n\[H\d{3}\] run `holdfast explain H\d{3}`", text), (
+        text
+    )
     assert error.rule == rule, text
     for word in words:
         assert word in text, text
@@ -49,31 +57,62 @@ def refused(rule: str, *words: str) -> Iterator[None]:
 BAD_LOSSES = {
     "vector": (lambda model, x: model(x).squeeze(1), "H201", ["shape (8,)", ".mean()"]),
     "number": (lambda model, x: 3.0, "H201", ["a float"]),
-    "detached": (lambda model, x: model(x).mean().detach(), "H202", ["without a graph", "requires_grad"]),
-    "no parameter": (lambda model, x: x.clone().requires_grad_().mean(), "H202", ["received a gradient"]),
+    "detached": (
+        lambda model, x: model(x).mean().detach(),
+        "H202",
+        ["without a graph", "requires_grad"],
+    ),
+    "no parameter": (
+        lambda model, x: x.clone().requires_grad_().mean(),
+        "H202",
+        ["received a gradient"],
+    ),
     "zero items": (lambda model, x: (model(x).mean(), 0), "H203", ["items=0"]),
     "nan items": (lambda model, x: (model(x).mean(), float("nan")), "H203", ["items=nan"]),
     "items are text": (lambda model, x: (model(x).mean(), "many"), "H203", ["many"]),
-    "two losses": (lambda model, x: (model(x).mean(), model(x).std()), "H203", ["loss_a + loss_b", "whole number"]),
+    "two losses": (
+        lambda model, x: (model(x).mean(), model(x).std()),
+        "H203",
+        ["loss_a + loss_b", "whole number"],
+    ),
     "two losses, one detached": (
-        lambda model, x: (model(x).mean(), model(x).square().mean().detach()), "H203", ["loss_a + loss_b"]
+        lambda model, x: (model(x).mean(), model(x).square().mean().detach()),
+        "H203",
+        ["loss_a + loss_b"],
     ),
     "loss and logits": (
-        lambda model, x: (model(x).mean(), model(x)), "H203", ["tensor of shape (8, 1)", "return the loss alone"]
+        lambda model, x: (model(x).mean(), model(x)),
+        "H203",
+        ["tensor of shape (8, 1)", "return the loss alone"],
     ),
     "loss and array": (lambda model, x: (model(x).mean(), np.ones((8, 99))), "H203", ["a ndarray"]),
     "half an item": (lambda model, x: (model(x).mean(), 7.5), "H203", ["items=7.5"]),
-    "items with a graph": (lambda model, x: holdfast.Loss(model(x).mean(), model(x).sum()), "H203", ["with a graph"]),
-    "items are a flag": (lambda model, x: (model(x).mean(), torch.tensor(True)), "H203", ["torch.bool"]),
-    "output of a model": (lambda model, x: SimpleNamespace(loss=model(x).mean()), "H201", ["the loss in it"]),
+    "items with a graph": (
+        lambda model, x: holdfast.Loss(model(x).mean(), model(x).sum()),
+        "H203",
+        ["with a graph"],
+    ),
+    "items are a flag": (
+        lambda model, x: (model(x).mean(), torch.tensor(True)),
+        "H203",
+        ["torch.bool"],
+    ),
+    "output of a model": (
+        lambda model, x: SimpleNamespace(loss=model(x).mean()),
+        "H201",
+        ["the loss in it"],
+    ),
     "numpy scalar": (lambda model, x: np.float32(model(x).mean().item()), "H201", ["a float32"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_LOSSES)
 def test_a_bad_loss_is_named_and_leaves_no_trace(tmp_path, case, request):
-    """Whatever a loss function returns by mistake, no weight or statistic moves, and training goes on."""
-    if case not in ("vector", "no parameter", "nan items", "two losses"):  # one for each way in which a trial ends
+    """Whatever a loss function returns by mistake, no weight or statistic moves, and training
+    goes on.
+    """
+    # One for each way in which a trial ends
+    if case not in ("vector", "no parameter", "nan items", "two losses"):
         request.getfixturevalue("unchecked_splits")
     loss, rule, words = BAD_LOSSES[case]
     parts = make()
@@ -86,7 +125,9 @@ def test_a_bad_loss_is_named_and_leaves_no_trace(tmp_path, case, request):
     assert_says(caught.value, rule, *words)
     assert len(str(caught.value)) < 900  # no tensor is printed
     assert "tensor(" not in str(caught.value)
-    assert all(torch.equal(value, before[name]) for name, value in parts["model"].state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in parts["model"].state_dict().items()
+    )
     assert torch.equal(torch.get_rng_state(), random_before)
     assert guard.step(torch.randn(8, 3), square_of(parts["model"])).attempts == 1
     assert guard.global_step == 1
@@ -106,13 +147,19 @@ def never(part: Any) -> Any:
 
 BAD_CALLS: dict[str, tuple[Any, Any, str, list[str]]] = {
     "leaves disagree": (
-        {"x": torch.ones(8, 3), "y": torch.ones(7)}, never, "H204", ["batch['x'] (8, 3)", "batch['y'] (7,)"]
+        {"x": torch.ones(8, 3), "y": torch.ones(7)},
+        never,
+        "H204",
+        ["batch['x'] (8, 3)", "batch['y'] (7,)"],
     ),
     "no samples": (torch.ones(0, 3), never, "H205", ["0 samples"]),
     "a loss for its function": (
-        torch.ones(8, 3), torch.zeros((), requires_grad=True), "H201", ["loss_fn is a Tensor", "lambda batch"]
+        torch.ones(8, 3),
+        torch.zeros((), requires_grad=True),
+        "H201",
+        ["loss_fn is a Tensor", "lambda batch"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
@@ -141,11 +188,19 @@ def constructor_mistakes() -> dict[str, tuple[dict[str, Any], str, list[str]]]:
         "no module": ({**parts, "model": lambda x: x}, "H105", ["model 'model' is a function"]),
         "no optimizer": ({**parts, "optimizer": 0.1}, "H105", ["a float"]),
         "no models": ({**parts, "model": {}}, "H105", ["at least one"]),
-        "stateless state": ({**parts, "state": {"ema": 3}}, "H105", ["state 'ema' is a int", "state_dict"]),
+        "stateless state": (
+            {**parts, "state": {"ema": 3}},
+            "H105",
+            ["state 'ema' is a int", "state_dict"],
+        ),
         "scheduler": ({**parts, "scheduler": 3}, "H105", ["state_dict"]),
         "strangers": ({**parts, "optimizer": stranger["optimizer"]}, "H106", ["(4, 3)"]),
         "closure": ({**parts, "optimizer": lbfgs}, "H107", ["LBFGS"]),
-        "unknown field": ({**parts, "max_gradient_norm": 1.0}, "H101", ["did you mean 'max_grad_norm'?"]),
+        "unknown field": (
+            {**parts, "max_gradient_norm": 1.0},
+            "H101",
+            ["did you mean 'max_grad_norm'?"],
+        ),
         "negative norm": ({**parts, "max_grad_norm": -1.0}, "H102", ["max_grad_norm=-1.0"]),
         "policy file": ({**parts, "policy": "nowhere.yaml"}, "H103", ["nowhere.yaml"]),
     }
@@ -161,7 +216,8 @@ def test_a_wrong_argument_is_named_before_a_run_directory_is_made(tmp_path, case
 
 
 @pytest.mark.parametrize(
-    ("loader", "limits", "rule"), [(None, {"max_epochs": 1}, "H105"), ([torch.ones(2, 3)], {}, "H105")]
+    ("loader", "limits", "rule"),
+    [(None, {"max_epochs": 1}, "H105"), ([torch.ones(2, 3)], {}, "H105")],
 )
 def test_batches_needs_a_loader_and_a_limit(tmp_path, loader, limits, rule):
     """A loop that could not begin or not end is an error where it is asked for."""
@@ -170,7 +226,9 @@ def test_batches_needs_a_loader_and_a_limit(tmp_path, loader, limits, rule):
         guard.batches(**limits)
 
 
-@pytest.mark.parametrize("loader", [[], iter([]), torch.utils.data.DataLoader([0], batch_size=4, drop_last=True)])
+@pytest.mark.parametrize(
+    "loader", [[], iter([]), torch.utils.data.DataLoader([0], batch_size=4, drop_last=True)]
+)
 def test_an_empty_loader_is_an_error_and_not_an_endless_loop(tmp_path, loader):
     """A loader without a batch ends with an error, and the directory is free again."""
     guard = holdfast.Guard(tmp_path, loader=loader, **make())
@@ -212,8 +270,12 @@ def content_of(directory: Path) -> dict[str, bytes]:
         ({"average": True}, "H313", ["no state 'ema'"]),
     ],
 )
-def test_the_run_directory_of_something_else_is_refused_and_not_damaged(tmp_path, other, rule, words):
-    """Another model, type, optimizer or state is named, nothing is loaded, and the right one still resumes."""
+def test_the_run_directory_of_something_else_is_refused_and_not_damaged(
+    tmp_path, other, rule, words
+):
+    """Another model, type, optimizer or state is named, nothing is loaded, and the right one
+    still resumes.
+    """
     trained(tmp_path)
     before = content_of(tmp_path)
     parts = make(**other) if isinstance(other, dict) else make(other)
@@ -230,7 +292,9 @@ def test_the_run_directory_of_something_else_is_refused_and_not_damaged(tmp_path
 @pytest.mark.usefixtures("unchecked_splits")
 @pytest.mark.parametrize("place", ["directory", "checkpoint"])
 def test_a_newer_format_is_refused_and_not_damaged(tmp_path, place):
-    """A directory or checkpoint of a later holdfast is left alone, and the error says to upgrade."""
+    """A directory or checkpoint of a later holdfast is left alone, and the error says to
+    upgrade.
+    """
     trained(tmp_path)
     if place == "directory":
         (tmp_path / "run.json").write_text(json.dumps({"format": 2}))
@@ -238,7 +302,9 @@ def test_a_newer_format_is_refused_and_not_damaged(tmp_path, place):
         import hashlib
 
         manifest = max((tmp_path / "checkpoints").iterdir()) / "manifest.json"
-        body = json.dumps({**json.loads(manifest.read_bytes().split(b"\n")[0]), "format": 2}).encode()
+        body = json.dumps(
+            {**json.loads(manifest.read_bytes().split(b"\n")[0]), "format": 2}
+        ).encode()
         manifest.write_bytes(body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
     before = content_of(tmp_path), (tmp_path / "run.json").read_bytes()
     with refused("H303", "upgrade"):
@@ -248,7 +314,8 @@ def test_a_newer_format_is_refused_and_not_damaged(tmp_path, place):
 
 def test_a_read_only_place_is_refused(tmp_path):
     """A directory that cannot be written is an error before any work is done."""
-    place = Path("/proc/self/run") if os.geteuid() == 0 else tmp_path  # root writes everywhere but there
+    # Root writes everywhere but there
+    place = Path("/proc/self/run") if os.geteuid() == 0 else tmp_path
     if os.geteuid() != 0:
         tmp_path.chmod(0o500)
     with refused("H302", "cannot be written"):
@@ -264,14 +331,20 @@ class Odd:
 
 @pytest.mark.parametrize("what", ["pickle", "infinite"])
 def test_what_can_never_be_saved_is_refused_before_the_first_step(tmp_path, what):
-    """State that would need pickle, and weights that are not finite, are named before a batch is trained."""
+    """State that would need pickle, and weights that are not finite, are named before a batch is
+    trained.
+    """
     parts = make()
     if what == "infinite":
         parts["model"][2].weight.data[0, 1] = torch.inf
     state = {"odd": Odd()} if what == "pickle" else {}
-    guard = holdfast.Guard(tmp_path, loader=[torch.randn(4, 3)], **parts, **({"state": state} if state else {}))
+    guard = holdfast.Guard(
+        tmp_path, loader=[torch.randn(4, 3)], **parts, **({"state": state} if state else {})
+    )
     said = (
-        ("H502", "2.weight") if what == "infinite" else ("H310", "state.odd['deep']['0']['bad'] is a builtins.object")
+        ("H502", "2.weight")
+        if what == "infinite"
+        else ("H310", "state.odd['deep']['0']['bad'] is a builtins.object")
     )
     with refused(*said):
         next(guard.batches(max_epochs=1))
@@ -282,7 +355,9 @@ def test_a_loader_with_another_order_is_refused(tmp_path):
     """A changed seed or length would point the position at other samples: an error says which."""
     data = list(torch.randn(12, 3).unbind())
     parts = make()
-    guard = holdfast.Guard(tmp_path, loader=holdfast.DataLoader(data, batch_size=4, seed=1), **parts)
+    guard = holdfast.Guard(
+        tmp_path, loader=holdfast.DataLoader(data, batch_size=4, seed=1), **parts
+    )
     for batch in guard.batches(max_steps=2):
         guard.step(batch, square_of(parts["model"]))
     with refused("H604", "seed=2", "seed=1"):
@@ -290,7 +365,9 @@ def test_a_loader_with_another_order_is_refused(tmp_path):
 
 
 def test_several_ranks_are_refused_for_now(tmp_path):
-    """A process group of two ranks is an error, since ranks that skip by themselves would diverge (faked here)."""
+    """A process group of two ranks is an error, since ranks that skip by themselves would
+    diverge (faked here).
+    """
     import torch.distributed as distributed
 
     if not distributed.is_available() or not hasattr(distributed.Backend, "FAKE"):

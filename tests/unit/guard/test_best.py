@@ -1,4 +1,6 @@
-"""`Guard.validated` keeps the best checkpoints beside the newest, and stops when nothing gets better."""
+"""`Guard.validated` keeps the best checkpoints beside the newest, and stops when nothing gets
+better.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,23 @@ from holdfast.explain.judging import judge
 VALUES = [0.5, 0.7, 0.6, 0.9, 0.8, 0.85, 0.7, 0.2]
 
 
-def train(run: Path, *, epochs: int = len(VALUES), dies_at: int | None = None, **how: Any) -> tuple[list[bool], Any]:
-    """Validate once an epoch of two steps; return what was kept, and the weights at the end of each epoch."""
+def train(
+    run: Path, *, epochs: int = len(VALUES), dies_at: int | None = None, **how: Any
+) -> tuple[list[bool], Any]:
+    """Validate once an epoch of two steps.
+
+    Return what was kept, and the weights at the end of each epoch.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     guard = holdfast.Guard(
-        run, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        loader=[torch.randn(4, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)], keep_latest_k=1,
+        run,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loader=[torch.randn(4, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)],
+        keep_latest_k=1,
         save_interval_steps=1000 if dies_at is None else 2,
-    )  # fmt: skip
+    )
     kept, weights = [], {}
     for number, batch in enumerate(guard.batches(max_epochs=epochs), start=2 * guard.epoch):
         guard.step(batch, lambda x: model(x).square().mean())
@@ -45,7 +55,10 @@ def train(run: Path, *, epochs: int = len(VALUES), dies_at: int | None = None, *
 
 
 def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
-    """Beside the newest, by links; their weights are those that were validated, and become one plain file."""
+    """Beside the newest, by links.
+
+    Their weights are those that were validated, and become one plain file.
+    """
     kept, (weights, best, _) = train(tmp_path / "run", keep=2)
     assert kept == [True, True, True, True, True, True, False, False]
     assert (best.value, best.global_step) == (0.9, 8)
@@ -55,7 +68,13 @@ def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     def export(*step: str) -> str:
-        given = ["checkpoints", str(store.directory.parent), "--export", str(tmp_path / "best.safetensors"), *step]
+        given = [
+            "checkpoints",
+            str(store.directory.parent),
+            "--export",
+            str(tmp_path / "best.safetensors"),
+            *step,
+        ]
         return CliRunner().invoke(make_app(), given).output
 
     for step, which in ((8, ()), (12, ("--step", "12"))):
@@ -69,7 +88,9 @@ def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
 def test_what_is_measured_after_the_loop_is_recorded(tmp_path: Path) -> None:
     """And the run has ended as it had before: it was stopped."""
     model, data = torch.nn.Linear(4, 1), [torch.ones(4, 4)] * 2
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loader=data)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loader=data
+    )
     for batch in guard.batches(max_steps=2):
         guard.step(batch, lambda x: model(x).square().mean())
         guard.request_stop()
@@ -114,12 +135,23 @@ def test_a_validation_that_is_made_again_counts_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"name": "../up"}, {"name": ""}, {"mode": "largest", "name": "a"}, {"patience": 0}, {"patience": "3"},
-     {"keep": -1}, {"keep": 1.5}, {"value": "x"}, {"value": torch.zeros(3)}],
-)  # fmt: skip
+    [
+        {"name": "../up"},
+        {"name": ""},
+        {"mode": "largest", "name": "a"},
+        {"patience": 0},
+        {"patience": "3"},
+        {"keep": -1},
+        {"keep": 1.5},
+        {"value": "x"},
+        {"value": torch.zeros(3)},
+    ],
+)
 def test_what_no_metric_can_be_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """With what is possible."""
     model = torch.nn.Linear(2, 1)
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     with guard, pytest.raises(holdfast.PolicyError, match="H105"):
         guard.validated(**{"value": 1.0, **wrong})

@@ -42,7 +42,9 @@ def two_groups() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]
     torch.manual_seed(0)
     models = {"a": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), "b": nn.Linear(3, 1)}
     optimizers: dict[str, torch.optim.Optimizer] = {
-        "a": torch.optim.SGD([{"params": models["a"][0].parameters()}, {"params": models["a"][1].parameters()}], 0.1),
+        "a": torch.optim.SGD(
+            [{"params": models["a"][0].parameters()}, {"params": models["a"][1].parameters()}], 0.1
+        ),
         "b": torch.optim.SGD(models["b"].parameters(), 0.1),
     }
     return models, optimizers
@@ -56,11 +58,17 @@ def two_groups() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]
         ("group", [["a.0"], ["a.1"], ["b.0"]]),
     ],
 )
-def test_every_group_of_every_optimizer_is_clipped_over_the_scope_that_was_named(tmp_path, clip_by, scopes):
-    """Global, per-optimizer and per-group clipping are three algorithms, and none forgets a group after the first."""
+def test_every_group_of_every_optimizer_is_clipped_over_the_scope_that_was_named(
+    tmp_path, clip_by, scopes
+):
+    """Global, per-optimizer and per-group clipping are three algorithms, and none forgets a
+    group after the first.
+    """
     models, optimizers = two_groups()
     guard = guarded(tmp_path, models, optimizers, max_grad_norm=0.5, clip_by=clip_by)
-    result = guard.step(torch.randn(8, 3), lambda x: 50 * (models["a"](x).square() + models["b"](x).square()).mean())
+    result = guard.step(
+        torch.randn(8, 3), lambda x: 50 * (models["a"](x).square() + models["b"](x).square()).mean()
+    )
     groups = {
         f"{name}.{index}": [p.grad for p in group["params"]]
         for name, optimizer in optimizers.items()
@@ -69,7 +77,9 @@ def test_every_group_of_every_optimizer_is_clipped_over_the_scope_that_was_named
     assert set(result.grad_norm) == set(groups)
     for scope in scopes:
         before = math.hypot(*(result.grad_norm[name] for name in scope))
-        after = torch.nn.utils.get_total_norm([gradient for name in scope for gradient in groups[name]])
+        after = torch.nn.utils.get_total_norm(
+            [gradient for name in scope for gradient in groups[name]]
+        )
         assert before > 0.5, "the test would show nothing"
         torch.testing.assert_close(after, torch.tensor(0.5), rtol=1e-5, atol=0)
 
@@ -79,7 +89,10 @@ def poisoned(model: nn.Module) -> Any:
 
 
 def test_a_skipped_step_leaves_no_trace_at_all(tmp_path):
-    """NaN moves no weight, moment, statistic, schedule, random number or accumulated gradient; the loss stays NaN."""
+    """NaN moves no weight, moment, statistic, schedule, random number or accumulated gradient.
+
+    The loss stays NaN.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -101,23 +114,35 @@ def test_a_skipped_step_leaves_no_trace_at_all(tmp_path):
     assert guard.statistics().skipped_steps == 1
 
 
-def fp16_pair(run_dir: Any, scale: float = 1.0, **how: Any) -> tuple[holdfast.Guard, dict[str, nn.Module], Any]:
+def fp16_pair(
+    run_dir: Any, scale: float = 1.0, **how: Any
+) -> tuple[holdfast.Guard, dict[str, nn.Module], Any]:
     torch.manual_seed(0)
     models: dict[str, nn.Module] = {"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)}
-    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    optimizers = {
+        name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()
+    }
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (models["a"](x) + models["b"](x)).float().square().mean() * scale
 
-    return guarded(run_dir, models, optimizers, precision="fp16", max_grad_norm=1.0, **how), models, loss
+    return (
+        guarded(run_dir, models, optimizers, precision="fp16", max_grad_norm=1.0, **how),
+        models,
+        loss,
+    )
 
 
 def test_one_scaler_is_unscaled_once_and_updated_once_for_two_optimizers(tmp_path):
-    """In fp16 the clipped norm is that of unscaled gradients, and two optimizers move the scale's counter by one."""
+    """In fp16 the clipped norm is that of unscaled gradients, and two optimizers move the
+    scale's counter by one.
+    """
     guard, models, loss = fp16_pair(tmp_path)
     x = torch.randn(8, 3)
     with torch.autocast("cpu", torch.float16):
-        expected = torch.autograd.grad(loss(x) * 64, [p for m in models.values() for p in m.parameters()])
+        expected = torch.autograd.grad(
+            loss(x) * 64, [p for m in models.values() for p in m.parameters()]
+        )
     norm = float(torch.nn.utils.get_total_norm([gradient / 64 for gradient in expected]))
     result = guard.step(x, loss)
     assert not result.skipped
@@ -129,7 +154,10 @@ def test_one_scaler_is_unscaled_once_and_updated_once_for_two_optimizers(tmp_pat
 
 
 def test_the_first_overflows_of_fp16_lower_the_scale_and_are_no_alarm(tmp_path):
-    """fp16 finds its scale by trying: such a skip says so, and does not count towards a rollback."""
+    """fp16 finds its scale by trying.
+
+    Such a skip says so, and does not count towards a rollback.
+    """
     guard, _, loss = fp16_pair(tmp_path, scale=100.0)
     reasons = []
     while len(reasons) < 30 and guard.global_step < 3:
@@ -143,7 +171,9 @@ def test_the_first_overflows_of_fp16_lower_the_scale_and_are_no_alarm(tmp_path):
 
 
 def test_a_scale_that_collapses_raises_an_alarm_and_ends_the_run(tmp_path):
-    """Gradients that overflow at every scale end in an error that names them, instead of a scale of zero."""
+    """Gradients that overflow at every scale end in an error that names them, instead of a scale
+    of zero.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), 0.1), precision="fp16")

@@ -1,4 +1,7 @@
-"""A guarded run that uses ``torch.compile`` is killed and goes on. What watches it is tested in ``learning``."""
+"""A guarded run that uses ``torch.compile`` is killed and goes on.
+
+What watches it is tested in ``learning``.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,17 @@ torch.save(model.state_dict(), result)
 
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
-    """SIGKILL inside a compiled step, and a restart: dropout and all, the same weights to the last bit."""
+    """SIGKILL inside a compiled step, and a restart.
+
+    Dropout and all, the same weights to the last bit.
+    """
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
 
     def run(name: str, deadly: int) -> int:
-        return Prepared([program, tmp_path / name, deadly, tmp_path / f"{name}.pt"], cwd=tmp_path).wait()
+        return Prepared(
+            [program, tmp_path / name, deadly, tmp_path / f"{name}.pt"], cwd=tmp_path
+        ).wait()
 
     assert [run("calm", -1), run("killed", 5), run("killed", -1)] == [0, -9, 0]
     calm, killed = torch.load(tmp_path / "calm.pt"), torch.load(tmp_path / "killed.pt")

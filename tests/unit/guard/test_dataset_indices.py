@@ -1,4 +1,6 @@
-"""Dataset indices of bad samples are named, and quarantined, only where they are those of the guard's loader."""
+"""Dataset indices of bad samples are named, and quarantined, only where they are those of the
+guard's loader.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,19 @@ def cycle(loader: Any) -> Iterator[Any]:
 
 
 class Run:
-    """A run over 32 samples in batches of 4, beside a second loader over 16 samples in batches of 4."""
+    """A run over 32 samples in batches of 4, beside a second loader over 16 samples in batches
+    of 4.
+    """
 
     def __init__(self, run_dir: Path, *, bad_in_second: bool = False) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-        self.loader = holdfast.DataLoader(dataset(32, bad=not bad_in_second), batch_size=4, shuffle=True, seed=3)
-        self.second = holdfast.DataLoader(dataset(16, bad=bad_in_second), batch_size=4, shuffle=True, seed=1)
+        self.loader = holdfast.DataLoader(
+            dataset(32, bad=not bad_in_second), batch_size=4, shuffle=True, seed=3
+        )
+        self.second = holdfast.DataLoader(
+            dataset(16, bad=bad_in_second), batch_size=4, shuffle=True, seed=1
+        )
         self.second_batches = cycle(self.second)
         self.guard = holdfast.Guard(
             run_dir,
@@ -69,7 +77,11 @@ class Run:
 
     def named(self) -> list[list[int] | None]:
         """Return the dataset indices of each event that says where NaN came from."""
-        return [event.data["dataset_indices"] for event in self.guard.events() if event.kind == "nonfinite_origin"]
+        return [
+            event.data["dataset_indices"]
+            for event in self.guard.events()
+            if event.kind == "nonfinite_origin"
+        ]
 
     def quarantined(self) -> list[int]:
         return [entry.index for entry in self.loader.ledger]
@@ -115,7 +127,9 @@ def second_loader_in_place(run: Run, batch: Any) -> Any:
 def test_a_bad_sample_of_a_second_loader_is_no_sample_of_the_guards(
     tmp_path: Path, step: Callable[[Run, Any], Any]
 ) -> None:
-    """The row is named and left out, but no dataset index is named, and no good sample quarantined."""
+    """The row is named and left out, but no dataset index is named, and no good sample
+    quarantined.
+    """
     run = Run(tmp_path, bad_in_second=True)
 
     results = [step(run, batch) for batch in run.guard.batches(max_epochs=1)]
@@ -127,7 +141,10 @@ def test_a_bad_sample_of_a_second_loader_is_no_sample_of_the_guards(
 
 
 def test_the_batch_before_does_not_have_the_indices_of_this_one(tmp_path: Path) -> None:
-    """A loop that prefetches one batch steps with the one before: the loader's last indices are not its own."""
+    """A loop that prefetches one batch steps with the one before.
+
+    The loader's last indices are not its own.
+    """
     run = Run(tmp_path)
 
     before = None
@@ -192,7 +209,9 @@ def after_a_look_at_the_loader(run: Run, batch: Any) -> Any:
         after_a_look_at_the_loader,
     ],
 )
-def test_a_batch_of_the_guards_loader_names_its_samples(tmp_path: Path, step: Callable[[Run, Any], Any]) -> None:
+def test_a_batch_of_the_guards_loader_names_its_samples(
+    tmp_path: Path, step: Callable[[Run, Any], Any]
+) -> None:
     """Moved, taken apart or augmented, its rows are the samples that the loader put there."""
     run = Run(tmp_path)
 
@@ -206,7 +225,9 @@ def test_a_batch_of_the_guards_loader_names_its_samples(tmp_path: Path, step: Ca
 def test_indices_stay_those_of_the_batch_when_the_loader_is_looked_at_meanwhile(
     tmp_path: Path,
 ) -> None:
-    """Another iterator of the same loader hands out other samples, which are not those of the step."""
+    """Another iterator of the same loader hands out other samples, which are not those of the
+    step.
+    """
     run = Run(tmp_path)
 
     for batch in run.guard.batches(max_epochs=1):
@@ -223,7 +244,9 @@ def test_indices_stay_those_of_the_batch_when_the_loader_is_looked_at_meanwhile(
 
 
 def test_a_micro_batch_of_the_second_loader_names_no_index(tmp_path: Path) -> None:
-    """The event of a micro-batch that is left out names indices of the guard's loader only for its own batch."""
+    """The event of a micro-batch that is left out names indices of the guard's loader only for
+    its own batch.
+    """
     torch.manual_seed(0)
     run = Run(tmp_path)
     second = holdfast.DataLoader(dataset(16, bad=True), batch_size=4)
@@ -244,7 +267,11 @@ def test_a_micro_batch_of_the_second_loader_names_no_index(tmp_path: Path) -> No
         guard.step(batch, run.loss)
         guard.step(next(others), run.loss)
 
-    named = [event.data["dataset_indices"] for event in guard.events() if event.kind == "micro_batch_dropped"]
+    named = [
+        event.data["dataset_indices"]
+        for event in guard.events()
+        if event.kind == "micro_batch_dropped"
+    ]
     assert None in named
     own = [indices for indices in named if indices is not None]
     assert own

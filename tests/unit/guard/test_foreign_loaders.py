@@ -99,13 +99,23 @@ def saved_passes_in_workers() -> DataLoader[torch.Tensor]:
     return DataLoader(SAMPLES, batch_sampler=SavedPasses(), num_workers=1)
 
 
-def train(run_dir: Any, loader: Any, *, stop: int | None = None) -> tuple[list[list[float]], list[torch.Tensor]]:
-    """Train three epochs of a model with dropout, or until a stop; return the batches and the weights."""
+def train(
+    run_dir: Any, loader: Any, *, stop: int | None = None
+) -> tuple[list[list[float]], list[torch.Tensor]]:
+    """Train three epochs of a model with dropout, or until a stop.
+
+    Return the batches and the weights.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     guard = holdfast.Guard(
-        run_dir, model=model, optimizer=optimizer, loader=loader, save_interval_steps=4, async_save=False
+        run_dir,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        save_interval_steps=4,
+        async_save=False,
     )
     batches = []
     for batch in guard.batches(max_epochs=3):
@@ -113,13 +123,16 @@ def train(run_dir: Any, loader: Any, *, stop: int | None = None) -> tuple[list[l
         guard.step(batch, lambda x: model(x[:, None]).square().mean())
         if guard.global_step == stop:
             guard.request_stop()
-    # A restart has a process of its own. Workers that only the garbage collector ends take five seconds each.
+    # A restart has a process of its own. Workers that only the garbage collector ends take five
+    # seconds each.
     vars(loader).pop("_iterator", None)
     return batches, [parameter.detach() for parameter in model.parameters()]
 
 
 def assert_resumes(folder: Any, make_loader: Any, stops: tuple[int, ...]) -> None:
-    """Compare an undisturbed run with one that is stopped, and goes on with new objects each time."""
+    """Compare an undisturbed run with one that is stopped, and goes on with new objects each
+    time.
+    """
     batches, weights = train(folder / "undisturbed", make_loader())
     resumed = []
     for stop in (*stops, None):
@@ -131,26 +144,44 @@ def assert_resumes(folder: Any, make_loader: Any, stops: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize(
     ("make_loader", "stops"),
-    [(persistent, (2,)), (persistent, (6,)), (persistent, (8, 11)), (persistent, (14,)), (with_own_generator, (8,))],
+    [
+        (persistent, (2,)),
+        (persistent, (6,)),
+        (persistent, (8, 11)),
+        (persistent, (14,)),
+        (with_own_generator, (8,)),
+    ],
 )
 def test_workers_that_live_on_do_not_change_the_order_of_a_resume(tmp_path, make_loader, stops):
-    """With ``persistent_workers=True`` batches and dropout after a stop in any epoch are the undisturbed ones."""
+    """With ``persistent_workers=True`` batches and dropout after a stop in any epoch are the
+    undisturbed ones.
+    """
     assert_resumes(tmp_path, make_loader, stops)
 
 
 @pytest.mark.parametrize(
     ("make_loader", "stops"),
-    [(saved_passes, (4,)), (saved_passes, (6, 9)), (saved_passes, (14,)), (saved_passes_in_workers, (9,))],
+    [
+        (saved_passes, (4,)),
+        (saved_passes, (6, 9)),
+        (saved_passes, (14,)),
+        (saved_passes_in_workers, (9,)),
+    ],
 )
 def test_a_sampler_of_torchs_loader_is_kept_by_its_state_dict(tmp_path, make_loader, stops):
-    """A batch sampler that counts its passes, and says so in its ``state_dict``, goes on where it was."""
+    """A batch sampler that counts its passes, and says so in its ``state_dict``, goes on where
+    it was.
+    """
     assert_resumes(tmp_path, make_loader, stops)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_generator_in_the_dataset_is_kept(tmp_path, workers):
-    """A restart whose dataset seeds its own generator otherwise draws what the interrupted run would have drawn."""
-    seeds = iter([1, 1, 2])  # of the undisturbed run, of the one that is stopped, and of its restart
+    """A restart whose dataset seeds its own generator otherwise draws what the interrupted run
+    would have drawn.
+    """
+    # Of the undisturbed run, of the one that is stopped, and of its restart
+    seeds = iter([1, 1, 2])
 
     def make_loader() -> DataLoader[torch.Tensor]:
         dataset = Subset(Augmented(next(seeds)), range(24))
@@ -160,7 +191,9 @@ def test_a_generator_in_the_dataset_is_kept(tmp_path, workers):
 
 
 def test_a_second_loop_in_the_first_epoch_starts_its_workers_again(tmp_path):
-    """A loop that was left and begun again by the same guard goes on in the same order, workers or not."""
+    """A loop that was left and begun again by the same guard goes on in the same order, workers
+    or not.
+    """
     batches, _ = train(tmp_path / "undisturbed", persistent())
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -176,13 +209,22 @@ def test_a_second_loop_in_the_first_epoch_starts_its_workers_again(tmp_path):
 
 PROMISES = {
     "torch's": (lambda: DataLoader(SAMPLES, 4, shuffle=True), "bit-exact"),
-    "torch's with workers": (lambda: DataLoader(SAMPLES, 4, num_workers=2, prefetch_factor=3), "bit-exact"),
+    "torch's with workers": (
+        lambda: DataLoader(SAMPLES, 4, num_workers=2, prefetch_factor=3),
+        "bit-exact",
+    ),
     "a list of batches": (lambda: list(SAMPLES.view(6, 4)), "bit-exact"),
     "an unseeded dataset": (unseeded_augmentation, "bit-exact"),
     "persistent workers": (persistent, "not known, because"),
-    "out of order": (lambda: DataLoader(SAMPLES, 4, num_workers=2, in_order=False), "none, because"),
+    "out of order": (
+        lambda: DataLoader(SAMPLES, 4, num_workers=2, in_order=False),
+        "none, because",
+    ),
     "a stream": (lambda: DataLoader(Stream(), 4), "not known, because"),
-    "a sampler of one's own": (lambda: DataLoader(SAMPLES, batch_sampler=Passes()), "not known, because"),
+    "a sampler of one's own": (
+        lambda: DataLoader(SAMPLES, batch_sampler=Passes()),
+        "not known, because",
+    ),
     "a loader of one's own": (Batches, "not known, because"),
     "a subclass": (lambda: Endless(SAMPLES, 4), "not known, because"),
     "an iterator": (lambda: iter(SAMPLES.view(6, 4)), "none, because"),
@@ -203,19 +245,27 @@ def first_batch(run_dir: Any, loader: Any) -> holdfast.Guard:
 
 @pytest.mark.parametrize("case", PROMISES)
 def test_the_promise_of_a_foreign_loader_is_yes_no_or_not_known(tmp_path, case):
-    """The event ``loop`` has a plain promise, and what is not kept is an event of its own before training."""
+    """The event ``loop`` has a plain promise, and what is not kept is an event of its own before
+    training.
+    """
     make_loader, promise = PROMISES[case]
 
     guard = first_batch(tmp_path, make_loader())
 
     assert the_event(guard, "loop").data["resume_promise"].startswith(promise)
     warnings = [event.data["why"] for event in events(guard, "resume_may_differ")]
-    assert warnings == ([] if promise == "bit-exact" else [the_event(guard, "loop").data["resume_promise"]])
+    assert warnings == (
+        [] if promise == "bit-exact" else [the_event(guard, "loop").data["resume_promise"]]
+    )
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 8}, {"batch_size": 4, "num_workers": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 8}, {"batch_size": 4, "num_workers": 1}], ids=str
+)
 def test_a_loader_that_is_set_up_otherwise_loses_its_promise(tmp_path, options):
-    """Another batch size or number of workers than the checkpoint was made with is said before training."""
+    """Another batch size or number of workers than the checkpoint was made with is said before
+    training.
+    """
     train(tmp_path, DataLoader(SAMPLES, 4, shuffle=True), stop=2)
 
     guard = first_batch(tmp_path, DataLoader(SAMPLES, shuffle=True, **options))
@@ -279,11 +329,16 @@ def weigh_the_first(loader: DataLoader[torch.Tensor]) -> None:
     [
         (lambda: list(SAMPLES.view(6, 4))[:5], reverse),
         (lambda: DataLoader(SAMPLES, 4, sampler=list(range(20))), reverse_indices),
-        (lambda: DataLoader(SAMPLES, 4, sampler=WeightedRandomSampler(torch.ones(24), 24)), weigh_the_first),
+        (
+            lambda: DataLoader(SAMPLES, 4, sampler=WeightedRandomSampler(torch.ones(24), 24)),
+            weigh_the_first,
+        ),
     ],
 )
 def test_an_order_that_the_script_changes_loses_its_promise(tmp_path, make_loader, change):
-    """What the list or the sampler was given is in no checkpoint, which is said when the next epoch begins."""
+    """What the list or the sampler was given is in no checkpoint, which is said when the next
+    epoch begins.
+    """
     guard = train_and_change(tmp_path, make_loader(), change)
 
     event = the_event(guard, "resume_may_differ")
@@ -294,7 +349,10 @@ def test_an_order_that_the_script_changes_loses_its_promise(tmp_path, make_loade
 
 
 def test_an_order_that_nobody_changes_keeps_its_promise(tmp_path):
-    """A sampler inside of a sampler of batches is told the epoch: the order is another one in each, by design."""
+    """A sampler inside of a sampler of batches is told the epoch.
+
+    The order is another one in each, by design.
+    """
     sampler = BatchSampler(DistributedSampler(range(24), 1, 0), 4, drop_last=False)
     orders = []
     guard = train_and_change(

@@ -49,7 +49,10 @@ def test_the_copy_answers_and_its_changes_stay_with_it():
 
 
 def test_ctrl_c_does_not_cost_the_answer():
-    """A terminal sends SIGINT to the copy too; whoever asked ends by itself, and says nothing wrong before."""
+    """A terminal sends SIGINT to the copy too.
+
+    Whoever asked ends by itself, and says nothing wrong before.
+    """
 
     def run() -> dict[str, bool]:
         os.kill(os.getpid(), signal.SIGINT)
@@ -113,7 +116,10 @@ _ON_THE_CPU = """if True:
 
 
 def test_a_model_on_the_cpu_of_a_machine_with_an_accelerator_is_split_all_the_same(tmp_path):
-    """No copy can make a backward pass there: splits are tried out in place, and leave no trace either."""
+    """No copy can make a backward pass there.
+
+    Splits are tried out in place, and leave no trace either.
+    """
     found = {}
     for machine in ("plain", "accelerator"):
         done = run_prepared(["-c", _ON_THE_CPU, machine, tmp_path / machine], timeout=120)

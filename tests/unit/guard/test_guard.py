@@ -1,4 +1,6 @@
-"""The public face: a loop under a guard is the bare loop, and resumes, stops, evaluates and saves as it says."""
+"""The public face: a loop under a guard is the bare loop, and resumes, stops, evaluates and
+saves as it says.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from holdfast.testing import FakeClock
 
 @pytest.fixture(autouse=True)
 def forks_where_they_could_show(request: pytest.FixtureRequest) -> None:
-    """A run that is compared with a bare loop has the forks, and those of which all events are listed."""
+    """A run that is compared with a bare loop has the forks, and those of which all events are
+    listed.
+    """
     if not re.search("bare_loop|leak_nothing|results_and_events", request.node.name):
         request.getfixturevalue("unchecked_splits")
 
@@ -81,7 +85,9 @@ def make_loader(kind: str) -> Any:
     if kind == "holdfast":
         return holdfast.DataLoader(Noisy(), batch_size=4, shuffle=True, seed=3)
     if kind.startswith("stream"):
-        return holdfast.DataLoader(Stream(), batch_size=4, num_workers=2 if "workers" in kind else 0)
+        return holdfast.DataLoader(
+            Stream(), batch_size=4, num_workers=2 if "workers" in kind else 0
+        )
     if kind == "generator":
         generator = torch.Generator().manual_seed(8)
         return torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True, generator=generator)
@@ -102,7 +108,9 @@ def train(run_dir: Any, kind: str, *, stop_after: int | None = None, epochs: int
 
 
 def test_a_guarded_run_is_the_bare_loop_bit_for_bit(tmp_path):
-    """Weights, statistics, moments, schedule, average and every loss equal those of plain PyTorch."""
+    """Weights, statistics, moments, schedule, average and every loss equal those of plain
+    PyTorch.
+    """
     parts = make_parts()
     seed(12)
     bare = []
@@ -124,7 +132,9 @@ def test_a_guarded_run_is_the_bare_loop_bit_for_bit(tmp_path):
         found.append(float(guard.step(batch, loss_of(guarded["model"])).loss))
         guarded["state"]["ema"].update_parameters(guarded["model"])
     assert found == bare
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(guarded), tensors_of(parts), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tensors_of(guarded), tensors_of(parts), strict=True)
+    )
 
 
 undisturbed: dict[str, list[torch.Tensor]] = {}
@@ -132,10 +142,16 @@ undisturbed: dict[str, list[torch.Tensor]] = {}
 
 @pytest.mark.parametrize(
     ("kind", "stop_after"),
-    [*product(["holdfast", "torch", "generator"], [1, 4, 6, 7, 13]), ("stream", 9), ("stream with workers", 9)],
+    [
+        *product(["holdfast", "torch", "generator"], [1, 4, 6, 7, 13]),
+        ("stream", 9),
+        ("stream with workers", 9),
+    ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit_at_any_batch(tmp_path, kind, stop_after):
-    """Stopped in the middle or at the end of an epoch, the next guard ends where the undisturbed run ends."""
+    """Stopped in the middle or at the end of an epoch, the next guard ends where the undisturbed
+    run ends.
+    """
     if kind not in undisturbed:
         undisturbed[kind] = tensors_of(train(tmp_path / "a", kind)[1])
     first, _ = train(tmp_path / "b", kind, stop_after=stop_after)
@@ -157,17 +173,35 @@ def test_limits_count_over_all_restarts(tmp_path):
     assert guard.statistics().steps == 12
 
 
-def test_the_length_of_an_epoch_is_recorded_of_each_at_first_and_then_a_few_times(tmp_path, monkeypatch):
-    """What tells how long the run will take, and never fills the ring; no steps of one that was cut."""
+def test_the_length_of_an_epoch_is_recorded_of_each_at_first_and_then_a_few_times(
+    tmp_path, monkeypatch
+):
+    """What tells how long the run will take, and never fills the ring.
+
+    No steps of one that was cut.
+    """
     monkeypatch.setattr("holdfast.guard.run.loop._EACH_EPOCH", 3)
     guard, _ = train(tmp_path, "holdfast", epochs=9)
     (loop,) = (event for event in guard.events() if event.kind == "loop")
     assert (loop.data["max_epochs"], loop.data["max_steps"]) == (9, None)
     ended = [event for event in guard.events() if event.kind == "epoch_ended"]
-    assert [(each.data["epochs"], each.global_step) for each in ended] == [(1, 6), (2, 12), (3, 18), (4, 24), (8, 48)]
-    assert {(each.data["steps"], each.data["batches"], each.data["batch_size"]) for each in ended} == {(6, 6, 4)}
-    guard, _ = [train(tmp_path / "b", "holdfast", epochs=2, stop_after=after) for after in (3, None)][1]
-    assert [each.data["steps"] for each in guard.events() if each.kind == "epoch_ended"] == [None, 6]
+    assert [(each.data["epochs"], each.global_step) for each in ended] == [
+        (1, 6),
+        (2, 12),
+        (3, 18),
+        (4, 24),
+        (8, 48),
+    ]
+    assert {
+        (each.data["steps"], each.data["batches"], each.data["batch_size"]) for each in ended
+    } == {(6, 6, 4)}
+    guard, _ = [
+        train(tmp_path / "b", "holdfast", epochs=2, stop_after=after) for after in (3, None)
+    ][1]
+    assert [each.data["steps"] for each in guard.events() if each.kind == "epoch_ended"] == [
+        None,
+        6,
+    ]
 
 
 def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_path):
@@ -176,11 +210,14 @@ def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_p
     def make() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
         torch.manual_seed(0)
         models = {
-            "generator": nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)),
+            "generator": nn.Sequential(
+                nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
+            ),
             "discriminator": nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1)),
         }
         return models, {
-            name: torch.optim.Adam(model.parameters(), 0.02, betas=(0.5, 0.9)) for name, model in models.items()
+            name: torch.optim.Adam(model.parameters(), 0.02, betas=(0.5, 0.9))
+            for name, model in models.items()
         }
 
     def losses(models: dict[str, nn.Module]) -> tuple[Any, Any]:
@@ -194,7 +231,10 @@ def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_p
                 + nn.functional.softplus(discriminator(fake)).mean()
             )
 
-        return for_discriminator, lambda batch: nn.functional.softplus(-discriminator(generator(batch[1]))).mean()
+        return (
+            for_discriminator,
+            lambda batch: nn.functional.softplus(-discriminator(generator(batch[1]))).mean(),
+        )
 
     batches = [(torch.randn(6, 3) + 2, torch.randn(6, 2)) for _ in range(8)]
     models, optimizers = make()
@@ -216,7 +256,9 @@ def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_p
         assert list(result.grad_norm) == ["generator.0"]
     assert guard.global_step == 16
     for name in models:
-        for a, b in zip(models[name].state_dict().values(), others[name].state_dict().values(), strict=True):
+        for a, b in zip(
+            models[name].state_dict().values(), others[name].state_dict().values(), strict=True
+        ):
             assert torch.equal(a, b)
 
 
@@ -232,7 +274,10 @@ def test_evaluation_leaves_no_trace(tmp_path):
         assert not torch.is_grad_enabled()
         torch.rand(5)
         random.random()
-    assert ([module.training for module in model.modules()], torch.is_grad_enabled()) == (before[0], True)
+    assert ([module.training for module in model.modules()], torch.is_grad_enabled()) == (
+        before[0],
+        True,
+    )
     assert torch.equal(torch.get_rng_state(), before[1])
     with pytest.raises(KeyError), guard.evaluate():
         raise KeyError
@@ -240,7 +285,9 @@ def test_evaluation_leaves_no_trace(tmp_path):
 
 
 def test_a_stop_request_in_an_evaluation_ends_the_loop_after_this_batch(tmp_path):
-    """`request_stop` lets an evaluation finish, and the loop ends at the boundary with a checkpoint."""
+    """`request_stop` lets an evaluation finish, and the loop ends at the boundary with a
+    checkpoint.
+    """
     parts = make_parts()
     guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), **parts)
     for batch in guard.batches(max_epochs=3):
@@ -253,8 +300,13 @@ def test_a_stop_request_in_an_evaluation_ends_the_loop_after_this_batch(tmp_path
 
 
 def test_the_run_directory_is_free_after_the_loop_and_after_the_context(tmp_path):
-    """The lock is held from the constructor until `batches` ends, `close`, or the end of the context."""
-    with holdfast.Guard(tmp_path, **make_parts()), pytest.raises(holdfast.RunDirectoryError, match="H301"):
+    """The lock is held from the constructor until `batches` ends, `close`, or the end of the
+    context.
+    """
+    with (
+        holdfast.Guard(tmp_path, **make_parts()),
+        pytest.raises(holdfast.RunDirectoryError, match="H301"),
+    ):
         holdfast.Guard(tmp_path, **make_parts())
     guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), **make_parts())
     for batch in guard.batches(max_steps=1):
@@ -265,7 +317,9 @@ def test_the_run_directory_is_free_after_the_loop_and_after_the_context(tmp_path
 
 
 def test_a_guard_that_was_overtaken_says_so(tmp_path):
-    """A closed guard whose run was continued by another one does not train on from stale weights."""
+    """A closed guard whose run was continued by another one does not train on from stale
+    weights.
+    """
     first, parts = train(tmp_path, "holdfast", epochs=1)
     train(tmp_path, "holdfast", epochs=2)
     with pytest.raises(holdfast.RunDirectoryError, match="H306"):
@@ -280,10 +334,18 @@ def test_an_abandoned_guard_gives_its_directory_back(tmp_path):
 
 
 def test_checkpoints_come_at_the_interval_and_the_last_ones_stay(tmp_path):
-    """A save at the start, at every multiple of the interval and at the end; `keep_latest_k` of them stay."""
+    """A save at the start, at every multiple of the interval and at the end.
+
+    `keep_latest_k` of them stay.
+    """
     parts = make_parts()
     guard = holdfast.Guard(
-        tmp_path, loader=make_loader("holdfast"), save_interval_steps=4, keep_latest_k=2, async_save=False, **parts
+        tmp_path,
+        loader=make_loader("holdfast"),
+        save_interval_steps=4,
+        keep_latest_k=2,
+        async_save=False,
+        **parts,
     )
     run(guard, parts, max_epochs=3)
     saved = [event.global_step for event in guard.events() if event.kind == "checkpoint_saved"]
@@ -297,7 +359,9 @@ def test_checkpoints_come_at_the_interval_and_the_last_ones_stay(tmp_path):
 
 @pytest.mark.parametrize("patience", [1, 2])
 def test_nan_is_skipped_then_rolled_back_then_ends_the_run(tmp_path, patience):
-    """Remedies come in the policy's order, and good steps before the place of the failure do not start it anew."""
+    """Remedies come in the policy's order, and good steps before the place of the failure do not
+    start it anew.
+    """
     parts = make_parts()
     guard = holdfast.Guard(
         tmp_path,
@@ -311,9 +375,14 @@ def test_nan_is_skipped_then_rolled_back_then_ends_the_run(tmp_path, patience):
     poisoned = math.nan
     with pytest.raises(holdfast.NonFiniteError, match=r"(?s)max_rollbacks=2.*H501"):
         for batch in guard.batches(max_epochs=30):
-            guard.step(batch, lambda x: loss_of(parts["model"])(x) * (poisoned if guard.global_step >= 5 else 1))
+            guard.step(
+                batch,
+                lambda x: loss_of(parts["model"])(x) * (poisoned if guard.global_step >= 5 else 1),
+            )
     kinds = kinds_of(guard, "skip_step", "roll_back", "stop")
-    assert kinds == (["skip_step"] * (patience - 1) + ["roll_back"]) * 2 + ["skip_step"] * (patience - 1) + ["stop"]
+    assert kinds == (["skip_step"] * (patience - 1) + ["roll_back"]) * 2 + ["skip_step"] * (
+        patience - 1
+    ) + ["stop"]
     assert all(torch.isfinite(tensor).all() for tensor in tensors_of(parts))
     guard.close()
     again = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), **make_parts())
@@ -322,18 +391,27 @@ def test_nan_is_skipped_then_rolled_back_then_ends_the_run(tmp_path, patience):
 
 
 def test_a_rollback_returns_to_the_checkpoint_and_passes_over_the_batches_since(tmp_path):
-    """After a rollback the weights are those of the checkpoint, and the data goes on where it was."""
+    """After a rollback the weights are those of the checkpoint, and the data goes on where it
+    was.
+    """
     parts = make_parts()
     loader = holdfast.DataLoader([torch.tensor([float(i)] * 4) for i in range(12)], batch_size=1)
     guard = holdfast.Guard(
-        tmp_path, loader=loader, nonfinite_patience=2, save_interval_steps=3, async_save=False, **parts
+        tmp_path,
+        loader=loader,
+        nonfinite_patience=2,
+        save_interval_steps=3,
+        async_save=False,
+        **parts,
     )
     seen, weights = [], {}
     for batch in guard.batches(max_epochs=1):
         seen.append(int(batch[0, 0]))
         factor = math.nan if seen[-1] in (5, 6) else 1.0
         model = parts["model"].eval()
-        result = guard.step(batch, lambda x, factor=factor, model=model: model(x).square().mean() * factor)
+        result = guard.step(
+            batch, lambda x, factor=factor, model=model: model(x).square().mean() * factor
+        )
         if seen[-1] == 6:
             assert "rolled back to step 3" in result.reason
             assert torch.equal(model[0].weight, weights[3])
@@ -344,7 +422,10 @@ def test_a_rollback_returns_to_the_checkpoint_and_passes_over_the_batches_since(
 
 
 def test_schedulers_follow_the_interval_that_was_named(tmp_path):
-    """Per step, per epoch or never; one that needs a metric is left to the caller and still saved."""
+    """Per step, per epoch or never.
+
+    One that needs a metric is left to the caller and still saved.
+    """
     for interval, expected in (("step", 0.5**12), ("epoch", 0.5**2), (None, 1.0)):
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
@@ -364,10 +445,14 @@ def test_schedulers_follow_the_interval_that_was_named(tmp_path):
 
 
 def test_results_and_events_can_be_read(tmp_path):
-    """A result holds what its docstring says, and events come back oldest first with their facts."""
+    """A result holds what its docstring says, and events come back oldest first with their
+    facts.
+    """
     clock = FakeClock()
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD([{"params": [model.weight], "name": "weights"}, {"params": [model.bias]}], 0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": [model.weight], "name": "weights"}, {"params": [model.bias]}], 0.1
+    )
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, clock=clock)
     clock.advance(5.0)
     result = guard.step(torch.ones(8, 4), lambda x: model(x).mean())
@@ -376,7 +461,10 @@ def test_results_and_events_can_be_read(tmp_path):
     assert not result.loss.requires_grad
     assert (result.items, result.micro_batch_size, result.attempts) == (8, 8, 1)
     assert (result.skipped, result.reason) == (False, None)
-    assert result.grad_norm == {"optimizer.weights": pytest.approx(2.0), "optimizer.1": pytest.approx(1.0)}
+    assert result.grad_norm == {
+        "optimizer.weights": pytest.approx(2.0),
+        "optimizer.1": pytest.approx(1.0),
+    }
     events = guard.events()
     assert all(isinstance(event, holdfast.Event) for event in events)
     assert [event.kind for event in events] == ["checkpoint_saved", "promises"]
@@ -399,17 +487,24 @@ def test_infinite_buffers_that_are_meant_do_not_stop_a_save(tmp_path):
             return self.inner(x)
 
     model = Masked()
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)
+    )
     guard.step(torch.randn(4, 4), square_of(model))
     guard.close()
     assert guard.statistics().checkpoints_saved == 2
     again = Masked()
-    holdfast.Guard(tmp_path, model=again, optimizer=torch.optim.SGD(again.parameters(), 0.1)).close()
+    holdfast.Guard(
+        tmp_path, model=again, optimizer=torch.optim.SGD(again.parameters(), 0.1)
+    ).close()
     assert torch.equal(again.lowest, model.lowest)
 
 
 def test_weights_that_are_not_finite_are_never_a_good_checkpoint(tmp_path):
-    """Weights that go bad outside a step, again and again, are not saved: the run ends, its last good state stays."""
+    """Weights that go bad outside a step, again and again, are not saved.
+
+    The run ends, its last good state stays.
+    """
     parts, spoilt = make_parts(), 0
     settings = {"save_interval_steps": 2, "keep_latest_k": 1, "async_save": False}
     guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), **settings, **parts)
@@ -424,9 +519,14 @@ def test_weights_that_are_not_finite_are_never_a_good_checkpoint(tmp_path):
 
 
 def test_a_moment_that_overflows_does_not_freeze_training_in_silence(tmp_path):
-    """A finite gradient of 1e22 makes Adam's second moment Inf: the run returns to the state before it."""
+    """A finite gradient of 1e22 makes Adam's second moment Inf.
+
+    The run returns to the state before it.
+    """
     parts = make_parts()
-    guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), save_interval_steps=2, async_save=False, **parts)
+    guard = holdfast.Guard(
+        tmp_path, loader=make_loader("holdfast"), save_interval_steps=2, async_save=False, **parts
+    )
     factors = iter([1.0, 1.0, 1.0, 1e22])
     for batch in guard.batches(max_steps=8):
         factor = next(factors, 1.0)
@@ -449,7 +549,9 @@ def test_a_second_loop_of_one_guard_runs_although_the_first_was_stopped(tmp_path
 
 
 def test_looking_at_a_batch_before_training_moves_nothing(tmp_path):
-    """`next(iter(loader))` to look at shapes neither skips a batch nor spoils the first checkpoint."""
+    """`next(iter(loader))` to look at shapes neither skips a batch nor spoils the first
+    checkpoint.
+    """
     seen: list[list[int]] = []
     for attempt in range(2):
         parts = make_parts()
@@ -481,7 +583,9 @@ def test_a_loader_without_a_length_is_trained_on_whatever_it_raises(tmp_path):
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_loop_that_nobody_has_left_ends_with_the_next_one(tmp_path, closes):
-    """Its iterator, which is kept, acts on the next loop neither when it is closed nor when it is asked again."""
+    """Its iterator, which is kept, acts on the next loop neither when it is closed nor when it
+    is asked again.
+    """
     parts = make_parts()
     loader = [torch.full((2, 4), float(i)) for i in range(4)]
     guard = holdfast.Guard(tmp_path, loader=loader, **parts)
@@ -501,7 +605,9 @@ def test_a_loop_that_nobody_has_left_ends_with_the_next_one(tmp_path, closes):
 
 
 def test_a_dropped_part_is_named_at_resume(tmp_path):
-    """A scheduler or an average that was saved and is not given any more is an error, not a silent loss."""
+    """A scheduler or an average that was saved and is not given any more is an error, not a
+    silent loss.
+    """
     train(tmp_path, "holdfast", epochs=1)
     for name in ("scheduler", "state"):
         parts = {key: value for key, value in make_parts().items() if key != name}
@@ -510,14 +616,18 @@ def test_a_dropped_part_is_named_at_resume(tmp_path):
 
 
 def test_a_lock_that_was_lost_is_noticed_before_a_save(tmp_path):
-    """Closing the lock file loses a POSIX lock: it is taken again, or the run ends if another has it."""
+    """Closing the lock file loses a POSIX lock.
+
+    It is taken again, or the run ends if another has it.
+    """
     import multiprocessing
 
     parts = make_parts()
     guard = holdfast.Guard(tmp_path, save_interval_steps=1, **parts)
     guard.step(torch.randn(4, 4), loss_of(parts["model"]))
     (tmp_path / "lock").read_bytes()
-    guard.step(torch.randn(4, 4), loss_of(parts["model"]))  # saves the step before, and takes the lock again
+    # Saves the step before, and takes the lock again
+    guard.step(torch.randn(4, 4), loss_of(parts["model"]))
     child = multiprocessing.get_context("fork").Process(target=hold_lock, args=(tmp_path,))
     child.start()
     child.join()

@@ -21,7 +21,9 @@ def pixels_of(png: bytes) -> np.ndarray:
     width, height = png_size(png)
     channels = {0: 1, 2: 3}[png[25]]
     (length,) = struct.unpack_from(">I", png, 33)
-    rows = np.frombuffer(zlib.decompress(png[41 : 41 + length]), np.uint8).reshape(height, 1 + width * channels)
+    rows = np.frombuffer(zlib.decompress(png[41 : 41 + length]), np.uint8).reshape(
+        height, 1 + width * channels
+    )
     assert not rows[:, 0].any()
     return rows[:, 1:].reshape((height, width, 3) if channels == 3 else (height, width))
 
@@ -29,7 +31,9 @@ def pixels_of(png: bytes) -> np.ndarray:
 @pytest.fixture
 def guard(tmp_path):
     model = torch.nn.Linear(2, 1)
-    with holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)) as guard:
+    with holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)
+    ) as guard:
         yield guard
 
 
@@ -45,7 +49,9 @@ def refusal(guard, tag, image) -> str:
 
 
 def test_the_file_is_the_image_and_the_event_names_it(guard, tmp_path):
-    """Grey and RGB, uint8, bool, float and bfloat16, arrays and tensors with gradients come back level by level."""
+    """Grey and RGB, uint8, bool, float and bfloat16, arrays and tensors with gradients come back
+    level by level.
+    """
     grey = np.arange(6, dtype=np.uint8).reshape(2, 3) * 50
     colours = np.random.default_rng(0).integers(0, 256, (5, 4, 3), dtype=np.uint8)
     for number, (given, expected) in enumerate(
@@ -56,13 +62,18 @@ def test_the_file_is_the_image_and_the_event_names_it(guard, tmp_path):
             (colours[::-1, ::-1], colours[::-1, ::-1]),
             (grey > 100, (grey > 100) * np.uint8(255)),
             (torch.tensor(colours / 255.0, requires_grad=True), colours),
-            (torch.tensor([[0.0, 0.5], [1.0, 0.25]], dtype=torch.bfloat16), np.array([[0, 128], [255, 64]])),
+            (
+                torch.tensor([[0.0, 0.5], [1.0, 0.25]], dtype=torch.bfloat16),
+                np.array([[0, 128], [255, 64]]),
+            ),
             ([[0.0, 1.0]], np.array([[0, 255]])),
         )
     ):
         guard.add_image(f"grid-{number}", given)
-        assert np.array_equal(pixels_of((tmp_path / f"images/grid-{number}/0.png").read_bytes()), expected)
-    (event, *_) = events(guard, "image_added")
+        assert np.array_equal(
+            pixels_of((tmp_path / f"images/grid-{number}/0.png").read_bytes()), expected
+        )
+    event, *_ = events(guard, "image_added")
     odd = {"nonfinite": 0, "outside_0_to_1": 0}
     assert event.data == {"tag": "grid-0", "path": "images/grid-0/0.png", **odd}
 
@@ -87,7 +98,9 @@ def test_what_cannot_be_an_image_is_refused_with_the_fix(guard):
 
 
 def test_the_newest_sixteen_of_a_tag_are_kept_also_after_going_back(guard, tmp_path):
-    """What is dropped is what was written longest ago, so that a run that went back keeps its new images."""
+    """What is dropped is what was written longest ago, so that a run that went back keeps its
+    new images.
+    """
     for step in range(100, 120):
         guard._record.global_step = step
         guard.add_image("grid", np.zeros((2, 2)))

@@ -1,4 +1,7 @@
-"""A split that was right in its trials and turns wrong later: losses that choose the samples that count."""
+"""A split that was right in its trials and turns wrong later.
+
+Losses that choose the samples that count.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ MINERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("miner", MINERS)
 def test_a_miner_that_begins_after_a_warm_up_ends_splitting(tmp_path, miner):
-    """A loss that chooses samples from step 20 on is not split any more soon after, and the event says since when."""
+    """A loss that chooses samples from step 20 on is not split any more soon after, and the
+    event says since when.
+    """
     model = a_model()
     guard = guarded(tmp_path, model, micro_batch_size=8)
 
@@ -105,7 +110,10 @@ class StandingClock:
 
 
 def test_a_micro_batch_is_compared_with_its_halves_between_the_trials(tmp_path):
-    """Trials come at the 128th and 256th split step: mining that begins at step 130 is found after the 192nd."""
+    """Trials come at the 128th and 256th split step.
+
+    Mining that begins at step 130 is found after the 192nd.
+    """
     model = a_model()
     guard = guarded(tmp_path, model, micro_batch_size=8, clock=StandingClock())
 
@@ -126,7 +134,9 @@ def test_a_micro_batch_is_compared_with_its_halves_between_the_trials(tmp_path):
 
 
 def test_a_micro_batch_that_differs_once_lowers_the_promise_only_for_a_while(tmp_path):
-    """After a single failed comparison and four that pass, the promise is as before and the run continues."""
+    """After a single failed comparison and four that pass, the promise is as before and the run
+    continues.
+    """
     model = a_model()
     guard = guarded(tmp_path, model, micro_batch_size=8, clock=StandingClock())
 
@@ -145,13 +155,19 @@ def test_a_micro_batch_that_differs_once_lowers_the_promise_only_for_a_while(tmp
     ]
 
 
-# --- what rounding does -------------------------------------------------------------------------------------------
+# --- what rounding does
+# ------------------------------------------------------------------------
 
 
 def test_a_threshold_that_chooses_all_samples_at_first_lowers_the_promise_at_once(tmp_path):
-    """While every loss is above the threshold the mean is over samples: split, but not as equal up to rounding."""
+    """While every loss is above the threshold the mean is over samples.
+
+    Split, but not as equal up to rounding.
+    """
     model = a_model()
-    guard = guarded(tmp_path, model, torch.optim.Adam(model.parameters(), lr=0.02), micro_batch_size=8)
+    guard = guarded(
+        tmp_path, model, torch.optim.Adam(model.parameters(), lr=0.02), micro_batch_size=8
+    )
     promise = None
 
     def loss(batch: Any) -> torch.Tensor:
@@ -183,7 +199,9 @@ def hardest_half_by_sorting_a_list(losses: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("miner", [hardest_half_by_numpy, hardest_half_by_sorting_a_list])
 def test_samples_that_are_chosen_outside_of_torch_lower_the_promise_at_once(tmp_path, miner):
-    """A miner that keeps as many samples as a micro-batch has passes each trial, and is promised less anyway."""
+    """A miner that keeps as many samples as a micro-batch has passes each trial, and is promised
+    less anyway.
+    """
     model = a_model()
     guard = guarded(tmp_path, model, micro_batch_size=8)
 
@@ -194,7 +212,10 @@ def test_samples_that_are_chosen_outside_of_torch_lower_the_promise_at_once(tmp_
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_what_is_found_later_is_refused_unless_it_is_allowed_by_name(tmp_path, allowed):
-    """With "auto" the batch is run whole from then on; allowed by name it is split, and the promise is lowered."""
+    """With "auto" the batch is run whole from then on.
+
+    Allowed by name it is split, and the promise is lowered.
+    """
     model = a_model()
     policy = {"allow_split_with": ("coupled_loss",)} if allowed else {}
     guard = guarded(tmp_path, model, forecast_micro_batch_size=8, grow_after_steps=10_000, **policy)
@@ -208,10 +229,13 @@ def test_what_is_found_later_is_refused_unless_it_is_allowed_by_name(tmp_path, a
     assert sizes[0] == 8
     assert sizes[-1] == (8 if allowed else SAMPLES)
     assert len(events(guard, "split_stopped")) == (0 if allowed else 1)
-    assert events(guard, "promises")[-1].data["split_promise"] == ("changes training" if allowed else None)
+    assert events(guard, "promises")[-1].data["split_promise"] == (
+        "changes training" if allowed else None
+    )
 
 
-# --- what chooses no samples ----------------------------------------------------------------------------------------
+# --- what chooses no samples
+# ------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -293,7 +317,9 @@ UNSELECTIVE = [
 @pytest.mark.parametrize("loss", UNSELECTIVE, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("make", [a_model, Experts], ids=["plain", "experts"])
 def test_what_chooses_no_samples_keeps_its_promise(tmp_path, loss, make):
-    """Ignored labels, routing in the model, logs and choices within a sample stay equal up to rounding."""
+    """Ignored labels, routing in the model, logs and choices within a sample stay equal up to
+    rounding.
+    """
     torch.manual_seed(0)
     model = make()
     guard = guarded(tmp_path, model, micro_batch_size=8)
@@ -301,7 +327,9 @@ def test_what_chooses_no_samples_keeps_its_promise(tmp_path, loss, make):
     for batch in batches(20):
         guard.step(batch, lambda part: loss(model, part))
 
-    assert {event.data["split_promise"] for event in events(guard, "promises")} == {"equal up to rounding"}
+    assert {event.data["split_promise"] for event in events(guard, "promises")} == {
+        "equal up to rounding"
+    }
     assert not events(guard, "split_stopped")
 
 
@@ -317,18 +345,25 @@ def test_padding_that_the_batch_shows_is_no_choice(tmp_path):
     for x, y in batches(20):
         guard.step((x, y, (torch.arange(SAMPLES) % 8 != 0).float()), loss)
 
-    assert {event.data["split_promise"] for event in events(guard, "promises")} == {"equal up to rounding"}
+    assert {event.data["split_promise"] for event in events(guard, "promises")} == {
+        "equal up to rounding"
+    }
 
 
-# --- what the checks cost and leave behind --------------------------------------------------------------------------
+# --- what the checks cost and leave behind
+# ------------------------------------------------------------------------
 
 
 def test_later_checks_leave_no_trace(tmp_path):
-    """A run that is checked while it splits ends with the bits of one that is not, dropout and buffers included."""
+    """A run that is checked while it splits ends with the bits of one that is not, dropout and
+    buffers included.
+    """
     ends = []
     for name, checks in (("checked", True), ("trusted", False)):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 3))
+        model = nn.Sequential(
+            nn.Linear(6, 16), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        )
         policy = {"micro_batch_size": 8, "allow_split_with": ("batch_norm",), "check_split": checks}
         guard = guarded(tmp_path / name, model, **policy)
         for batch in batches(70):
@@ -339,7 +374,9 @@ def test_later_checks_leave_no_trace(tmp_path):
     assert_same(*ends)
 
 
-@pytest.mark.parametrize(("check", "step", "steps"), [(0.0, 0.1, 64), (0.5, 0.1, 512), (1.0, 0.1, 1024)])
+@pytest.mark.parametrize(
+    ("check", "step", "steps"), [(0.0, 0.1, 64), (0.5, 0.1, 512), (1.0, 0.1, 1024)]
+)
 def test_checks_take_at_most_a_hundredth_of_the_time_of_split_steps(check, step, steps):
     """The distance of two checks is a power of two at which they cost 1 % or less."""
     assert steps_between_checks(check, step) == steps

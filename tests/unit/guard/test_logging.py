@@ -41,7 +41,10 @@ def guard(tmp_path):
 
 
 def test_each_number_has_its_step_epoch_and_split(tmp_path):
-    """Over two epochs of two steps each value says where the run stood; after the loop too, and in the next guard."""
+    """Over two epochs of two steps each value says where the run stood.
+
+    After the loop too, and in the next guard.
+    """
     model = torch.nn.Linear(2, 1)
     with guarded(tmp_path, model, loader=[torch.ones(1, 2)] * 2) as guard:
         assert not (tmp_path / "recorder" / "rank0" / SCALARS_FILE).exists()
@@ -60,25 +63,42 @@ def test_each_number_has_its_step_epoch_and_split(tmp_path):
 
 
 def test_what_is_a_number(guard, tmp_path):
-    """Ints, numpy's and tensors of one element of any shape and type are numbers; NaN and Inf are values."""
+    """Ints, numpy's and tensors of one element of any shape and type are numbers.
+
+    NaN and Inf are values.
+    """
     given = {
-        "int": 3, "bool": True, "inf": -math.inf, "f32": np.float32(0.5), "array": np.array([[2]]), "x" * 64: 1.0,
-        "tensor": torch.tensor([0.25], requires_grad=True), "half": torch.tensor(1.5, dtype=torch.bfloat16),
-        "loss": torch.tensor([True]), "ä" * 32: 1.0, "\0 ": 1.0,
-    }  # fmt: skip
+        "int": 3,
+        "bool": True,
+        "inf": -math.inf,
+        "f32": np.float32(0.5),
+        "array": np.array([[2]]),
+        "x" * 64: 1.0,
+        "tensor": torch.tensor([0.25], requires_grad=True),
+        "half": torch.tensor(1.5, dtype=torch.bfloat16),
+        "loss": torch.tensor([True]),
+        "ä" * 32: 1.0,
+        "\0 ": 1.0,
+    }
     guard.log(given | {"nan": math.nan}, values=7)
     found = values(tmp_path)
     assert math.isnan(found.pop("nan"))
-    assert found == {name: float(getattr(value, "item", lambda v=value: v)()) for name, value in given.items()} | {
-        "values": 7
-    }
+    assert found == {
+        name: float(getattr(value, "item", lambda v=value: v)()) for name, value in given.items()
+    } | {"values": 7}
 
 
-@pytest.mark.parametrize("log", [holdfast.Guard.log, lambda _, *given, **named: holdfast.log(*given, **named)])
+@pytest.mark.parametrize(
+    "log", [holdfast.Guard.log, lambda _, *given, **named: holdfast.log(*given, **named)]
+)
 @pytest.mark.parametrize(
     ("given", "named", "said"),
     [
-        ({}, {"a": "0.5"}, "'a' = '0.5'; the value must be one real number, .* and this is none\\.\n"),
+        (
+            {},
+            {"a": "0.5"},
+            "'a' = '0.5'; the value must be one real number, .* and this is none\\.\n",
+        ),
         ({}, {"a": None}, "'a' = None"),
         ({}, {"a": 1j}, "'a' = 1j"),
         ({}, {"a": 10**400}, "'a' = 1000"),
@@ -95,16 +115,24 @@ def test_what_is_a_number(guard, tmp_path):
     ],
 )
 def test_what_is_none_is_refused_whole(guard, tmp_path, log, given, named, said):
-    """The error says what was found, the limit and what to do, and nothing of such a call is recorded."""
+    """The error says what was found, the limit and what to do, and nothing of such a call is
+    recorded.
+    """
     guard.log(good=1.0)
     with pytest.raises(holdfast.PolicyError, match=f"log\\(\\) of {said}") as error:
-        log(guard, {"before": 1.0, **given} if isinstance(given, dict) and "split" not in named else given, **named)
+        log(
+            guard,
+            {"before": 1.0, **given} if isinstance(given, dict) and "split" not in named else given,
+            **named,
+        )
     assert error.value.rule == "H117"
     assert values(tmp_path) == {"good": 1.0}
 
 
 def test_a_forked_worker_writes_nothing(guard, tmp_path):
-    """Neither by the guard that it has from its parent nor by the function, before and after the file is there."""
+    """Neither by the guard that it has from its parent nor by the function, before and after the
+    file is there.
+    """
     in_a_child(lambda: (guard.log(a=1.0), holdfast.log(a=1.0)))
     assert scalars(tmp_path) == []
     guard.log(a=2.0)
@@ -137,6 +165,8 @@ def test_a_full_disk_is_one_event_and_training_goes_on(guard, tmp_path, monkeypa
         patch.setattr(os, "posix_fallocate", full)
         guard.log(a=1.0)
     guard.log(a=2.0)
-    assert [event.data for event in events(guard, "scalars_not_recorded")] == [{"error": "No space left on device"}]
+    assert [event.data for event in events(guard, "scalars_not_recorded")] == [
+        {"error": "No space left on device"}
+    ]
     assert caplog.text.count("scalars_not_recorded") == 1
     assert scalars(tmp_path) == []

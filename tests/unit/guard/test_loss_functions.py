@@ -18,14 +18,19 @@ import holdfast
 from holdfast.guard.splitting.loss_functions import description_of
 from holdfast.guard.splitting.two_pass import TwoPass
 
-# --- what it may not do ---------------------------------------------------------------------------------------------
+# --- what it may not do
+# ------------------------------------------------------------------------
 
 
 def parts() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    return {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    }
 
 
 def loss_of(given: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +62,12 @@ def step(given: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     return loss_of(given, x)
 
 
-CASES = {"backward": backward, "backward ran": backward_of_a_copy, "step of a whole loop": whole_loop, "step": step}
+CASES = {
+    "backward": backward,
+    "backward ran": backward_of_a_copy,
+    "step of a whole loop": whole_loop,
+    "step": step,
+}
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, "auto", 2])
@@ -71,7 +81,9 @@ def test_a_loop_that_was_moved_into_the_loss_function_is_named(tmp_path, case, m
         guard.step(torch.randn(8, 3), lambda x: CASES[case](given, x))
     assert caught.value.rule == "H209"
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-    assert all(torch.equal(value, before[name]) for name, value in given["model"].state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in given["model"].state_dict().items()
+    )
     assert all(not state.get("step", 0) for state in given["optimizer"].state.values())
     assert all(p.grad is None for p in given["model"].parameters())
     assert not guard.step(torch.randn(8, 3), lambda x: loss_of(given, x)).skipped
@@ -81,7 +93,9 @@ def test_a_loop_that_was_moved_into_the_loss_function_is_named(tmp_path, case, m
 
 
 def test_gradients_with_respect_to_inputs_are_free(tmp_path):
-    """An adversarial step or a penalty inside the loss function, which reaches no parameter, is no error."""
+    """An adversarial step or a penalty inside the loss function, which reaches no parameter, is
+    no error.
+    """
     given = parts()
     guard = guarded(tmp_path, **given)
 
@@ -95,7 +109,10 @@ def test_gradients_with_respect_to_inputs_are_free(tmp_path):
 
 
 def test_gradients_that_were_filled_before_the_first_step_are_not_lost_in_silence(tmp_path):
-    """A backward outside before the first step is H210; what an earlier run has left is no error."""
+    """A backward outside before the first step is H210.
+
+    What an earlier run has left is no error.
+    """
     given = parts()
     guard = guarded(tmp_path / "a", **given)
     loss_of(given, torch.randn(8, 3)).backward()
@@ -107,11 +124,18 @@ def test_gradients_that_were_filled_before_the_first_step_are_not_lost_in_silenc
 
 
 def test_hooks_that_step_in_backward_are_named_and_others_are_free(tmp_path):
-    """An optimizer that a hook steps cannot be taken back: H211 in the first step. A hook that only looks is free."""
+    """An optimizer that a hook steps cannot be taken back: H211 in the first step.
+
+    A hook that only looks is free.
+    """
     given, seen = parts(), []
     for parameter in given["model"].parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
-    assert not guarded(tmp_path / "a", **given).step(torch.randn(8, 3), lambda x: loss_of(given, x)).skipped
+    assert (
+        not guarded(tmp_path / "a", **given)
+        .step(torch.randn(8, 3), lambda x: loss_of(given, x))
+        .skipped
+    )
     assert seen
     weight = next(given["model"].parameters())
     of_hook = torch.optim.SGD([weight], lr=0.1)
@@ -121,7 +145,8 @@ def test_hooks_that_step_in_backward_are_named_and_others_are_free(tmp_path):
     assert caught.value.rule == "H211"
 
 
-# --- which ones are the same ----------------------------------------------------------------------------------------
+# --- which ones are the same
+# ------------------------------------------------------------------------
 
 
 def reduced(batch: Any, model: nn.Module, reduction: str) -> torch.Tensor:
@@ -151,29 +176,51 @@ PAIRS: list[Callable[[nn.Module, str], Any]] = [
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_two_losses_of_one_code_are_weighted_each_by_its_own(tmp_path, kind):
-    """A mean and a sum made by the same code: split into parts, both steps have the gradient of the whole batch."""
+    """A mean and a sum made by the same code.
+
+    Split into parts, both steps have the gradient of the whole batch.
+    """
     model = nn.Linear(10, 1)
     losses = [kind(model, reduction) for reduction in ("mean", "sum")]
-    guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1e-4), micro_batch_size=4)
+    guard = guarded(
+        tmp_path, model, torch.optim.SGD(model.parameters(), lr=1e-4), micro_batch_size=4
+    )
     for number in range(8):
         batch = torch.randn(16, 10), torch.randn(16, 1)
         fn = losses[number // 2 % 2]
         (expected,) = torch.autograd.grad(fn(batch), [model.weight])
         before = model.weight.detach().clone()
         guard.step(batch, fn)
-        torch.testing.assert_close((before - model.weight.detach()) / 1e-4, expected, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(
+            (before - model.weight.detach()) / 1e-4, expected, rtol=1e-2, atol=1e-3
+        )
 
 
 def test_what_makes_a_new_function_and_what_does_not():
-    """Other code does, also in one line; a new object, a number, a tensor or the next process does not."""
+    """Other code does, also in one line.
+
+    A new object, a number, a tensor or the next process does not.
+    """
     assert len({description_of(lambda batch, n=number: batch * n) for number in range(50)}) == 1
-    assert len({description_of(functools.partial(torch.add, other=torch.tensor(n))) for n in (1.0, 2.0)}) == 1
+    assert (
+        len(
+            {
+                description_of(functools.partial(torch.add, other=torch.tensor(n)))
+                for n in (1.0, 2.0)
+            }
+        )
+        == 1
+    )
     first, second = (lambda batch: batch.sum()), (lambda batch: batch.mean())
     assert description_of(first) != description_of(second)
     assert description_of(TwoPass(first, second)) != description_of(TwoPass(second, first))
     for kind in PAIRS:
         found = description_of(kind(nn.Linear(2, 2), "mean"))
-        assert found == description_of(kind(nn.Linear(2, 2), "mean")) != description_of(kind(nn.Linear(2, 2), "sum"))
+        assert (
+            found
+            == description_of(kind(nn.Linear(2, 2), "mean"))
+            != description_of(kind(nn.Linear(2, 2), "sum"))
+        )
         assert "0x" not in found
 
 
@@ -206,7 +253,8 @@ def test_a_flag_that_changes_makes_the_same_object_another_function(tmp_path, mo
         assert len(guard._engine.attempts.safety._known) == 2
 
 
-# --- what one leaves behind -----------------------------------------------------------------------------------------
+# --- what one leaves behind
+# ------------------------------------------------------------------------
 
 
 class Counting(nn.Module):
@@ -236,8 +284,13 @@ class Counting(nn.Module):
         return self.last + self.table
 
 
-def test_what_each_forward_pass_changes_is_named_and_what_it_only_overwrites_is_not(tmp_path, caplog):
-    """Counters, lists and carried state are one loud event at the first step; caches and last values are none."""
+def test_what_each_forward_pass_changes_is_named_and_what_it_only_overwrites_is_not(
+    tmp_path, caplog
+):
+    """Counters, lists and carried state are one loud event at the first step.
+
+    Caches and last values are none.
+    """
     model = nn.ModuleDict({"a": Counting(), "b": nn.Linear(4, 1)})
     guard = guarded(tmp_path, model)
     for _ in range(2):
@@ -273,10 +326,17 @@ class First(nn.Module):
     ("make", "found"),
     [
         (Centered, ["center"]),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.GRU(4, 2), First()), []),
+        (
+            lambda: nn.Sequential(
+                nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.GRU(4, 2), First()
+            ),
+            [],
+        ),
     ],
 )
-def test_what_changes_only_while_gradients_are_on_is_named_and_a_clean_model_says_nothing(tmp_path, make, found):
+def test_what_changes_only_while_gradients_are_on_is_named_and_a_clean_model_says_nothing(
+    tmp_path, make, found
+):
     """Dropout, batch normalisation and recurrent layers have no side effect of this kind."""
     model = make()
     guard = guarded(tmp_path, model)

@@ -1,4 +1,7 @@
-"""State lies in memory after a resume as it lay before, which fused optimizers go by; expanded tensors load."""
+"""State lies in memory after a resume as it lay before, which fused optimizers go by.
+
+Expanded tensors load.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ OPTIMIZERS = [adam, sgd]
 class Process:
     """One process of a run."""
 
-    def __init__(self, run_dir: Path, make_model: Callable[[], nn.Module], make_optimizer: Any, **policy: Any):
+    def __init__(
+        self, run_dir: Path, make_model: Callable[[], nn.Module], make_optimizer: Any, **policy: Any
+    ):
         torch.manual_seed(3)
         data = torch.randn(24, 3, 4, 4).unbind()
         self.model = make_model()
@@ -63,14 +68,21 @@ class Process:
     def train_until_a_rollback(self, *, bad_at_step: int) -> State:
         for batch in self.guard.batches(max_steps=bad_at_step + 1):
             factor = float("nan") if self.guard.global_step == bad_at_step else 1.0
-            result = self.guard.step(batch, lambda x, factor=factor: self.model(x).square().mean() * factor)
+            result = self.guard.step(
+                batch, lambda x, factor=factor: self.model(x).square().mean() * factor
+            )
             if "rolled back" in (result.reason or ""):
                 break
         return self.state()
 
     def state(self) -> State:
         tensors = list(self.model.state_dict().values())
-        tensors += [value for state in self.optimizer.state.values() for value in state.values() if value is not None]
+        tensors += [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if value is not None
+        ]
         return [(tensor.detach().clone(), tensor.stride()) for tensor in tensors]
 
 
@@ -86,13 +98,20 @@ def assert_same(one: State, two: State) -> None:
 def test_a_resumed_run_goes_on_with_the_same_bits_and_strides(
     make_model: Callable[[], nn.Module], make_optimizer: Any, tmp_path: Path
 ) -> None:
-    """Moments of channels_last and transposed weights lie as before; a fused optimizer goes on bit for bit."""
+    """Moments of channels_last and transposed weights lie as before.
+
+    A fused optimizer goes on bit for bit.
+    """
     undisturbed = Process(tmp_path / "undisturbed", make_model, make_optimizer)
     undisturbed.train(9)
     Process(tmp_path / "run", make_model, make_optimizer).train(4)
     again = Process(tmp_path / "run", make_model, make_optimizer)
     assert again.guard.global_step == 4
-    assert any(not value.is_contiguous() for state in again.optimizer.state.values() for value in state.values())
+    assert any(
+        not value.is_contiguous()
+        for state in again.optimizer.state.values()
+        for value in state.values()
+    )
     again.train(9)
     assert_same(again.state(), undisturbed.state())
 
@@ -102,7 +121,9 @@ def test_a_resumed_run_goes_on_with_the_same_bits_and_strides(
 def test_a_rollback_keeps_the_strides(
     make_model: Callable[[], nn.Module], snapshot_interval_steps: int | None, tmp_path: Path
 ) -> None:
-    """After a rollback, in the first process and in a resumed one, bits and strides are those of that step."""
+    """After a rollback, in the first process and in a resumed one, bits and strides are those of
+    that step.
+    """
     policy: dict[str, Any] = {
         "save_interval_steps": 3,
         "async_save": False,
@@ -118,7 +139,10 @@ def test_a_rollback_keeps_the_strides(
 
 
 class Masked(nn.Module):
-    """A mask that is expanded, beside the scalar that it is a view of; another one is replaced by dense values."""
+    """A mask that is expanded, beside the scalar that it is a view of.
+
+    Another one is replaced by dense values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +183,9 @@ def masked_run(run_dir: Path, steps: int, *bad_at: int) -> tuple[holdfast.Guard,
 
 
 def test_a_run_with_expanded_buffers_resumes(tmp_path: Path) -> None:
-    """Expanded buffers and parameters are saved, load again, stay views of the same memory, and train equally."""
+    """Expanded buffers and parameters are saved, load again, stay views of the same memory, and
+    train equally.
+    """
     _, expected, _ = masked_run(tmp_path / "undisturbed", 9)
     masked_run(tmp_path / "run", 4)
     guard, model, _ = masked_run(tmp_path / "run", 9)
@@ -174,7 +200,10 @@ def test_a_run_with_expanded_buffers_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad_at", [0, 3])
 def test_a_step_with_expanded_buffers_is_taken_back(bad_at: int, tmp_path: Path) -> None:
-    """In the first step and later: it leaves no trace, and a rollback in place restores every buffer."""
+    """In the first step and later.
+
+    It leaves no trace, and a rollback in place restores every buffer.
+    """
     guard, model, reasons = masked_run(tmp_path, 5, bad_at)
     assert "rolled back" in reasons[bad_at]
     assert sum("rolled back" in reason for reason in reasons) == 1

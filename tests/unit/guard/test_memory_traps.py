@@ -1,6 +1,7 @@
 """Traps around out-of-memory that other projects have shipped; each test fails on the naive code.
 
-An allocation fails for real here, at a place of the test's choosing. A real memory limit is that of tests/faults.
+An allocation fails for real here, at a place of the test's choosing. A real memory limit is that of
+tests/faults.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def failing_above(samples: int, loss: Any) -> Any:
 
 
 def test_adam_state_that_was_half_made_never_breaks_later_steps(tmp_path):
-    """Out of memory while Adam makes its moments leaves no entry behind, and the next step is the bare loop's."""
+    """Out of memory while Adam makes its moments leaves no entry behind, and the next step is
+    the bare loop's.
+    """
     in_own_process(half_made, tmp_path)  # where no earlier test has left free memory
 
 
@@ -86,7 +89,10 @@ def half_made(run_dir: Path) -> None:
     model, optimizer = make()
     guard = guarded(run_dir, model, optimizer)
     before = tensors_of(model, optimizer)
-    with memory_limited(54 * 2**20), pytest.raises(holdfast.OutOfMemoryError, match="state of the optimizer"):
+    with (
+        memory_limited(54 * 2**20),
+        pytest.raises(holdfast.OutOfMemoryError, match="state of the optimizer"),
+    ):
         guard.step(data, square_of(model))
     assert_same(tensors_of(model, optimizer), before)
     guard.step(data, square_of(model))
@@ -101,19 +107,29 @@ def train_two(run_dir: Any, fail_at: int) -> tuple[holdfast.Guard, list[torch.Te
         "a": torch.optim.AdamW(models["a"].parameters(), lr=0.01),
         "b": FailsHalfWay(models["b"].parameters(), fail_at, lr=0.1, momentum=0.9),
     }
-    schedulers = {name: torch.optim.lr_scheduler.StepLR(each, 2) for name, each in optimizers.items()}
+    schedulers = {
+        name: torch.optim.lr_scheduler.StepLR(each, 2) for name, each in optimizers.items()
+    }
     data = holdfast.DataLoader(torch.randn(24, 6).unbind(), batch_size=4, shuffle=True, seed=1)
-    guard = guarded(run_dir, models, optimizers, scheduler=schedulers, loader=data, save_interval_steps=3)
+    guard = guarded(
+        run_dir, models, optimizers, scheduler=schedulers, loader=data, save_interval_steps=3
+    )
     skipped = [
         guard.step(batch, lambda x: (models["a"](x) * models["b"](x)).square().mean()).skipped
         for batch in guard.batches(max_epochs=2)
     ]
     found = [*tensors_of(models["a"], optimizers["a"]), *tensors_of(models["b"], optimizers["b"])]
-    return guard, [*found, *(torch.tensor(each.get_last_lr()) for each in schedulers.values())], skipped
+    return (
+        guard,
+        [*found, *(torch.tensor(each.get_last_lr()) for each in schedulers.values())],
+        skipped,
+    )
 
 
 def test_an_optimizer_that_fails_half_way_is_not_retried_and_the_first_of_two_steps_once(tmp_path):
-    """After an out-of-memory inside an optimizer the last good state comes back, and the run ends bit-identical."""
+    """After an out-of-memory inside an optimizer the last good state comes back, and the run
+    ends bit-identical.
+    """
     _, undisturbed, _ = train_two(tmp_path / "a", fail_at=0)
     guard, found, skipped = train_two(tmp_path / "b", fail_at=5)
     assert_same(found, undisturbed)
@@ -157,7 +173,9 @@ def test_a_batch_is_trained_once_also_when_the_plan_grows_after_it(tmp_path):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_retry_moves_batch_norm_once_and_starts_with_empty_gradients(tmp_path, where):
-    """A step that was retried leaves weights, statistics, momenta and random state of a step that was not."""
+    """A step that was retried leaves weights, statistics, momenta and random state of a step
+    that was not.
+    """
 
     def one_step(fail: bool) -> tuple[list[torch.Tensor], int]:
         model = small_model(nn.BatchNorm1d(8), nn.Dropout(0.5))
@@ -169,7 +187,8 @@ def test_a_retry_moves_batch_norm_once_and_starts_with_empty_gradients(tmp_path,
             hidden = model[0](x)
             if short.times and where == "backward":
                 short.times -= 1
-                hidden = FailsInBackward.apply(hidden)  # the gradients of later layers are there already
+                # The gradients of later layers are there already
+                hidden = FailsInBackward.apply(hidden)
             out = model[1:](hidden).square().mean()
             short()
             return out
@@ -187,7 +206,9 @@ def test_a_retry_moves_batch_norm_once_and_starts_with_empty_gradients(tmp_path,
 
 
 def test_the_failed_attempt_is_forgotten_before_the_next_one_begins(tmp_path):
-    """No frame, traceback or context of the exception keeps the activations of a failed attempt alive."""
+    """No frame, traceback or context of the exception keeps the activations of a failed attempt
+    alive.
+    """
     model = small_model()
     held: list[weakref.ref[torch.Tensor]] = []
     alive_at_retry = []
@@ -215,18 +236,31 @@ def test_the_failed_attempt_is_forgotten_before_the_next_one_begins(tmp_path):
 
 
 UNCUTTABLE = {
-    "ragged": (nn.utils.rnn.pack_sequence([torch.ones(3, 6), torch.ones(2, 6)]), "batch[0] is a PackedSequence"),
-    "time first, targets flat": (torch.ones(5, 4, 6), "disagree on the number of samples: batch[0] (5, 4, 6)"),
+    "ragged": (
+        nn.utils.rnn.pack_sequence([torch.ones(3, 6), torch.ones(2, 6)]),
+        "batch[0] is a PackedSequence",
+    ),
+    "time first, targets flat": (
+        torch.ones(5, 4, 6),
+        "disagree on the number of samples: batch[0] (5, 4, 6)",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", UNCUTTABLE)
-def test_what_cannot_be_cut_is_recorded_at_the_first_step_and_not_at_the_first_out_of_memory(tmp_path, caplog, case):
-    """Such a batch is an event before any memory is short. Nothing is printed, and training goes on."""
+def test_what_cannot_be_cut_is_recorded_at_the_first_step_and_not_at_the_first_out_of_memory(
+    tmp_path, caplog, case
+):
+    """Such a batch is an event before any memory is short.
+
+    Nothing is printed, and training goes on.
+    """
     x, why = UNCUTTABLE[case]
     model = small_model()
     guard = guarded(tmp_path, model)
-    result = guard.step((x, torch.ones(20)), lambda batch: model(x.data).square().mean() * batch[1].mean())
+    result = guard.step(
+        (x, torch.ones(20)), lambda batch: model(x.data).square().mean() * batch[1].mean()
+    )
     said = the_event(guard, "cannot_split")
     assert why in said.data["why"]
     assert "split=" in said.data["fix"]
@@ -244,19 +278,32 @@ class Residual(nn.Module):
 
 
 def test_the_ladder_tries_the_exact_remedies_first(tmp_path):
-    """Free and retry comes before recomputation, recomputation before a split, and each is an event in that order."""
+    """Free and retry comes before recomputation, recomputation before a split, and each is an
+    event in that order.
+    """
     model = nn.Sequential(Residual(), Residual(), nn.Linear(6, 1))
     guard = guarded(tmp_path, model)
     result = guard.step(torch.randn(8, 512, 6), failing_above(2, square_of(model)))
-    assert kinds_of(guard, "retry", "recompute", "split", "grow") == ["retry", "recompute", "split", "split"]
+    assert kinds_of(guard, "retry", "recompute", "split", "grow") == [
+        "retry",
+        "recompute",
+        "split",
+        "split",
+    ]
     assert (result.attempts, result.micro_batch_size) == (5, 2)
     statistics = guard.statistics()
-    assert (statistics.out_of_memory, statistics.micro_batch_size, statistics.recompute) == (4, 2, True)
+    assert (statistics.out_of_memory, statistics.micro_batch_size, statistics.recompute) == (
+        4,
+        2,
+        True,
+    )
 
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_batch_norm_is_split_only_when_allowed_by_name(tmp_path, caplog, allowed):
-    """With BatchNorm in training a split is refused with the name that would allow it, before and at the failure."""
+    """With BatchNorm in training a split is refused with the name that would allow it, before
+    and at the failure.
+    """
     model = small_model(nn.BatchNorm1d(8))
     guard = guarded(tmp_path, model, allow_split_with=("batch_norm",) if allowed else ())
     guard.step(torch.randn(8, 6), square_of(model))
@@ -276,7 +323,10 @@ def test_batch_norm_is_split_only_when_allowed_by_name(tmp_path, caplog, allowed
 
 @pytest.mark.parametrize("micro_batch_size", ["auto", 4])
 def test_what_ends_the_run_is_said_by_its_error_alone(tmp_path, caplog, micro_batch_size):
-    """A loss function that raises is no reason to speak of splitting first: its own error is all that is shown."""
+    """A loss function that raises is no reason to speak of splitting first.
+
+    Its own error is all that is shown.
+    """
     model = small_model()
     guard = guarded(tmp_path, model, micro_batch_size=micro_batch_size)
 
@@ -300,13 +350,18 @@ def in_batch_negatives(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_loss_that_couples_samples_is_found_out_before_memory_is_short(tmp_path, dtype):
-    """In-batch negatives are noticed at the first step: splitting is refused, or an error if asked for by number."""
+    """In-batch negatives are noticed at the first step.
+
+    Splitting is refused, or an error if asked for by number.
+    """
     model = nn.Linear(6, 4, dtype=dtype)
     batch = (torch.randn(8, 6, dtype=dtype), torch.randn(8, 6, dtype=dtype))
     guard = guarded(tmp_path / "a", model)
     guard.step(batch, in_batch_negatives(model))
     assert the_event(guard, "split_refused").data["allow_split_with"] == "coupled_loss"
-    with pytest.raises(holdfast.OutOfMemoryError, match=r"(?s)by \d+\.\d%.*Loss\(mean, items\).*TwoPass"):
+    with pytest.raises(
+        holdfast.OutOfMemoryError, match=r"(?s)by \d+\.\d%.*Loss\(mean, items\).*TwoPass"
+    ):
         guard.step(batch, failing_above(4, in_batch_negatives(model)))
     with pytest.raises(holdfast.HoldfastError, match="H207"):
         guarded(tmp_path / "b", model, micro_batch_size=2).step(batch, in_batch_negatives(model))
@@ -333,7 +388,9 @@ def test_a_loss_function_that_changes_its_batch_cannot_spoil_a_retry(tmp_path):
 
 
 def test_an_error_that_is_no_out_of_memory_passes_through_and_leaves_no_trace(tmp_path):
-    """A bug in the loss function reaches the caller as it is, with weights, buffers and random state untouched."""
+    """A bug in the loss function reaches the caller as it is, with weights, buffers and random
+    state untouched.
+    """
     model = small_model(nn.BatchNorm1d(8), nn.Dropout(0.5))
     optimizer = torch.optim.Adam(model.parameters())
     guard = guarded(tmp_path, model, optimizer)
@@ -352,9 +409,12 @@ def test_an_error_that_is_no_out_of_memory_passes_through_and_leaves_no_trace(tm
 
 
 def test_a_token_mean_that_looked_exact_is_found_out_when_batches_become_ragged(tmp_path):
-    """Sentences of one length hide that a mean is over tokens: while batches are split this is looked at again.
+    """Sentences of one length hide that a mean is over tokens.
 
-    A plain mean is then weighted by its tokens, exactly; one that is no weighted mean at all is refused.
+    While batches are split this is looked at again.
+
+    A plain mean is then weighted by its tokens, exactly; one that is no weighted mean at all is
+    refused.
     """
     model = nn.Linear(6, 1)
 
@@ -371,11 +431,15 @@ def test_a_token_mean_that_looked_exact_is_found_out_when_batches_become_ragged(
     assert guard.step((x, ragged), failing_above(4, mean)).micro_batch_size == 4
     torch.testing.assert_close(model.weight.grad, wanted)
     with pytest.raises(holdfast.OutOfMemoryError, match="may not split"):
-        guarded(tmp_path, model).step((x, ragged), failing_above(4, lambda batch: mean(batch).square()))
+        guarded(tmp_path, model).step(
+            (x, ragged), failing_above(4, lambda batch: mean(batch).square())
+        )
 
 
 def test_what_could_not_be_found_out_is_not_promised(tmp_path):
-    """A loss that cannot be tried on a few samples is not split, unless the caller says that it may be."""
+    """A loss that cannot be tried on a few samples is not split, unless the caller says that it
+    may be.
+    """
     model = nn.Linear(6, 1)
 
     def picky(x: torch.Tensor) -> torch.Tensor:
@@ -385,7 +449,8 @@ def test_what_could_not_be_found_out_is_not_promised(tmp_path):
         return model(x).square().mean()
 
     with pytest.raises(
-        holdfast.OutOfMemoryError, match=r"(?s)could not be found out.*I want eight.*check_split=False"
+        holdfast.OutOfMemoryError,
+        match=r"(?s)could not be found out.*I want eight.*check_split=False",
     ):
         guarded(tmp_path, model).step(torch.randn(8, 6), picky)
 
@@ -393,7 +458,10 @@ def test_what_could_not_be_found_out_is_not_promised(tmp_path):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.parametrize("fails", [ask_for_too_much, lambda: os._exit(1)], ids=["refused", "ended"])
 def test_where_onednn_lacks_memory_the_split_is_tried_without_it(tmp_path, fails):
-    """Its kernels for a few samples are refused, or end the copy that tries: another copy, without it, decides."""
+    """Its kernels for a few samples are refused, or end the copy that tries.
+
+    Another copy, without it, decides.
+    """
     model, here = small_model(), os.getpid()
     guard = guarded(tmp_path, model)
 
@@ -407,14 +475,19 @@ def test_where_onednn_lacks_memory_the_split_is_tried_without_it(tmp_path, fails
 
 
 def test_a_first_batch_of_nan_proves_nothing(tmp_path):
-    """A verdict is made on numbers: after a batch of NaN the next one is tried, and coupling is found."""
+    """A verdict is made on numbers.
+
+    After a batch of NaN the next one is tried, and coupling is found.
+    """
     model = nn.Linear(6, 4)
     guard, loss = guarded(tmp_path, model), in_batch_negatives(model)
     bad = torch.full((8, 6), torch.nan)
     assert guard.step((bad, bad), loss).skipped
     good = (torch.randn(8, 6), torch.randn(8, 6))
     guard.step(good, loss)
-    with pytest.raises(holdfast.OutOfMemoryError, match="may not split: the gradient over 4 samples differs"):
+    with pytest.raises(
+        holdfast.OutOfMemoryError, match="may not split: the gradient over 4 samples differs"
+    ):
         guard.step(good, failing_above(4, loss))
 
 
@@ -428,7 +501,9 @@ def test_a_rest_of_one_sample_is_not_given_to_batch_norm(tmp_path):
 
 
 def test_a_buffer_that_a_split_would_move_twice_is_found_before_the_first_step(tmp_path):
-    """A codebook that each forward pass updates refuses a micro-batch size before anything was trained."""
+    """A codebook that each forward pass updates refuses a micro-batch size before anything was
+    trained.
+    """
 
     class Codebook(nn.Module):
         def __init__(self) -> None:
@@ -450,7 +525,9 @@ def test_a_buffer_that_a_split_would_move_twice_is_found_before_the_first_step(t
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_where_memory_is_short_for_gradients_the_losses_of_a_few_samples_decide(tmp_path, coupled):
-    """If not even 2 samples can be differentiated, a split is found possible or coupled by its losses alone."""
+    """If not even 2 samples can be differentiated, a split is found possible or coupled by its
+    losses alone.
+    """
     model = small_model()
 
     def loss_fn(batch: torch.Tensor) -> torch.Tensor:
@@ -461,14 +538,21 @@ def test_where_memory_is_short_for_gradients_the_losses_of_a_few_samples_decide(
 
     guard = guarded(tmp_path, model)
     guard.step(torch.randn(8, 6), loss_fn)
-    assert the_event(guard, "promises").data["split_check"]["outcome"] == ("coupled" if coupled else "exact")
+    assert the_event(guard, "promises").data["split_check"]["outcome"] == (
+        "coupled" if coupled else "exact"
+    )
 
 
 @pytest.mark.parametrize("gains", [False, True])
 def test_why_nothing_is_recomputed_is_said_once(tmp_path, gains):
-    """Layers with their ReLU keep nothing more than their neighbours do: an event, and the next remedy."""
+    """Layers with their ReLU keep nothing more than their neighbours do.
+
+    An event, and the next remedy.
+    """
     activation = nn.GELU if gains else nn.ReLU
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), activation()) for _ in range(3)), nn.Linear(6, 1))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 6), activation()) for _ in range(3)), nn.Linear(6, 1)
+    )
     guard, short = guarded(tmp_path, model), Short()
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -483,8 +567,13 @@ def test_why_nothing_is_recomputed_is_said_once(tmp_path, gains):
     assert tried[1] == ("recompute" if gains else "recompute_impossible")
 
 
-def trained_with_less(run_dir: Path, make_loss: Any, *, fails_at: int | None, failing: int = 2, **policy: Any) -> Any:
-    """Return parameters and the guard after four steps, of which one runs out of memory; ``step`` is the loss's."""
+def trained_with_less(
+    run_dir: Path, make_loss: Any, *, fails_at: int | None, failing: int = 2, **policy: Any
+) -> Any:
+    """Return parameters and the guard after four steps, of which one runs out of memory.
+
+    ``step`` is the loss's.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), *(Residual() for _ in range(3)), nn.Linear(6, 1))
     guard = guarded(run_dir, model, **policy)
@@ -511,10 +600,15 @@ def with_fast_weights(model: nn.Module, x: torch.Tensor, step: int) -> torch.Ten
 @pytest.mark.usefixtures("unchecked_splits")
 @pytest.mark.parametrize("named", [False, True])
 def test_fast_weights_that_begin_after_the_comparison_end_recomputation(tmp_path, named):
-    """Whether measured or named by the policy: the modules are given up in that step, and the weights are right."""
+    """Whether measured or named by the policy.
+
+    The modules are given up in that step, and the weights are right.
+    """
     expected, _ = trained_with_less(tmp_path / "plain", with_fast_weights, fails_at=None)
     policy = {"recompute": ("1", "2", "3")} if named else {}
-    found, guard = trained_with_less(tmp_path / "less", with_fast_weights, fails_at=None if named else 1, **policy)
+    found, guard = trained_with_less(
+        tmp_path / "less", with_fast_weights, fails_at=None if named else 1, **policy
+    )
     assert_same(found, expected)
     given_up = the_event(guard, "recompute_impossible")
     assert "its weights" in given_up.data["why"]
@@ -523,14 +617,19 @@ def test_fast_weights_that_begin_after_the_comparison_end_recomputation(tmp_path
 
 def of_meta_learning(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
     weights = dict(model.named_parameters())
-    inner = torch.func.grad(lambda mine: torch.func.functional_call(model, mine, (x,)).square().mean())(weights)
+    inner = torch.func.grad(
+        lambda mine: torch.func.functional_call(model, mine, (x,)).square().mean()
+    )(weights)
     fast = {name: weight - 0.1 * inner[name] for name, weight in weights.items()}
     return (torch.func.functional_call(model, fast, (x,)) - 1).square().mean()
 
 
 @pytest.mark.usefixtures("unchecked_splits")
 def test_a_loss_that_cannot_be_measured_is_trained_unmeasured(tmp_path):
-    """torch.func.grad refuses the hooks that measure: that is said once, and the step is made without them."""
+    """torch.func.grad refuses the hooks that measure.
+
+    That is said once, and the step is made without them.
+    """
     expected, _ = trained_with_less(tmp_path / "plain", of_meta_learning, fails_at=None)
     found, guard = trained_with_less(tmp_path / "less", of_meta_learning, fails_at=1, failing=1)
     assert_same(found, expected)
@@ -539,7 +638,10 @@ def test_a_loss_that_cannot_be_measured_is_trained_unmeasured(tmp_path):
 
 @pytest.mark.usefixtures("unchecked_splits")
 def test_a_named_block_that_draws_from_its_own_generator_is_not_recomputed(tmp_path):
-    """The second time it would see other numbers: its gradient would be that of other activations."""
+    """The second time it would see other numbers.
+
+    Its gradient would be that of other activations.
+    """
 
     class Noisy(nn.Module):
         def __init__(self) -> None:

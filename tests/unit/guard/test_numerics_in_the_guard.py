@@ -1,4 +1,6 @@
-"""Spikes, rollbacks to host memory, and the origin of NaN, driven through the guard as a user does."""
+"""Spikes, rollbacks to host memory, and the origin of NaN, driven through the guard as a user
+does.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,20 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def test_a_batch_far_out_is_skipped_without_a_trace_and_noted_in_the_checkpoint(tmp_path):
-    """One batch of huge targets after 200 usual ones changes no weight, no moment and no schedule."""
+    """One batch of huge targets after 200 usual ones changes no weight, no moment and no
+    schedule.
+    """
     model, optimizer = regression()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
     batches = noisy_batches(202)
     batches[200] = (batches[200][0], batches[200][1] * 1e4)
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=optimizer, scheduler=schedule, loader=batches, spike_action="skip"
+        tmp_path,
+        model=model,
+        optimizer=optimizer,
+        scheduler=schedule,
+        loader=batches,
+        spike_action="skip",
     )
     seen: list[Any] = []
     for batch in guard.batches(max_epochs=1):
@@ -71,7 +80,10 @@ def test_a_batch_far_out_is_skipped_without_a_trace_and_noted_in_the_checkpoint(
 
 
 def test_a_task_that_changes_is_warned_of_and_trains_as_the_bare_loop_does(tmp_path):
-    """A healthy run whose loss jumps for good loses no batch, and is not ended: by default nothing is acted on."""
+    """A healthy run whose loss jumps for good loses no batch, and is not ended.
+
+    By default nothing is acted on.
+    """
     batches = [(x, y if at < 200 else 100 - y) for at, (x, y) in enumerate(noisy_batches(260))]
     bare, optimizer = regression()
     for batch in batches:
@@ -88,14 +100,23 @@ def test_a_task_that_changes_is_warned_of_and_trains_as_the_bare_loop_does(tmp_p
 
 
 def test_weights_that_were_damaged_are_rolled_back_to_a_copy_in_memory(tmp_path):
-    """A blown-up weight brings back the copy from before, and the batches go on with the same rates."""
+    """A blown-up weight brings back the copy from before, and the batches go on with the same
+    rates.
+    """
     model, optimizer = regression()
     first: Any = model[0]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=optimizer, scheduler=schedule, loader=noisy_batches(400),
-        save_interval_steps=None, snapshot_interval_steps=50, clock=FakeClock(), spike_action="roll_back",
-    )  # fmt: skip
+        tmp_path,
+        model=model,
+        optimizer=optimizer,
+        scheduler=schedule,
+        loader=noisy_batches(400),
+        save_interval_steps=None,
+        snapshot_interval_steps=50,
+        clock=FakeClock(),
+        spike_action="roll_back",
+    )
     good: list[torch.Tensor] = []
     returned = []
     for number, batch in enumerate(guard.batches(max_epochs=1)):
@@ -116,11 +137,19 @@ def test_weights_that_were_damaged_are_rolled_back_to_a_copy_in_memory(tmp_path)
 
 
 def test_a_run_that_runs_away_again_and_again_ends_with_a_verdict(tmp_path):
-    """A rate that is far too high brings rollbacks, then DivergenceError with the way out; the checkpoint is good."""
+    """A rate that is far too high brings rollbacks, then DivergenceError with the way out.
+
+    The checkpoint is good.
+    """
     model, optimizer = regression()
     batches = noisy_batches(2000)
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=50, spike_action="roll_back"
+        tmp_path,
+        model=model,
+        optimizer=optimizer,
+        loader=batches,
+        save_interval_steps=50,
+        spike_action="roll_back",
     )
     with pytest.raises(DivergenceError, match=r"(?s)max_rollbacks=2.*H503"):
         for batch in guard.batches(max_epochs=1):
@@ -153,7 +182,9 @@ def positive_batches(count: int) -> list[torch.Tensor]:
 
 
 def test_the_message_names_operation_line_sample_and_numbers(tmp_path):
-    """A skipped step says which operation, in which file, on which sample of the dataset, and why."""
+    """A skipped step says which operation, in which file, on which sample of the dataset, and
+    why.
+    """
     torch.manual_seed(0)
     model = Logarithm()
     samples = torch.cat(positive_batches(4))
@@ -185,9 +216,12 @@ def test_a_step_is_made_without_its_bad_samples_exactly(tmp_path):
     model = Logarithm()
     plain = copy.deepcopy(model)
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), drop_nonfinite_samples=True,
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        drop_nonfinite_samples=True,
         save_interval_steps=None,
-    )  # fmt: skip
+    )
     results = [guard.step(batch, lambda x: model(x).square().mean()) for batch in spoilt]
     assert [result.dropped_samples for result in results] == [(), (2, 5), ()]
     assert not any(result.skipped for result in results)
@@ -217,18 +251,26 @@ def test_a_micro_batch_of_nan_is_left_out_only_where_samples_may_be(tmp_path, dr
 
 
 def test_a_sample_that_was_dropped_is_quarantine_from_the_next_epoch_on(tmp_path):
-    """What provenance found comes no second time: it is in the ledger, with the reason, and replaced afterwards."""
+    """What provenance found comes no second time.
+
+    It is in the ledger, with the reason, and replaced afterwards.
+    """
     torch.manual_seed(0)
     model = Logarithm()
     data = list(torch.cat(positive_batches(3)))
     data[13] = torch.full_like(data[13], math.nan)
     loader = holdfast.DataLoader(data, batch_size=8, shuffle=True)
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), loader=loader,
-        drop_nonfinite_samples=True, save_interval_steps=None,
-    )  # fmt: skip
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loader=loader,
+        drop_nonfinite_samples=True,
+        save_interval_steps=None,
+    )
     dropped = [
-        guard.step(batch, lambda x: model(x).square().mean()).dropped_samples for batch in guard.batches(max_epochs=2)
+        guard.step(batch, lambda x: model(x).square().mean()).dropped_samples
+        for batch in guard.batches(max_epochs=2)
     ]
     assert [len(each) for each in dropped[3:]] == [0, 0, 0]
     assert sum(len(each) for each in dropped[:3]) == 1
@@ -239,16 +281,23 @@ def test_a_sample_that_was_dropped_is_quarantine_from_the_next_epoch_on(tmp_path
 
 
 def test_training_after_a_replay_is_what_it_would_be_without_one(tmp_path):
-    """Dropout masks, BatchNorm statistics and moments after a traced failure are those of a run without tracing."""
+    """Dropout masks, BatchNorm statistics and moments after a traced failure are those of a run
+    without tracing.
+    """
     ends = []
     for provenance in (True, False):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1))
+        model = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1)
+        )
         optimizer = torch.optim.AdamW(model.parameters())
         guard = holdfast.Guard(
-            tmp_path / str(provenance), model=model, optimizer=optimizer, provenance=provenance,
+            tmp_path / str(provenance),
+            model=model,
+            optimizer=optimizer,
+            provenance=provenance,
             save_interval_steps=None,
-        )  # fmt: skip
+        )
         batches = noisy_batches(6)
         batches[3][0][4, 1] = math.nan
         for batch in batches:
@@ -270,13 +319,19 @@ for _ in range(5):
 
 
 def test_a_loop_that_is_left_open_ends_with_the_process(tmp_path):
-    """Torch aborts a process that still works with tensors while the interpreter goes: nothing of ours may."""
+    """Torch aborts a process that still works with tensors while the interpreter goes.
+
+    Nothing of ours may.
+    """
     done = run_prepared(["-c", UNFINISHED, tmp_path], timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_model_can_be_copied_and_saved_in_the_loop_and_after_it(tmp_path):
-    """Between steps it has no hook of ours; a copy, also of a watched one, has none that does anything."""
+    """Between steps it has no hook of ours.
+
+    A copy, also of a watched one, has none that does anything.
+    """
     model, optimizer = regression()
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=noisy_batches(5))
     for batch in guard.batches(max_epochs=1):
@@ -291,7 +346,10 @@ def test_a_model_can_be_copied_and_saved_in_the_loop_and_after_it(tmp_path):
 
 
 def test_sparse_moments_are_checked_and_saved(tmp_path):
-    """Momentum of a sparse embedding: the run is saved, and what the diagnosis sees of it is no failure."""
+    """Momentum of a sparse embedding.
+
+    The run is saved, and what the diagnosis sees of it is no failure.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -313,19 +371,27 @@ def test_a_guarded_run_reports_that_its_attention_is_not_aligned(tmp_path):
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=noisy_batches(5))
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(model))
-        report_alignment(guard, torch.full((8, 10, 10), 0.1), torch.full((8,), 10), torch.full((8,), 10))
+        report_alignment(
+            guard, torch.full((8, 10, 10), 0.1), torch.full((8,), 10), torch.full((8,), 10)
+        )
     assert "aligned" in kinds_of(guard)
     assert any(event.data.get("rule") == "H852" for event in guard.events())
 
 
 def test_a_plateau_scheduler_that_is_told_late_is_left_in_peace(tmp_path):
-    """Short epochs: the first evaluation comes after the third, or in a later life, or after the loop of an epoch."""
+    """Short epochs: the first evaluation comes after the third, or in a later life, or after the
+    loop of an epoch.
+    """
 
     def life(name: str, max_steps: int, *validate_at: int) -> holdfast.Guard:
         model, optimizer = regression()
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         guard = holdfast.Guard(
-            tmp_path / name, model=model, optimizer=optimizer, scheduler=plateau, loader=noisy_batches(2)
+            tmp_path / name,
+            model=model,
+            optimizer=optimizer,
+            scheduler=plateau,
+            loader=noisy_batches(2),
         )
         for batch in guard.batches(max_steps=max_steps):
             result = guard.step(batch, loss_of(model))
@@ -354,13 +420,20 @@ def test_a_plateau_scheduler_that_is_told_the_loss_of_each_batch_is_noticed(tmp_
             result = guard.step(batch, loss_of(model))
             if guard.global_step % every == 0:
                 guard.validated(result.loss)
-    told = [event for event in guard.events() if event.kind == "finding" and event.data["rule"] == "H854"]
+    told = [
+        event
+        for event in guard.events()
+        if event.kind == "finding" and event.data["rule"] == "H854"
+    ]
     assert len(told) == (1 if every == 1 else 0)
 
 
 @pytest.mark.parametrize("layers", [0, 2])
 def test_an_optimizer_of_the_last_layer_only_is_noticed(tmp_path, layers):
-    """H808, whatever the loss does; not of one layer of random features, and not of weights that were trained."""
+    """H808, whatever the loss does.
+
+    Not of one layer of random features, and not of weights that were trained.
+    """
     for trained in (False, True):
         torch.manual_seed(0)
         body = [part for _ in range(layers) for part in (nn.Linear(32, 32), nn.ReLU())]
@@ -392,11 +465,16 @@ def by_dual(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
-# `torch.func.jvp` calls it: torch warns of it with a DeprecationWarning up to 2.14, with a FutureWarning since then.
+# `torch.func.jvp` calls it: torch warns of it with a DeprecationWarning up to 2.14, with a
+# FutureWarning since then.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize("derivative", [by_jvp, by_jacfwd, by_dual])
-def test_a_nan_of_a_loss_with_forward_derivatives_is_skipped_and_blames_nothing(tmp_path, derivative):
-    """Where the loss uses forward-mode AD, the search for the origin of NaN reads no dual tensor (a segfault)."""
+def test_a_nan_of_a_loss_with_forward_derivatives_is_skipped_and_blames_nothing(
+    tmp_path, derivative
+):
+    """Where the loss uses forward-mode AD, the search for the origin of NaN reads no dual tensor
+    (a segfault).
+    """
     model, optimizer = regression()
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
     x = noisy_batches(1)[0][0]

@@ -1,4 +1,7 @@
-"""Optimizers of other libraries: wrappers resume bit for bit, and what a guarded step cannot move is refused."""
+"""Optimizers of other libraries.
+
+Wrappers resume bit for bit, and what a guarded step cannot move is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ BATCHES = [torch.randn(8, 4, generator=torch.Generator().manual_seed(k)) for k i
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one, which pulls the weights back to slow ones, as Lookahead does."""
+    """An optimizer around another one, which pulls the weights back to slow ones, as Lookahead
+    does.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -74,7 +79,9 @@ class Forgetful(Nested):
         raise KeyError("exp_avg")
 
 
-def model_and(kind: Callable[[Any], Any], *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+def model_and(
+    kind: Callable[[Any], Any], *, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
     return model, kind(torch.optim.Adam(model.parameters(), lr=0.05))
@@ -108,7 +115,9 @@ def trained(run: Path, steps: int, kind: Callable[[Any], Any], **how: Any) -> tu
 
 @pytest.mark.parametrize("kind", [Nested, Flat])
 def test_a_wrapper_resumes_bit_for_bit_whatever_its_state_looks_like(tmp_path, kind):
-    """Slow weights, moments and rates are those of a bare loop, and no checkpoint is moved aside."""
+    """Slow weights, moments and rates are those of a bare loop, and no checkpoint is moved
+    aside.
+    """
     model, optimizer = model_and(kind)
     scheduler = halved_every_other_step(optimizer)
     for batch in [*BATCHES, *BATCHES[:4]]:
@@ -133,7 +142,10 @@ def test_moments_in_fp32_of_weights_in_bf16_keep_their_bits(tmp_path, kind):
     def with_fp32_moments(inner: torch.optim.Optimizer) -> Any:
         for group in inner.param_groups:
             for p in group["params"]:
-                moments = {name: torch.zeros(p.shape, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+                moments = {
+                    name: torch.zeros(p.shape, dtype=torch.float32)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
                 inner.state[p] = {"step": torch.zeros(()), **moments}
         return kind(inner)
 
@@ -145,7 +157,10 @@ def test_moments_in_fp32_of_weights_in_bf16_keep_their_bits(tmp_path, kind):
 
 
 def test_a_part_that_cannot_load_its_state_is_named_and_the_files_stay(tmp_path):
-    """H313 at each start, with the cause; every checkpoint is there afterwards, and a mended class resumes."""
+    """H313 at each start, with the cause.
+
+    Every checkpoint is there afterwards, and a mended class resumes.
+    """
     trained(tmp_path, 4, Nested)
     before = sorted((tmp_path / "checkpoints").iterdir())
     # Checkpoints know classes by their names.
@@ -201,7 +216,8 @@ def train_a_step(run: Path, parts: dict[str, Any]) -> None:
         guard.step(batch, square_of(parts["model"]))
 
 
-# --- refused when the guard is made ---------------------------------------------------------------------------
+# --- refused when the guard is made
+# ------------------------------------------------------------------------
 
 
 class SharpnessAware(torch.optim.SGD):
@@ -293,9 +309,13 @@ class NeedsSteps(torch.optim.SGD):
         return {"first": self.missing}  # type: ignore[attr-defined]
 
 
-def refusing(kind: Any, *, around: Callable[[Any], Any] = lambda inner: inner) -> Callable[[Any], Any]:
+def refusing(
+    kind: Any, *, around: Callable[[Any], Any] = lambda inner: inner
+) -> Callable[[Any], Any]:
     """Return a function that makes an optimizer of a kind from the parameters of another one."""
-    return lambda adam: around(kind([p for group in adam.param_groups for p in group["params"]], lr=0.1))
+    return lambda adam: around(
+        kind([p for group in adam.param_groups for p in group["params"]], lr=0.1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,8 +331,13 @@ def refusing(kind: Any, *, around: Callable[[Any], Any] = lambda inner: inner) -
         (refusing(NeedsSteps), "H105"),
     ],
 )
-def test_an_optimizer_that_cannot_be_guarded_is_refused_before_a_run_directory_is_made(tmp_path, kind, rule):
-    """A second pass, a backward pass of its own, spread state, no groups, no state: each has its rule."""
+def test_an_optimizer_that_cannot_be_guarded_is_refused_before_a_run_directory_is_made(
+    tmp_path, kind, rule
+):
+    """A second pass, a backward pass of its own, spread state, no groups, no state.
+
+    Each has its rule.
+    """
     model, optimizer = model_and(kind)
     with pytest.raises(holdfast.PolicyError) as caught:
         holdfast.Guard(tmp_path / "run", model=model, optimizer=optimizer)
@@ -322,7 +347,9 @@ def test_an_optimizer_that_cannot_be_guarded_is_refused_before_a_run_directory_i
 
 @pytest.mark.parametrize("kind", [Raising, Calling])
 def test_an_optimizer_that_fails_without_a_closure_is_named_in_its_first_step(tmp_path, kind):
-    """Its signature says that the closure is optional, so nothing shows the need before the step."""
+    """Its signature says that the closure is optional, so nothing shows the need before the
+    step.
+    """
     model, optimizer = model_and(refusing(kind))
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
     before = weights(model)
@@ -392,7 +419,8 @@ def test_an_optimizer_without_a_learning_rate_trains_and_resumes(tmp_path):
     assert not [event.kind for event in guard.events() if "diagnosis" in event.kind]
 
 
-# --- lazy layers ----------------------------------------------------------------------------------------------
+# --- lazy layers
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])
@@ -409,7 +437,8 @@ def test_a_lazy_layer_is_refused_until_it_has_seen_a_batch(tmp_path, lazy):
     assert not guard.step(BATCHES[0], square_of(model)).skipped
 
 
-# --- sharpness-aware minimization, as the guide has it --------------------------------------------------------
+# --- sharpness-aware minimization, as the guide has it
+# --------------------------------------------------------
 
 
 def test_a_loss_at_perturbed_weights_is_sharpness_aware_minimization(tmp_path):
@@ -430,10 +459,14 @@ def test_a_loss_at_perturbed_weights_is_sharpness_aware_minimization(tmp_path):
     def sharpness_aware(batch: torch.Tensor) -> torch.Tensor:
         named = dict(model.named_parameters())
         gradients = torch.autograd.grad(square_of(model)(batch), list(named.values()))
-        perturbed = {name: p + 0.05 * g for (name, p), g in zip(named.items(), gradients, strict=True)}
+        perturbed = {
+            name: p + 0.05 * g for (name, p), g in zip(named.items(), gradients, strict=True)
+        }
         return torch.func.functional_call(model, perturbed, (batch,)).square().mean()
 
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=BATCHES, max_grad_norm=None)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, loader=BATCHES, max_grad_norm=None
+    )
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, sharpness_aware)
     assert torch.allclose(weights(model), reference, rtol=0, atol=1e-6)

@@ -1,4 +1,6 @@
-"""A loop over ``guard.batches`` that keeps an ``optimizer.step()`` of its own is refused before a weight moves."""
+"""A loop over ``guard.batches`` that keeps an ``optimizer.step()`` of its own is refused before
+a weight moves.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def train_by_hand(
 
 
 def test_a_step_of_the_loop_is_refused_before_it_moves_a_weight(tmp_path):
-    """The first ``optimizer.step()`` of a loop over ``guard.batches`` is H212, recorded, and moves nothing."""
+    """The first ``optimizer.step()`` of a loop over ``guard.batches`` is H212, recorded, and
+    moves nothing.
+    """
     model = nn.Linear(2, 1)
     before = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,7 +59,9 @@ def test_a_step_of_the_loop_is_refused_before_it_moves_a_weight(tmp_path):
 
 
 def test_another_optimizer_of_the_same_weights_is_refused(tmp_path):
-    """An optimizer that the guard was not given, over parameters of the guarded model, is H212 too."""
+    """An optimizer that the guard was not given, over parameters of the guarded model, is H212
+    too.
+    """
     model = nn.Linear(2, 1)
 
     with pytest.raises(holdfast.BatchError) as raised:
@@ -66,9 +72,13 @@ def test_another_optimizer_of_the_same_weights_is_refused(tmp_path):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_one_of_two_optimizers_stepped_by_hand_is_refused(tmp_path, wrapped):
-    """A loop that gives the generator's step to the guard and keeps the discriminator's is H212 at the latter."""
+    """A loop that gives the generator's step to the guard and keeps the discriminator's is H212
+    at the latter.
+    """
     models = {"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 1)}
-    optimizers: dict[str, Any] = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    optimizers: dict[str, Any] = {
+        name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()
+    }
     stepped = optimizers["discriminator"]
     if wrapped:
         optimizers["discriminator"] = Lookahead(stepped)
@@ -86,7 +96,9 @@ def test_one_of_two_optimizers_stepped_by_hand_is_refused(tmp_path, wrapped):
 
 
 def test_steps_of_the_guard_and_of_models_that_it_does_not_hold_are_free(tmp_path):
-    """A wrapper of an optimizer, a model that the guard does not hold, and steps around the loop are no error."""
+    """A wrapper of an optimizer, a model that the guard does not hold, and steps around the loop
+    are no error.
+    """
     model, critic = nn.Linear(2, 1), nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)

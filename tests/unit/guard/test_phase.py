@@ -41,18 +41,30 @@ def at(*transitions: str) -> RunState:
         (["open", "begin", "take_back", "step_failed"], Phase.AT_BOUNDARY),
         (["open", "begin", "step_failed"], Phase.BROKEN),
         (["open", "begin", "commit", "step_failed"], Phase.BROKEN),
-        (["open", "begin", "commit", "committed", "begin", "take_back", "step_failed"], Phase.BROKEN),
+        (
+            ["open", "begin", "commit", "committed", "begin", "take_back", "step_failed"],
+            Phase.BROKEN,
+        ),
         (["open", "begin", "commit", "step_failed", "boundary"], Phase.BROKEN),
         (["open", "begin", "commit", "step_failed", "close", "open"], Phase.BROKEN),
         (["open", "spoil", "begin", "commit", "committed"], Phase.BROKEN),
         (["open", "begin", "take_back", "skipped", "rewound"], Phase.REWOUND),
-        (["open", "begin", "take_back", "skipped", "rewound", "begin", "commit", "committed"], Phase.REWOUND),
-        (["open", "begin", "take_back", "skipped", "rewound", "begin", "commit", "step_failed"], Phase.REWOUND),
+        (
+            ["open", "begin", "take_back", "skipped", "rewound", "begin", "commit", "committed"],
+            Phase.REWOUND,
+        ),
+        (
+            ["open", "begin", "take_back", "skipped", "rewound", "begin", "commit", "step_failed"],
+            Phase.REWOUND,
+        ),
         (["open", "begin", "take_back", "skipped", "rewound", "close", "open"], Phase.REWOUND),
     ],
 )
 def test_each_transition_leads_to_its_phase(transitions: list[str], phase: Phase) -> None:
-    """A step that is taken back leaves the phase as it was; half of a step belongs to no boundary."""
+    """A step that is taken back leaves the phase as it was.
+
+    Half of a step belongs to no boundary.
+    """
     state = at(*transitions)
     assert state.phase is phase
     assert state.may_be_saved == (phase in (Phase.CLOSED, Phase.AT_BOUNDARY, Phase.AFTER_STEP))
@@ -82,14 +94,20 @@ def test_a_rollback_makes_the_state_whole_or_breaks_it(before: list[str], after:
 
 
 def test_nobody_in_the_guard_uses_a_private_attribute_of_another() -> None:
-    """Who drives a step needs ``begin``, ``attempt``, ``keep``, ``skip``, ``commit`` and ``take_back`` only."""
+    """Who drives a step needs ``begin``, ``attempt``, ``keep``, ``skip``, ``commit`` and
+    ``take_back`` only.
+    """
     folder = Path(inspect.getfile(loop)).parents[1]
     trees = {path: ast.parse(path.read_text()) for path in folder.rglob("*.py")}
     found: dict[Path, set[str]] = {path: set() for path in trees}
     own: dict[Path, set[str]] = {path: set() for path in trees}
     for path, tree in trees.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr.startswith("_")
+                and not node.attr.endswith("__")
+            ):
                 (own if ast.unparse(node.value) in ("self", "cls") else found)[path].add(node.attr)
             if isinstance(node, ast.FunctionDef):
                 own[path].add(node.name)
@@ -121,13 +139,23 @@ def make(run_dir: Path, **fields: Any) -> tuple[holdfast.Guard, nn.Module, Fails
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     optimizer = FailsHalfWay(model.parameters(), lr=0.1)
     loader = [torch.randn(8, 3) for _ in range(4)]
-    made = {"loader": loader, "save_interval_steps": 1, "async_save": False, "check_split": False, **fields}
+    made = {
+        "loader": loader,
+        "save_interval_steps": 1,
+        "async_save": False,
+        "check_split": False,
+        **fields,
+    }
     return holdfast.Guard(run_dir, model=model, optimizer=optimizer, **made), model, optimizer
 
 
 @pytest.mark.parametrize("how", ["the loop is left", "the next batch"])
-def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(tmp_path, monkeypatch, caplog, how):
-    """The error comes out, event and log say what failed, another guard can open the run, nothing of it is saved."""
+def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(
+    tmp_path, monkeypatch, caplog, how
+):
+    """The error comes out, event and log say what failed, another guard can open the run,
+    nothing of it is saved.
+    """
     handler, loads = signal.getsignal(signal.SIGTERM), []
     guard, model, optimizer = make(tmp_path)
     optimizer.fails_at = 2
@@ -142,7 +170,8 @@ def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(tmp_path, m
     batches = guard.batches(max_epochs=1)
     assert not guard.step(next(batches), square_of(model)).skipped
     assert guard.step(next(batches), square_of(model)).skipped
-    with pytest.raises(OSError, match="is gone"):  # what followed the step in the loop body is to be taken back
+    # What followed the step in the loop body is to be taken back
+    with pytest.raises(OSError, match="is gone"):
         batches.close() if how == "the loop is left" else next(batches)
     assert signal.getsignal(signal.SIGTERM) == handler
     assert "rollback_failed" in kinds_of(guard)
@@ -156,7 +185,10 @@ def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(tmp_path, m
 
 
 def test_what_fails_before_a_weight_moves_is_taken_back(tmp_path, monkeypatch):
-    """An error in the look at the buffers comes before the optimizers: weights and statistics are as before."""
+    """An error in the look at the buffers comes before the optimizers.
+
+    Weights and statistics are as before.
+    """
     guard, model, _ = make(tmp_path, save_interval_steps=None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -179,7 +211,12 @@ def test_a_step_whose_end_fails_is_in_no_checkpoint(tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (2 - step))
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": [torch.randn(8, 3)] * 4}
+    parts = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": [torch.randn(8, 3)] * 4,
+    }
     guard = holdfast.Guard(tmp_path, **parts, save_interval_steps=1, async_save=False)
     with pytest.raises(ZeroDivisionError):
         for batch in guard.batches(max_epochs=1):

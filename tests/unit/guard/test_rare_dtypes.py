@@ -54,7 +54,9 @@ REFUSED: dict[str, Callable[[], torch.Tensor]] = {
     "blocks": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
     "meta": lambda: torch.empty(3, device="meta"),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
     "bits": lambda: torch.ones(3, dtype=torch.uint8).view(torch.bits8),
 }
@@ -63,7 +65,9 @@ REFUSED: dict[str, Callable[[], torch.Tensor]] = {
 class WithConstant(nn.Module):
     """A linear layer beside a tensor of a rare kind, as a buffer or as a frozen parameter."""
 
-    def __init__(self, constant: torch.Tensor, *, is_parameter: bool = False, persistent: bool = True) -> None:
+    def __init__(
+        self, constant: torch.Tensor, *, is_parameter: bool = False, persistent: bool = True
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 1)
@@ -99,7 +103,9 @@ def a_run(run_dir: object, model: nn.Module) -> holdfast.Guard:
 @pytest.mark.parametrize("is_parameter", [False, True], ids=["buffer", "parameter"])
 @pytest.mark.parametrize("kind", KEPT)
 def test_a_rare_kind_trains_saves_and_resumes_with_every_bit(tmp_path, caplog, kind, is_parameter):
-    """A run that is cut and continued ends with the weights of a bare loop, and the constant with its own bits."""
+    """A run that is cut and continued ends with the weights of a bare loop, and the constant
+    with its own bits.
+    """
     bare = WithConstant(KEPT[kind](), is_parameter=is_parameter)
     optimizer = torch.optim.Adam(bare.linear.parameters(), lr=0.01)
     for batch in SAMPLES.repeat(2, 1).split(8):
@@ -116,14 +122,20 @@ def test_a_rare_kind_trains_saves_and_resumes_with_every_bit(tmp_path, caplog, k
     assert guard.resumed_from is not None
     assert bits_of(model.linear.weight) == bits_of(bare.linear.weight)
     assert bits_of(model.constant) == bits_of(bare.constant)
-    assert not events(guard, "save_failed", "save_refused", "snapshot_failed", "not_restored", "diagnosis_limited")
+    assert not events(
+        guard, "save_failed", "save_refused", "snapshot_failed", "not_restored", "diagnosis_limited"
+    )
     assert not any("diagnosis" in message for message in caplog.messages)
 
 
 def flip(constant: torch.Tensor) -> None:
     integers = {1: torch.uint8, 4: torch.int32}
     with torch.no_grad():
-        bits = torch.view_as_real(constant) if constant.is_complex() else constant.view(integers[constant.itemsize])
+        bits = (
+            torch.view_as_real(constant)
+            if constant.is_complex()
+            else constant.view(integers[constant.itemsize])
+        )
         bits.copy_(bits.flip(0))
 
 
@@ -137,7 +149,9 @@ def double(constant: torch.Tensor) -> None:
     "kind", ["float8_e4m3fn", "float8_e5m2fnuz", "uint32", "complex32", "sparse", "not coalesced"]
 )
 def test_a_rare_kind_that_a_pass_changes_is_put_back_before_a_retry(tmp_path, kind, is_parameter):
-    """A pass that runs out of memory after it has changed the constant is made again from where it began."""
+    """A pass that runs out of memory after it has changed the constant is made again from where
+    it began.
+    """
     ends = []
     for name, fails in (("undisturbed", False), ("disturbed", True)):
         model = WithConstant(KEPT[kind](), is_parameter=is_parameter)
@@ -147,7 +161,10 @@ def test_a_rare_kind_that_a_pass_changes_is_put_back_before_a_retry(tmp_path, ki
         failing: list[bool] = []
 
         def loss(
-            x: torch.Tensor, model: WithConstant = model, change: Callable = change, failing: list = failing
+            x: torch.Tensor,
+            model: WithConstant = model,
+            change: Callable = change,
+            failing: list = failing,
         ) -> torch.Tensor:
             change(model.constant)
             if failing:
@@ -168,7 +185,9 @@ def test_a_rare_kind_that_a_pass_changes_is_put_back_before_a_retry(tmp_path, ki
 @pytest.mark.parametrize("is_parameter", [False, True], ids=["buffer", "parameter"])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_no_checkpoint_can_hold_is_refused_before_training(tmp_path, kind, is_parameter):
-    """Tensors that could not be saved are H310 when the guard is made, and not at the first save."""
+    """Tensors that could not be saved are H310 when the guard is made, and not at the first
+    save.
+    """
     if is_parameter and kind == "quantized":
         pytest.skip("torch makes no parameter of it")
 

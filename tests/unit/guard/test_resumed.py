@@ -1,4 +1,6 @@
-"""What a run that goes on after a restart keeps, and what it says about a script that has changed."""
+"""What a run that goes on after a restart keeps, and what it says about a script that has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,13 @@ class Drawn:
                 yield X[torch.from_numpy(self.own.permutation(100)[:8])]
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy", "numpy, as it was", "python", "global, one ahead"])
+@pytest.mark.parametrize(
+    "kind", ["torch", "numpy", "numpy, as it was", "python", "global, one ahead"]
+)
 def test_a_generator_that_is_the_loader_s_own_goes_on_where_it_was(tmp_path, kind):
-    """A stop in the second epoch, whose first batches are read again, changes no batch, nor does dropout between."""
+    """A stop in the second epoch, whose first batches are read again, changes no batch, nor does
+    dropout between.
+    """
 
     def run(folder: Path, *stops: int | None) -> torch.Tensor:
         for stop in stops:
@@ -151,11 +157,17 @@ def test_the_newest_checkpoint_that_verifies_is_asked_for_without_a_change(tmp_p
 
 
 def test_no_thread_is_the_first_to_ask_for_a_square_root(tmp_path, monkeypatch):
-    """What is asked first by several threads at a time may be wrong by 1e-4; that cannot be had at will."""
+    """What is asked first by several threads at a time may be wrong by 1e-4.
+
+    That cannot be had at will.
+    """
     called: list[Any] = []
     monkeypatch.setattr(torch, "sqrt", called.append)
     holdfast.Guard(tmp_path / "run", **make())
-    assert [(each.dtype, each.numel()) for each in called] == [(torch.float32, 1), (torch.float64, 1)]
+    assert [(each.dtype, each.numel()) for each in called] == [
+        (torch.float32, 1),
+        (torch.float64, 1),
+    ]
 
 
 def train_cell(run_dir, *, leave=None, how="break", **parts):
@@ -175,13 +187,19 @@ def parts_with_a_loader():
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
     loader = holdfast.DataLoader(torch.arange(12.0)[:, None], 2, shuffle=True)
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.001), "loader": loader}
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.001),
+        "loader": loader,
+    }
 
 
 @pytest.mark.parametrize("same_objects", [False, True])
 @pytest.mark.parametrize("how", ["break", "KeyboardInterrupt"])
 def test_a_cell_that_is_run_again_says_which_steps_it_leaves_behind(tmp_path, how, same_objects):
-    """Steps that were in memory only are an event of the next guard in this process, which ends as undisturbed."""
+    """Steps that were in memory only are an event of the next guard in this process, which ends
+    as undisturbed.
+    """
     undisturbed = parts_with_a_loader()
     train_cell(tmp_path / "undisturbed", **undisturbed)
     parts = parts_with_a_loader()
@@ -201,7 +219,9 @@ def test_a_cell_that_is_run_again_says_which_steps_it_leaves_behind(tmp_path, ho
 
 
 def test_a_cell_that_is_run_again_after_a_save_has_nothing_to_say(tmp_path):
-    """After the end of the loop, a `close`, or in a directory that was made anew, no step is left behind."""
+    """After the end of the loop, a `close`, or in a directory that was made anew, no step is
+    left behind.
+    """
     train_cell(tmp_path / "closed", leave=7).close()
     train_cell(tmp_path / "closed")
     guard = train_cell(tmp_path / "closed")
@@ -214,7 +234,9 @@ def test_a_cell_that_is_run_again_after_a_save_has_nothing_to_say(tmp_path):
 
 
 def test_a_loop_that_is_still_suspended_keeps_its_directory(tmp_path):
-    """While the loop of another guard in this process is neither left nor closed, a new guard is H301."""
+    """While the loop of another guard in this process is neither left nor closed, a new guard is
+    H301.
+    """
     parts = parts_with_a_loader()
     guard = holdfast.Guard(tmp_path, **parts)
     batches = guard.batches(max_steps=12)

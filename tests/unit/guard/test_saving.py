@@ -1,4 +1,7 @@
-"""Saves beside the training: a true snapshot, one at a time, errors as events, and nobody reads a store half-way."""
+"""Saves beside the training.
+
+A true snapshot, one at a time, errors as events, and nobody reads a store half-way.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,10 @@ def saved_steps(guard: holdfast.Guard) -> list[int]:
 
 
 def test_what_changes_after_the_boundary_is_saved_as_it_was(tmp_path, disk):
-    """Weights, moments and the caller's state move on while the writer waits: the file has the old ones."""
+    """Weights, moments and the caller's state move on while the writer waits.
+
+    The file has the old ones.
+    """
     parts, memory = make_parts(), Memory()
     guard = holdfast.Guard(tmp_path, save_interval_steps=1, state=memory, **parts)
     step(guard, parts)
@@ -100,7 +106,7 @@ def test_what_changes_after_the_boundary_is_saved_as_it_was(tmp_path, disk):
     assert saved_steps(guard) == [0], "the writer has not begun"
     disk.free.set()
     guard._session.saving.finish()
-    (entry, *_) = Store(tmp_path / "checkpoints").entries()
+    entry, *_ = Store(tmp_path / "checkpoints").entries()
     assert entry.global_step == 1
     found = read_components(entry, ["model", "optimizer", "state.state"])
     tensors = list(found["model"].values())
@@ -113,7 +119,10 @@ def test_what_changes_after_the_boundary_is_saved_as_it_was(tmp_path, disk):
 
 
 def test_one_save_at_a_time_and_the_next_one_waits_for_a_boundary(tmp_path, disk):
-    """What is due meanwhile is put off, and made at the first boundary after; training never waits."""
+    """What is due meanwhile is put off, and made at the first boundary after.
+
+    Training never waits.
+    """
     guard, parts = after(8, tmp_path, save_interval_steps=2)
     assert guard.global_step == 8, "nothing was waited for"
     assert guard.statistics().checkpoints_saved == 1
@@ -130,7 +139,10 @@ def test_one_save_at_a_time_and_the_next_one_waits_for_a_boundary(tmp_path, disk
 
 
 def test_a_save_that_fails_is_an_event_of_its_step_and_training_goes_on(tmp_path, disk):
-    """The system refuses the bytes: an event at once, with the step of the save, and later saves succeed."""
+    """The system refuses the bytes.
+
+    An event at once, with the step of the save, and later saves succeed.
+    """
     guard, _parts = after(2, tmp_path, save_interval_steps=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
@@ -149,10 +161,14 @@ def test_a_save_that_fails_is_an_event_of_its_step_and_training_goes_on(tmp_path
 
 
 def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path, disk):
-    """The writer refuses the copies, no checkpoint appears, and the run returns to the last good one by itself."""
+    """The writer refuses the copies, no checkpoint appears, and the run returns to the last good
+    one by itself.
+    """
     parts = make_parts()
     data = [torch.randn(4, 4) for _ in range(12)]
-    guard = holdfast.Guard(tmp_path, loader=data, save_interval_steps=3, nonfinite_patience=None, **parts)
+    guard = holdfast.Guard(
+        tmp_path, loader=data, save_interval_steps=3, nonfinite_patience=None, **parts
+    )
     spoilt = False
     disk.free.set()
     for batch in guard.batches(max_epochs=1):
@@ -162,13 +178,19 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path, disk):
             with torch.no_grad():
                 parts["model"][0].weight[0, 0] = torch.nan
     refused = the_event(guard, "save_refused")
-    assert (refused.global_step, refused.data["nonfinite"], refused.data["count"]) == (3, ["0.weight"], 1)
+    assert (refused.global_step, refused.data["nonfinite"], refused.data["count"]) == (
+        3,
+        ["0.weight"],
+        1,
+    )
     assert len(events(guard, "roll_back")) == 1
     assert all(torch.isfinite(tensor).all() for tensor in tensors_of(**parts))
     for entry in Store(tmp_path / "checkpoints").entries():
         entry.verify()
         found = read_components(entry, ["model"])["model"]
-        assert all(torch.isfinite(tensor.float()).all() for tensor in found.values()), entry.path.name
+        assert all(torch.isfinite(tensor.float()).all() for tensor in found.values()), (
+            entry.path.name
+        )
 
 
 def test_what_no_checkpoint_holds_as_it_is_must_be_finite_too(tmp_path):
@@ -176,7 +198,9 @@ def test_what_no_checkpoint_holds_as_it_is_must_be_finite_too(tmp_path):
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=1, check_split=False)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, save_interval_steps=1, check_split=False
+    )
     loss = lambda x: (model.weight * x).abs().square().mean()  # noqa: E731
     guard.step(torch.ones(3), loss)
     with torch.no_grad():
@@ -198,13 +222,18 @@ def test_without_memory_for_the_copies_the_loop_waits_for_its_saves(tmp_path, mo
         monkeypatch.setattr(saving, "available_bytes", lambda: None)
     guard, _parts = after(7, tmp_path, save_interval_steps=2)
     assert saved_steps(guard) == [0, 2, 4, 6]
-    assert all(event.data["stall_seconds"] == event.data["seconds"] for event in events(guard, "checkpoint_saved"))
+    assert all(
+        event.data["stall_seconds"] == event.data["seconds"]
+        for event in events(guard, "checkpoint_saved")
+    )
     assert len(events(guard, "saves_synchronous")) == 1
     guard.close()
 
 
 def test_out_of_memory_takes_the_copies_back(tmp_path, disk):
-    """The writer is waited for, the memory of the copies goes back for good, and the run goes on saving."""
+    """The writer is waited for, the memory of the copies goes back for good, and the run goes on
+    saving.
+    """
     guard, parts = after(4, tmp_path, save_interval_steps=2)
     disk.free_soon()
     guard._engine.spare_memory()
@@ -227,7 +256,9 @@ def test_out_of_memory_takes_back_what_is_not_there_yet(tmp_path):
 
 
 def test_closing_waits_for_the_writer_and_saves_what_it_lacks(tmp_path, disk):
-    """After `close` the save under way is finished, the last step is saved, and the numbers say so."""
+    """After `close` the save under way is finished, the last step is saved, and the numbers say
+    so.
+    """
     guard, parts = after(4, tmp_path, save_interval_steps=2)
     disk.free_soon()
     guard.close()
@@ -240,7 +271,10 @@ def test_closing_waits_for_the_writer_and_saves_what_it_lacks(tmp_path, disk):
 
 
 def test_a_guard_that_was_given_up_finishes_its_save_first(tmp_path, disk):
-    """Without `close`, as in a notebook: the next guard waits for the writer, and goes on from what it wrote."""
+    """Without `close`, as in a notebook.
+
+    The next guard waits for the writer, and goes on from what it wrote.
+    """
     guard, _parts = after(3, tmp_path, save_interval_steps=2)
     del guard
     disk.free_soon()
@@ -250,7 +284,9 @@ def test_a_guard_that_was_given_up_finishes_its_save_first(tmp_path, disk):
 
 
 def test_workers_that_are_forked_while_a_save_is_written_do_their_work(tmp_path, disk):
-    """A loader starts its workers while the writer is in the middle of a save, and all samples come."""
+    """A loader starts its workers while the writer is in the middle of a save, and all samples
+    come.
+    """
     guard, _parts = after(2, tmp_path, save_interval_steps=1)
     assert guard._session.saving._job is not None
     loader = torch.utils.data.DataLoader(list(range(20)), batch_size=2, num_workers=2, timeout=60)
@@ -261,7 +297,9 @@ def test_workers_that_are_forked_while_a_save_is_written_do_their_work(tmp_path,
 
 
 def test_a_forked_process_records_nothing_and_does_not_hang(tmp_path):
-    """A lock that another thread holds at the fork does not stop the child, whose events would spoil the ring."""
+    """A lock that another thread holds at the fork does not stop the child, whose events would
+    spoil the ring.
+    """
     record = RunRecord(tmp_path, FakeClock())
     record.open()
     held, go = threading.Event(), threading.Event()
@@ -288,9 +326,13 @@ def test_a_forked_process_records_nothing_and_does_not_hang(tmp_path):
 
 
 def test_a_state_that_cannot_be_given_later_is_an_event(tmp_path):
-    """A part of the caller's that fails in the middle of a run costs a checkpoint or a snapshot, not the run."""
+    """A part of the caller's that fails in the middle of a run costs a checkpoint or a snapshot,
+    not the run.
+    """
     memory = Memory()
-    guard, parts = after(1, tmp_path, state=memory, save_interval_steps=2, snapshot_interval_steps=3)
+    guard, parts = after(
+        1, tmp_path, state=memory, save_interval_steps=2, snapshot_interval_steps=3
+    )
     memory.state_dict, whole = lambda: {"bad": object(), 1j: len(None)}, memory.state_dict
     for _ in range(4):
         step(guard, parts)

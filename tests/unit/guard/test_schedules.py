@@ -49,15 +49,22 @@ class Demanding(Sensitive):
 
 def plain() -> SGD:
     """Return an optimizer of two groups."""
-    return SGD([{"params": [torch.nn.Parameter(torch.ones(2))], "lr": rate} for rate in (0.1, 0.02)])
+    return SGD(
+        [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": rate} for rate in (0.1, 0.02)]
+    )
 
 
-def schedules_of(schedulers: dict[str, Any], optimizers: dict[str, Any], interval: str | None = "step") -> Schedules:
+def schedules_of(
+    schedulers: dict[str, Any], optimizers: dict[str, Any], interval: str | None = "step"
+) -> Schedules:
     return Schedules(schedulers, optimizers, interval, has_epochs=True)
 
 
 def test_a_skipped_step_advances_nothing_and_others_go_on():
-    """Only the schedule of the optimizer that moved counts; two schedulers of one optimizer both do."""
+    """Only the schedule of the optimizer that moved counts.
+
+    Two schedulers of one optimizer both do.
+    """
     optimizers = {"a": plain(), "b": plain()}
     schedulers = {name: lr_scheduler.StepLR(each, 5) for name, each in optimizers.items()}
     schedulers |= {"more": lr_scheduler.ConstantLR(optimizers["b"], 0.5, 3)}
@@ -70,11 +77,17 @@ def test_a_skipped_step_advances_nothing_and_others_go_on():
 
 
 def test_only_schedulers_that_need_a_metric_are_told_one_and_those_that_cut_are_named():
-    """A step leaves ReduceLROnPlateau alone, a metric leaves all others alone, and NaN moves nothing."""
+    """A step leaves ReduceLROnPlateau alone, a metric leaves all others alone, and NaN moves
+    nothing.
+    """
     optimizer = plain()
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.4, patience=1)
     demanding = Demanding(Adam([torch.nn.Parameter(torch.ones(1))], lr=0.4))
-    schedulers = {"scheduler": plateau, "step": lr_scheduler.StepLR(optimizer, 1), "mine": demanding}
+    schedulers = {
+        "scheduler": plateau,
+        "step": lr_scheduler.StepLR(optimizer, 1),
+        "mine": demanding,
+    }
     assert [interface_of(each) for each in schedulers.values()] == [
         Interface.METRIC,
         Interface.STEP,
@@ -93,7 +106,8 @@ def test_only_schedulers_that_need_a_metric_are_told_one_and_those_that_cut_are_
     assert (plateau.last_epoch, plateau.best) == (3, 2.0)
 
 
-# --- schedulers of other libraries ----------------------------------------------------------------------------
+# --- schedulers of other libraries
+# ------------------------------------------------------------------------
 
 
 class Counting:
@@ -172,18 +186,31 @@ class Closed:
         self.load_state_dict = lambda state: counting.load_state_dict(state)
 
 
-KINDS = [Counting, UnusedEpoch, Decorated, Partial, Closed, lambda optimizer: Around(Counting(optimizer))]
+KINDS = [
+    Counting,
+    UnusedEpoch,
+    Decorated,
+    Partial,
+    Closed,
+    lambda optimizer: Around(Counting(optimizer)),
+]
 
 
 def rates_of(
-    run: Path, make: Callable[[Optimizer], Any], batches: list[torch.Tensor], steps: int, **settings: Any
+    run: Path,
+    make: Callable[[Optimizer], Any],
+    batches: list[torch.Tensor],
+    steps: int,
+    **settings: Any,
 ) -> list[float]:
     """Train up to so many steps of a run, and return the rate at the beginning of each."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = SGD(model.parameters(), lr=1.0)
     scheduler = make(optimizer)
-    guard = holdfast.Guard(run, model=model, optimizer=optimizer, scheduler=scheduler, loader=batches, **settings)
+    guard = holdfast.Guard(
+        run, model=model, optimizer=optimizer, scheduler=scheduler, loader=batches, **settings
+    )
     rates = []
     for batch in guard.batches(max_steps=steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -260,9 +287,14 @@ class OtherName(Calls):
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("kind", [Calls, Keyword, OtherName, lambda optimizer: Around(Calls(optimizer))])
+@pytest.mark.parametrize(
+    "kind", [Calls, Keyword, OtherName, lambda optimizer: Around(Calls(optimizer))]
+)
 def test_timm_schedulers_are_called_as_timm_does(tmp_path, kind, interval):
-    """With the number of each update and of each epoch; over a skip and a resume no number is lost or twice."""
+    """With the number of each update and of each epoch.
+
+    Over a skip and a resume no number is lost or twice.
+    """
     batches = [SMALL[0], torch.full((2, 2), NAN), *SMALL[2:]]
     for steps in (2, 7):
         made: list[Any] = []
@@ -276,7 +308,9 @@ def test_timm_schedulers_are_called_as_timm_does(tmp_path, kind, interval):
 
 
 def test_each_schedule_counts_the_updates_of_its_own_optimizer(tmp_path):
-    """Two optimizers that are stepped in turn have a number of updates each, also after a resume."""
+    """Two optimizers that are stepped in turn have a number of updates each, also after a
+    resume.
+    """
     for steps in (3, 6):
         models = {"g": nn.Linear(2, 1), "d": nn.Linear(2, 1)}
         optimizers = {name: SGD(model.parameters(), lr=0.1) for name, model in models.items()}
@@ -286,7 +320,10 @@ def test_each_schedule_counts_the_updates_of_its_own_optimizer(tmp_path):
         for batch in guard.batches(max_steps=steps):
             name = "g" if guard.global_step % 3 == 0 else "d"
             guard.step(batch, square_of(models[name]), optimizer=name)
-    assert {name: scheduler.calls for name, scheduler in schedulers.items()} == {"g": [1, 2], "d": [1, 2, 3, 4]}
+    assert {name: scheduler.calls for name, scheduler in schedulers.items()} == {
+        "g": [1, 2],
+        "d": [1, 2, 3, 4],
+    }
 
 
 class Plateau(Calls):
@@ -294,7 +331,9 @@ class Plateau(Calls):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
-        self.lr_scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=2)
+        self.lr_scheduler = lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode="max", factor=0.5, patience=2
+        )
         self.metrics = 0
 
     def step(self, epoch: int, metric: float | None = None) -> None:
@@ -310,8 +349,12 @@ class Plateau(Calls):
         self.lr_scheduler.best = state["best"]
 
 
-def test_a_plateau_of_timm_gets_the_metric_of_its_mode_and_keeps_its_patience_over_a_resume(tmp_path):
-    """The rate is cut after the third validation that is no better, in whichever process that is."""
+def test_a_plateau_of_timm_gets_the_metric_of_its_mode_and_keeps_its_patience_over_a_resume(
+    tmp_path,
+):
+    """The rate is cut after the third validation that is no better, in whichever process that
+    is.
+    """
     rates = []
     for epochs in (1, 2, 3, 4):
         torch.manual_seed(0)
@@ -369,7 +412,9 @@ def test_a_scheduler_that_does_not_save_what_it_counts_is_named(tmp_path, kind, 
     model = nn.Linear(2, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
     loader = [torch.ones(2, 2) * 0.001] * 3
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, scheduler=kind(optimizer), loader=loader)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, scheduler=kind(optimizer), loader=loader
+    )
 
     for batch in guard.batches(max_epochs=2):
         guard.step(batch, lambda x: model(x).square().mean())
@@ -379,7 +424,8 @@ def test_a_scheduler_that_does_not_save_what_it_counts_is_named(tmp_path, kind, 
     assert all("'scheduler'" in why for why in reasons)
 
 
-# --- which optimizer ------------------------------------------------------------------------------------------
+# --- which optimizer
+# ------------------------------------------------------------------------
 
 
 class Blind(Counting):
@@ -442,21 +488,29 @@ class Both(Blind):
     ],
 )
 def test_a_scheduler_whose_steps_nobody_could_count_is_refused(tmp_path, make):
-    """It refers to none or to two of several optimizers, to another one, or would be advanced twice."""
+    """It refers to none or to two of several optimizers, to another one, or would be advanced
+    twice.
+    """
     models = {"g": nn.Linear(2, 1), "d": nn.Linear(2, 1)}
     optimizers = {name: SGD(model.parameters(), lr=0.1) for name, model in models.items()}
     with pytest.raises(PolicyError) as caught:
-        holdfast.Guard(tmp_path / "run", model=models, optimizer=optimizers, scheduler=make(optimizers))
+        holdfast.Guard(
+            tmp_path / "run", model=models, optimizer=optimizers, scheduler=make(optimizers)
+        )
     assert caught.value.rule == "H105"
     assert not (tmp_path / "run").exists()
 
 
 def beside_its_wrapper(optimizer: Optimizer) -> dict[str, Any]:
     warm = lr_scheduler.ConstantLR(optimizer, 0.5, 3)
-    return {"warm": warm, "all": lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.StepLR(optimizer, 5)], [3])}
+    return {
+        "warm": warm,
+        "all": lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.StepLR(optimizer, 5)], [3]),
+    }
 
 
-# --- refused --------------------------------------------------------------------------------------------------
+# --- refused
+# ------------------------------------------------------------------------
 
 
 class Callback(Blind):
@@ -542,7 +596,10 @@ REFUSED: dict[str, tuple[Callable[[Optimizer], Any], str]] = {
     "no state yet": (lambda optimizer: Unready(), "H105"),
     "a class": (lambda optimizer: Blind, "H105"),
     "a plateau inside": (plateau_inside, "H105"),
-    "a plateau in a chain": (lambda optimizer: lr_scheduler.ChainedScheduler([Demanding(optimizer)]), "H105"),
+    "a plateau in a chain": (
+        lambda optimizer: lr_scheduler.ChainedScheduler([Demanding(optimizer)]),
+        "H105",
+    ),
     "a plateau of timm's kind without a metric": (EpochOnly, "H105"),
     "epochs without a loader": (Calls, "H105"),
     "state of code": (lambda optimizer: Unsaveable(), "H310"),
@@ -551,12 +608,16 @@ REFUSED: dict[str, tuple[Callable[[Optimizer], Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_driven_is_refused_before_a_run_directory_is_made(tmp_path, name):
-    """A schedule that would never advance, or could not be resumed, ends the start and not the run."""
+    """A schedule that would never advance, or could not be resumed, ends the start and not the
+    run.
+    """
     make, rule = REFUSED[name]
     model = nn.Linear(2, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(holdfast.HoldfastError) as caught:
-        holdfast.Guard(tmp_path / "run", model=model, optimizer=optimizer, scheduler=make(optimizer))
+        holdfast.Guard(
+            tmp_path / "run", model=model, optimizer=optimizer, scheduler=make(optimizer)
+        )
     assert caught.value.rule == rule
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,6 @@
-"""A second ``holdfast.DataLoader`` that the loop advances by hand, as in semi-supervised training."""
+"""A second ``holdfast.DataLoader`` that the loop advances by hand, as in semi-supervised
+training.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def train(
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     unlabelled = holdfast.DataLoader(torch.arange(24.0)[:, None], 4, shuffle=True)
-    labelled = holdfast.DataLoader(torch.arange(10.0)[:, None], 2, shuffle=True, seed=1, num_workers=workers)
+    labelled = holdfast.DataLoader(
+        torch.arange(10.0)[:, None], 2, shuffle=True, seed=1, num_workers=workers
+    )
     guard = holdfast.Guard(
         run_dir,
         model=model,
@@ -71,7 +75,10 @@ def train(
 @pytest.mark.parametrize(("advance", "workers"), [(cycle, 0), (ByHand, 0), (ByHand, 1)])
 @pytest.mark.parametrize("leave", [5, 10])
 def test_a_second_loader_is_kept_as_state(tmp_path, advance, workers, leave):
-    """By ``state={"labelled": loader}`` a run that was cut off reads the labelled batches of the undisturbed one."""
+    """By ``state={"labelled".
+
+    Loader}`` a run that was cut off reads the labelled batches of the undisturbed one.
+    """
     undisturbed, guard = train(tmp_path / "undisturbed", advance, workers=workers)
     assert not events(guard, "resume_may_differ")
 
@@ -85,7 +92,9 @@ def test_a_second_loader_is_kept_as_state(tmp_path, advance, workers, leave):
 
 @pytest.mark.parametrize("advance", [cycle, ByHand])
 def test_a_second_loader_that_nobody_holds_is_warned_of_once(tmp_path, advance):
-    """A loader in the middle of its epoch at a boundary, in no ``state``, is one event at the first step."""
+    """A loader in the middle of its epoch at a boundary, in no ``state``, is one event at the
+    first step.
+    """
     _, guard = train(tmp_path, advance, held=False)
 
     (event,) = events(guard, "resume_may_differ")
@@ -112,12 +121,17 @@ def test_loaders_inside_a_loader_that_keeps_no_position_are_warned_of(tmp_path):
 
 
 def test_evaluations_are_not_warned_of(tmp_path):
-    """Loaders that are iterated to the end, or left early and given up, within a step have no position to keep."""
+    """Loaders that are iterated to the end, or left early and given up, within a step have no
+    position to keep.
+    """
     model = nn.Linear(1, 1)
     train_loader = holdfast.DataLoader(torch.arange(8.0)[:, None], 2)
     test_loader = holdfast.DataLoader(torch.arange(8.0)[:, None], 4)
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-4), loader=train_loader
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
+        loader=train_loader,
     )
     for batch in guard.batches(max_epochs=2):
         guard.step(batch, lambda x: model(x).square().mean())

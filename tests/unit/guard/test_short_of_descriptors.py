@@ -50,7 +50,9 @@ def refuse(*_: Any) -> None:
 @pytest.mark.parametrize("micro_batch_size", ["auto", 4])
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_trial_without_descriptors_ends_no_training(tmp_path, left, micro_batch_size):
-    """Without a pipe or the list of threads the steps are made all the same, and an event says what was not tried."""
+    """Without a pipe or the list of threads the steps are made all the same, and an event says
+    what was not tried.
+    """
     ends = []
     for name, count in (("undisturbed", 64), ("short", left)):
         model = a_model()
@@ -68,7 +70,10 @@ def test_a_trial_without_descriptors_ends_no_training(tmp_path, left, micro_batc
 
 @pytest.mark.parametrize("micro_batch_size", ["auto", 4])
 def test_a_process_that_may_not_fork_trains_on(tmp_path, monkeypatch, micro_batch_size):
-    """A fork that fails, as at the limit of processes, is an event; a split is tried in the process itself."""
+    """A fork that fails, as at the limit of processes, is an event.
+
+    A split is tried in the process itself.
+    """
     model = a_model()
     guard = guarded(tmp_path, model, micro_batch_size=micro_batch_size)
     monkeypatch.setattr(os, "fork", refuse)
@@ -79,7 +84,9 @@ def test_a_process_that_may_not_fork_trains_on(tmp_path, monkeypatch, micro_batc
     assert guard.global_step == 3
     assert the_event(guard, "split_not_tried").data["why"]
     first = events(guard, "promises")[0].data
-    assert first["split_promise"] == (None if micro_batch_size == "auto" else "equal up to rounding")
+    assert first["split_promise"] == (
+        None if micro_batch_size == "auto" else "equal up to rounding"
+    )
 
 
 def test_without_another_thread_the_loop_waits_for_its_saves(tmp_path, monkeypatch):

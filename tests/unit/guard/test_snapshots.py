@@ -1,4 +1,7 @@
-"""Copies of good states in host memory: when they are made, what they hold, and when they are given up."""
+"""Copies of good states in host memory.
+
+When they are made, what they hold, and when they are given up.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ from holdfast.guard.state.trees import copied_to_host
 from holdfast.testing import FakeClock
 
 
-def snapshots(interval: int | None = 10, available: int | None = None, clock: FakeClock | None = None) -> Snapshots:
+def snapshots(
+    interval: int | None = 10, available: int | None = None, clock: FakeClock | None = None
+) -> Snapshots:
     return Snapshots(interval, clock or FakeClock(), lambda: available)
 
 
 def test_a_copy_shares_nothing_with_the_live_state_and_has_its_types() -> None:
     """Training on changes no copy, and what a rollback puts back goes on counting as it did."""
     weight, counts, history = torch.ones(3), collections.defaultdict(int, a=1), [1.0]
-    copy = copied_to_host({"weight": weight, "counts": counts, "seen": (1, collections.Counter("aab"), history)})
+    copy = copied_to_host(
+        {"weight": weight, "counts": counts, "seen": (1, collections.Counter("aab"), history)}
+    )
     weight.fill_(7.0)
     counts["a"] += 1
     history.append(2.0)
@@ -42,7 +49,9 @@ def test_a_copy_that_fails_is_tried_again_and_costs_none_that_is_there() -> None
 
 
 def test_a_state_that_takes_too_much_of_the_memory_is_not_copied() -> None:
-    """What would take more than a quarter of the available memory is left alone, and not asked for again."""
+    """What would take more than a quarter of the available memory is left alone, and not asked
+    for again.
+    """
     state = {"weight": torch.zeros(2**23)}
     assert snapshots(available=2**27 + 1).keep(10, lambda: state)
     tight = snapshots(available=2**27 - 1)
@@ -51,7 +60,10 @@ def test_a_state_that_takes_too_much_of_the_memory_is_not_copied() -> None:
 
 
 def test_a_copy_waits_until_the_last_one_is_a_hundredth_of_the_time() -> None:
-    """However many steps that takes: a small model makes a hundred of them in a tenth of a second."""
+    """However many steps that takes.
+
+    A small model makes a hundred of them in a tenth of a second.
+    """
     clock = FakeClock()
     kept = snapshots(10, clock=clock)
 

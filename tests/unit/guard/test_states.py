@@ -1,4 +1,7 @@
-"""What is registered by ``state=`` is part of the transaction: a step that is taken back leaves no trace in it."""
+"""What is registered by ``state=`` is part of the transaction.
+
+A step that is taken back leaves no trace in it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from holdfast.guard.state.trees import same
 
 
 class Plain:
-    """Holds a tensor that may be missing at first, a list and numbers; its state is the live objects themselves."""
+    """Holds a tensor that may be missing at first, a list and numbers.
+
+    Its state is the live objects themselves.
+    """
 
     def __init__(self) -> None:
         self.hidden: torch.Tensor | None = None
@@ -56,13 +62,19 @@ def values_of(kept: Any) -> Any:
     return copy.deepcopy(dict(kept.state_dict()))
 
 
-def train(run_dir: Any, kept: Any, fails: Callable[[int], str | None], steps: int = 6, **policy: Any) -> Any:
-    """Train some steps; `fails` says what goes wrong in a call of the loss function, after the state has moved."""
+def train(
+    run_dir: Any, kept: Any, fails: Callable[[int], str | None], steps: int = 6, **policy: Any
+) -> Any:
+    """Train some steps.
+
+    `fails` says what goes wrong in a call of the loss function, after the state has moved.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     guard = guarded(run_dir, model, optimizer, state={"kept": kept}, **policy)
-    calls = itertools.count(1)  # a counter that a retry would show as what it does not put back, were it a number
+    # A counter that a retry would show as what it does not put back, were it a number
+    calls = itertools.count(1)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         call, out = next(calls), model(x)
@@ -97,17 +109,22 @@ undisturbed: dict[type, Any] = {}
 
 
 @pytest.mark.parametrize(
-    ("failure", "micro_batch_size"), [("memory", "auto"), ("memory", None), ("nan", "auto"), ("interrupt", "auto")]
+    ("failure", "micro_batch_size"),
+    [("memory", "auto"), ("memory", None), ("nan", "auto"), ("interrupt", "auto")],
 )
 @pytest.mark.parametrize("kind", [Plain, Average])
 @pytest.mark.parametrize("at", [1, 4])
 def test_state_that_the_loss_changes_comes_back(tmp_path, kind, failure, at, micro_batch_size):
-    """After an out-of-memory, a NaN or an interruption, in the first step too, all is as undisturbed."""
+    """After an out-of-memory, a NaN or an interruption, in the first step too, all is as
+    undisturbed.
+    """
     options: dict[str, Any] = {"micro_batch_size": micro_batch_size, "provenance": failure == "nan"}
     if kind not in undisturbed:
         undisturbed[kind] = train(tmp_path / "a", kind(), lambda _: None)
     expected, weights, _ = undisturbed[kind]
-    found, again, events = train(tmp_path / "b", kind(), lambda n: failure if n == at else None, **options)
+    found, again, events = train(
+        tmp_path / "b", kind(), lambda n: failure if n == at else None, **options
+    )
     if failure == "nan" and at == 4:  # the replay is made of further calls, which are finite
         assert {"skip_step"} <= {event.kind for event in events}
     assert same(found, expected)
@@ -117,7 +134,9 @@ def test_state_that_the_loss_changes_comes_back(tmp_path, kind, failure, at, mic
     assert "not_restored" not in {event.kind for event in events}
 
 
-def test_state_that_is_too_large_to_copy_at_each_step_is_copied_once_it_changes(tmp_path, monkeypatch):
+def test_state_that_is_too_large_to_copy_at_each_step_is_copied_once_it_changes(
+    tmp_path, monkeypatch
+):
     """A large object that first changes late: that retry says so, and the next one is exact."""
     monkeypatch.setattr(states, "_SMALL_BYTES", 8)
 
@@ -127,7 +146,9 @@ def test_state_that_is_too_large_to_copy_at_each_step_is_copied_once_it_changes(
             if self.calls > 4:
                 super().advance(out)
 
-    _, _, events = train(tmp_path / "a", Late(), lambda n: "memory" if n in (7, 11) else None, steps=10)
+    _, _, events = train(
+        tmp_path / "a", Late(), lambda n: "memory" if n in (7, 11) else None, steps=10
+    )
     lost = [event for event in events if event.kind == "not_restored"]
     assert [event.data["names"] for event in lost] == [["state.kept"]]
     assert len([event for event in events if event.kind == "retry"]) == 2
@@ -138,11 +159,15 @@ def test_state_that_is_too_large_to_copy_at_each_step_is_copied_once_it_changes(
 
 
 def test_a_momentum_encoder_and_its_queue_move_once(tmp_path):
-    """Frozen parameters of a model that its forward pass moves through ``.data`` are put back as well."""
+    """Frozen parameters of a model that its forward pass moves through ``.data`` are put back as
+    well.
+    """
 
     def run(place: str, fail: bool) -> tuple[dict[str, torch.Tensor], str | None]:
         torch.manual_seed(1)
-        model = nn.ModuleDict({"query": nn.Linear(3, 4), "key": nn.Linear(3, 4).requires_grad_(False)})
+        model = nn.ModuleDict(
+            {"query": nn.Linear(3, 4), "key": nn.Linear(3, 4).requires_grad_(False)}
+        )
         model.register_buffer("queue", torch.randn(16, 4))
         optimizer = torch.optim.SGD(model["query"].parameters(), lr=0.1)
         guard = guarded(tmp_path / place, model, optimizer)
@@ -150,7 +175,9 @@ def test_a_momentum_encoder_and_its_queue_move_once(tmp_path):
 
         def loss(x: torch.Tensor) -> torch.Tensor:
             call = next(calls)
-            for query, key in zip(model["query"].parameters(), model["key"].parameters(), strict=True):
+            for query, key in zip(
+                model["query"].parameters(), model["key"].parameters(), strict=True
+            ):
                 key.data = key.data * 0.9 + query.data * 0.1
             keys = model["key"](x)
             scores = model["query"](x) @ torch.cat([keys, model.queue.clone()]).T
@@ -163,7 +190,9 @@ def test_a_momentum_encoder_and_its_queue_move_once(tmp_path):
             guard.step(torch.randn(8, 3, generator=torch.Generator().manual_seed(number)), loss)
         promises = [event.data["promise"] for event in guard.events() if event.kind == "retry"]
         guard.close()
-        return {name: value.clone() for name, value in model.state_dict().items()}, next(iter(promises), None)
+        return {name: value.clone() for name, value in model.state_dict().items()}, next(
+            iter(promises), None
+        )
 
     expected, _ = run("a", False)
     found, promise = run("b", True)
@@ -200,7 +229,10 @@ def test_what_is_not_registered_lowers_the_promise(tmp_path, micro_batch_size):
 
 
 def test_hidden_state_of_the_whole_batch_that_the_first_one_resets_is_found_too(tmp_path):
-    """It cannot be tried on a few samples, and the first pass of all depends on nothing: the second step shows it."""
+    """It cannot be tried on a few samples, and the first pass of all depends on nothing.
+
+    The second step shows it.
+    """
     model = nn.Linear(3, 1)
     guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
     carried: dict[str, torch.Tensor] = {}
@@ -250,7 +282,10 @@ def test_hidden_state_that_begins_to_change_later_lowers_the_promise_of_a_retry(
 
 
 def test_a_counter_that_acts_later_lowers_the_promise_of_a_retry(tmp_path):
-    """As that of a penalty at every fourth call: the next loss is the same, and a later one is not."""
+    """As that of a penalty at every fourth call.
+
+    The next loss is the same, and a later one is not.
+    """
     model, counter, short = nn.Linear(3, 1), SimpleNamespace(calls=0), Short()
     guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -291,7 +326,9 @@ def test_what_the_loop_changes_between_steps_is_never_undone(tmp_path):
 
 
 def test_parameters_that_the_loss_function_freezes_are_no_change(tmp_path):
-    """A loss function that switches requires_grad of another network leaves the promise of a retry as it is."""
+    """A loss function that switches requires_grad of another network leaves the promise of a
+    retry as it is.
+    """
     models, short = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 1)}, Short()
     guard = guarded(tmp_path, models, torch.optim.SGD(models["a"].parameters(), lr=0.1))
 
@@ -311,7 +348,9 @@ def test_parameters_that_the_loss_function_freezes_are_no_change(tmp_path):
 
 
 def test_an_object_that_does_not_take_its_state_back_is_named():
-    """One whose load_state_dict does nothing or raises, or whose state cannot be told, is never called restored."""
+    """One whose load_state_dict does nothing or raises, or whose state cannot be told, is never
+    called restored.
+    """
 
     class Deaf(Plain):
         def load_state_dict(self, state: Any) -> None:
@@ -336,16 +375,23 @@ def test_an_object_that_does_not_take_its_state_back_is_named():
 
 
 def test_streams_side_by_side_are_split_although_their_rows_are_numbered(tmp_path):
-    """Time first, as torch's word_language_model has it: row numbers are no labels that samples could share."""
+    """Time first, as torch's word_language_model has it.
+
+    Row numbers are no labels that samples could share.
+    """
     model, carried = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 7)), nn.Module()
     carried.register_buffer("h", torch.zeros(8, 7))
     rows, none = torch.arange(8), torch.zeros(8, dtype=torch.bool)
     targets = torch.randint(7, (6, 10, 8))
     chunks = [(torch.randn(10, 8, 4), targets[at], rows, none if at else ~none) for at in range(6)]
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), loader=chunks,
-        state={"carried": carried}, split=(1, 1, 0, 0),
-    )  # fmt: skip
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        loader=chunks,
+        state={"carried": carried},
+        split=(1, 1, 0, 0),
+    )
 
     def loss(batch):
         x, y, at, new = batch
@@ -355,17 +401,31 @@ def test_streams_side_by_side_are_split_although_their_rows_are_numbered(tmp_pat
         carried.h[at] = out[-1].detach()
         return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
 
-    assert [guard.step(batch, loss).micro_batch_size for batch in guard.batches(max_epochs=1)] == [8, 8, 4, 4, 4, 4]
+    assert [guard.step(batch, loss).micro_batch_size for batch in guard.batches(max_epochs=1)] == [
+        8,
+        8,
+        4,
+        4,
+        4,
+        4,
+    ]
 
 
 def test_an_iterator_cannot_go_back_with_the_weights(tmp_path):
-    """An optimizer fails half-way: the state of the checkpoint is back, later batches follow, and that is said."""
+    """An optimizer fails half-way.
+
+    The state of the checkpoint is back, later batches follow, and that is said.
+    """
     model = nn.Linear(1, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     batches = iter(torch.randn(20, 4, 1).unbind())
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=3)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=3
+    )
     fails = iter([False] * 5 + [True] + [False] * 20)
-    optimizer.register_step_post_hook(lambda *_: torch.empty(2**50, dtype=torch.uint8) if next(fails) else None)
+    optimizer.register_step_post_hook(
+        lambda *_: torch.empty(2**50, dtype=torch.uint8) if next(fails) else None
+    )
     for batch in guard.batches(max_steps=8):
         guard.step(batch, lambda x: (model(x) - x).square().mean())
     (back,) = [event.data for event in guard.events() if event.kind == "roll_back"]

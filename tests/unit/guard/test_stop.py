@@ -1,4 +1,7 @@
-"""A request to stop by a signal: whose handlers it takes, calls and gives back, and what comes of it."""
+"""A request to stop by a signal.
+
+Whose handlers it takes, calls and gives back, and what comes of it.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,15 @@ def dying() -> Iterator[threading.Timer]:
 
 @pytest.mark.parametrize(("waits", "raised"), [(False, Lost), (True, Interrupted)])
 def test_a_worker_that_dies_of_the_same_signal_loses_neither_request_nor_message(
-    dying: threading.Timer, capfd: pytest.CaptureFixture[str], waits: bool, raised: type[BaseException]
+    dying: threading.Timer,
+    capfd: pytest.CaptureFixture[str],
+    waits: bool,
+    raised: type[BaseException],
 ) -> None:
-    """Its loss is raised in the midst of the handler, which ends its work all the same; so the second one counts."""
+    """Its loss is raised in the midst of the handler, which ends its work all the same.
+
+    So the second one counts.
+    """
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     stop = StopRequest()
@@ -72,7 +81,9 @@ def test_a_worker_that_dies_of_the_same_signal_loses_neither_request_nor_message
 def test_after_a_request_torch_raises_about_no_worker_also_from_within_our_handler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a loader of holdfast's and one of torch's alive, workers that got the same signal disturb no step."""
+    """With a loader of holdfast's and one of torch's alive, workers that got the same signal
+    disturb no step.
+    """
 
     def as_torch_does(number: int, frame: object) -> None:
         raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
@@ -97,9 +108,13 @@ HANDLED = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 
 @pytest.fixture
 def usual_handlers() -> Iterator[None]:
-    """Have the handlers of a program that was started in a terminal, and those of before back at the end."""
+    """Have the handlers of a program that was started in a terminal, and those of before back at
+    the end.
+    """
     names = (*HANDLED, "SIGUSR2", "SIGQUIT", "SIGCHLD")
-    before = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in names)}
+    before = {
+        number: signal.getsignal(number) for number in (getattr(signal, name) for name in names)
+    }
     for number in before:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -181,7 +196,10 @@ def test_a_handler_of_the_user_is_called_too(name: str) -> None:
 
 @pytest.mark.usefixtures("usual_handlers")
 def test_what_faulthandler_has_is_left_to_it(tmp_path: Path) -> None:
-    """A script that has its stacks printed upon SIGUSR1 keeps that; the guard says which signal does not stop it."""
+    """A script that has its stacks printed upon SIGUSR1 keeps that.
+
+    The guard says which signal does not stop it.
+    """
     with (tmp_path / "stacks").open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         try:
@@ -214,10 +232,16 @@ def test_outside_the_main_thread_nothing_is_handled() -> None:
 
 @pytest.mark.usefixtures("usual_handlers", "at_once")
 @pytest.mark.parametrize(
-    ("name", "times", "status"), [("SIGUSR1", 1, 0), ("SIGUSR1", 2, -10), ("SIGINT", 1, 0), ("SIGTERM", 1, -15)]
+    ("name", "times", "status"),
+    [("SIGUSR1", 1, 0), ("SIGUSR1", 2, -10), ("SIGINT", 1, 0), ("SIGTERM", 1, -15)],
 )
-def test_a_forked_child_leaves_the_first_signal_to_its_parent(name: str, times: int, status: int) -> None:
-    """One that is sent to all processes does not end a worker; SIGTERM, by which parents end children, does."""
+def test_a_forked_child_leaves_the_first_signal_to_its_parent(
+    name: str, times: int, status: int
+) -> None:
+    """One that is sent to all processes does not end a worker.
+
+    SIGTERM, by which parents end children, does.
+    """
     stop = StopRequest(HANDLED)
     stop.install()
     child = os.fork()
@@ -247,7 +271,9 @@ def test_a_guard_in_a_forked_child_is_asked_itself() -> None:
 
 @pytest.mark.usefixtures("usual_handlers", "at_once")
 def test_a_notebook_goes_on_after_ctrl_c(tmp_path: Path) -> None:
-    """A cell is interrupted when its step is saved; the next cell goes on with the same guard, and can be too.
+    """A cell is interrupted when its step is saved.
+
+    The next cell goes on with the same guard, and can be too.
 
     The kernel has handlers of its own between cells, and Python's within one.
     """
@@ -276,16 +302,25 @@ def test_a_notebook_goes_on_after_ctrl_c(tmp_path: Path) -> None:
         assert (guard.global_step, guard.stop_reason) == (step, "SIGINT")
     run_cell(interrupted_at=1000)
     assert (guard.global_step, guard.stop_reason) == (20, None)
-    assert [event.data.get("signal") for event in guard.events() if event.kind == "stop_requested"] == ["SIGINT"] * 2
+    assert [
+        event.data.get("signal") for event in guard.events() if event.kind == "stop_requested"
+    ] == ["SIGINT"] * 2
 
 
 @pytest.mark.usefixtures("usual_handlers", "at_once")
 @pytest.mark.parametrize("code", [0, 85])
-def test_an_exit_code_of_the_policy_is_that_of_a_loop_of_ones_own_too(tmp_path: Path, code: int) -> None:
-    """Where the loop is not the guard's, the step after the signal saves and ends the process with it."""
+def test_an_exit_code_of_the_policy_is_that_of_a_loop_of_ones_own_too(
+    tmp_path: Path, code: int
+) -> None:
+    """Where the loop is not the guard's, the step after the signal saves and ends the process
+    with it.
+    """
     model = torch.nn.Linear(2, 1)
     guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), stop_exit_code=code
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        stop_exit_code=code,
     )
     guard.step(torch.randn(4, 2), lambda batch: model(batch).square().mean())
     os.kill(os.getpid(), signal.SIGHUP)
@@ -307,13 +342,20 @@ def test_an_exit_code_of_the_policy_is_that_of_a_loop_of_ones_own_too(tmp_path: 
         ("stop_exit_code", True),
     ],
 )
-def test_signals_and_codes_that_cannot_be_are_refused_when_the_policy_is_made(field: str, value: object) -> None:
-    """H102 names the field: a signal that nobody can handle, a name that there is not, a code that no process has."""
+def test_signals_and_codes_that_cannot_be_are_refused_when_the_policy_is_made(
+    field: str, value: object
+) -> None:
+    """H102 names the field.
+
+    A signal that nobody can handle, a name that there is not, a code that no process has.
+    """
     with pytest.raises(PolicyError, match=rf"{field}=[\s\S]*\[H102\]"):
         Policy(**{field: value})
 
 
-def test_signals_are_given_by_yaml_and_variable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_are_given_by_yaml_and_variable_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both as every other list, where none is an empty one."""
     file = tmp_path / "policy.yaml"
     file.write_text("stop_signals: [SIGTERM, SIGUSR2]\nstop_exit_code: 85\n")

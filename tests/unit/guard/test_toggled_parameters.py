@@ -1,4 +1,7 @@
-"""Loss functions that freeze, unfreeze or move parameters: a guarded loop makes of them what a bare one makes."""
+"""Loss functions that freeze, unfreeze or move parameters.
+
+A guarded loop makes of them what a bare one makes.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,21 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
 
 
-def train_gan(run_dir: Path | None, steps: int = 3, micro_batch_size: int | None = None) -> list[torch.Tensor]:
+def train_gan(
+    run_dir: Path | None, steps: int = 3, micro_batch_size: int | None = None
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
     models = {"g": nn.Linear(4, 4), "d": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))}
-    optimizers = {name: torch.optim.Adam(model.parameters(), lr=0.01) for name, model in models.items()}
+    optimizers = {
+        name: torch.optim.Adam(model.parameters(), lr=0.01) for name, model in models.items()
+    }
     generator, discriminator = models.values()
 
     def loss_d(x: torch.Tensor) -> torch.Tensor:
         set_requires_grad(discriminator, True)
-        return (discriminator(x) - 1).square().mean() + discriminator(generator(x).detach()).square().mean()
+        return (discriminator(x) - 1).square().mean() + discriminator(
+            generator(x).detach()
+        ).square().mean()
 
     def loss_g(x: torch.Tensor) -> torch.Tensor:
         set_requires_grad(discriminator, False)
@@ -53,7 +62,9 @@ def train_gan(run_dir: Path | None, steps: int = 3, micro_batch_size: int | None
 
 @pytest.mark.parametrize("micro_batch_size", [None, 4])
 def test_parameters_unfrozen_in_the_loss_function_are_trained(tmp_path, micro_batch_size):
-    """The set_requires_grad of CycleGAN and pix2pix, inside the loss functions of two optimizers."""
+    """The set_requires_grad of CycleGAN and pix2pix, inside the loss functions of two
+    optimizers.
+    """
     expected = train_gan(None)
     found = train_gan(tmp_path, micro_batch_size=micro_batch_size)
     if micro_batch_size is None:
@@ -62,7 +73,9 @@ def test_parameters_unfrozen_in_the_loss_function_are_trained(tmp_path, micro_ba
 
 
 def test_weights_that_a_forward_pass_moves_are_not_called_hooks_that_step(tmp_path):
-    """Embedding(max_norm=) renormalises its weight in forward, and hooks of the guard itself are on it."""
+    """Embedding(max_norm=) renormalises its weight in forward, and hooks of the guard itself are
+    on it.
+    """
 
     def train(run_dir: Path | None) -> torch.Tensor:
         torch.manual_seed(0)

@@ -1,6 +1,9 @@
-"""An optimizer runs out of memory half-way, under a limit that stays: the checkpoint has to come back all the same.
+"""An optimizer runs out of memory half-way, under a limit that stays.
 
-The limit is the kernel's. What is large is larger than glibc's largest heap block, so no earlier test has left room.
+The checkpoint has to come back all the same.
+
+The limit is the kernel's. What is large is larger than glibc's largest heap block, so no earlier
+test has left room.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class Twin:
     """State of the caller, whose tensors are made anew when it comes back."""
 
     def __init__(self) -> None:
-        self.weight = torch.zeros(8 * WIDTH, WIDTH)  # 288 MiB: more than gradients and earlier tests can leave
+        # 288 MiB: more than gradients and earlier tests can leave
+        self.weight = torch.zeros(8 * WIDTH, WIDTH)
 
     def state_dict(self) -> dict[str, Any]:
         return {"weight": self.weight}
@@ -57,9 +61,15 @@ def train(run_dir: Path, *, fail_at: int, **state: Any) -> tuple[holdfast.Guard,
     optimizer = FailsHalfWay(model.parameters(), fail_at, run_short, lr=0.1, momentum=0.9)
     data = holdfast.DataLoader(torch.randn(16, WIDTH).unbind(), batch_size=4, shuffle=True, seed=1)
     guard = holdfast.Guard(
-        run_dir, model=model, optimizer=optimizer, loader=data, save_interval_steps=2, async_save=False,
-        check_split=False, **state,
-    )  # fmt: skip
+        run_dir,
+        model=model,
+        optimizer=optimizer,
+        loader=data,
+        save_interval_steps=2,
+        async_save=False,
+        check_split=False,
+        **state,
+    )
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
         limit_memory(None)  # the torn step is over
@@ -76,15 +86,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_checkpoint_comes_back_where_there_is_no_room_for_a_copy_of_it(tmp_path, undisturbed):
-    """Each tensor is read to where it lies, twice under the limit, and the run ends bit-identical."""
+    """Each tensor is read to where it lies, twice under the limit, and the run ends
+    bit-identical.
+    """
     guard, found = train(tmp_path / "b", fail_at=3)
     assert the_event(guard, "roll_back").data["promise"] == "bit-exact"
     assert all(torch.equal(a, b) for a, b in zip(found, undisturbed, strict=True))
 
 
 def test_where_it_cannot_come_back_the_run_ends_with_h402_and_goes_on_later(tmp_path, undisturbed):
-    """State that has to be made anew does not fit: an error that says so, an event, no half-changed checkpoint."""
-    with pytest.raises(holdfast.OutOfMemoryError, match="memory does not suffice to read the checkpoint") as caught:
+    """State that has to be made anew does not fit.
+
+    An error that says so, an event, no half-changed checkpoint.
+    """
+    with pytest.raises(
+        holdfast.OutOfMemoryError, match="memory does not suffice to read the checkpoint"
+    ) as caught:
         train(tmp_path / "b", fail_at=3, state={"twin": Twin()})
     limit_memory(None)
     assert caught.value.rule == "H402"

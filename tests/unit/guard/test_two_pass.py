@@ -1,4 +1,7 @@
-"""A loss that compares samples is split exactly in two passes: same gradient, random numbers, buffers, refusals."""
+"""A loss that compares samples is split exactly in two passes.
+
+Same gradient, random numbers, buffers, refusals.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +50,19 @@ def pieces(batch: Any, sizes: tuple[int, ...] = SIZES) -> list[tuple[Any, int]]:
 
 
 def run(
-    model: nn.Module, run_dir: Path, loss: Any, batch: Any, inputs: Any = None, sizes: tuple[int, ...] = SIZES
+    model: nn.Module,
+    run_dir: Path,
+    loss: Any,
+    batch: Any,
+    inputs: Any = None,
+    sizes: tuple[int, ...] = SIZES,
 ) -> Passed:
     """Run forward and backward of a step in unequal parts, alone."""
     model.zero_grad()
     every = list(model.parameters())
-    return passes_of(model, run_dir).parted(pieces(batch, sizes), 12, loss, every, lambda: inputs, batch=batch)
+    return passes_of(model, run_dir).parted(
+        pieces(batch, sizes), 12, loss, every, lambda: inputs, batch=batch
+    )
 
 
 def two_views() -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +73,9 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-12) -> None:
+def assert_close(
+    found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-12
+) -> None:
     for each, other in zip(found, expected, strict=True):
         torch.testing.assert_close(each, other, rtol=tolerance, atol=max(1e-14, tolerance / 100))
 
@@ -84,7 +96,9 @@ def hard_triplets(model: Any) -> Callable[[Any, Any], torch.Tensor]:
     def loss(outputs: Any, batch: Any) -> torch.Tensor:
         same = torch.arange(12) % 3 == torch.arange(12).unsqueeze(1) % 3
         apart = torch.cdist(outputs[0], outputs[0])
-        return F.relu(apart.where(same, -1.0).amax(1) - apart.where(~same, 1e9).amin(1) + 0.5).mean()
+        return F.relu(
+            apart.where(same, -1.0).amax(1) - apart.where(~same, 1e9).amin(1) + 0.5
+        ).mean()
 
     return loss
 
@@ -95,11 +109,14 @@ LOSSES = [contrast, variance, hard_triplets]  # and more in benchmarks/accumulat
 @pytest.mark.parametrize("make_loss", LOSSES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_two_passes_give_the_gradient_of_one(tmp_path, make_loss, rate):
-    """For losses that compare samples, with dropout too, the gradient is that of one graph over all parts."""
+    """For losses that compare samples, with dropout too, the gradient is that of one graph over
+    all parts.
+    """
     model = Encoder(nn.Dropout(rate)).double()
     batch, loss = two_views(), make_loss(model)
     torch.manual_seed(3)
-    columns = zip(*(model.embed(part) for part, _ in pieces(batch)), strict=True)  # the masks that the parts draw
+    # The masks that the parts draw
+    columns = zip(*(model.embed(part) for part, _ in pieces(batch)), strict=True)
     whole = loss([torch.cat(column) for column in columns], batch)
     whole.backward()
     expected, random_after = gradients(model), torch.get_rng_state()
@@ -124,7 +141,9 @@ class Codes(nn.Module):
 
 
 def test_buffers_move_once_for_each_part(tmp_path):
-    """Running statistics, replaced tensors and what the loss itself counts end as after one pass over the parts."""
+    """Running statistics, replaced tensors and what the loss itself counts end as after one pass
+    over the parts.
+    """
 
     def make() -> Any:
         torch.manual_seed(0)
@@ -162,10 +181,17 @@ def test_buffers_move_once_for_each_part(tmp_path):
     ],
 )
 def test_outputs_that_cannot_be_joined_are_named(tmp_path, outputs, words):
-    """Whatever has no batch dimension, or not the same shape in each part, is an error that says what it is."""
+    """Whatever has no batch dimension, or not the same shape in each part, is an error that says
+    what it is.
+    """
     model = Encoder()
     with pytest.raises(holdfast.HoldfastError, match="H201") as caught:
-        run(model, tmp_path, TwoPass(lambda part: outputs(part[0]), variance(model)), (torch.randn(12, 5),))
+        run(
+            model,
+            tmp_path,
+            TwoPass(lambda part: outputs(part[0]), variance(model)),
+            (torch.randn(12, 5),),
+        )
     assert words in str(caught.value)
 
 
@@ -180,7 +206,9 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("way", ["number", "out of memory", "recompute", "fp16", "bf16"])
 def test_a_guard_splits_it_in_every_way_that_it_splits(tmp_path, way):
-    """By number, after out-of-memory, with recompute and in half precision, the update is that of the whole batch."""
+    """By number, after out-of-memory, with recompute and in half precision, the update is that
+    of the whole batch.
+    """
 
     def train(name: str, **policy: Any) -> tuple[list[torch.Tensor], holdfast.StepResult]:
         torch.manual_seed(5)
@@ -201,7 +229,9 @@ def test_a_guard_splits_it_in_every_way_that_it_splits(tmp_path, way):
     batch = two_views()
     half: Any = {"precision": way} if way in ("fp16", "bf16") else {}
     whole, expected = train("whole", **half)
-    parted, found = train("parted", **half, **({"micro_batch_size": 5} if way in ("number", "fp16", "bf16") else {}))
+    parted, found = train(
+        "parted", **half, **({"micro_batch_size": 5} if way in ("number", "fp16", "bf16") else {})
+    )
     assert found.micro_batch_size < 12
     tolerance = {"fp16": 1e-3, "bf16": 1e-2}.get(way, 1e-12)
     for each, other in zip(parted, whole, strict=True):
@@ -209,18 +239,27 @@ def test_a_guard_splits_it_in_every_way_that_it_splits(tmp_path, way):
     torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize(("layer", "rule"), [(nn.BatchNorm1d(8), "H206"), (nn.Softmax(dim=0), "H207")])
+@pytest.mark.parametrize(
+    ("layer", "rule"), [(nn.BatchNorm1d(8), "H206"), (nn.Softmax(dim=0), "H207")]
+)
 def test_outputs_that_mix_samples_are_refused(tmp_path, layer, rule):
-    """Batch normalisation by its name, and any other mixing by the gradient that it changes, are refused."""
+    """Batch normalisation by its name, and any other mixing by the gradient that it changes, are
+    refused.
+    """
     model = Encoder(layer).double()
-    with guarded(tmp_path, model, micro_batch_size=4) as guard, pytest.raises(holdfast.HoldfastError) as caught:
+    with (
+        guarded(tmp_path, model, micro_batch_size=4) as guard,
+        pytest.raises(holdfast.HoldfastError) as caught,
+    ):
         guard.step(two_views(), TwoPass(model.embed, contrast(model)))
     assert caught.value.rule == rule
 
 
 @pytest.mark.parametrize("declared", [False, True])
 def test_a_penalty_on_a_gradient_is_split_exactly(tmp_path, declared):
-    """A loss that differentiates by itself, such as R1 or WGAN-GP, may be split, of one term and of several."""
+    """A loss that differentiates by itself, such as R1 or WGAN-GP, may be split, of one term and
+    of several.
+    """
     found = []
     for size in ("auto", 3):
         torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""`close` writes what changed without a step, never weights that are not the training's, and nothing twice."""
+"""`close` writes what changed without a step, never weights that are not the training's, and
+nothing twice.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class Best:
         return {"losses": list(self.losses), "weights": self.weights, "seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses, self.weights, self.seen = list(state["losses"]), state["weights"], set(state["seen"])
+        self.losses, self.weights, self.seen = (
+            list(state["losses"]),
+            state["weights"],
+            set(state["seen"]),
+        )
 
 
 class Process:
@@ -40,7 +46,9 @@ class Process:
 
     def __init__(self, run_dir: Path, *, shuffled: bool = False, **policy: Any) -> None:
         torch.manual_seed(2)
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.model = nn.Sequential(
+            nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.plateau = ReduceLROnPlateau(self.optimizer, patience=0, factor=0.5)
         self.best = Best()
@@ -70,7 +78,10 @@ class Process:
 
     def facts(self) -> list[Any]:
         return [
-            [tensor.tolist() for tensor in (*tensors_of(self.model, self.optimizer), self.best.weights)],
+            [
+                tensor.tolist()
+                for tensor in (*tensors_of(self.model, self.optimizer), self.best.weights)
+            ],
             {key: value for key, value in self.plateau.state_dict().items() if key != "optimizer"},
             self.best.losses,
             self.optimizer.param_groups[0]["lr"],
@@ -79,12 +90,19 @@ class Process:
 
 @pytest.mark.parametrize("shuffled", [False, True], ids=["holdfast", "torch"])
 @pytest.mark.parametrize("async_save", [False, True])
-def test_what_follows_an_epoch_is_there_after_a_restart(async_save: bool, shuffled: bool, tmp_path: Path) -> None:
-    """Plateau, learning rate, state and what the caller drew: four epochs in two processes are those of one."""
+def test_what_follows_an_epoch_is_there_after_a_restart(
+    async_save: bool, shuffled: bool, tmp_path: Path
+) -> None:
+    """Plateau, learning rate, state and what the caller drew.
+
+    Four epochs in two processes are those of one.
+    """
     whole = Process(tmp_path / "whole", shuffled=shuffled)
     for number in (1, 2, 3, 4):
         whole.epoch(number)
-    first = Process(tmp_path / "parts", async_save=async_save, save_interval_steps=2, shuffled=shuffled)
+    first = Process(
+        tmp_path / "parts", async_save=async_save, save_interval_steps=2, shuffled=shuffled
+    )
     for number in (1, 2):
         first.epoch(number)
     first.guard.close()
@@ -118,9 +136,14 @@ def change_type(process: Process, number: int) -> None:
     process.best.weights = process.best.weights.to([torch.float64, torch.float16][number % 2])
 
 
-@pytest.mark.parametrize("change", [change_rate, change_scheduler, change_list, change_tensor, change_type])
+@pytest.mark.parametrize(
+    "change", [change_rate, change_scheduler, change_list, change_tensor, change_type]
+)
 def test_each_change_is_written_once(change: Any, tmp_path: Path) -> None:
-    """In this process or in the next, before its loop: one more checkpoint of the step, and no second one."""
+    """In this process or in the next, before its loop.
+
+    One more checkpoint of the step, and no second one.
+    """
     process = Process(tmp_path)
     process.epoch(1, validate=False)
     process.guard.close()
@@ -138,7 +161,9 @@ def test_each_change_is_written_once(change: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_opened_and_closed_writes_nothing(tmp_path: Path) -> None:
-    """As often as it is done, with and without its loop, no checkpoint is added, replaced or touched."""
+    """As often as it is done, with and without its loop, no checkpoint is added, replaced or
+    touched.
+    """
     process = Process(tmp_path)
     for number in (1, 2):
         process.epoch(number)
@@ -169,20 +194,30 @@ def spoil(process: Process, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["average", "half", "statistics", "moments", "no state"])
-def test_what_may_not_be_saved_changes_nothing_and_is_said(kind: str, tmp_path: Path, caplog: Any) -> None:
-    """An average in the place of the weights, another type for an export, or state that cannot be given."""
+def test_what_may_not_be_saved_changes_nothing_and_is_said(
+    kind: str, tmp_path: Path, caplog: Any
+) -> None:
+    """An average in the place of the weights, another type for an export, or state that cannot
+    be given.
+    """
     process = Process(tmp_path)
     process.epoch(1)
     before = process.store.entries()
     spoil(process, kind)
     process.guard.close()
     assert process.store.entries() == before
-    why = "RuntimeError: not now" if kind == "no state" else "the weights, buffers or moments were changed"
+    why = (
+        "RuntimeError: not now"
+        if kind == "no state"
+        else "the weights, buffers or moments were changed"
+    )
     assert f"changes_not_saved: why='{why}" in caplog.text
 
 
 def test_a_run_that_went_on_elsewhere_is_left_alone(tmp_path: Path) -> None:
-    """A guard that gave its directory back does not write over what another one has trained since."""
+    """A guard that gave its directory back does not write over what another one has trained
+    since.
+    """
     first = Process(tmp_path)
     first.epoch(1)
     second = Process(tmp_path)
@@ -214,7 +249,10 @@ def test_in_the_middle_of_an_epoch_the_random_state_is_that_of_the_batch(tmp_pat
 
 
 def test_what_is_done_with_half_of_a_batch_is_not_saved(tmp_path: Path) -> None:
-    """An error before the step, with ``close()`` in a ``finally``: the next process gets that batch anew."""
+    """An error before the step, with ``close()`` in a ``finally``.
+
+    The next process gets that batch anew.
+    """
     process = Process(tmp_path)
     process.epoch(1, validate=False)
     before = process.store.entries()
@@ -226,7 +264,9 @@ def test_what_is_done_with_half_of_a_batch_is_not_saved(tmp_path: Path) -> None:
     assert process.store.entries() == before
 
 
-def test_a_kill_while_the_same_step_is_saved_again_leaves_the_first(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_kill_while_the_same_step_is_saved_again_leaves_the_first(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """The older checkpoint of the step is complete until the newer one is."""
     process = Process(tmp_path, keep_latest_k=1)
     process.epoch(1)

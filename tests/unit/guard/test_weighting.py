@@ -1,4 +1,6 @@
-"""The split test finds what a bare mean is over, and refuses to split where nothing reproduces the gradient."""
+"""The split test finds what a bare mean is over, and refuses to split where nothing reproduces
+the gradient.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def errors(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 def over(count: Callable[[Any], torch.Tensor]) -> Callable[[Model], Any]:
     """Return a loss that is a mean over the frames that `count` says."""
-    return lambda model: lambda batch: (errors(model, batch[0]) * count(batch)).sum() / count(batch).sum()
+    return lambda model: (
+        lambda batch: (errors(model, batch[0]) * count(batch)).sum() / count(batch).sum()
+    )
 
 
 X, Y, MASK = ragged()
@@ -75,16 +79,30 @@ CASES = {
     ),
     "mask": ((X, MASK), over(lambda b: b[1]), "entries of the mask batch[1] (not 0)"),
     "padding mask": ((X, ~MASK), over(lambda b: ~b[1]), "entries of the mask batch[1] (not 1)"),
-    "lengths": ((X, LENGTHS), over(lambda b: torch.arange(6) < b[1].unsqueeze(1)), "sum of batch[1]"),
+    "lengths": (
+        (X, LENGTHS),
+        over(lambda b: torch.arange(6) < b[1].unsqueeze(1)),
+        "sum of batch[1]",
+    ),
     "weights": ((X[:, 0], LENGTHS.double() / 7), over(lambda b: b[1]), "sum of batch[1]"),
     "sum": ((X, Y), lambda m: lambda b: errors(m, b[0]).sum(), "a sum, not a mean"),
-    "CTC sum": ((X, Y.clamp(1, 2), LENGTHS.clamp(max=2)), lambda m: lambda b: ctc(m, b, "sum"), "a sum, not a mean"),
-    "CTC mean": ((X, Y.clamp(1, 2), LENGTHS.clamp(max=2)), lambda m: lambda b: ctc(m, b, "mean"), "samples"),
+    "CTC sum": (
+        (X, Y.clamp(1, 2), LENGTHS.clamp(max=2)),
+        lambda m: lambda b: ctc(m, b, "sum"),
+        "a sum, not a mean",
+    ),
+    "CTC mean": (
+        (X, Y.clamp(1, 2), LENGTHS.clamp(max=2)),
+        lambda m: lambda b: ctc(m, b, "mean"),
+        "samples",
+    ),
 }
 
 
 def ctc(model: Model, batch: Any, reduction: str) -> torch.Tensor:
-    """Return the loss of torch, whose "mean" is over samples, each divided by the length of its target."""
+    """Return the loss of torch, whose "mean" is over samples, each divided by the length of its
+    target.
+    """
     x, targets, lengths = batch
     scores = model(x).log_softmax(2).transpose(0, 1)
     return F.ctc_loss(scores, targets, torch.full((len(x),), 6), lengths, reduction=reduction)
@@ -93,7 +111,9 @@ def ctc(model: Model, batch: Any, reduction: str) -> torch.Tensor:
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_bare_mean_is_over_is_found_out_and_used(tmp_path, case, micro_batch_size):
-    """For each thing that a mean may be over, the first batch shows which it is, and the split is exact."""
+    """For each thing that a mean may be over, the first batch shows which it is, and the split
+    is exact.
+    """
     batch, loss, weighting = CASES[case]
     whole, expected, _ = step(tmp_path / "a", batch, loss)
     parted, found, said = step(tmp_path / "b", batch, loss, micro_batch_size=micro_batch_size)
@@ -106,20 +126,35 @@ def test_what_a_bare_mean_is_over_is_found_out_and_used(tmp_path, case, micro_ba
 def test_a_loss_that_no_weights_reproduce_is_refused_and_the_reason_says_what_was_tried(tmp_path):
     """The error says by how much the parts miss the whole, what was tried, and the two ways out."""
     with pytest.raises(holdfast.HoldfastError) as caught:
-        step(tmp_path, (X, Y), lambda m: lambda b: F.cross_entropy(m(b[0]).mT, b[1]).sqrt(), micro_batch_size=3)
+        step(
+            tmp_path,
+            (X, Y),
+            lambda m: lambda b: F.cross_entropy(m(b[0]).mT, b[1]).sqrt(),
+            micro_batch_size=3,
+        )
     text = str(caught.value)
     assert caught.value.rule == "H207"
-    for words in ("over 4 samples differs", "%", "as a mean over samples", "valid labels of batch[1] (not -100)"):
+    for words in (
+        "over 4 samples differs",
+        "%",
+        "as a mean over samples",
+        "valid labels of batch[1] (not -100)",
+    ):
         assert words in text
     assert "TwoPass(outputs, loss)" in text
     assert "Loss(mean, items)" in text
 
 
 def test_of_what_is_equal_the_plainest_is_kept_until_a_batch_tells_them_apart(tmp_path):
-    """With equal lengths samples are kept; the first ragged batch is tried before it is split, and is exact."""
+    """With equal lengths samples are kept.
+
+    The first ragged batch is tried before it is split, and is exact.
+    """
     torch.manual_seed(2)
     model = nn.Linear(5, 3).double()
-    guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=3)
+    guard = guarded(
+        tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=3
+    )
     full = Y.masked_fill(~MASK, 1)
 
     def loss(batch: Any) -> torch.Tensor:
@@ -134,7 +169,9 @@ def test_of_what_is_equal_the_plainest_is_kept_until_a_batch_tells_them_apart(tm
     found = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
     loss((X, Y)).backward()
-    torch.testing.assert_close(found, torch.cat([p.grad.flatten() for p in model.parameters()]), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        found, torch.cat([p.grad.flatten() for p in model.parameters()]), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,13 +197,19 @@ def test_of_what_is_equal_the_plainest_is_kept_until_a_batch_tells_them_apart(tm
     ids=str,
 )
 def test_no_leaf_of_a_batch_is_too_strange_to_look_at(leaf):
-    """Whatever a batch holds, the search for weightings ends, and each of them can be counted in it."""
+    """Whatever a batch holds, the search for weightings ends, and each of them can be counted in
+    it.
+    """
     batch = {"leaf": leaf, 3: [torch.ones(4)], (1, 2): torch.ones(4)}
     found = find_weightings(batch, 4)
     assert found[0] == SAMPLES
-    assert all(float(weighting.count(batch, 4)) >= 0 or weighting.kind == "total" for weighting in found)
+    assert all(
+        float(weighting.count(batch, 4)) >= 0 or weighting.kind == "total" for weighting in found
+    )
     assert shares(Weighting(kind="labels", keys=("absent", 0)), [(batch, 4)]) is None
-    with pytest.raises(holdfast.HoldfastError, match=r"(?s)valid labels of batch\['absent'\].*H207"):
+    with pytest.raises(
+        holdfast.HoldfastError, match=r"(?s)valid labels of batch\['absent'\].*H207"
+    ):
         Weighting(kind="labels", keys=("absent",)).count(batch, 4)
 
 
@@ -196,17 +239,24 @@ def noisy(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("forks", [True, False])
-@pytest.mark.parametrize(("reduce", "weighting"), [(torch.sum, "a sum, not a mean"), (torch.mean, "samples")])
+@pytest.mark.parametrize(
+    ("reduce", "weighting"), [(torch.sum, "a sum, not a mean"), (torch.mean, "samples")]
+)
 def test_a_loss_with_noise_of_its_own_is_split_as_the_sum_or_the_mean_that_it_is(
     tmp_path, monkeypatch, reduce, weighting, forks
 ):
-    """As that of a VAE: parts of a sum are added, not averaged, also where the trial is made in place."""
+    """As that of a VAE.
+
+    Parts of a sum are added, not averaged, also where the trial is made in place.
+    """
     if not forks:
         monkeypatch.setattr(split_safety, "backward_works_in_a_copy", lambda: False)
     found = {}
     for size in (None, 2):
         folder = tmp_path / str(size)
-        found[size], _, said = step(folder, X, lambda m: lambda x: reduce(noisy(m, x)), micro_batch_size=size)
+        found[size], _, said = step(
+            folder, X, lambda m: lambda x: reduce(noisy(m, x)), micro_batch_size=size
+        )
     assert said["split_check"]["outcome"] == "random"
     assert said["weighting"] == weighting
     ratio = found[2].norm() / found[None].norm()
@@ -234,7 +284,10 @@ def gathered(model: Model, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def hardest(model: Model, x: torch.Tensor, person: torch.Tensor) -> torch.Tensor:
-    """Return a triplet loss of the farthest of a person and the nearest of others; without others it is 0."""
+    """Return a triplet loss of the farthest of a person and the nearest of others.
+
+    Without others it is 0.
+    """
     out, alike = model(x).flatten(1), person[:, None] == person
     distance = (out[:, None] - out).square().sum(dim=-1)
     return F.relu((distance * alike).amax(1) - distance.masked_fill(alike, 1e9).amin(1) + 1).mean()
@@ -255,7 +308,9 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
 
 def of_two_passes(model: Model, generator: torch.Generator) -> holdfast.TwoPass:
     """Return a loss whose second pass sees other noise than the first."""
-    return holdfast.TwoPass(lambda b: own(model, b[0], generator)[None].expand(len(b[0])), lambda out, b: out.norm())
+    return holdfast.TwoPass(
+        lambda b: own(model, b[0], generator)[None].expand(len(b[0])), lambda out, b: out.norm()
+    )
 
 
 def clamped(model: Model) -> Any:
@@ -264,23 +319,37 @@ def clamped(model: Model) -> Any:
 
 
 NOT_SPLIT = {
-    "coupled in training alone": lambda m: lambda b: errors(m, b[0]).mean() ** (2 if m.training else 1),
+    "coupled in training alone": lambda m: (
+        lambda b: errors(m, b[0]).mean() ** (2 if m.training else 1)
+    ),
     "hardest triplets of persons in a row": lambda m: lambda b: hardest(m, b[0], b[2] // 5),
     "two domains, one after the other": lambda m: lambda b: of_two_domains(m, b[0], b[2] >= 5),
-    "items wrongly declared": lambda m: lambda b: holdfast.Loss(F.cross_entropy(m(b[0]).mT, b[1]), len(b[0])),
+    "items wrongly declared": lambda m: (
+        lambda b: holdfast.Loss(F.cross_entropy(m(b[0]).mT, b[1]), len(b[0]))
+    ),
     "two passes with a generator of their own": lambda m: of_two_passes(m, torch.Generator()),
     "a small sum": lambda m: lambda b: errors(m, b[0]).mean() + 1e-4 * errors(m, b[0]).sum(),
     "a hook that clamps": clamped,
-    "a mean over each class": lambda m: lambda b: (errors(m, b[0]).mean(1) / (b[2][:, None] == b[2]).sum(1)).sum(),
-    "a sum by the number of positives": lambda m: lambda b: errors(m, b[0]).sum() / (b[2] == 0).sum().clamp(min=1),
+    "a mean over each class": lambda m: (
+        lambda b: (errors(m, b[0]).mean(1) / (b[2][:, None] == b[2]).sum(1)).sum()
+    ),
+    "a sum by the number of positives": lambda m: (
+        lambda b: errors(m, b[0]).sum() / (b[2] == 0).sum().clamp(min=1)
+    ),
     "mean and sum": lambda m: lambda b: both(m, b[0]),
     "noise, then a root": lambda m: lambda b: noisy(m, b[0]).mean().sqrt(),
     "contrast of two dropouts": lambda m: lambda b: contrast(m, b[0]),
     "some of the samples": lambda m: lambda b: gathered(m, b[0], torch.randperm(len(b[0]))[:2]),
     "samples mixed": lambda m: lambda b: errors(m, b[0] + mixed(b[0])).mean(),
-    "samples mixed by numpy": lambda m: lambda b: errors(m, b[0] + b[0][np.random.permutation(len(b[0]))]).mean(),
-    "mixed half of the time": lambda m: lambda b: errors(m, (mixed if np.random.rand() < 0.5 else abs)(b[0])).mean(),
-    "mixed in training alone": lambda m: lambda b: errors(m, b[0] + m.training * mixed(b[0])).mean(),
+    "samples mixed by numpy": lambda m: (
+        lambda b: errors(m, b[0] + b[0][np.random.permutation(len(b[0]))]).mean()
+    ),
+    "mixed half of the time": lambda m: (
+        lambda b: errors(m, (mixed if np.random.rand() < 0.5 else abs)(b[0])).mean()
+    ),
+    "mixed in training alone": lambda m: (
+        lambda b: errors(m, b[0] + m.training * mixed(b[0])).mean()
+    ),
     "noise seeded in each call": lambda m: lambda b: own(m, b[0], torch.Generator().manual_seed(3)),
     "pairs of one of many classes": lambda m: lambda b: of_pairs_with_one_label(m, b[0], b[2]),
 }
@@ -311,46 +380,73 @@ def again(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 SPLIT = {
     "dropout": (lambda m: lambda b: errors(m, F.dropout(b[0], 0.4)).mean(), False),
-    "a generator of its own": (lambda m: functools.partial(lambda g, b: own(m, b[0], g), torch.Generator()), False),
+    "a generator of its own": (
+        lambda m: functools.partial(lambda g, b: own(m, b[0], g), torch.Generator()),
+        False,
+    ),
     "random slopes": (lambda m: lambda b: F.rrelu(m(b[0]), training=True).square().mean(), False),
     "frames flattened": (lambda m: lambda b: noisy(m, b[0].flatten(0, 1)).mean(), False),
     "time first": (lambda m: lambda b: noisy(m, b[0].transpose(0, 1)).mean(), False),
     "classes sampled": (lambda m: lambda b: sampled(m, b[0]).mean(), False),
-    "one number for all": (lambda m: lambda b: errors(m, b[0]).mean() * (1 + 9 * torch.randn(())), True),
+    "one number for all": (
+        lambda m: lambda b: errors(m, b[0]).mean() * (1 + 9 * torch.randn(())),
+        True,
+    ),
     "rows of numpy": (lambda m: lambda b: errors(m, b[0] + rows_of(np.random, b[0])).mean(), False),
     "dropout in a checkpoint": (lambda m: lambda b: again(m, b[0]).mean(), False),
-    "one number of numpy for all": (lambda m: lambda b: errors(m, b[0]).mean() * np.random.beta(2, 2), True),
+    "one number of numpy for all": (
+        lambda m: lambda b: errors(m, b[0]).mean() * np.random.beta(2, 2),
+        True,
+    ),
 }
 
 
 def sampled(model: Model, x: torch.Tensor) -> torch.Tensor:
     scores = model(x[:, 0])
-    return F.cross_entropy(scores, torch.multinomial(scores.softmax(1), 1).squeeze(1), reduction="none")
+    return F.cross_entropy(
+        scores, torch.multinomial(scores.softmax(1), 1).squeeze(1), reduction="none"
+    )
 
 
 @pytest.mark.parametrize("case", SPLIT)
 def test_a_random_loss_is_tried_with_the_same_numbers_in_parts_and_whole(tmp_path, case):
-    """Where numbers belong to one sample each, a split is equal in distribution; else it has less variance."""
+    """Where numbers belong to one sample each, a split is equal in distribution.
+
+    Else it has less variance.
+    """
     make_loss, shared = SPLIT[case]
     _, _, said = step(tmp_path, (X, Y), make_loss, micro_batch_size=2)
-    assert said["split_check"] == said["split_check"] | {"outcome": "random", "draws": "shared" if shared else "own"}
+    assert said["split_check"] == said["split_check"] | {
+        "outcome": "random",
+        "draws": "shared" if shared else "own",
+    }
     assert said["weighting"] == "samples"
 
 
 def test_a_model_that_returns_other_things_in_evaluation_is_split(tmp_path):
     """Nothing is tried in evaluation that can be tried in training."""
     _, _, said = step(
-        tmp_path, X, lambda m: lambda x: (errors(m, x) if m.training else None).mean(), micro_batch_size=2
+        tmp_path,
+        X,
+        lambda m: lambda x: (errors(m, x) if m.training else None).mean(),
+        micro_batch_size=2,
     )
-    assert (said["split_check"]["outcome"], said["split_promise"]) == ("exact", "equal up to rounding")
+    assert (said["split_check"]["outcome"], said["split_promise"]) == (
+        "exact",
+        "equal up to rounding",
+    )
 
 
 def test_rows_of_a_generator_of_numpy_are_split_if_items_are_declared(tmp_path):
-    """What could not be tried in training, and shows nothing in evaluation, is then what the caller says."""
+    """What could not be tried in training, and shows nothing in evaluation, is then what the
+    caller says.
+    """
     own = np.random.default_rng(3)
 
     def loss_of(model):
-        return lambda b: holdfast.Loss(errors(model, b[0] + rows_of(own, b[0]) * model.training).mean(), len(b[0]))
+        return lambda b: holdfast.Loss(
+            errors(model, b[0] + rows_of(own, b[0]) * model.training).mean(), len(b[0])
+        )
 
     _, _, said = step(tmp_path, (X, Y), loss_of, micro_batch_size=2)
     assert (said["split_check"]["outcome"], said["split_promise"]) == ("random", "changes training")
@@ -367,7 +463,9 @@ def test_a_part_without_anything_to_count_is_tried_before_it_is_left_out(tmp_pat
         if kind == "negatives count":
             mean = errors(model, batch[0]).sum() / found.clamp(min=1)
         else:
-            mean = (errors(model, batch[0]) * batch[1]).sum() / found.clamp(min=1) + model.weight.square().sum()
+            mean = (errors(model, batch[0]) * batch[1]).sum() / found.clamp(
+                min=1
+            ) + model.weight.square().sum()
         return holdfast.Loss(mean, found) if declared else mean
 
     positives = torch.ones(10, 6, dtype=torch.long)
@@ -391,8 +489,13 @@ def test_a_part_without_anything_to_count_is_tried_before_it_is_left_out(tmp_pat
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 4])
-def test_what_a_loss_brings_beside_it_is_put_together(tmp_path: Any, micro_batch_size: int | None) -> None:
-    """Rows follow each other, numbers are averaged over the samples, all else is a list; nothing keeps a graph."""
+def test_what_a_loss_brings_beside_it_is_put_together(
+    tmp_path: Any, micro_batch_size: int | None
+) -> None:
+    """Rows follow each other, numbers are averaged over the samples, all else is a list.
+
+    Nothing keeps a graph.
+    """
     model = nn.Linear(5, 3).double()
 
     def loss(x: torch.Tensor) -> holdfast.Loss:

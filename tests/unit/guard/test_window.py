@@ -13,11 +13,19 @@ from holdfast import Guard, Loss
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.splitting.window import Window
 
-BATCHES = [torch.randn(size, 3, generator=torch.Generator().manual_seed(size)) for size in (4, 4, 3)]
+BATCHES = [
+    torch.randn(size, 3, generator=torch.Generator().manual_seed(size)) for size in (4, 4, 3)
+]
 
 
 def trained(
-    folder: Path, batch: Any, loss: Callable[[torch.nn.Module], Any], *, most: int = 99, steps: int = 2, **policy: Any
+    folder: Path,
+    batch: Any,
+    loss: Callable[[torch.nn.Module], Any],
+    *,
+    most: int = 99,
+    steps: int = 2,
+    **policy: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Return the weights after some steps; more samples than `most` in a pass do not fit."""
     torch.manual_seed(3)
@@ -30,7 +38,9 @@ def trained(
         return inner(part)
 
     settings = {"recompute": False, "diagnose": False, "save_interval_steps": None} | policy
-    guard = Guard(folder, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    guard = Guard(
+        folder, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **settings
+    )
     given = inner if most == 99 else limited
     results = [guard.step(batch, given) for _ in range(steps)]
     return torch.cat([p.detach().flatten() for p in model.parameters()]), results
@@ -47,7 +57,9 @@ def declared(model: torch.nn.Module) -> Callable[[torch.Tensor], Loss]:
 @pytest.mark.parametrize("loss", [mean_of, declared])
 @pytest.mark.parametrize("most", [99, 2])
 def test_a_window_is_one_large_batch(tmp_path: Path, loss: Any, most: int) -> None:
-    """Batches of 4, 4 and 3 samples move the weights as all 11 do, also where they are cut for memory."""
+    """Batches of 4, 4 and 3 samples move the weights as all 11 do, also where they are cut for
+    memory.
+    """
     whole, expected = trained(tmp_path / "a", torch.cat(BATCHES), loss)
     found, results = trained(tmp_path / "b", Window(BATCHES), loss, most=most)
     assert torch.allclose(whole, found, atol=1e-6)
@@ -58,7 +70,9 @@ def test_a_window_is_one_large_batch(tmp_path: Path, loss: Any, most: int) -> No
 
 @pytest.mark.parametrize("most", [99, 2])
 def test_losses_of_an_added_window_are_not_divided_again(tmp_path: Path, most: int) -> None:
-    """Losses that the caller has divided give the gradient of a loop that adds them, bit for bit where they fit."""
+    """Losses that the caller has divided give the gradient of a loop that adds them, bit for bit
+    where they fit.
+    """
     torch.manual_seed(3)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,12 +91,17 @@ def test_losses_of_an_added_window_are_not_divided_again(tmp_path: Path, most: i
 
 
 def test_a_bad_sample_of_a_window_is_left_out(tmp_path: Path) -> None:
-    """The sample with NaN is named by its place in the window; `on_cut` gets what is left before it is used."""
+    """The sample with NaN is named by its place in the window.
+
+    `on_cut` gets what is left before it is used.
+    """
     hurt = [batch.clone() for batch in BATCHES]
     hurt[1][2, 0] = torch.nan
     seen: list[list[int]] = []
     window = Window(hurt, on_cut=lambda left: seen.append([len(batch) for batch in left]))
-    whole, _ = trained(tmp_path / "a", torch.cat([BATCHES[0], BATCHES[1][[0, 1, 3]], BATCHES[2]]), mean_of)
+    whole, _ = trained(
+        tmp_path / "a", torch.cat([BATCHES[0], BATCHES[1][[0, 1, 3]], BATCHES[2]]), mean_of
+    )
     found, results = trained(tmp_path / "b", window, mean_of, drop_nonfinite_samples=True)
     assert torch.allclose(whole, found, atol=1e-6)
     assert results[0].dropped_samples == (6,)
@@ -90,14 +109,21 @@ def test_a_bad_sample_of_a_window_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_hosted_guard_carries_its_state_and_ends_no_process(tmp_path: Path) -> None:
-    """What it has counted and learnt goes on in another process as JSON; a stop request is the host's to honour."""
+    """What it has counted and learnt goes on in another process as JSON.
+
+    A stop request is the host's to honour.
+    """
     import json
 
     def guard(folder: Path) -> HostedGuard:
         torch.manual_seed(3)
         model = torch.nn.Linear(3, 1)
-        policy = hosted_policy({"nonfinite_patience": None}, max_grad_norm=1.0, precision="fp32", host="the host")
-        return HostedGuard(folder, model=model, optimizer=torch.optim.Adam(model.parameters()), policy=policy)
+        policy = hosted_policy(
+            {"nonfinite_patience": None}, max_grad_norm=1.0, precision="fp32", host="the host"
+        )
+        return HostedGuard(
+            folder, model=model, optimizer=torch.optim.Adam(model.parameters()), policy=policy
+        )
 
     first = guard(tmp_path / "a")
     loss = mean_of(first._parts.models["model"])
@@ -118,11 +144,15 @@ def test_a_hosted_guard_carries_its_state_and_ends_no_process(tmp_path: Path) ->
 
 
 def test_gradient_norms_of_several_groups_add_up_as_in_a_bare_loop(tmp_path: Path) -> None:
-    """With two groups, as for weight decay, clipping has the last bit of ``clip_grad_norm_`` over the model."""
+    """With two groups, as for weight decay, clipping has the last bit of ``clip_grad_norm_``
+    over the model.
+    """
 
     def parts() -> tuple[torch.nn.ParameterList, torch.optim.Optimizer]:
         torch.manual_seed(5)
-        model = torch.nn.ParameterList([torch.randn(5, 5) if at % 2 else torch.randn(9) for at in range(40)])
+        model = torch.nn.ParameterList(
+            [torch.randn(5, 5) if at % 2 else torch.randn(9) for at in range(40)]
+        )
         groups = [[p for p in model.parameters() if (p.ndim > 1) is wide] for wide in (True, False)]
         return model, torch.optim.SGD([{"params": group} for group in groups], lr=0.3)
 
@@ -137,7 +167,11 @@ def test_gradient_norms_of_several_groups_add_up_as_in_a_bare_loop(tmp_path: Pat
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
         optimizer.step()
     mine, optimizer = parts()
-    settings: dict[str, Any] = {"max_grad_norm": 0.7, "save_interval_steps": None, "diagnose": False}
+    settings: dict[str, Any] = {
+        "max_grad_norm": 0.7,
+        "save_interval_steps": None,
+        "diagnose": False,
+    }
     guard = Guard(tmp_path, model=mine, optimizer=optimizer, **settings)
     for batch in batches:
         guard.step(batch, lambda batch: loss(mine, batch))

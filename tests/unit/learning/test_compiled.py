@@ -1,4 +1,6 @@
-"""A program that uses ``torch.compile`` trains under a guard and under `watch` as without, graph for graph."""
+"""A program that uses ``torch.compile`` trains under a guard and under `watch` as without, graph
+for graph.
+"""
 
 from __future__ import annotations
 
@@ -111,11 +113,14 @@ def _program(given: nn.Module, called: Callable[[Tensor], Tensor]) -> Program:
 def batches(count: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(count)
+        (torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator))
+        for _ in range(count)
     ]
 
 
-def trained(make: Callable[[Net, Compile], Program], how: str, room: Path) -> tuple[int, list[Tensor]]:
+def trained(
+    make: Callable[[Net, Compile], Program], how: str, room: Path
+) -> tuple[int, list[Tensor]]:
     """Return the number of graphs, and all parameters and buffers in the end."""
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -124,12 +129,20 @@ def trained(make: Callable[[Net, Compile], Program], how: str, room: Path) -> tu
     torch.manual_seed(5)
     if how == "guard":
         guard = holdfast.Guard(
-            room, model=program.given, optimizer=program.optimizer, loader=batches(), max_grad_norm=MOST
+            room,
+            model=program.given,
+            optimizer=program.optimizer,
+            loader=batches(),
+            max_grad_norm=MOST,
         )
         for batch in guard.batches(max_epochs=1):
             guard.step(batch, program.loss)
     else:
-        watching = holdfast.watch(program.given, program.optimizer) if how == "watch" else contextlib.nullcontext()
+        watching = (
+            holdfast.watch(program.given, program.optimizer)
+            if how == "watch"
+            else contextlib.nullcontext()
+        )
         with watching:
             for batch in batches():
                 bare_step(program, batch)
@@ -149,7 +162,10 @@ def bare_step(program: Program, batch: Any) -> None:
 
 @pytest.mark.parametrize("make", PROGRAMS)
 def test_observing_changes_neither_graphs_nor_weights(make, tmp_path):
-    """Whatever is compiled, and whenever: the graphs and, to the last bit, the weights are those of the bare loop."""
+    """Whatever is compiled, and whenever.
+
+    The graphs and, to the last bit, the weights are those of the bare loop.
+    """
     graphs, weights = trained(make, "bare", tmp_path)
     for how in ("watch", "guard"):
         found, others = trained(make, how, tmp_path)
@@ -161,7 +177,9 @@ def test_what_is_not_seen_is_said_once(tmp_path):
     """The event names what the diagnosis sees no more."""
     torch.manual_seed(0)
     program = _wrapped(Net(norm=False), compiling(Graphs()))
-    guard = holdfast.Guard(tmp_path, model=program.given, optimizer=program.optimizer, loader=batches(6))
+    guard = holdfast.Guard(
+        tmp_path, model=program.given, optimizer=program.optimizer, loader=batches(6)
+    )
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, program.loss)
     limited = [event for event in guard.events() if event.kind == "diagnosis_limited"]
@@ -170,7 +188,9 @@ def test_what_is_not_seen_is_said_once(tmp_path):
 
 
 def test_a_step_with_nan_is_replayed_without_compiling(tmp_path):
-    """Its origin and its bad sample are found, the graph stays the only one, the other steps are as without it."""
+    """Its origin and its bad sample are found, the graph stays the only one, the other steps are
+    as without it.
+    """
     kept = batches(5)
     bad = kept[2][0].clone(), kept[2][1]
     bad[0][3] = torch.nan
@@ -186,17 +206,25 @@ def test_a_step_with_nan_is_replayed_without_compiling(tmp_path):
     torch.manual_seed(5)
     loader = [*kept[:2], bad, *kept[2:]]
     guard = holdfast.Guard(
-        tmp_path, model=program.given, optimizer=program.optimizer, loader=loader, max_grad_norm=MOST
+        tmp_path,
+        model=program.given,
+        optimizer=program.optimizer,
+        loader=loader,
+        max_grad_norm=MOST,
     )
     results = [guard.step(batch, program.loss) for batch in guard.batches(max_epochs=1)]
     assert [result.skipped for result in results] == [False, False, True, False, False, False]
     assert "without sample 3 of the batch it is finite" in str(results[2].reason)
     assert graphs.count == 1
-    assert all(map(torch.equal, bare.given.state_dict().values(), program.given.state_dict().values()))
+    assert all(
+        map(torch.equal, bare.given.state_dict().values(), program.given.state_dict().values())
+    )
 
 
 def test_out_of_memory_leaves_compiled_blocks_alone(tmp_path):
-    """The ladder goes from the retry to the split, and says why it does not recompute what is compiled."""
+    """The ladder goes from the retry to the split, and says why it does not recompute what is
+    compiled.
+    """
     program = _wrapped(Net(norm=False), compiling(Graphs()))
     calls: list[int] = []
 
@@ -207,14 +235,21 @@ def test_out_of_memory_leaves_compiled_blocks_alone(tmp_path):
             torch.empty(2**60)  # no machine has it
         return value
 
-    guard = holdfast.Guard(tmp_path, model=program.given, optimizer=program.optimizer, loader=batches(3))
+    guard = holdfast.Guard(
+        tmp_path, model=program.given, optimizer=program.optimizer, loader=batches(3)
+    )
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss)
     events = list(guard.events())
-    tried = [event for event in events if event.kind in ("retry", "recompute_impossible", "recompute", "split")]
+    tried = [
+        event
+        for event in events
+        if event.kind in ("retry", "recompute_impossible", "recompute", "split")
+    ]
     assert [event.kind for event in tried] == ["retry", "recompute_impossible", "split"]
     assert "torch.compile" in tried[1].data["why"]
-    # Between them the split is tried out: in a copy of this process, or in it where a copy cannot run backward.
+    # Between them the split is tried out: in a copy of this process, or in it where a copy cannot
+    # run backward.
     assert calls[:3] == [8, 8, 8]
     assert max(calls[3:]) == 4
     assert calls[-2:] == [4, 4]
@@ -250,12 +285,16 @@ print("result", count, sum(p.double().abs().sum().item() for p in model.paramete
 
 @pytest.mark.slow
 def test_a_compiled_training_step_is_the_same_under_holdfast_run(tmp_path):
-    """The hooks of the observer add no graph where a whole step is compiled, its backward pass included."""
+    """The hooks of the observer add no graph where a whole step is compiled, its backward pass
+    included.
+    """
     program = tmp_path / "train.py"
     program.write_text(WHOLE_STEP)
 
     def result(*before: str) -> str:
-        said = subprocess.run([*before, sys.executable, program], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [*before, sys.executable, program], capture_output=True, text=True, check=True
+        ).stdout
         return next(line for line in said.splitlines() if line.startswith("result"))
 
     bare = result()

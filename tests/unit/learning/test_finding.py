@@ -10,7 +10,12 @@ from holdfast.learning.rules.judge import learning_rules
 
 def found(rule: str, severity: Any = "advice", kind: Any = "cause", **fields: Any) -> Finding:
     return Finding(
-        rule=rule, severity=severity, kind=kind, **{"confidence": 0.9, **fields}, what="This.", fix="That."
+        rule=rule,
+        severity=severity,
+        kind=kind,
+        **{"confidence": 0.9, **fields},
+        what="This.",
+        fix="That.",
     )
 
 
@@ -25,12 +30,20 @@ def test_a_chain_of_symptoms_is_reported_by_its_root() -> None:
 def test_a_note_explains_nothing() -> None:
     """What is only worth knowing does not silence a symptom."""
     found_all = ordered([found("H818", "note"), found("H828", kind="symptom")])
-    assert [(finding.rule, finding.severity) for finding in found_all] == [("H828", "advice"), ("H818", "note")]
+    assert [(finding.rule, finding.severity) for finding in found_all] == [
+        ("H828", "advice"),
+        ("H818", "note"),
+    ]
 
 
 def test_causes_come_before_symptoms_and_errors_before_advice() -> None:
     """The first line is what can be fixed."""
-    given = [found("H844"), found("H801", "error", "symptom"), found("H836", "error"), found("H845", "note")]
+    given = [
+        found("H844"),
+        found("H801", "error", "symptom"),
+        found("H836", "error"),
+        found("H845", "note"),
+    ]
     assert [finding.rule for finding in ordered(given)] == ["H836", "H844", "H801", "H845"]
 
 
@@ -43,4 +56,6 @@ def test_explanations_name_rules_that_exist_and_have_no_circle() -> None:
     """The table of explanations is made of real rules, and none explains what explains it."""
     known = learning_rules().keys()
     assert {*EXPLAINED_BY, *(rule for rules in EXPLAINED_BY.values() for rule in rules)} <= known
-    assert not [(a, b) for a, rules in EXPLAINED_BY.items() for b in rules if a in EXPLAINED_BY.get(b, ())]
+    assert not [
+        (a, b) for a, rules in EXPLAINED_BY.items() for b in rules if a in EXPLAINED_BY.get(b, ())
+    ]

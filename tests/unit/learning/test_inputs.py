@@ -24,7 +24,8 @@ def after(*batches: Any, answers: Any = None) -> InputFacts:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64],
 )
 def test_a_fingerprint_is_that_of_the_contents(dtype: torch.dtype) -> None:
     """Equal contents are equal, one other element is not, and neither is another shape."""
@@ -37,7 +38,9 @@ def test_a_fingerprint_is_that_of_the_contents(dtype: torch.dtype) -> None:
 
 
 def test_a_batch_that_is_used_twice_in_a_step_is_no_repeat() -> None:
-    """Two passes over one batch, as sharpness-aware steps and inner loops make them, are one batch of one step."""
+    """Two passes over one batch, as sharpness-aware steps and inner loops make them, are one
+    batch of one step.
+    """
     inputs = InputObserver()
     for step in range(6):
         batch = torch.randn(8, 3)
@@ -81,7 +84,11 @@ def test_masks_of_minus_infinity_are_not_bad(value: float, bad: int) -> None:
         (torch.randn(8, 3), torch.tensor(1.0), (0, 0)),
     ],
 )
-def test_equal_answers_to_different_samples_are_seen(batch: Tensor, answer: Tensor, counted: tuple[int, int]) -> None:
-    """Only where the samples differ and there is an answer for each does an equal answer say something."""
+def test_equal_answers_to_different_samples_are_seen(
+    batch: Tensor, answer: Tensor, counted: tuple[int, int]
+) -> None:
+    """Only where the samples differ and there is an answer for each does an equal answer say
+    something.
+    """
     facts = after(batch, answers=answer)
     assert (facts.answers, facts.same_answers) == counted

@@ -34,8 +34,14 @@ def test_norms_and_the_relative_length_of_a_step_are_exact() -> None:
 
 
 def test_a_sparse_a_missing_and_a_zero_gradient_are_distinguished() -> None:
-    """An embedding's stored rows count, a parameter without gradient does not, and zero is counted as zero."""
-    table, idle, zero = nn.Embedding(50, 4, sparse=True), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    """An embedding's stored rows count, a parameter without gradient does not, and zero is
+    counted as zero.
+    """
+    table, idle, zero = (
+        nn.Embedding(50, 4, sparse=True),
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(3)),
+    )
     table(torch.tensor([1, 1, 2])).sum().backward()
     zero.grad = torch.zeros(3)
     layers = LayerObserver({id(table.weight): "table", id(idle): "idle", id(zero): "zero"})
@@ -77,7 +83,10 @@ def test_dead_and_saturated_units_are_counted_over_windows() -> None:
 
 
 def test_a_sample_of_a_matrix_is_of_all_its_columns():
-    """Digits have pixels that are always 0: a sample of their columns would say that the layer stands still."""
+    """Digits have pixels that are always 0.
+
+    A sample of their columns would say that the layer stands still.
+    """
     weight = torch.arange(512 * 64).view(512, 64)
     assert len((spread_of(weight, 1024) % 64).unique()) == 64
     assert spread_of(weight, 1024).numel() <= 1024

@@ -33,26 +33,42 @@ def seen(loss: Callable[[Tensor], Tensor], calls: int = 3) -> dict[str, LossFact
 
 
 FLAGS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
-    ("cross_entropy#1", "softmax_input", lambda z: F.cross_entropy(z.exp() / z.exp().sum(1, keepdim=True), LABELS)),
+    (
+        "cross_entropy#1",
+        "softmax_input",
+        lambda z: F.cross_entropy(z.exp() / z.exp().sum(1, keepdim=True), LABELS),
+    ),
     ("cross_entropy#1", "rectified", lambda z: F.cross_entropy(z.clamp_min(0), LABELS)),
     ("nll_loss#1", "batch_axis", lambda z: F.nll_loss(z.log_softmax(0), LABELS)),
     ("nll_loss#1", "positive", lambda z: F.nll_loss(z.abs() + 1, LABELS)),
     ("nll_loss#1", "not_normalised", lambda z: F.nll_loss(F.logsigmoid(z), LABELS)),
     ("kl_div#1", "positive", lambda z: F.kl_div(z.softmax(1), ONES / C, reduction="batchmean")),
     ("log_softmax#1", "softmax_input", lambda z: -z.softmax(1).log_softmax(1)[:, 0].mean()),
-    ("log#1", "batch_axis", lambda z: -(z.softmax(0).gather(1, LABELS[:, None]) + 1e-8).log().mean()),
+    (
+        "log#1",
+        "batch_axis",
+        lambda z: -(z.softmax(0).gather(1, LABELS[:, None]) + 1e-8).log().mean(),
+    ),
     ("log#1", "batch_axis", lambda z: -z.softmax(0).clamp_min(1e-8).log()[range(N), LABELS].mean()),
     (LOGITS, "sigmoid_source", lambda z: with_logits(z.sigmoid().view(-1), ONES.view(-1))),
     (LOGITS, "target_out_of_range", lambda z: with_logits(z, 2 * ONES)),
     (LOGITS, "unit_range", lambda z: with_logits(z.square() / (1 + z.square()), ONES)),
-    ("binary_cross_entropy#1", "clamped_scores", lambda z: F.binary_cross_entropy((3 * z).clamp(0, 1), ONES / 2)),
+    (
+        "binary_cross_entropy#1",
+        "clamped_scores",
+        lambda z: F.binary_cross_entropy((3 * z).clamp(0, 1), ONES / 2),
+    ),
     ("difference#1", "broadcast", lambda z: (z[:, :1] - torch.randn(N)).square().mean()),
     ("ctc_loss#1", "positive", lambda z: _ctc(z + 5)),
     ("mse_loss#1", "beyond_tanh", lambda z: F.mse_loss(z.tanh(), 3 * ONES)),
     ("mse_loss#1", "beyond_relu", lambda z: F.mse_loss(z.relu(), -ONES)),
     ("l1_loss#1", "beyond_sigmoid", lambda z: F.l1_loss(z.sigmoid().view(-1), 2 * ONES.view(-1))),
     ("difference#1", "beyond_relu", lambda z: (-ONES - z.relu()).square().mean()),
-    ("cosine_embedding_loss#1", "target_out_of_range", lambda z: F.cosine_embedding_loss(z, ONES, LABELS % 2)),
+    (
+        "cosine_embedding_loss#1",
+        "target_out_of_range",
+        lambda z: F.cosine_embedding_loss(z, ONES, LABELS % 2),
+    ),
     ("soft_margin_loss#1", "target_out_of_range", lambda z: F.soft_margin_loss(z, 0 * ONES)),
 ]
 
@@ -98,11 +114,15 @@ def test_a_broadcast_that_pairs_all_with_all_is_reported_with_its_shapes() -> No
     wrong = seen(lambda z: F.mse_loss(z[:, :1], torch.randn(N)))["mse_loss#1"]
     assert wrong.flags["broadcast"] == 3
     assert wrong.shapes == "(16, 1) and (16,)"
-    assert "broadcast" not in seen(lambda z: F.mse_loss(z[:, :1], torch.ones(1)))["mse_loss#1"].flags
+    assert (
+        "broadcast" not in seen(lambda z: F.mse_loss(z[:, :1], torch.ones(1)))["mse_loss#1"].flags
+    )
 
 
 def test_the_loss_of_the_best_constant_is_known() -> None:
-    """It is the entropy of the labels, the variance of the targets, and unknown with class weights."""
+    """It is the entropy of the labels, the variance of the targets, and unknown with class
+    weights.
+    """
     labels = seen(lambda z: F.cross_entropy(z[:15], LABELS[:15]))["cross_entropy#1"].baseline
     assert labels == pytest.approx(math.log(C))
     targets = torch.randn(N, C, dtype=torch.float64)

@@ -30,7 +30,9 @@ def observed(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any)
     return observer
 
 
-def guided_step(observer: Observer, model: nn.Module, optimizer: torch.optim.Optimizer, parts: int = 1) -> list[Any]:
+def guided_step(
+    observer: Observer, model: nn.Module, optimizer: torch.optim.Optimizer, parts: int = 1
+) -> list[Any]:
     """Make a step as a guard does: passes inside the context, then the optimizer, then the end."""
     optimizer.zero_grad()
     losses = []
@@ -51,7 +53,10 @@ def stepped(observer: Observer, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("players", [1, 2, 3])
 def test_the_first_rounds_are_observed_and_later_few(players: int) -> None:
-    """Eight rounds, then pairs of them at no fixed distance, every player alike; what is examined is sampled too."""
+    """Eight rounds, then pairs of them at no fixed distance, every player alike.
+
+    What is examined is sampled too.
+    """
     sampled = [step for step in range(2000 * players) if is_sampled(step, players)]
     examined = [step for step in range(2000 * players) if is_sampled(step, players, EXAMINED)]
     later = [step // players for step in sampled if 8 * players <= step < 400 * players]
@@ -77,7 +82,10 @@ class Listed(nn.Module):
 
 
 def test_layers_in_a_plain_list_are_seen() -> None:
-    """Weight and bias of a layer that no module owns count as two; frozen ones, and those of a loss, do not."""
+    """Weight and bias of a layer that no module owns count as two.
+
+    Frozen ones, and those of a loss, do not.
+    """
     model = Listed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     observer = observed(model, optimizer)
@@ -102,7 +110,10 @@ def test_micro_batches_are_one_place_and_no_leak() -> None:
 
 
 def test_facts_and_state_are_plain_data() -> None:
-    """Both can be written as JSON; a new observer takes up where the old one was, and tells nothing twice."""
+    """Both can be written as JSON.
+
+    A new observer takes up where the old one was, and tells nothing twice.
+    """
     model, optimizer = small()
     observer = observed(model, optimizer)
     found = []
@@ -157,7 +168,9 @@ def test_recomputed_activations_are_not_counted_twice() -> None:
 
 
 def test_a_scheduler_before_the_first_step_and_one_fed_with_batches_are_seen() -> None:
-    """The counts of schedulers are compared with those of the optimizer, without wrapping anything."""
+    """The counts of schedulers are compared with those of the optimizer, without wrapping
+    anything.
+    """
     model, optimizer = small()
     ahead = LambdaLR(optimizer, lambda _: 1.0)
     plateau = ReduceLROnPlateau(optimizer, patience=10)
@@ -168,7 +181,11 @@ def test_a_scheduler_before_the_first_step_and_one_fed_with_batches_are_seen() -
         guided_step(observer, model, optimizer)
         plateau.step(1.0)
     observer.finish()
-    assert {(finding.rule, finding.where) for finding in observer.findings() if finding.severity != "note"} == {
+    assert {
+        (finding.rule, finding.where)
+        for finding in observer.findings()
+        if finding.severity != "note"
+    } == {
         ("H820", "ahead"),
         ("H854", "plateau"),
     }

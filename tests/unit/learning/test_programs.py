@@ -10,7 +10,9 @@ from evals.not_learning.program import Program
 @pytest.mark.slow
 @pytest.mark.parametrize("program", programs_of("design"), ids=lambda program: program.name)
 def test_a_fault_is_named_and_a_healthy_program_is_left_in_peace(program: Program) -> None:
-    """What is loud is the planted fault or what it shows, and nothing at all where there is none."""
+    """What is loud is the planted fault or what it shows, and nothing at all where there is
+    none.
+    """
     found = judge([run_once(program, seed=0)])
     assert not found["crashes"]
     assert not found["wrong"]

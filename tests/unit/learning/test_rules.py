@@ -28,36 +28,85 @@ STILL = [(i, 2.3 + 0.02 * (i % 3)) for i in range(200)]
 RISING = [(i, 1.0 + 0.1 * i) for i in range(200)]
 
 OPTIMIZER = OptimizerFacts(
-    kind="SGD", steps=400, observed=70, tensors=4, lr=0.1, largest_lr=0.1, with_gradient_steps=70, checked=8,
-    scaled=1.0, moved=70, losses=FALLING, gradient_norms=[1.0, 1.5, 0.8] * 30,
-)  # fmt: skip
+    kind="SGD",
+    steps=400,
+    observed=70,
+    tensors=4,
+    lr=0.1,
+    largest_lr=0.1,
+    with_gradient_steps=70,
+    checked=8,
+    scaled=1.0,
+    moved=70,
+    losses=FALLING,
+    gradient_norms=[1.0, 1.5, 0.8] * 30,
+)
 LAYER = LayerFacts(
-    elements=100, dims=2, steps=70, with_gradient=70, compared=20, ratio=1e-3, largest_ratio=1e-2, gradient_rms=1e-2,
-    first_weight_rms=0.1, last_weight_rms=0.1,
-)  # fmt: skip
+    elements=100,
+    dims=2,
+    steps=70,
+    with_gradient=70,
+    compared=20,
+    ratio=1e-3,
+    largest_ratio=1e-2,
+    gradient_rms=1e-2,
+    first_weight_rms=0.1,
+    last_weight_rms=0.1,
+)
 HEALTHY = {
     "optimizer": OPTIMIZER,
-    "model": ModelFacts(weights=1000, changed=True, observed=70, modal=["drop"], dropout=0.1, batch_norm=True),
+    "model": ModelFacts(
+        weights=1000, changed=True, observed=70, modal=["drop"], dropout=0.1, batch_norm=True
+    ),
     "site": LossFacts(
-        function="cross_entropy", calls=70, examined=70, values=[loss for _, loss in FALLING], baseline=2.3,
-        signs=[1] * 70, labelled_calls=70, distinct_labels=9.6, expected_labels=9.7, first=2.3,
+        function="cross_entropy",
+        calls=70,
+        examined=70,
+        values=[loss for _, loss in FALLING],
+        baseline=2.3,
+        signs=[1] * 70,
+        labelled_calls=70,
+        distinct_labels=9.6,
+        expected_labels=9.7,
+        first=2.3,
         target_sizes=[1.0] * 70,
     ),
     "input": InputFacts(
-        calls=70, examined=70, batch=32, largest_batch=32, different=70, fingerprints=70, longest_repeat=1,
-        largest=3.0, offset=0.1, answers=70,
+        calls=70,
+        examined=70,
+        batch=32,
+        largest_batch=32,
+        different=70,
+        fingerprints=70,
+        longest_repeat=1,
+        largest=3.0,
+        offset=0.1,
+        answers=70,
     ),
     "scheduler": SchedulerFacts(kind="StepLR", optimizer_steps=400, advanced=10, period=30),
     "layer": LAYER,
-}  # fmt: skip
+}
 FLAGS = (
-    "beyond_", "target_out", "softmax_input", "rectified", "sigmoid_", "unit_", "positive", "not_norm", "broadcast",
-    "batch_axis", "clamped", "copied",
-)  # fmt: skip
+    "beyond_",
+    "target_out",
+    "softmax_input",
+    "rectified",
+    "sigmoid_",
+    "unit_",
+    "positive",
+    "not_norm",
+    "broadcast",
+    "batch_axis",
+    "clamped",
+    "copied",
+)
 
 
 def recording(**changed: Any) -> Facts:
-    """A healthy run, with some facts changed: ``optimizer=``, ``model=`` and so on merge into the one there is."""
+    """A healthy run, with some facts changed.
+
+    ``optimizer=``, ``model=`` and so on merge into the one there is.
+    """
     made: dict[str, Any] = {}
     for name, part in HEALTHY.items():
         fields = dict(changed.pop(name, {}))
@@ -79,7 +128,10 @@ def recording(**changed: Any) -> Facts:
     return Facts(**whole | changed)
 
 
-UNLEARNT: dict[str, Any] = {"optimizer": {"losses": STILL}, "site": {"values": [loss for _, loss in STILL]}}
+UNLEARNT: dict[str, Any] = {
+    "optimizer": {"losses": STILL},
+    "site": {"values": [loss for _, loss in STILL]},
+}
 OVERFIT = [(40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i if i < 4 else 0.5 + 0.2 * i) for i in range(9)]
 FIT = [(40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i) for i in range(9)]
 ALIGNED = {"diagonality": 0.9, "sharpness": 0.7, "share_at_max_decoder": 0.0, "utterances": 16}
@@ -91,7 +143,9 @@ PLAYERS = {
 
 def with_(base: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Merge one level deeper than ``|``."""
-    return base | {key: {**base[key], **value} if key in base else value for key, value in more.items()}
+    return base | {
+        key: {**base[key], **value} if key in base else value for key, value in more.items()
+    }
 
 
 def part(name: str) -> Callable[..., dict[str, Any]]:
@@ -100,38 +154,83 @@ def part(name: str) -> Callable[..., dict[str, Any]]:
 
 optimizer, site = part("optimizer"), part("site")
 
-# Rule, loud (error or advice), the faulty facts, and facts that are near the fault and healthy; more in `rules.yaml`.
+# Rule, loud (error or advice), the faulty facts, and facts that are near the fault and healthy;
+# more in `rules.yaml`.
 TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
-    ("H807", True, site(function="mse_loss", target_sizes=[2.0] * 60 + [99999.0]),
-     site(function="mse_loss", target_sizes=[2.0] * 60 + [200.0])),
+    (
+        "H807",
+        True,
+        site(function="mse_loss", target_sizes=[2.0] * 60 + [99999.0]),
+        site(function="mse_loss", target_sizes=[2.0] * 60 + [200.0]),
+    ),
     ("H818", False, optimizer(gradient_norms=[1.0] * 60, scaled_share=1.0), {}),
-    ("H818", True,
-     with_(UNLEARNT, optimizer={"clipped_to": 1e-6, "clipped_steps": 300, "committed_steps": 400}),
-     optimizer(gradient_norms=[1.0] * 60)),
-    ("H818", True, optimizer(gradient_norms=[0.1] * 60, scaled_share=1.0, scaled=0.001),
-     optimizer(kind="Adam", gradient_norms=[0.1] * 60, scaled_share=1.0, scaled=0.001)),
-    ("H824", True, {**UNLEARNT, "layers": {"a": replace(LAYER, ratio=1e-09, largest_ratio=1e-08)}},
-     {"layers": {"a": replace(LAYER, ratio=1e-09, largest_ratio=1e-08)}}),
-    ("H825", True, {**UNLEARNT, "layers": {"a": replace(LAYER, largest_ratio=4.0)}},
-     {"layers": {"a": replace(LAYER, largest_ratio=4.0)}}),
-    ("H825", True, optimizer(nonfinite_losses=1) | {"layers": {"a": replace(LAYER, largest_ratio=4.0)}},
-     with_(optimizer(nonfinite_losses=1), input={"nonfinite": 1}, layers={"a": replace(LAYER, largest_ratio=4.0)})),
-    ("H826", True, optimizer(losses=RISING), {"objective": "adversarial"} | optimizer(losses=RISING)),
+    (
+        "H818",
+        True,
+        with_(
+            UNLEARNT, optimizer={"clipped_to": 1e-6, "clipped_steps": 300, "committed_steps": 400}
+        ),
+        optimizer(gradient_norms=[1.0] * 60),
+    ),
+    (
+        "H818",
+        True,
+        optimizer(gradient_norms=[0.1] * 60, scaled_share=1.0, scaled=0.001),
+        optimizer(kind="Adam", gradient_norms=[0.1] * 60, scaled_share=1.0, scaled=0.001),
+    ),
+    (
+        "H824",
+        True,
+        {**UNLEARNT, "layers": {"a": replace(LAYER, ratio=1e-09, largest_ratio=1e-08)}},
+        {"layers": {"a": replace(LAYER, ratio=1e-09, largest_ratio=1e-08)}},
+    ),
+    (
+        "H825",
+        True,
+        {**UNLEARNT, "layers": {"a": replace(LAYER, largest_ratio=4.0)}},
+        {"layers": {"a": replace(LAYER, largest_ratio=4.0)}},
+    ),
+    (
+        "H825",
+        True,
+        optimizer(nonfinite_losses=1) | {"layers": {"a": replace(LAYER, largest_ratio=4.0)}},
+        with_(
+            optimizer(nonfinite_losses=1),
+            input={"nonfinite": 1},
+            layers={"a": replace(LAYER, largest_ratio=4.0)},
+        ),
+    ),
+    (
+        "H826",
+        True,
+        optimizer(losses=RISING),
+        {"objective": "adversarial"} | optimizer(losses=RISING),
+    ),
     ("H832", True, optimizer(losses=STILL) | site(baseline=None), site(baseline=None)),
-    ("H832", False, optimizer(losses=[(i, loss - 2.31) for i, loss in STILL]) | site(baseline=None), {}),
+    (
+        "H832",
+        False,
+        optimizer(losses=[(i, loss - 2.31) for i, loss in STILL]) | site(baseline=None),
+        {},
+    ),
     ("H833", True, {"validations": OVERFIT}, {"validations": FIT}),
     ("H840", True, site(signs=[-1] * 70), site(signs=[-1, 1] * 35)),
     ("H853", True, {"objective": "adversarial", "optimizers": PLAYERS}, {"optimizers": PLAYERS}),
-]  # fmt: skip
+]
 
 
 def changed(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a case of `rules.yaml`, on top of those of a run that has learnt nothing if it says so."""
+    """Return the facts of a case of `rules.yaml`, on top of those of a run that has learnt
+    nothing if it says so.
+    """
     return with_(UNLEARNT, **facts) if facts.pop("unlearnt", False) else facts
 
 
 CASES = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
-TABLE += [(rule, weight == "loud", changed(faulty), changed(healthy)) for rule, weight, faulty, healthy in CASES]
+TABLE += [
+    (rule, weight == "loud", changed(faulty), changed(healthy))
+    for rule, weight, faulty, healthy in CASES
+]
 
 
 def severities(facts: Facts, rule: str) -> list[str]:
@@ -147,11 +246,15 @@ def everything(facts: Facts) -> list[Any]:
 def test_a_rule_speaks_on_its_fault_and_not_next_to_it(
     rule: str, loud: bool, faulty: dict[str, Any], healthy: dict[str, Any]
 ) -> None:
-    """Each rule finds its recording, with the right weight, and is silent on a healthy neighbour."""
+    """Each rule finds its recording, with the right weight, and is silent on a healthy
+    neighbour.
+    """
     found = severities(recording(**faulty), rule)
     assert found
     assert any(severity != "note" for severity in found) == loud
-    assert all(severity == "note" for severity in severities(recording(**healthy), rule)), "a false alarm"
+    assert all(severity == "note" for severity in severities(recording(**healthy), rule)), (
+        "a false alarm"
+    )
 
 
 def test_a_healthy_recording_is_silent() -> None:
@@ -208,5 +311,7 @@ def test_a_slow_starter_is_forgiven_by_the_next_judgement() -> None:
 def test_progress_is_read_from_losses_only_where_their_level_means_something(
     change: dict[str, Any], state: str
 ) -> None:
-    """Players with losses of their own, other objectives and short runs are not judged by the level of a loss."""
+    """Players with losses of their own, other objectives and short runs are not judged by the
+    level of a loss.
+    """
     assert progress_of(recording(**change)).state == state

@@ -74,7 +74,9 @@ def rules(found: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("steps", [3, 31, 120])
 def test_watching_changes_no_bit(steps: int) -> None:
-    """Weights, running statistics and random numbers are the same with and without, dropout included."""
+    """Weights, running statistics and random numbers are the same with and without, dropout
+    included.
+    """
     _, bare = train(watched=False, steps=steps)
     after_bare = torch.rand(1)
     _, watched = train(steps=steps)
@@ -87,7 +89,9 @@ def test_a_finding_is_logged_once_and_in_time(caplog: pytest.LogCaptureFixture) 
     """The log holds each finding once, with its fix and its rule, in the level of its severity."""
     with caplog.at_level(logging.INFO, logger="holdfast"):
         train(loss=lambda z, y: F.cross_entropy(z.softmax(1), y))
-    assert [(record.levelname, "[H836]" in record.message) for record in caplog.records] == [("ERROR", True)]
+    assert [(record.levelname, "[H836]" in record.message) for record in caplog.records] == [
+        ("ERROR", True)
+    ]
 
 
 def test_an_ignored_rule_and_a_frozen_parameter_are_not_reported() -> None:
@@ -107,7 +111,9 @@ def test_an_ignored_rule_and_a_frozen_parameter_are_not_reported() -> None:
     assert "H814" in cut()
     assert "H814" not in cut(frozen=("body.*",))
     assert "H814" not in cut(frozen=("body",))
-    with pytest.raises(PolicyError, match=r"frozen names 'body.weihgt'(.|\n)*did you mean 'body.[01].weight'"):
+    with pytest.raises(
+        PolicyError, match=r"frozen names 'body.weihgt'(.|\n)*did you mean 'body.[01].weight'"
+    ):
         cut(frozen=("head.*", "body.weihgt"))
 
 
@@ -137,7 +143,9 @@ def test_no_hook_stays_behind(leaves: str) -> None:
 def test_a_failure_of_the_diagnosis_does_not_reach_the_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged once, nothing is observed any more, and the weights are those of the bare loop."""
+    """It is logged once, nothing is observed any more, and the weights are those of the bare
+    loop.
+    """
 
     def fail(*args: Any, **named: Any) -> None:
         raise RuntimeError("planted")
@@ -179,7 +187,10 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
 
 
 def test_traces_and_transforms_are_not_looked_into() -> None:
-    """Gradients by sample with torch.func, and a trace of the model, are as without: their values cannot be read."""
+    """Gradients by sample with torch.func, and a trace of the model, are as without.
+
+    Their values cannot be read.
+    """
     model = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -203,7 +214,9 @@ def test_a_mode_of_the_callers_own_stays_where_it_is() -> None:
     """A function mode that is entered and left around each step is not disturbed by ours."""
 
     class Counting(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return func(*args, **(kwargs or {}))
 
     model = Net()

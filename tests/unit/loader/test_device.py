@@ -1,4 +1,6 @@
-"""Batches on a device: what is moved, and what is not. Copies go to torch's "meta" device, which is real.
+"""Batches on a device: what is moved, and what is not.
+
+Copies go to torch's "meta" device, which is real.
 
 What only an accelerator can show is in ``tests/gpu/test_loader_device.py``.
 """
@@ -84,8 +86,19 @@ def test_every_tensor_of_a_tree_is_moved_and_the_tree_keeps_its_shape(device) ->
     assert (type(there["packed"]), type(there["encoding"])) == (PackedSequence, Encoding)
     assert there["facts"] is facts
     assert there["type"] is torch.Tensor
-    tensors = [there["dict"]["b"], there["dict"]["a"][0], there["tuple"][0], there["tuple"][1].x, there["frozen"].x]
-    tensors += [there["packed"].data, there["objects"][0].x, there["encoding"]["x"], there["proxy"]["x"]]
+    tensors = [
+        there["dict"]["b"],
+        there["dict"]["a"][0],
+        there["tuple"][0],
+        there["tuple"][1].x,
+        there["frozen"].x,
+    ]
+    tensors += [
+        there["packed"].data,
+        there["objects"][0].x,
+        there["encoding"]["x"],
+        there["proxy"]["x"],
+    ]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert {given["encoding"]["x"].device.type, packed.data.device.type, x.device.type} == {"cpu"}
 
@@ -105,7 +118,9 @@ def test_a_batch_that_does_not_fit_was_not_handed_out() -> None:
 
 @pytest.mark.parametrize("device", ["nope", "xpu", "cuda:99", -1, 1.5])
 def test_a_device_that_is_not_there_is_told_before_a_batch_is_loaded(device: Any) -> None:
-    """A name that torch does not know and a device that this machine has not got are H607, with what was given."""
+    """A name that torch does not know and a device that this machine has not got are H607, with
+    what was given.
+    """
     asked: list[Any] = []
     loader = holdfast.DataLoader([0, 1], batch_size=1, collate_fn=asked.append, device=device)
     with pytest.raises(LoaderError, match="device=") as caught:

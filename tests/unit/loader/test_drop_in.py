@@ -1,4 +1,6 @@
-"""Programs that run with torch's loader run with ours, and positions stay right whatever they do: a trap each."""
+"""Programs that run with torch's loader run with ours, and positions stay right whatever they
+do: a trap each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ import numpy as np
 import pytest
 import torch
 from tests.unit.loader.samples import Samples, items
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from holdfast import DataLoader, LoaderError
 from holdfast.loader.order.orders import LengthBucketed
@@ -26,7 +34,9 @@ from holdfast.loader.workers import processes as worker_processes
 
 
 def test_a_batch_that_cannot_be_made_does_not_end_the_epoch_for_who_goes_on() -> None:
-    """Torch's way of passing over a batch, catching its error around ``next``, passes over this one batch."""
+    """Torch's way of passing over a batch, catching its error around ``next``, passes over this
+    one batch.
+    """
 
     def collate(samples: list[int]) -> torch.Tensor:
         if 4 in samples:
@@ -34,7 +44,12 @@ def test_a_batch_that_cannot_be_made_does_not_end_the_epoch_for_who_goes_on() ->
         return torch.tensor(samples)
 
     for workers in (0, 2):
-        iterator, found = iter(DataLoader(list(range(10)), batch_size=2, collate_fn=collate, num_workers=workers)), []
+        iterator, found = (
+            iter(
+                DataLoader(list(range(10)), batch_size=2, collate_fn=collate, num_workers=workers)
+            ),
+            [],
+        )
         while True:
             try:
                 found.append(next(iterator).tolist())
@@ -56,7 +71,10 @@ _KEYS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("keys", _KEYS.values(), ids=_KEYS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_key_may_name_many_samples(keys: Callable[[], Any], workers: int, tmp_path: Path) -> None:
-    """With ``batch_size=None`` a sampler's arrays, slices and lists reach the dataset; a bad one is set aside."""
+    """With ``batch_size=None`` a sampler's arrays, slices and lists reach the dataset.
+
+    A bad one is set aside.
+    """
     bad = -1
 
     def read(key: Any) -> torch.Tensor:
@@ -78,14 +96,18 @@ def test_a_key_may_name_many_samples(keys: Callable[[], Any], workers: int, tmp_
 
 
 def test_a_loader_can_be_copied_and_sent_to_a_process() -> None:
-    """As torch's; a dataset that reads through a loader of its own works in workers that are started, not forked."""
+    """As torch's; a dataset that reads through a loader of its own works in workers that are
+    started, not forked.
+    """
     loader = DataLoader(Samples(4, _normal), batch_size=2, seed=np.int64(3))
     expected = torch.cat(list(loader))
     for made in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert json.loads(json.dumps(made.state_dict()))["epoch"] == 1
         made.go_to(0)
         assert torch.equal(torch.cat(list(made)), expected)
-    outer = DataLoader(Samples(2, Through()), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    outer = DataLoader(
+        Samples(2, Through()), batch_size=2, num_workers=1, multiprocessing_context="spawn"
+    )
     events: list[str] = []
     outer._record = lambda data: events.append(data.kind)
     assert items(outer) == [6, 6]
@@ -119,7 +141,9 @@ def test_an_iterator_knows_its_length() -> None:
 
 
 def test_a_sample_that_comes_often_is_augmented_anew_each_time() -> None:
-    """Drawn with replacement, 16 draws of 2 samples have 16 augmentations, also after a cut and with another size."""
+    """Drawn with replacement, 16 draws of 2 samples have 16 augmentations, also after a cut and
+    with another size.
+    """
     data, sampler = Samples(2, lambda index: torch.rand(())), WeightedRandomSampler([1.0, 1.0], 16)
     whole = torch.cat(list(DataLoader(data, batch_size=3, sampler=sampler)))
     assert len(whole.unique()) == 16
@@ -132,7 +156,10 @@ def test_a_sample_that_comes_often_is_augmented_anew_each_time() -> None:
 
 
 def test_an_order_that_was_made_for_other_data_is_refused() -> None:
-    """Too few lengths would leave samples out, too many would name some that are not there: H607."""
+    """Too few lengths would leave samples out, too many would name some that are not there.
+
+    H607.
+    """
     for given in (
         {"sampler": LengthBucketed([1.0, 2.0])},
         {"sampler": LengthBucketed([1.0] * 5)},
@@ -144,9 +171,11 @@ def test_an_order_that_was_made_for_other_data_is_refused() -> None:
 
 
 def test_torch_raises_about_no_worker_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its SIGCHLD handler is kept quiet about our processes from before they run, and about no others.
+    """Its SIGCHLD handler is kept quiet about our processes from before they run, and about no
+    others.
 
-    Raised inside a queue, it leaves a lock locked for ever, once in some hundred early deaths: the process numbers
+    Raised inside a queue, it leaves a lock locked for ever, once in some hundred early deaths: the
+        process numbers
     are made up here, since that moment cannot be had at will.
     """
     ours = worker_processes.Started([SimpleNamespace(pid=123)])
@@ -166,14 +195,18 @@ def test_torch_raises_about_no_worker_of_ours(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_worker_init_fn_finds_the_users_dataset() -> None:
-    """``get_worker_info().dataset`` is what the program gave, so that it can open its files there."""
+    """``get_worker_info().dataset`` is what the program gave, so that it can open its files
+    there.
+    """
 
     def open_file(worker: int) -> None:
         info = get_worker_info()
         assert info is not None
         info.dataset.read = range(100, 108).__getitem__  # type: ignore[attr-defined]
 
-    assert items(DataLoader(Samples(8), batch_size=4, num_workers=2, worker_init_fn=open_file)) == [*range(100, 108)]
+    assert items(DataLoader(Samples(8), batch_size=4, num_workers=2, worker_init_fn=open_file)) == [
+        *range(100, 108)
+    ]
 
 
 def _normal(index: int) -> torch.Tensor:

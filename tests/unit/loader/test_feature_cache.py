@@ -1,4 +1,6 @@
-"""`FeatureCache`: computed once, read back exactly, and never mistaken for the features of something else."""
+"""`FeatureCache`: computed once, read back exactly, and never mistaken for the features of
+something else.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        bits = [t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b) if t.numel()]
+        bits = [
+            t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b) if t.numel()
+        ]
         return a.dtype == b.dtype and a.shape == b.shape and (not bits or torch.equal(*bits))
     return repr(a) == repr(b)
 
 
 def build(dataset: Any, fn: Any, path: Path, **options: Any) -> FeatureCache:
-    return FeatureCache.build(dataset, fn, path, **{"version": 1, "num_workers": 0, "progress": False, **options})
+    return FeatureCache.build(
+        dataset, fn, path, **{"version": 1, "num_workers": 0, "progress": False, **options}
+    )
 
 
 def noisy(sample: int) -> dict[str, Any]:
@@ -59,7 +65,9 @@ def doubled(sample: int) -> int:
 
 
 def test_every_kind_of_value_comes_back_with_type_shape_and_every_bit(tmp_path):
-    """Tensors of any type, arrays, scalars, text and containers are what fn returned, one by one."""
+    """Tensors of any type, arrays, scalars, text and containers are what fn returned, one by
+    one.
+    """
     with build(VALUES, identity, tmp_path / "f.h5") as cache:
         assert len(cache) == len(VALUES)
         assert all(map(same, cache, VALUES))
@@ -82,14 +90,18 @@ def test_every_kind_of_value_comes_back_with_type_shape_and_every_bit(tmp_path):
 )
 def test_a_value_that_needs_pickle_is_refused_by_its_place(tmp_path, value, place):
     """What cannot be stored is an error that names the item and the place in it."""
-    with pytest.raises(LoaderError, match=f"item 1 of the dataset raised TypeError: .*{place}") as caught:
+    with pytest.raises(
+        LoaderError, match=f"item 1 of the dataset raised TypeError: .*{place}"
+    ) as caught:
         build([0, value], identity, tmp_path / "f.h5")
     assert caught.value.rule == "H623"
 
 
 @pytest.mark.parametrize("how", [{"num_workers": 1}, {"num_workers": 3}], ids=str)
 def test_the_file_is_the_same_whoever_computes_it(tmp_path, how):
-    """Random numbers and all, the file does not depend on the number of workers, to the last byte."""
+    """Random numbers and all, the file does not depend on the number of workers, to the last
+    byte.
+    """
     build(range(40), noisy, tmp_path / "a.h5").close()
     build(range(40), noisy, tmp_path / "b.h5", **how).close()
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
@@ -97,7 +109,9 @@ def test_the_file_is_the_same_whoever_computes_it(tmp_path, how):
 
 
 def test_a_build_leaves_the_random_state_alone(tmp_path):
-    """Building in this process draws nothing from its own random numbers, nor does it change its threads."""
+    """Building in this process draws nothing from its own random numbers, nor does it change its
+    threads.
+    """
     before = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
     build(range(5), noisy, tmp_path / "f.h5")
     after = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
@@ -106,7 +120,9 @@ def test_a_build_leaves_the_random_state_alone(tmp_path):
 
 
 def test_a_finished_cache_is_not_computed_again(tmp_path):
-    """With the same function and dataset the file is opened, by builds and by `FeatureCache` alike."""
+    """With the same function and dataset the file is opened, by builds and by `FeatureCache`
+    alike.
+    """
     calls = multiprocessing.get_context("fork").Value("i", 0)
 
     def fn(sample: int) -> int:
@@ -128,7 +144,10 @@ def test_a_finished_cache_is_not_computed_again(tmp_path):
         ({"dataset": [1, 2, 3]}, "length of the dataset was 4 and is 3"),
         ({"parameters": {"n_mels": 40}}, "parameter n_mels was 80 and is 40"),
         ({"parameters": None}, "parameter n_mels was 80 and is gone"),
-        ({"parameters": {"n_mels": 80, "rate": [8, 16]}}, r"parameter rate was not there and is \[8, 16\]"),
+        (
+            {"parameters": {"n_mels": 80, "rate": [8, 16]}},
+            r"parameter rate was not there and is \[8, 16\]",
+        ),
         ({"seed": 1}, "seed was 0 and is 1"),
     ],
     ids=str,
@@ -149,7 +168,9 @@ def test_a_failing_item_is_named_and_what_came_before_is_kept(tmp_path, monkeypa
     for workers in (0, 2):
         path = tmp_path / f"f{workers}.h5"
         monkeypatch.setenv("FAIL_AT", "17")
-        with pytest.raises(LoaderError, match=r"item 17 of the dataset raised StopIteration: spoilt") as caught:
+        with pytest.raises(
+            LoaderError, match=r"item 17 of the dataset raised StopIteration: spoilt"
+        ) as caught:
             build(range(40), doubled, path, num_workers=workers)
         assert caught.value.rule == "H623"
         told = "".join(getattr(caught.value, "__notes__", [])) or repr(caught.value.__cause__)
@@ -158,7 +179,9 @@ def test_a_failing_item_is_named_and_what_came_before_is_kept(tmp_path, monkeypa
             FeatureCache(path)
         assert caught.value.rule == "H621"
         monkeypatch.delenv("FAIL_AT")
-        assert list(build(range(40), doubled, path, num_workers=workers)) == [2 * index for index in range(40)]
+        assert list(build(range(40), doubled, path, num_workers=workers)) == [
+            2 * index for index in range(40)
+        ]
     assert (tmp_path / "f0.h5").read_bytes() == (tmp_path / "f2.h5").read_bytes()
 
 
@@ -167,7 +190,9 @@ def test_an_unfinished_build_is_not_continued_as_another_version(tmp_path, monke
     monkeypatch.setenv("FAIL_AT", "3")
     with pytest.raises(LoaderError, match="item 3"):
         build(range(5), doubled, tmp_path / "f.h5")
-    with pytest.raises(LoaderError, match=r"the unfinished build of .* version was 1 and is 2") as caught:
+    with pytest.raises(
+        LoaderError, match=r"the unfinished build of .* version was 1 and is 2"
+    ) as caught:
         build(range(5), identity, tmp_path / "f.h5", version=2)
     assert caught.value.rule == "H620"
     shutil.rmtree(tmp_path / "f.h5.building")
@@ -207,7 +232,10 @@ def test_a_flipped_bit_is_found_when_its_item_is_read(tmp_path):
     ids=str,
 )
 def test_a_file_that_is_no_whole_cache_is_neither_read_nor_replaced(tmp_path, content, rule):
-    """Empty, cut off, missing, or HDF5 of another kind: a clear error, and a build overwrites nothing of it."""
+    """Empty, cut off, missing, or HDF5 of another kind.
+
+    A clear error, and a build overwrites nothing of it.
+    """
     path = tmp_path / "f.h5"
     if content == "cut":
         build(list(range(9)), identity, path).close()
@@ -236,7 +264,10 @@ def test_a_file_that_is_no_whole_cache_is_neither_read_nor_replaced(tmp_path, co
         ({"parameters": [1]}, "parameters="),
         ({"parameters": {"window": torch.ones(2)}}, r"parameters\['window'\] is a Tensor"),
         ({"version": None}, "version=None"),
-        ({"num_workers": 1, "multiprocessing_context": "spawn", "fn": lambda sample: sample}, "cannot be started"),
+        (
+            {"num_workers": 1, "multiprocessing_context": "spawn", "fn": lambda sample: sample},
+            "cannot be started",
+        ),
     ],
     ids=["dataset", "iterator", "parameters", "tensor", "version", "spawn"],
 )

@@ -1,4 +1,7 @@
-"""What is done for one batch: seeds for each sample, replacements, collation, and a report of all that went wrong."""
+"""What is done for one batch.
+
+Seeds for each sample, replacements, collation, and a report of all that went wrong.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,14 @@ def test_loading_leaves_the_random_state_of_training_alone() -> None:
 
 
 def test_generators_that_are_drawn_from_late_are_noticed() -> None:
-    """A dataset that draws from python or numpy only now and then gets the same numbers as if always seeded."""
+    """A dataset that draws from python or numpy only now and then gets the same numbers as if
+    always seeded.
+    """
 
     def rare(index: int) -> tuple[int, float]:
-        return index, random.random() if index == 3 else float(np.random.rand()) if index == 5 else 0.0
+        return index, (
+            random.random() if index == 3 else float(np.random.rand()) if index == 5 else 0.0
+        )
 
     together = _fetch(Samples(8, rare), *range(8))
     assert together == [_fetch(Samples(8, rare), index)[0] for index in range(8)]
@@ -71,7 +78,9 @@ class Patchy:
 
 
 def test_a_bad_sample_is_tried_again_and_the_next_of_the_order_takes_its_place() -> None:
-    """The batch keeps its size, and the report names the sample, the traceback and who stands in."""
+    """The batch keeps its size, and the report names the sample, the traceback and who stands
+    in.
+    """
     dataset = Patchy(1)
     batch, report = _report(dataset, Entry(0, 0, (0, 1, 2), spares=(7, 8)))
     assert batch == [0, 2, 2]
@@ -82,7 +91,9 @@ def test_a_bad_sample_is_tried_again_and_the_next_of_the_order_takes_its_place()
 
 
 def test_the_last_of_a_batch_is_replaced_by_a_spare_that_is_not_bad_itself() -> None:
-    """Behind the end of the batch come the spares, and those that are bad or quarantined are passed over."""
+    """Behind the end of the batch come the spares, and those that are bad or quarantined are
+    passed over.
+    """
     batch, report = _report(Patchy(2, 7), Entry(0, 0, (0, 1, 2), spares=(6, 7, 8), bad=(6,)))
     assert batch == [0, 1, 8]
     assert [each.index for each in report.failures] == [2, 7]
@@ -115,9 +126,13 @@ class EvasiveError(Exception):
         raise ValueError("not known")
 
 
-@pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), KeyError("x"), SpeechlessError(), EvasiveError()])
+@pytest.mark.parametrize(
+    "error", [StopIteration(), SystemExit(3), KeyError("x"), SpeechlessError(), EvasiveError()]
+)
 def test_no_exception_leaves_a_fetch(error: Any) -> None:
-    """StopIteration, which would end the epoch, SystemExit, which would end the worker, and broken ones come back."""
+    """StopIteration, which would end the epoch, SystemExit, which would end the worker, and
+    broken ones come back.
+    """
     batch, report = _report(Patchy(0, error=error), Entry(0, 0, (0, 1)))
     assert batch == [1, 1]
     assert report.failures[0].index == 0
@@ -128,9 +143,17 @@ def test_no_exception_leaves_a_fetch(error: Any) -> None:
     [
         (OSError(24, "Too many open files"), "file descriptors"),
         (RuntimeError("received 0 items of ancdata"), "file descriptors"),
-        (RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left"), "shared memory"),
+        (
+            RuntimeError(
+                "unable to allocate shared memory(shm) for file </torch_1>: No space left"
+            ),
+            "shared memory",
+        ),
         (MemoryError(), "memory"),
-        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "shared memory"),
+        (
+            RuntimeError("unable to write to file </torch_1>: No space left on device (28)"),
+            "shared memory",
+        ),
         (OSError(28, "No space left on device"), "shared memory"),
         (OSError(28, "No space left on device", "/cache/7.npy"), None),
         (ValueError("bad sample"), None),
@@ -140,14 +163,19 @@ def test_no_exception_leaves_a_fetch(error: Any) -> None:
         (OSError(2, "No such file"), None),
     ],
 )
-def test_what_a_machine_is_short_of_is_told_from_what_a_sample_lacks(error: Exception, what: str | None) -> None:
+def test_what_a_machine_is_short_of_is_told_from_what_a_sample_lacks(
+    error: Exception, what: str | None
+) -> None:
     """An error that more room would cure does not count against the sample."""
     assert shortage_in(error) == what
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_row_of_bad_samples_is_replaced_or_a_missing_drive(workers: int) -> None:
-    """Up to sixteen behind a batch are passed over and quarantined; beyond that none is, and its own error comes."""
+    """Up to sixteen behind a batch are passed over and quarantined.
+
+    Beyond that none is, and its own error comes.
+    """
     bad = range(10, 30)
 
     def read(index: int) -> int:
@@ -162,5 +190,8 @@ def test_a_row_of_bad_samples_is_replaced_or_a_missing_drive(workers: int) -> No
     loader = DataLoader(Samples(60, read), batch_size=8, num_workers=workers, quarantine=60)
     with pytest.raises(OSError, match="truncated") as caught:
         list(loader)
-    assert "None of 22 samples in a row could be read: is a folder or a drive missing?" in caught.value.__notes__[0]
+    assert (
+        "None of 22 samples in a row could be read: is a folder or a drive missing?"
+        in caught.value.__notes__[0]
+    )
     assert not len(loader.ledger)

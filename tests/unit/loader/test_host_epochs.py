@@ -18,7 +18,9 @@ class Stream(IterableDataset[int]):
 
 _LOADERS: dict[str, Callable[[], DataLoader]] = {
     "shuffled": lambda: DataLoader(list(range(8)), batch_size=2, shuffle=True),
-    "sampler": lambda: DataLoader(list(range(8)), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8)),
+    "sampler": lambda: DataLoader(
+        list(range(8)), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8)
+    ),
     "list": lambda: DataLoader(list(range(8)), batch_size=2, sampler=[3, 1, 4, 0, 5, 2, 6, 7]),
     "batch sampler": lambda: DataLoader(
         list(range(8)), batch_sampler=BatchSampler(RandomSampler(range(8)), 2, drop_last=False)
@@ -42,12 +44,22 @@ def saved_at_the_last_batch(make: Callable[[], DataLoader], epochs: int = 1) -> 
 
 
 @pytest.mark.parametrize("make", _LOADERS.values(), ids=_LOADERS)
-def test_the_name_of_the_epoch_decides_what_follows_the_last_batch(make: Callable[[], DataLoader]) -> None:
-    """Unnamed, or named as it was saved, the rest is empty and the next epoch follows; a later name is that epoch."""
+def test_the_name_of_the_epoch_decides_what_follows_the_last_batch(
+    make: Callable[[], DataLoader],
+) -> None:
+    """Unnamed, or named as it was saved, the rest is empty and the next epoch follows.
+
+    A later name is that epoch.
+    """
     whole = make()
     epochs = [epoch_of(whole) for _ in range(3)]
     state = saved_at_the_last_batch(make)
-    for name, expected in ((None, [[], epochs[1]]), (0, [[], epochs[1]]), (1, epochs[1:]), (2, epochs[2:])):
+    for name, expected in (
+        (None, [[], epochs[1]]),
+        (0, [[], epochs[1]]),
+        (1, epochs[1:]),
+        (2, epochs[2:]),
+    ):
         resumed = make()
         resumed.load_state_dict(state)
         if name is not None:
@@ -69,7 +81,10 @@ def test_an_empty_iteration_is_said_unless_the_epoch_was_named() -> None:
 
 
 def test_hosts_name_it_at_the_sampler_as_to_torchs() -> None:
-    """``loader.sampler.set_epoch`` is understood where the sampler has none of its own; one of its own is kept."""
+    """``loader.sampler.set_epoch`` is understood where the sampler has none of its own.
+
+    One of its own is kept.
+    """
     for kind in ("shuffled", "sampler", "batch sampler", "stream"):
         loader = _LOADERS[kind]()
         loader.load_state_dict(saved_at_the_last_batch(_LOADERS[kind]))
@@ -94,7 +109,10 @@ def test_hosts_name_it_at_the_sampler_as_to_torchs() -> None:
 
 
 def test_a_loader_that_counts_other_epochs_than_its_host_goes_on_right() -> None:
-    """A look at a batch, and a short loader that is repeated within an epoch, shift the count: it is kept."""
+    """A look at a batch, and a short loader that is repeated within an epoch, shift the count.
+
+    It is kept.
+    """
     make = _LOADERS["shuffled"]
     peeked = make()
     next(iter(peeked))

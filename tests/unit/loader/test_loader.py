@@ -51,7 +51,9 @@ class ReverseByEpoch(SequentialSampler):
 
 def _same(first: Any, second: Any) -> bool:
     pairs = zip(first, second, strict=True)
-    return type(first) is type(second) and all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+    return type(first) is type(second) and all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs
+    )
 
 
 def _as_list(samples: list[Any]) -> list[Any]:
@@ -66,7 +68,9 @@ _MAP_STYLE: dict[str, dict[str, Any]] = {
     "collate_fn": {"batch_size": 3, "collate_fn": _as_list},
     "sampler": {"batch_size": 4, "sampler": SequentialSampler(range(7))},
     "sampler without batches": {"batch_size": None, "sampler": SequentialSampler(range(7))},
-    "batch_sampler": {"batch_sampler": BatchSampler(SequentialSampler(range(11)), 5, drop_last=False)},
+    "batch_sampler": {
+        "batch_sampler": BatchSampler(SequentialSampler(range(11)), 5, drop_last=False)
+    },
     "list as sampler": {"sampler": [3, 1, 2], "batch_size": 2},
 }
 
@@ -79,7 +83,9 @@ def test_batches_are_those_of_torch(options: dict[str, Any]) -> None:
     assert len(ours) == len(theirs)
     found, expected = list(ours), list(theirs)
     assert [type(batch) for batch in found] == [type(batch) for batch in expected]
-    assert [torch.as_tensor(batch).tolist() for batch in found] == [torch.as_tensor(b).tolist() for b in expected]
+    assert [torch.as_tensor(batch).tolist() for batch in found] == [
+        torch.as_tensor(b).tolist() for b in expected
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,10 @@ def test_batches_are_those_of_torch(options: dict[str, Any]) -> None:
         {"batch_size": 0},
         {"num_workers": -1},
         {"shuffle": True, "sampler": SequentialSampler(range(3))},
-        {"batch_size": 2, "batch_sampler": BatchSampler(SequentialSampler(range(3)), 1, drop_last=False)},
+        {
+            "batch_size": 2,
+            "batch_sampler": BatchSampler(SequentialSampler(range(3)), 1, drop_last=False),
+        },
     ],
 )
 def test_what_torch_refuses_is_refused_in_the_same_way(options: dict[str, Any]) -> None:
@@ -107,12 +116,20 @@ _RESUMABLE: dict[str, Callable[[], Any]] = {
     "in order": lambda: DataLoader(Samples(11, noise), batch_size=4),
     "no batches": lambda: DataLoader(Samples(4, noise), batch_size=None, shuffle=True),
     "one batch": lambda: DataLoader(Samples(3, noise), batch_size=8, shuffle=True),
-    "random sampler": lambda: DataLoader(Samples(11, noise), batch_size=3, sampler=RandomSampler(range(11))),
-    "sampler with generator": lambda: DataLoader(
-        Samples(11, noise), batch_size=3, sampler=RandomSampler(range(11), generator=torch.Generator())
+    "random sampler": lambda: DataLoader(
+        Samples(11, noise), batch_size=3, sampler=RandomSampler(range(11))
     ),
-    "weighted": lambda: DataLoader(Samples(11, noise), batch_size=3, sampler=WeightedRandomSampler([1.0] * 11, 7)),
-    "set_epoch": lambda: DataLoader(Samples(11, noise), batch_size=3, sampler=ReverseByEpoch(range(11))),
+    "sampler with generator": lambda: DataLoader(
+        Samples(11, noise),
+        batch_size=3,
+        sampler=RandomSampler(range(11), generator=torch.Generator()),
+    ),
+    "weighted": lambda: DataLoader(
+        Samples(11, noise), batch_size=3, sampler=WeightedRandomSampler([1.0] * 11, 7)
+    ),
+    "set_epoch": lambda: DataLoader(
+        Samples(11, noise), batch_size=3, sampler=ReverseByEpoch(range(11))
+    ),
     "batch_sampler": lambda: DataLoader(
         Samples(11, noise), batch_sampler=BatchSampler(RandomSampler(range(11)), 4, drop_last=False)
     ),
@@ -129,11 +146,15 @@ def test_it_resumes_exactly_after_any_batch(make_loader: Callable[[], Any]) -> N
 
 
 def test_the_seed_of_a_generator_is_used() -> None:
-    """Torch's ``generator=`` decides the order by its initial seed, also when it was drawn from since."""
+    """Torch's ``generator=`` decides the order by its initial seed, also when it was drawn from
+    since.
+    """
     generator = torch.Generator().manual_seed(7)
     torch.rand(3, generator=generator)
     by_generator = DataLoader(list(range(20)), batch_size=None, shuffle=True, generator=generator)
-    assert list(by_generator) == list(DataLoader(list(range(20)), batch_size=None, shuffle=True, seed=7))
+    assert list(by_generator) == list(
+        DataLoader(list(range(20)), batch_size=None, shuffle=True, seed=7)
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +166,9 @@ def test_the_seed_of_a_generator_is_used() -> None:
     ],
 )
 def test_a_position_of_another_order_is_refused(name: str, other: Callable[[], DataLoader]) -> None:
-    """A changed seed, shuffling or dataset is an H604 that names it, and the position is not taken over."""
+    """A changed seed, shuffling or dataset is an H604 that names it, and the position is not
+    taken over.
+    """
     state = {**DataLoader(list(range(10)), shuffle=True, seed=5).state_dict(), "consumed": 4}
     loader = other()
     with pytest.raises(LoaderError, match=f"{name}=") as caught:
@@ -155,12 +178,16 @@ def test_a_position_of_another_order_is_refused(name: str, other: Callable[[], D
 
 
 def test_what_is_no_position_or_no_seed_is_refused() -> None:
-    """The state of another loader is an H604 that names what it lacks, and a seed that is no whole number an H607."""
+    """The state of another loader is an H604 that names what it lacks, and a seed that is no
+    whole number an H607.
+    """
     with pytest.raises(LoaderError, match="no consumed, no order") as caught:
         DataLoader([1, 2, 3]).load_state_dict({"epoch": 0})
     assert caught.value.rule == "H604"
     with pytest.raises(LoaderError, match="the state has consumed=-1"):
-        DataLoader([1, 2, 3]).load_state_dict({**DataLoader([1, 2, 3]).state_dict(), "consumed": -1})
+        DataLoader([1, 2, 3]).load_state_dict(
+            {**DataLoader([1, 2, 3]).state_dict(), "consumed": -1}
+        )
     with pytest.raises(LoaderError, match="seed=") as caught:
         DataLoader([1, 2, 3], seed=1.5)
     assert caught.value.rule == "H607"
@@ -168,7 +195,10 @@ def test_what_is_no_position_or_no_seed_is_refused() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_is_drawn_from_is_found_out_once(num_workers: int) -> None:
-    """A first batch that draws from numpy is read twice; with that known, no batch of later epochs is."""
+    """A first batch that draws from numpy is read twice.
+
+    With that known, no batch of later epochs is.
+    """
     reads = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def read(index: int) -> float:

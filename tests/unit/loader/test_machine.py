@@ -1,4 +1,6 @@
-"""What a machine has for workers, as Linux writes it on hosts and in containers, and what it has not."""
+"""What a machine has for workers, as Linux writes it on hosts and in containers, and what it has
+not.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ _QUOTAS: dict[str, tuple[dict[str, str], float]] = {
         2.5,
     ),
     "a container that sees its group as the root": (
-        {"proc/self/cgroup": "0::/docker/not-mounted-here\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"},
+        {
+            "proc/self/cgroup": "0::/docker/not-mounted-here\n",
+            "sys/fs/cgroup/cpu.max": "150000 100000\n",
+        },
         1.5,
     ),
     "version 1": (_version_1("cpu,cpuacct", "50000"), 0.5),
@@ -77,15 +82,22 @@ def test_a_container_that_sees_its_group_as_the_root_has_its_memory(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [(6 * GIB, 3 * GIB), (9223372036854771712, 16 * GIB), (4 * GIB, GIB), (2 * GIB, 0)]
+    ("limit", "expected"),
+    [(6 * GIB, 3 * GIB), (9223372036854771712, 16 * GIB), (4 * GIB, GIB), (2 * GIB, 0)],
 )
-def test_memory_is_what_the_tightest_group_leaves(tmp_path: Path, limit: int, expected: int) -> None:
-    """Version 1: idle file pages are no usage, the largest number is no limit, and the least is 0."""
+def test_memory_is_what_the_tightest_group_leaves(
+    tmp_path: Path, limit: int, expected: int
+) -> None:
+    """Version 1: idle file pages are no usage, the largest number is no limit, and the least is
+    0.
+    """
     files = {
         "proc/self/cgroup": V1_GROUPS,
         "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": str(limit),
         "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": str(5 * GIB),
-        "sys/fs/cgroup/memory/docker/abc/memory.stat": f"cache {4 * GIB}\ntotal_inactive_file {2 * GIB}\n",
+        "sys/fs/cgroup/memory/docker/abc/memory.stat": (
+            f"cache {4 * GIB}\ntotal_inactive_file {2 * GIB}\n"
+        ),
     }
     assert memory_available_bytes(machine(tmp_path, files)) == expected
 
@@ -97,7 +109,12 @@ MACHINE = Machine(cpu_quota=4, shared_memory_free_bytes=100 * 2**20)
     ("load", "rule", "certain", "figures"),
     [
         (Load(num_workers=6), "H630", False, "num_workers=6 on 4 processors"),
-        (Load(num_workers=4, batch_bytes=2**24), "H631", False, "144 MiB of shared memory, and /dev/shm has 100 MiB"),
+        (
+            Load(num_workers=4, batch_bytes=2**24),
+            "H631",
+            False,
+            "144 MiB of shared memory, and /dev/shm has 100 MiB",
+        ),
         (Load(num_workers=1, batch_bytes=2**27), "H631", True, "384 MiB of shared memory"),
     ],
 )
@@ -127,8 +144,13 @@ def test_a_view_weighs_what_it_looks_into() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_a_number_that_is_given_is_checked_against_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before workers start, and again when the size of a batch is known; each rule is an event once."""
+def test_a_number_that_is_given_is_checked_against_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before workers start, and again when the size of a batch is known.
+
+    Each rule is an event once.
+    """
     machine = Machine(cpu_quota=1, shared_memory_free_bytes=50)
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
     loader = DataLoader(torch.zeros(24), batch_size=4, num_workers=2)
@@ -143,7 +165,10 @@ def test_a_number_that_is_given_is_checked_against_the_machine(monkeypatch: pyte
 
 
 def test_workers_are_a_number() -> None:
-    """Neither they nor what each prefetches is chosen here; the error says how a number is judged."""
+    """Neither they nor what each prefetches is chosen here.
+
+    The error says how a number is judged.
+    """
     for options in ({"prefetch_factor": "auto"}, {"prefetch_factor": 0}, {"num_workers": "auto"}):
         with pytest.raises(LoaderError) as caught:
             DataLoader([1], **{"num_workers": 1, **options})

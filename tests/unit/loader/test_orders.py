@@ -1,4 +1,7 @@
-"""Orders and seeds: what is promised to checkpoints, the statistics of chance, and what cannot be an order."""
+"""Orders and seeds.
+
+What is promised to checkpoints, the statistics of chance, and what cannot be an order.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,23 @@ def _padding(order: Order, batch_size: int) -> float:
 def test_orders_are_the_same_on_every_machine() -> None:
     """The same promise, with seed and epoch."""
     assert Shuffled(10).indices(1, 2, 0, 10) == [6, 2, 0, 4, 9, 1, 7, 8, 3, 5]
-    assert LengthBucketed([5, 1, 4, 2, 3, 6], window=4, group=2).indices(1, 2, 0, 6) == [3, 2, 0, 5, 1, 4]
+    assert LengthBucketed([5, 1, 4, 2, 3, 6], window=4, group=2).indices(1, 2, 0, 6) == [
+        3,
+        2,
+        0,
+        5,
+        1,
+        4,
+    ]
 
 
 @pytest.mark.parametrize("n", [20, 4096, 4097, 10_000])
 def test_permutations_have_the_statistics_of_chance(n: int) -> None:
-    """Fixed points, ascents, successors and correlation of neighbours are as in uniformly random permutations.
+    """Fixed points, ascents, successors and correlation of neighbours are as in uniformly random
+    permutations.
 
-    4097 is the smallest range that the network shuffles. Means are 1, (n - 1) / 2, (n - 1) / n and about 0; the
-    variances 1, (n + 1) / 12, about 1 and 1 / n.
+    4097 is the smallest range that the network shuffles. Means are 1, (n - 1) / 2, (n - 1) / n and
+    about 0; the variances 1, (n + 1) / 12, about 1 and 1 / n.
     """
     keys, x = 400, np.arange(n)
     made = np.array([permuted(x, n, key) for key in range(keys)])
@@ -63,7 +74,9 @@ def test_lengths_without_a_meaning_are_refused(lengths: list[float]) -> None:
 
 
 def test_buckets_save_most_padding() -> None:
-    """Padding falls at least twentyfold at a batch size that divides a group, and fivefold at one that does not."""
+    """Padding falls at least twentyfold at a batch size that divides a group, and fivefold at
+    one that does not.
+    """
     bucketed, shuffled = LengthBucketed(_LENGTHS), Shuffled(len(_LENGTHS))
     assert _padding(bucketed, 32) < _padding(shuffled, 32) / 20
     assert _padding(bucketed, 40) < _padding(shuffled, 40) / 5
@@ -84,7 +97,10 @@ def test_identities_tell_orders_apart_and_survive_json() -> None:
     identities = [json.dumps(order.identity()) for order in orders]
     assert len(set(identities)) == len(orders)
     assert [json.loads(each) for each in identities] == [order.identity() for order in orders]
-    assert LengthBucketed(np.array(lengths, dtype=np.int16)).identity() == LengthBucketed(lengths).identity()
+    assert (
+        LengthBucketed(np.array(lengths, dtype=np.int16)).identity()
+        == LengthBucketed(lengths).identity()
+    )
 
 
 def test_seeds_are_the_same_on_every_machine() -> None:
@@ -94,12 +110,17 @@ def test_seeds_are_the_same_on_every_machine() -> None:
 
 
 def test_the_seeds_of_samples_are_outputs_of_splitmix() -> None:
-    """As arrays compute them, from (seed, epoch); the first one is part of the promise of an exact resume too."""
+    """As arrays compute them, from (seed, epoch).
+
+    The first one is part of the promise of an exact resume too.
+    """
     indices, seeds = [0, 3, 10**12, 2**63], SampleSeeds(5)
     for epoch in (0, 7):
         bits = random_bits(np.array(indices, dtype=np.uint64), derive_seed(5, epoch, "samples"))
         assert seeds.all(epoch, indices) == (bits >> np.uint64(1)).tolist()
         many = [*range(50), 10**12, 2**64 - 1]
         assert seeds.all(epoch, many) == [seeds.of(epoch, index) for index in many]
-        assert seeds.all(epoch, [*many, -1, 2**64]) == [seeds.of(epoch, index) for index in [*many, -1, 2**64]]
+        assert seeds.all(epoch, [*many, -1, 2**64]) == [
+            seeds.of(epoch, index) for index in [*many, -1, 2**64]
+        ]
     assert SampleSeeds(0).of(3, 17) == 2563759855497273831

@@ -1,4 +1,7 @@
-"""What an epoch fetches: which samples, what a position counts, and samplers of the user taken as they are."""
+"""What an epoch fetches.
+
+Which samples, what a position counts, and samplers of the user taken as they are.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,13 @@ class FromPython:
         return iter(random.sample(range(20), 20))
 
 
-@pytest.mark.parametrize("sampler", [FromPython(), RandomSampler(range(20))], ids=["python", "torch"])
+@pytest.mark.parametrize(
+    "sampler", [FromPython(), RandomSampler(range(20))], ids=["python", "torch"]
+)
 def test_a_sampler_is_drawn_from_seed_and_epoch_alone(sampler: Any) -> None:
-    """Whatever was drawn before, an epoch's indices are the same, epochs and seeds differ, and nothing is drawn."""
+    """Whatever was drawn before, an epoch's indices are the same, epochs and seeds differ, and
+    nothing is drawn.
+    """
     first = Sampled(sampler, 1).drawn(0)
     random.seed(9)
     torch.manual_seed(9)
@@ -54,7 +61,9 @@ def test_a_sampler_is_drawn_from_seed_and_epoch_alone(sampler: Any) -> None:
 
 
 def test_a_sampler_that_repeats_by_mistake_is_refused() -> None:
-    """Repeated indices are an H609, whatever holds them, unless the sampler or the caller says so."""
+    """Repeated indices are an H609, whatever holds them, unless the sampler or the caller says
+    so.
+    """
     with pytest.raises(LoaderError, match="2 of 5 indices more than once") as caught:
         Sampled([1, 2, 1, 3, 2], 1).drawn(0)
     assert caught.value.rule == "H609"
@@ -91,7 +100,9 @@ class OwnChance:
 
 
 def test_another_iterator_does_not_draw_the_epoch_anew() -> None:
-    """Each sample comes once in an epoch during which another one was begun, and the position keeps its order."""
+    """Each sample comes once in an epoch during which another one was begun, and the position
+    keeps its order.
+    """
     sampler = OwnChance()
     loader = DataLoader(list(range(40)), batch_size=4, sampler=sampler)
     batches = iter(loader)
@@ -118,11 +129,16 @@ def _distributed(length: int = 12) -> Any:
 
 @pytest.mark.parametrize("batches", [False, True])
 def test_an_epoch_that_is_set_on_a_sampler_is_the_next_one(batches: bool) -> None:
-    """Order and random numbers are those of ``set_epoch``, as torch's documents have it; else the loader counts."""
+    """Order and random numbers are those of ``set_epoch``, as torch's documents have it.
+
+    Else the loader counts.
+    """
 
     def make(sampler: Any) -> DataLoader:
         if batches:
-            return DataLoader(Samples(12, _noisy), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+            return DataLoader(
+                Samples(12, _noisy), batch_sampler=BatchSampler(sampler, 4, drop_last=False)
+            )
         return DataLoader(Samples(12, _noisy), batch_size=4, sampler=sampler)
 
     counting = make(_distributed())
@@ -164,7 +180,9 @@ _DATA = list(range(60))
 
 
 class ByEpoch:
-    """Batches of samples that fit together, other ones and other many in each epoch, as `set_epoch` says."""
+    """Batches of samples that fit together, other ones and other many in each epoch, as
+    `set_epoch` says.
+    """
 
     def __init__(self, length: int = 60) -> None:
         self.length = length
@@ -206,8 +224,12 @@ _MAKE: dict[str, Callable[[], DataLoader]] = {
 
 @pytest.mark.parametrize("make", _MAKE.values(), ids=_MAKE)
 @pytest.mark.parametrize("made", [0, 1, 5])
-def test_a_length_that_depends_on_the_epoch_resumes_and_rolls_back(make: Callable[[], DataLoader], made: int) -> None:
-    """In a new process and in the same one, at the beginning of an epoch and within it, in any epoch."""
+def test_a_length_that_depends_on_the_epoch_resumes_and_rolls_back(
+    make: Callable[[], DataLoader], made: int
+) -> None:
+    """In a new process and in the same one, at the beginning of an epoch and within it, in any
+    epoch.
+    """
     undisturbed = make()
     epochs = [[batch.tolist() for batch in undisturbed] for _ in range(5)]
     assert len({len(epoch) for epoch in epochs}) > 2
@@ -222,14 +244,19 @@ def test_a_length_that_depends_on_the_epoch_resumes_and_rolls_back(make: Callabl
         for epoch, state in states:
             continued = other()
             continued.load_state_dict(json.loads(json.dumps(state)))
-            assert [batch.tolist() for batch in continued] == epochs[epoch][state["consumed"] and made :]
+            assert [batch.tolist() for batch in continued] == epochs[epoch][
+                state["consumed"] and made :
+            ]
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------
+# --- ranks
+# ------------------------------------------------------------------------
 
 
 def test_ranks_are_given_for_orders_of_holdfast_only() -> None:
-    """A sampler of your own says itself what a rank gets, or all ranks would train on the same batches: H607."""
+    """A sampler of your own says itself what a rank gets, or all ranks would train on the same
+    batches: H607.
+    """
     divided = DistributedSampler(_DATA, num_replicas=2, rank=1)  # type: ignore[arg-type,var-annotated]
     for own in (
         {"sampler": WeightedRandomSampler([1.0] * 60, 60)},
@@ -244,7 +271,8 @@ def test_ranks_are_given_for_orders_of_holdfast_only() -> None:
     assert len(list(DataLoader(_DATA, sampler=Sequential(60), rank=1, world_size=2))) == 30
 
 
-# --- the rest ---------------------------------------------------------------------------------------------------
+# --- the rest
+# ------------------------------------------------------------------------
 
 
 class Both(Dataset[int]):
@@ -268,11 +296,17 @@ class OnlyMany(Dataset[int]):
 
 
 def test_samples_are_read_one_by_one_or_as_one_key() -> None:
-    """Never by ``__getitems__``: with a sampler of lists each batch is one read; without ``__getitem__`` an H607."""
+    """Never by ``__getitems__``: with a sampler of lists each batch is one read.
+
+    Without ``__getitem__`` an H607.
+    """
     for dataset in (Both(), Subset(Both(), range(8))):
-        assert [batch.tolist() for batch in DataLoader(dataset, batch_size=4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert [batch.tolist() for batch in DataLoader(dataset, batch_size=4)] == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+        ]
     lists = BatchSampler(SequentialSampler(range(8)), 4, drop_last=False)
-    (first, _) = DataLoader(Both(), batch_size=None, sampler=lists)
+    first, _ = DataLoader(Both(), batch_size=None, sampler=lists)
     assert first.tolist() == [0, 1, 2, 3]
     with pytest.raises(LoaderError, match="add a __getitem__"):
         DataLoader(OnlyMany(), sampler=range(8))

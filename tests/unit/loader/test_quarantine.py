@@ -15,7 +15,14 @@ from holdfast.core.events.run_events import SampleQuarantined
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, read_ledger
 
-ENTRY = {"index": 3, "kind": "raised", "epoch": 0, "evidence": "x", "unix_seconds": 5.0, "released": False}
+ENTRY = {
+    "index": 3,
+    "kind": "raised",
+    "epoch": 0,
+    "evidence": "x",
+    "unix_seconds": 5.0,
+    "released": False,
+}
 
 
 def _ledger(limit: float = 5, at: float = 1.0) -> Ledger:
@@ -30,10 +37,21 @@ def _written(tmp_path: Path, *samples: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize(
     ("limit", "length", "allowed"),
-    [(0.001, 10, 1), (0.001, 5000, 5), (0.5, 3, 1), (0.001, None, 1), (1, 5000, 1), (7, 3, 7), (0, 5000, 0)],
+    [
+        (0.001, 10, 1),
+        (0.001, 5000, 5),
+        (0.5, 3, 1),
+        (0.001, None, 1),
+        (1, 5000, 1),
+        (7, 3, 7),
+        (0, 5000, 0),
+    ],
 )
 def test_the_cap_is_a_share_or_a_number(limit: float, length: int | None, allowed: int) -> None:
-    """A share below 1 allows at least one sample, a number that many, 0 none; one more is H612 and is not kept."""
+    """A share below 1 allows at least one sample, a number that many, 0 none.
+
+    One more is H612 and is not kept.
+    """
     ledger = Ledger(limit, length, lambda: 0.0)
     for index in range(allowed):
         assert ledger.add(index, "raised", 0, "")
@@ -50,7 +68,9 @@ def test_the_cap_is_a_share_or_a_number(limit: float, length: int | None, allowe
 def test_what_was_released_meanwhile_comes_back_only_if_found_anew(
     tmp_path: Path, found_at: float, expected: set[int]
 ) -> None:
-    """A run that goes on in the same process honours a release in the file, unless it found the sample bad later."""
+    """A run that goes on in the same process honours a release in the file, unless it found the
+    sample bad later.
+    """
     path = _written(tmp_path, {**ENTRY, "released": True})
     ledger = _ledger(at=found_at)
     ledger.add(3, "raised", 0, "")
@@ -71,7 +91,9 @@ def test_a_run_with_more_quarantined_than_is_allowed_is_refused(tmp_path: Path) 
 
 
 def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
-    """The sample is quarantined all the same, the event says that the file lacks it, and the next one writes both."""
+    """The sample is quarantined all the same, the event says that the file lacks it, and the
+    next one writes both.
+    """
 
     def read(index: int) -> int:
         if index in {3, 5}:
@@ -124,7 +146,9 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, body: bytes) -> None:
-    """Damage is H617 when a run or a command reads it, never another exception and never an empty ledger."""
+    """Damage is H617 when a run or a command reads it, never another exception and never an
+    empty ledger.
+    """
     (tmp_path / FILE_NAME).write_bytes(body)
     with pytest.raises(LoaderError, match=r"\[H617\]"):
         _ledger().keep_in(tmp_path / FILE_NAME)

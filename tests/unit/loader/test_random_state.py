@@ -1,4 +1,6 @@
-"""Random state: captured, put back, and carried through a checkpoint, for python, numpy and torch."""
+"""Random state: captured, put back, and carried through a checkpoint, for python, numpy and
+torch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _draw() -> tuple[Any, ...]:
     ],
 )
 def test_isolation_holds_whatever_happens_inside(disturb: Callable[[], object]) -> None:
-    """Seeds, draws and foreign states inside leave the stream outside as it was, also after an error."""
+    """Seeds, draws and foreign states inside leave the stream outside as it was, also after an
+    error.
+    """
     state = capture()
     expected = _draw()
     restore(state)
@@ -53,13 +57,17 @@ def test_a_device_that_is_gone_is_passed_over() -> None:
     """A state from a machine with more devices can be restored on this one."""
     state = capture()
     expected = _draw()
-    elsewhere = RandomState(state.python, state.numpy, state.cpu, {"cuda:97": torch.zeros(16, dtype=torch.uint8)})
+    elsewhere = RandomState(
+        state.python, state.numpy, state.cpu, {"cuda:97": torch.zeros(16, dtype=torch.uint8)}
+    )
     restore(elsewhere)
     assert _draw() == expected
 
 
 def test_the_state_of_pythons_generator_is_never_a_stale_one() -> None:
-    """Whatever is drawn, seeded or set between, the state captured is the one that `random.getstate` shows."""
+    """Whatever is drawn, seeded or set between, the state captured is the one that
+    `random.getstate` shows.
+    """
     assert random_state._READS_RAW, "the layout of this Python is known"
     for change in (
         random.random,
@@ -74,7 +82,9 @@ def test_the_state_of_pythons_generator_is_never_a_stale_one() -> None:
         change()
         assert capture().python == random.getstate()
         assert capture().python is capture().python
-        restore(RandomState(before, *(getattr(capture(), name) for name in ("numpy", "cpu", "devices"))))
+        restore(
+            RandomState(before, *(getattr(capture(), name) for name in ("numpy", "cpu", "devices")))
+        )
         assert random.getstate() == before
         change()
 
@@ -91,7 +101,9 @@ def test_the_state_of_pythons_generator_is_never_a_stale_one() -> None:
     ],
 )
 @pytest.mark.parametrize("half", [False, True])
-def test_a_generator_that_is_drawn_from_is_seeded_from_then_on(draw: Callable[[], Any], half: bool) -> None:
+def test_a_generator_that_is_drawn_from_is_seeded_from_then_on(
+    draw: Callable[[], Any], half: bool
+) -> None:
     """Until then both are left alone; half of a pair of normal numbers is drawn from them too."""
     random.seed(1)
     np.random.seed(1)

@@ -1,4 +1,6 @@
-"""Several ranks: each sample goes to one of them, whoever divides them, and whenever the process group is made."""
+"""Several ranks: each sample goes to one of them, whoever divides them, and whenever the process
+group is made.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from holdfast.core.events.event import EventData
 
 
 def test_a_process_group_may_be_made_after_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the next epoch on the ranks share the samples; that they do not share a stream is an event."""
+    """From the next epoch on the ranks share the samples.
+
+    That they do not share a stream is an event.
+    """
     make: dict[str, Callable[[], DataLoader]] = {
         "samples": lambda: DataLoader(list(range(22)), batch_size=2, shuffle=True),
         "stream": lambda: DataLoader(Own(), batch_size=2, sharded=False),
@@ -54,7 +59,9 @@ def _of_rank(rank: int, *, batches: bool, **options: Any) -> DataLoader:
 
 @pytest.mark.parametrize("batches", [False, True])
 def test_the_position_of_one_rank_is_that_of_all(batches: bool) -> None:
-    """What a distributed sampler draws is compared for the same rank only, so that one saved state serves all."""
+    """What a distributed sampler draws is compared for the same rank only, so that one saved
+    state serves all.
+    """
     whole = [[batch.tolist() for batch in _of_rank(rank, batches=batches)] for rank in range(2)]
     loader = _of_rank(0, batches=batches)
     next(iter(loader))
@@ -87,10 +94,14 @@ class Own(IterableDataset[int]):
 def test_ranks_that_are_given_share_a_stream_that_divides_itself_among_workers(
     workers: int, sharded: bool | None
 ) -> None:
-    """Every rank has equally many batches, together they have each item, and a position goes on on all of them."""
+    """Every rank has equally many batches, together they have each item, and a position goes on
+    on all of them.
+    """
 
     def of_rank(rank: int) -> DataLoader:
-        return DataLoader(Own(), batch_size=3, num_workers=workers, sharded=sharded, rank=rank, world_size=2)
+        return DataLoader(
+            Own(), batch_size=3, num_workers=workers, sharded=sharded, rank=rank, world_size=2
+        )
 
     parts = [[batch.tolist() for batch in of_rank(rank)] for rank in range(2)]
     assert len(parts[0]) == len(parts[1])
@@ -104,7 +115,9 @@ def test_ranks_that_are_given_share_a_stream_that_divides_itself_among_workers(
         assert [batch.tolist() for batch in resumed] == parts[rank][2:]
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}])
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_length_of_a_stream_is_that_of_a_rank(options: dict[str, Any], world_size: int) -> None:
     """As many batches come as its length says, also where ranks share it."""

@@ -1,4 +1,7 @@
-"""Which remedy follows which loss: new workers, fewer, none, files for descriptors, an honest end; and the queue."""
+"""Which remedy follows which loss.
+
+New workers, fewer, none, files for descriptors, an honest end; and the queue.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,12 @@ def _events(loader: DataLoader) -> list[dict[str, Any]]:
 
 
 def test_workers_that_never_start_are_done_without() -> None:
-    """If workers exit at every start, fewer are tried, and at last the main process reads by itself."""
-    loader = DataLoader(Samples(40), batch_size=4, num_workers=2, worker_init_fn=lambda worker: os._exit(4))
+    """If workers exit at every start, fewer are tried, and at last the main process reads by
+    itself.
+    """
+    loader = DataLoader(
+        Samples(40), batch_size=4, num_workers=2, worker_init_fn=lambda worker: os._exit(4)
+    )
     events = _events(loader)
     assert items(loader) == list(range(40))
     assert [event["workers"] for event in events] == [2, 1, 0]
@@ -48,7 +55,9 @@ def test_workers_that_never_start_are_done_without() -> None:
 
 
 def test_the_cause_of_a_loss_between_epochs_is_told() -> None:
-    """A worker that was kept and is killed before the next epoch begins is named with what killed it."""
+    """A worker that was kept and is killed before the next epoch begins is named with what
+    killed it.
+    """
     loader = DataLoader(Samples(40), batch_size=4, num_workers=2, persistent_workers=True)
     events = _events(loader)
     items(loader)
@@ -77,7 +86,8 @@ def test_a_stream_that_shards_itself_is_never_given_fewer_workers() -> None:
     assert caught.value.rule == "H614"
 
 
-# --- the table of remedies, loss by loss --------------------------------------------------------------------------
+# --- the table of remedies, loss by loss
+# ------------------------------------------------------------------------
 
 
 class Idle(Source):
@@ -94,7 +104,9 @@ def _remedies(
     losses: list[tuple[Loss, Any]], workers: int = 4, events: list[Any] | None = None
 ) -> tuple[list[int], list[Any], WorkerSettings]:
     """Return the workers after each loss in a row, what was quarantined, and the settings."""
-    settings = WorkerSettings(workers=workers, method=None, options={"pin_memory": True}, timeout_seconds=0.0)
+    settings = WorkerSettings(
+        workers=workers, method=None, options={"pin_memory": True}, timeout_seconds=0.0
+    )
     recovery = WorkerRecovery(settings, ([] if events is None else events).append)
     source, after = Idle(), []
     for loss, index in losses:
@@ -106,13 +118,23 @@ def _remedies(
 
 def _died(*, fine: bool | None, done: int = 0, shortage: str | None = None) -> Loss:
     return Loss(
-        cause="worker 0 was killed by SIGKILL", kind="died", worker=0, showing=Showing(3, 0, done), others_fine=fine,
+        cause="worker 0 was killed by SIGKILL",
+        kind="died",
+        worker=0,
+        showing=Showing(3, 0, done),
+        others_fine=fine,
         shortage=shortage,
-    )  # fmt: skip
+    )
 
 
 def _hung(*, fine: bool | None, done: int = 0, offset: int = 0) -> Loss:
-    return Loss(cause="worker 0 hung", kind="hung", worker=0, showing=Showing(3, offset, done), others_fine=fine)
+    return Loss(
+        cause="worker 0 hung",
+        kind="hung",
+        worker=0,
+        showing=Showing(3, offset, done),
+        others_fine=fine,
+    )
 
 
 def test_if_every_worker_is_blocked_there_are_none_from_then_on() -> None:
@@ -126,7 +148,9 @@ def test_if_every_worker_is_blocked_there_are_none_from_then_on() -> None:
 
 
 def test_a_sample_that_takes_its_worker_down_is_never_left_to_the_main_process() -> None:
-    """A want of memory at one sample leaves a worker for the second look, which then sets the sample aside."""
+    """A want of memory at one sample leaves a worker for the second look, which then sets the
+    sample aside.
+    """
     for workers in (1, 4):
         short = _died(fine=True, done=1, shortage="memory")
         after, quarantined, _ = _remedies([(short, 7)] * 2, workers)
@@ -135,7 +159,10 @@ def test_a_sample_that_takes_its_worker_down_is_never_left_to_the_main_process()
 
 
 def test_descriptors_that_run_out_are_spared() -> None:
-    """First tensors go through files and the limit is raised, which is an event; then there are fewer workers."""
+    """First tensors go through files and the limit is raised, which is an event.
+
+    Then there are fewer workers.
+    """
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
     loss = Loss(cause="too many files", kind="machinery", shortage="file descriptors")
@@ -152,7 +179,9 @@ def test_descriptors_that_run_out_are_spared() -> None:
     assert (event.before, event.now) == (before[1] - 1, before[1])
 
 
-def test_indices_that_cannot_be_pickled_are_an_error_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_indices_that_cannot_be_pickled_are_an_error_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The loop hears of it; without workers they are used as they are."""
     functions = Samples(4, lambda index: index())
     numbers: list[Any] = [lambda: 0, lambda: 1, lambda: 2, lambda: 3]

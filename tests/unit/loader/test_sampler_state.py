@@ -1,4 +1,7 @@
-"""Samplers that carry state from epoch to epoch: a resumed run reads the batches of the undisturbed one."""
+"""Samplers that carry state from epoch to epoch.
+
+A resumed run reads the batches of the undisturbed one.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +163,11 @@ def train(run_dir: Path, loader: Any, *, stop: int | None = None, reweigh: bool 
         batches.append(batch[:, 0].int().tolist())
         guard.step(batch, lambda x: model(x).square().mean())
         if reweigh:
-            sampler = loader.batch_sampler if isinstance(loader.batch_sampler, SavedInside) else loader.sampler
+            sampler = (
+                loader.batch_sampler
+                if isinstance(loader.batch_sampler, SavedInside)
+                else loader.sampler
+            )
             sampler.weights = sampler.weights.clone()
             sampler.weights[batches[-1]] /= 2
         if guard.global_step == stop:
@@ -174,7 +181,9 @@ KINDS = [Balanced, Passes, SavedPasses, OwnRandom, Endless, Weighted, Cached]
 @pytest.mark.parametrize("stop", [1, 4, 6, 11])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resume_reads_the_batches_of_the_undisturbed_run(tmp_path, kind, stop):
-    """Stopped in the first epoch, in a later one, or between two, the rest of the batches is the same."""
+    """Stopped in the first epoch, in a later one, or between two, the rest of the batches is the
+    same.
+    """
     undisturbed, _ = train(tmp_path / "undisturbed", make_loader(kind))
 
     first, _ = train(tmp_path / "stopped", make_loader(kind), stop=stop)
@@ -186,13 +195,17 @@ def test_a_resume_reads_the_batches_of_the_undisturbed_run(tmp_path, kind, stop)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_is_found_again_in_the_same_process_and_in_a_new_one(kind):
-    """After every batch of two epochs, a new loader and the same one go on with the same batches."""
+    """After every batch of two epochs, a new loader and the same one go on with the same
+    batches.
+    """
     check_resumable(lambda: make_loader(kind), same=torch.equal)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Endless])
 def test_the_same_loader_goes_back_to_an_earlier_epoch(kind):
-    """A loader that has read on, as before a rollback, reads the same batches again from an earlier position."""
+    """A loader that has read on, as before a rollback, reads the same batches again from an
+    earlier position.
+    """
     loader = make_loader(kind)
     list(loader)
     batches = iter(loader)
@@ -207,7 +220,9 @@ def test_the_same_loader_goes_back_to_an_earlier_epoch(kind):
 
 @pytest.mark.parametrize("kind", [SavedWeighted, SavedInside])
 def test_what_the_loop_sets_on_a_sampler_is_kept_by_its_state_dict(tmp_path, kind):
-    """Weights that change at every batch, and decide the next epoch, come back through the sampler's state_dict."""
+    """Weights that change at every batch, and decide the next epoch, come back through the
+    sampler's state_dict.
+    """
     undisturbed, guard = train(tmp_path / "undisturbed", make_loader(kind), reweigh=True)
     assert not events(guard, "resume_may_differ")
 
@@ -218,8 +233,12 @@ def test_what_the_loop_sets_on_a_sampler_is_kept_by_its_state_dict(tmp_path, kin
 
 
 @pytest.mark.parametrize("torchs", [False, True])
-def test_what_the_loop_sets_on_a_sampler_without_a_state_dict_is_said_at_the_first_epoch_change(tmp_path, torchs):
-    """The first batch of the second epoch says that the run cannot be resumed, and a resume is H604."""
+def test_what_the_loop_sets_on_a_sampler_without_a_state_dict_is_said_at_the_first_epoch_change(
+    tmp_path, torchs
+):
+    """The first batch of the second epoch says that the run cannot be resumed, and a resume is
+    H604.
+    """
 
     def loader() -> holdfast.DataLoader:
         if not torchs:
@@ -237,7 +256,9 @@ def test_what_the_loop_sets_on_a_sampler_without_a_state_dict_is_said_at_the_fir
 
 
 def test_a_sampler_that_is_made_otherwise_is_refused_between_two_epochs_too(tmp_path):
-    """A state that no draw can bring back is H604 at the end of an epoch, and not other batches without a word."""
+    """A state that no draw can bring back is H604 at the end of an epoch, and not other batches
+    without a word.
+    """
     train(tmp_path, make_loader(Balanced), stop=6)
     np.random.seed(1)
     other = holdfast.DataLoader(SAMPLES, batch_sampler=Balanced(), repeats=True)
@@ -260,7 +281,10 @@ def test_a_sampler_that_carries_nothing_costs_a_resume_no_earlier_epoch():
 
 
 def test_torchs_loader_with_a_sampler_without_a_state_dict_says_so_before_training(tmp_path):
-    """The same sampler in torch's own loader cannot be drawn again: the promise is not known, and that is said."""
+    """The same sampler in torch's own loader cannot be drawn again.
+
+    The promise is not known, and that is said.
+    """
     _, guard = train(tmp_path, TorchDataLoader(SAMPLES, batch_sampler=Passes()), stop=1)
 
     (event,) = events(guard, "resume_may_differ")

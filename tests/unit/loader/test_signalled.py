@@ -89,7 +89,9 @@ def _only_once(handler: Callable[..., None]) -> Any:
 def test_a_handlers_exception_is_not_taken_for_a_samples(
     dataset: Any, options: dict[str, Any], error: BaseException, as_handler: Callable[..., Any]
 ) -> None:
-    """It ends the loop, as with torch, and is neither tried again, nor healed, nor turned into another error."""
+    """It ends the loop, as with torch, and is neither tried again, nor healed, nor turned into
+    another error.
+    """
     events: list[str] = []
     loader = DataLoader(dataset, batch_size=4, **options)
     loader._record = lambda data: events.append(data.kind)

@@ -43,7 +43,9 @@ def _parts(batch: Any, micro_batch_size: int, split: Any = 0) -> list[Any]:
 def test_named_tuples_dataclasses_and_mappings_are_kept(x: torch.Tensor) -> None:
     """Structures with names come back as themselves, also frozen, nested and user-made ones."""
     batch = UserDict(
-        pair=Pair(x, torch.arange(5)), utterances=Utterances(x, list("abcde")), ordered=collections.OrderedDict(y=x)
+        pair=Pair(x, torch.arange(5)),
+        utterances=Utterances(x, list("abcde")),
+        ordered=collections.OrderedDict(y=x),
     )
     first, second = _parts(batch, 3)
     assert type(first) is UserDict
@@ -58,8 +60,12 @@ def test_named_tuples_dataclasses_and_mappings_are_kept(x: torch.Tensor) -> None
 
 
 def test_a_function_that_cuts_another_number_of_parts_is_refused(x: torch.Tensor) -> None:
-    """A user's function that loses or invents parts would weigh samples wrongly, so it is an H204."""
-    with pytest.raises(BatchError, match=r"split\(batch, 2\) returned 1 parts of 5 samples; 3 are needed") as caught:
+    """A user's function that loses or invents parts would weigh samples wrongly, so it is an
+    H204.
+    """
+    with pytest.raises(
+        BatchError, match=r"split\(batch, 2\) returned 1 parts of 5 samples; 3 are needed"
+    ) as caught:
         micro_batches(x, 5, 2, lambda batch, _: [batch])
     assert caught.value.rule == "H204"
 
@@ -77,14 +83,19 @@ def test_disagreeing_leaves_are_named_with_their_shapes(x: torch.Tensor) -> None
     ("leaf", "kind"),
     [
         (pack_sequence([torch.zeros(3), torch.zeros(2)]), "PackedSequence"),
-        (torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.jagged), "NestedTensor"),
+        (
+            torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.jagged),
+            "NestedTensor",
+        ),
         ({1, 2}, "set"),
         (object(), "object"),
     ],
     ids=["packed", "nested", "set", "object"],
 )
 def test_what_is_not_understood_is_refused_by_name(leaf: Any, kind: str, x: torch.Tensor) -> None:
-    """A leaf whose samples cannot be told apart is an H205 with its place and kind, never a silent share."""
+    """A leaf whose samples cannot be told apart is an H205 with its place and kind, never a
+    silent share.
+    """
     with pytest.raises(BatchError, match=rf"batch\['deep'\]\[1\] is a {kind}") as caught:
         batch_size({"x": x, "deep": [x, leaf]})
     assert caught.value.rule == "H205"
@@ -92,7 +103,9 @@ def test_what_is_not_understood_is_refused_by_name(leaf: Any, kind: str, x: torc
     assert batch_size({"x": x, "deep": [x, leaf]}, {"x": 0, "deep": [0, None]}) == 5
 
 
-@pytest.mark.parametrize("batch", [None, {}, [], "text", (torch.tensor(1.0),), {"names": ["a", "b"]}, 3.5])
+@pytest.mark.parametrize(
+    "batch", [None, {}, [], "text", (torch.tensor(1.0),), {"names": ["a", "b"]}, 3.5]
+)
 def test_a_batch_without_a_batch_dimension_is_refused(batch: Any) -> None:
     """Where nothing can be cut, that is an H205 and not a batch of one."""
     with pytest.raises(BatchError) as caught:
@@ -104,7 +117,12 @@ def test_in_place_changes_are_noticed(x: torch.Tensor) -> None:
     """The counters of all tensors of a batch, also nested ones, tell a change from none."""
     with torch.inference_mode():
         uncounted = torch.zeros(5)
-    batch = {"x": x, "pair": Pair(torch.zeros(5), uncounted), "names": list("abcde"), "a": np.zeros(5)}
+    batch = {
+        "x": x,
+        "pair": Pair(torch.zeros(5), uncounted),
+        "names": list("abcde"),
+        "a": np.zeros(5),
+    }
     tensors = tensors_in(batch)
     assert len(tensors) == 3
     before = versions_of(tensors)
@@ -126,6 +144,8 @@ def test_in_place_changes_are_noticed(x: torch.Tensor) -> None:
     ],
 )
 def test_a_split_that_does_not_fit_is_said(batch: Any, split: Any) -> None:
-    """Whatever is wrong with split=, the error names the part of the batch and what may be said about it."""
+    """Whatever is wrong with split=, the error names the part of the batch and what may be said
+    about it.
+    """
     with pytest.raises(BatchError, match=r"(?s)batch\['x'\].*H204"):
         batch_size(batch, split)

@@ -1,4 +1,7 @@
-"""Iterable datasets: each item once, in the order of one process, whatever the workers, ranks and restarts."""
+"""Iterable datasets.
+
+Each item once, in the order of one process, whatever the workers, ranks and restarts.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,10 @@ def _late(place: int) -> float:
 
 
 class Plain(IterableDataset[torch.Tensor]):
-    """Draws its order as its generator begins, and noise with each item; one may kill its worker, once."""
+    """Draws its order as its generator begins, and noise with each item.
+
+    One may kill its worker, once.
+    """
 
     def __init__(
         self,
@@ -79,7 +85,12 @@ class Plain(IterableDataset[torch.Tensor]):
             yield self.item(order, place)
 
     def item(self, order: list[int], place: int) -> torch.Tensor:
-        if place == 17 and self.kills is not None and get_worker_info() is not None and not self.kills.exists():
+        if (
+            place == 17
+            and self.kills is not None
+            and get_worker_info() is not None
+            and not self.kills.exists()
+        ):
             self.kills.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.tensor([order[place], self.noise(place)], dtype=torch.float64)
@@ -115,7 +126,9 @@ class Own(Plain):
             yield self.item(order, place)
 
 
-def _ordered(order: Callable[[int], list[int]], noise: Callable[[int], float], kills: Path | None = None) -> Stateful:
+def _ordered(
+    order: Callable[[int], list[int]], noise: Callable[[int], float], kills: Path | None = None
+) -> Stateful:
     return Stateful(LENGTH, kills, order, noise)
 
 
@@ -126,7 +139,9 @@ def _loader(dataset: Any, **options: Any) -> DataLoader:
 
 
 def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def _items(batches: list[torch.Tensor]) -> list[tuple[float, ...]]:
@@ -134,11 +149,15 @@ def _items(batches: list[torch.Tensor]) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("kind", [Plain, Stateful])
-def test_a_stream_goes_on_at_any_batch_with_other_workers_and_batch_sizes(kind: type[Plain]) -> None:
+def test_a_stream_goes_on_at_any_batch_with_other_workers_and_batch_sizes(
+    kind: type[Plain],
+) -> None:
     """After any cut the rest of the items follows, with the same augmentation."""
     expected = _items(list(_loader(kind(22), sharded=False)))
     for cut, (workers, new_workers, new_size) in zip(
-        range(7), [(0, 0, 3), (2, 0, 4), (0, 2, 5), (1, 0, 1), (0, 1, 4), (0, 0, 7), (0, 0, 4)], strict=True
+        range(7),
+        [(0, 0, 3), (2, 0, 4), (0, 2, 5), (1, 0, 1), (0, 1, 4), (0, 0, 7), (0, 0, 4)],
+        strict=True,
     ):
         stopped = _loader(kind(22), num_workers=workers, sharded=False)
         batches = iter(stopped)
@@ -150,7 +169,10 @@ def test_a_stream_goes_on_at_any_batch_with_other_workers_and_batch_sizes(kind: 
 
 
 class Telling(Plain):
-    """As Hugging Face's streams: tells where its last iteration stands, and is told where the next one begins."""
+    """As Hugging Face's streams.
+
+    Tells where its last iteration stands, and is told where the next one begins.
+    """
 
     stands = begins = 0
 
@@ -190,9 +212,16 @@ def test_a_stream_without_state_is_read_over() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [lambda: ValueError("broken item"), lambda: SystemExit(2)], ids=["error", "exit"])
-def test_an_item_that_raises_ends_the_epoch_with_its_error(workers: int, make: Callable[[], BaseException]) -> None:
-    """An iterator that has raised is over, so nothing is set aside: its error comes, after the batches before it."""
+@pytest.mark.parametrize(
+    "make", [lambda: ValueError("broken item"), lambda: SystemExit(2)], ids=["error", "exit"]
+)
+def test_an_item_that_raises_ends_the_epoch_with_its_error(
+    workers: int, make: Callable[[], BaseException]
+) -> None:
+    """An iterator that has raised is over, so nothing is set aside.
+
+    Its error comes, after the batches before it.
+    """
 
     def broken(place: int) -> float:
         if place == 9:
@@ -228,9 +257,16 @@ class Resetting(IterableDataset[int]):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("length", [3, 8, 10, 14])
-def test_an_iterator_that_has_ended_is_not_asked_again(workers: int, drop_last: bool, length: int) -> None:
-    """Batches are torch's in each epoch, also if the next call would begin anew and the last batch is not full."""
-    expected = [batch.tolist() for batch in torch.utils.data.DataLoader(Resetting(length), 4, drop_last=drop_last)]
+def test_an_iterator_that_has_ended_is_not_asked_again(
+    workers: int, drop_last: bool, length: int
+) -> None:
+    """Batches are torch's in each epoch, also if the next call would begin anew and the last
+    batch is not full.
+    """
+    expected = [
+        batch.tolist()
+        for batch in torch.utils.data.DataLoader(Resetting(length), 4, drop_last=drop_last)
+    ]
     dataset = Resetting(length)
     loader = _loader(dataset, num_workers=workers, drop_last=drop_last, sharded=False)
     for epoch in range(2):
@@ -239,7 +275,8 @@ def test_an_iterator_that_has_ended_is_not_asked_again(workers: int, drop_last: 
         assert dataset.ends == (0 if workers else epoch + 1)
 
 
-# --- what is drawn as an iterator begins -------------------------------------------------------------------
+# --- what is drawn as an iterator begins
+# -------------------------------------------------------------------
 
 
 ORDERS = [_by_torch, _by_python, _by_numpy, _in_order]
@@ -252,7 +289,9 @@ NOISES = [_nothing, _fixed, _varying, _late]
 def test_an_order_that_is_drawn_as_the_iterator_begins_is_the_same_after_any_cut(
     order: Callable[[int], list[int]], noise: Callable[[int], float], size: int
 ) -> None:
-    """So is the noise of each item, in new processes and if that is cut again, with positions that are plain text."""
+    """So is the noise of each item, in new processes and if that is cut again, with positions
+    that are plain text.
+    """
     expected = _items(_loader(_ordered(order, noise), batch_size=size))
     assert sorted(item[0] for item in expected) == list(range(LENGTH))
     for cut in (0, 1, 2, 3, 7) if size == 4 else (1, 2, 10, 17, 30):
@@ -278,7 +317,9 @@ _KILLED: dict[str, Callable[[Path | None], Any]] = {
 
 
 @pytest.mark.parametrize("make", _KILLED.values(), ids=_KILLED)
-def test_a_worker_that_dies_changes_nothing(make: Callable[[Path | None], Any], tmp_path: Path) -> None:
+def test_a_worker_that_dies_changes_nothing(
+    make: Callable[[Path | None], Any], tmp_path: Path
+) -> None:
     """A stream goes on at the batch that was next, in the order that the epoch's beginning drew."""
     options = {"num_workers": 2, "sharded": isinstance(make(None), Own)}
     loader, causes = _loader(make(tmp_path / "killed"), **options), []
@@ -301,7 +342,8 @@ def test_an_item_is_read_twice_only_where_the_iterator_may_draw_as_it_begins(
     assert dataset.read == LENGTH - 20 + more
 
 
-# --- nothing to give ---------------------------------------------------------------------------------------
+# --- nothing to give
+# ------------------------------------------------------------------------
 
 
 class Numbers(IterableDataset[int]):
@@ -340,13 +382,19 @@ class First(Numbers):
 
 
 def _of_two_ranks(**options: Any) -> list[Callable[[], DataLoader]]:
-    return [lambda rank=rank: _loader(Numbers(), rank=rank, world_size=2, **options) for rank in range(2)]
+    return [
+        lambda rank=rank: _loader(Numbers(), rank=rank, world_size=2, **options)
+        for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_stream_without_items_is_an_error(workers: int) -> None:
     """It says what to look for; else a loop that counts steps would turn for ever."""
-    for make in (lambda: _loader(Numbers(), num_workers=workers), *_of_two_ranks(num_workers=workers)):
+    for make in (
+        lambda: _loader(Numbers(), num_workers=workers),
+        *_of_two_ranks(num_workers=workers),
+    ):
         loader = make()
         for _ in range(2):
             with pytest.raises(LoaderError, match="Numbers has no items") as caught:
@@ -376,7 +424,9 @@ def test_a_stream_that_goes_on_at_its_end_is_no_error(workers: int) -> None:
         assert [batch.tolist() for batch in resumed] == expected
 
 
-def test_a_rank_without_items_is_no_error_where_the_dataset_divides_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_items_is_no_error_where_the_dataset_divides_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Other ranks may have some; a process by itself has none to wait for."""
     with pytest.raises(LoaderError, match="OfRank has no items"):
         list(_loader(OfRank(1)))

@@ -1,4 +1,7 @@
-"""The watch and the board: who died, was stopped or is stuck is told from who is slow, idle or has ended well."""
+"""The watch and the board.
+
+Who died, was stopped or is stuck is told from who is slow, idle or has ended well.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,26 @@ _FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Return a function that starts real workers under a watch with short ticks; it ends them after the test."""
+    """Return a function that starts real workers under a watch with short ticks.
+
+    It ends them after the test.
+    """
     monkeypatch.setattr(worker_watch, "_TICK_SECONDS", 0.02)
     recording_context("fork", Started())  # which has losses wake the main thread
     made: list[tuple[Watch, list[Any]]] = []
 
-    def start_one(*works: Callable[[Board, int], None], **options: Any) -> tuple[Watch, list[Any], Board]:
+    def start_one(
+        *works: Callable[[Board, int], None], **options: Any
+    ) -> tuple[Watch, list[Any], Board]:
         board = Board(_FORK, len(works))
-        processes = [_FORK.Process(target=work, args=(board, number)) for number, work in enumerate(works)]
+        processes = [
+            _FORK.Process(target=work, args=(board, number)) for number, work in enumerate(works)
+        ]
         for process in processes:
             process.start()
-        watch = Watch(processes, board, **{"limit_seconds": 60.0, "timeout_seconds": 0.0, **options})
+        watch = Watch(
+            processes, board, **{"limit_seconds": 60.0, "timeout_seconds": 0.0, **options}
+        )
         made.append((watch, processes))
         return watch, processes, board
 
@@ -137,7 +149,9 @@ def _prepares(board: Board, number: int) -> None:
     [(_sleeps, 0.1, "starting"), (_prepares, 0.05, "in worker_init_fn")],
     ids=["start", "worker_init_fn"],
 )
-def test_a_start_that_never_ends_is_found(start: Callable[..., Any], work: Any, limit: float, where: str) -> None:
+def test_a_start_that_never_ends_is_found(
+    start: Callable[..., Any], work: Any, limit: float, where: str
+) -> None:
     """Wherever a lock that was held at the fork blocks a worker."""
     watch, _, _ = start(work, _busy, limit_seconds=limit)
     loss = _wait_for_loss(watch, waiting=False)
@@ -150,7 +164,10 @@ def test_a_start_that_never_ends_is_found(start: Callable[..., Any], work: Any, 
 
 @pytest.mark.parametrize("place", [STARTING, PREPARING])
 def test_a_start_is_not_judged_as_a_sample_is(start: Callable[..., Any], place: int) -> None:
-    """Imports, and what the user does for a worker, take as long as they do; samples get no longer limit for that."""
+    """Imports, and what the user does for a worker, take as long as they do.
+
+    Samples get no longer limit for that.
+    """
     timeout = 0.25 if place == PREPARING else 0.0
     watch, _, board = start(_starts(1.0, place), limit_seconds=0.4, timeout_seconds=timeout)
     with watch:  # a loss would be raised here
@@ -161,7 +178,10 @@ def test_a_start_is_not_judged_as_a_sample_is(start: Callable[..., Any], place: 
 
 
 def test_a_part_of_a_stream_may_end(start: Callable[..., Any]) -> None:
-    """With ``may_end`` a worker that exits with code 0 has done its part; any other death is a loss."""
+    """With ``may_end`` a worker that exits with code 0 has done its part.
+
+    Any other death is a loss.
+    """
     watch, processes, _ = start(_exits(0), _idle, may_end=True)
     processes[0].join(5)
     time.sleep(0.2)
@@ -173,7 +193,9 @@ def test_a_part_of_a_stream_may_end(start: Callable[..., Any]) -> None:
 def test_a_loss_waits_until_another_loader_is_closed(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A loader that is collected while one waits for another's batch is closed, also if that one loses a worker."""
+    """A loader that is collected while one waits for another's batch is closed, also if that one
+    loses a worker.
+    """
     unheard: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: unheard.append(what.exc_value))
     dropped = [iter(DataLoader(Samples(8, lambda index: os.getpid()), batch_size=2, num_workers=1))]

@@ -15,7 +15,9 @@ def _ladder(*, largest: int | None = None, grow_after_steps: int = 3) -> MemoryL
     return MemoryLadder(largest=largest, grow_after_steps=grow_after_steps)
 
 
-def _fail(ladder: MemoryLadder, times: int, remedies: Remedies, *, batch_size: int = 8) -> list[Decision]:
+def _fail(
+    ladder: MemoryLadder, times: int, remedies: Remedies, *, batch_size: int = 8
+) -> list[Decision]:
     """Return the decisions after so many out-of-memory errors within one step."""
     return [
         ladder.decide_after_oom(batch_size=batch_size, failures=number, remedies=remedies)
@@ -30,15 +32,29 @@ def _clean(ladder: MemoryLadder, steps: int, *, batch_size: int = 8) -> list[Dec
 def test_exact_remedies_come_before_inexact_ones() -> None:
     """The order is retry, recompute, halve, halve, ... and stop, each with its promise."""
     decisions = _fail(_ladder(), 6, _BLOCKS)
-    assert [type(decision) for decision in decisions] == [Retry, Recompute, Split, Split, Split, Stop]
-    assert [decision.promise for decision in decisions[:3]] == ["bit-exact", "bit-exact", "equal up to rounding"]
+    assert [type(decision) for decision in decisions] == [
+        Retry,
+        Recompute,
+        Split,
+        Split,
+        Split,
+        Stop,
+    ]
+    assert [decision.promise for decision in decisions[:3]] == [
+        "bit-exact",
+        "bit-exact",
+        "equal up to rounding",
+    ]
     assert [d.micro_batch_size for d in decisions if isinstance(d, Split)] == [4, 2, 1]
     assert isinstance(decisions[1], Recompute)
     assert decisions[1].modules == _BLOCKS.recompute
 
 
 def test_more_is_recomputed_before_anything_is_split() -> None:
-    """As long as further modules help they are recomputed too: all of that is exact, and a split is not."""
+    """As long as further modules help they are recomputed too.
+
+    All of that is exact, and a split is not.
+    """
     ladder = _ladder()
     found = [
         ladder.decide_after_oom(batch_size=8, failures=number, remedies=Remedies(recompute=names))
@@ -49,9 +65,13 @@ def test_more_is_recomputed_before_anything_is_split() -> None:
 
 
 def test_a_batch_that_may_not_be_split_stops_with_the_reason() -> None:
-    """After recompute failed too, the stop says why splitting was refused, and the plan is untouched."""
+    """After recompute failed too, the stop says why splitting was refused, and the plan is
+    untouched.
+    """
     ladder = _ladder()
-    decisions = _fail(ladder, 3, Remedies(recompute=("layers.0",), no_split="the loss couples samples"))
+    decisions = _fail(
+        ladder, 3, Remedies(recompute=("layers.0",), no_split="the loss couples samples")
+    )
     assert isinstance(decisions[-1], Stop)
     assert "the loss couples samples" in decisions[-1].reason
     assert ladder.plan.micro_batch_size is None
@@ -65,12 +85,16 @@ def test_a_size_is_tried_again_only_after_enough_clean_steps() -> None:
     assert ladder.plan.micro_batch_size == 2
     found = _clean(ladder, 3)
     assert found[:2] == [None, None]
-    assert found[2] == Grow(reason="3 clean steps", promise="equal up to rounding", micro_batch_size=4)
+    assert found[2] == Grow(
+        reason="3 clean steps", promise="equal up to rounding", micro_batch_size=4
+    )
     assert ladder.plan.micro_batch_size == 4
 
 
 def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:
-    """The size that is known to fit comes back at once, without the retry, and the next trial is later."""
+    """The size that is known to fit comes back at once, without the retry, and the next trial is
+    later.
+    """
     ladder = _ladder(grow_after_steps=2)
     _fail(ladder, 2, Remedies())
     ladder.decide_after_step(batch_size=8, attempts=3)
@@ -83,14 +107,18 @@ def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:
         waits.append(steps)
         (decision,) = _fail(ladder, 1, Remedies())
         assert decision == Split(
-            reason="the larger plan that was tried does not fit", promise="equal up to rounding", micro_batch_size=4
+            reason="the larger plan that was tried does not fit",
+            promise="equal up to rounding",
+            micro_batch_size=4,
         )
         ladder.decide_after_step(batch_size=8, attempts=2)
     assert waits == [2, 4, 8]
 
 
 def test_a_split_that_is_not_allowed_is_taken_back() -> None:
-    """After `without_split` the plan is the whole batch, keeps recomputation, and no fallback brings parts back."""
+    """After `without_split` the plan is the whole batch, keeps recomputation, and no fallback
+    brings parts back.
+    """
     ladder = _ladder(grow_after_steps=1)
     _fail(ladder, 3, _BLOCKS)
     ladder.decide_after_step(batch_size=8, attempts=4)
@@ -130,7 +158,10 @@ def test_a_short_last_batch_confirms_no_trial() -> None:
 
 
 def test_a_forecast_is_where_it_starts() -> None:
-    """It begins with the size and the recomputation of the forecast, and grows; recomputation stays."""
+    """It begins with the size and the recomputation of the forecast, and grows.
+
+    Recomputation stays.
+    """
     policy = Policy(forecast_micro_batch_size=2, recompute=("layers.0",), grow_after_steps=3)
     ladder = MemoryLadder.of(policy)
     assert ladder.plan == Plan(micro_batch_size=2, recompute=("layers.0",))

@@ -1,4 +1,6 @@
-"""The slope test: what grows without end is told from what warms up, comes and goes, or was bought once."""
+"""The slope test: what grows without end is told from what warms up, comes and goes, or was
+bought once.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ _HEALTHY: dict[str, Callable[[int, random.Random], float]] = {
 
 @pytest.mark.parametrize("shape", _HEALTHY.values(), ids=_HEALTHY)
 @pytest.mark.parametrize("length", [160, 600, 1500])
-def test_healthy_memory_is_no_leak(shape: Callable[[int, random.Random], float], length: int) -> None:
+def test_healthy_memory_is_no_leak(
+    shape: Callable[[int, random.Random], float], length: int
+) -> None:
     """Memory that comes to rest, comes and goes, or jumps once is never taken for a leak."""
     assert not [seed for seed in range(40) if find_growth(_series(shape, length, seed)) is not None]
 
@@ -50,7 +54,9 @@ def test_healthy_memory_is_no_leak(shape: Callable[[int, random.Random], float],
 def test_a_leak_is_found_with_its_slope_and_its_end(tooth: int) -> None:
     """A MiB at each reading is found under noise and garbage, and says when memory is used up."""
     for seed in range(20):
-        found = find_growth(_series(lambda number, chance: number + (number % tooth if tooth else 0), 900, seed))
+        found = find_growth(
+            _series(lambda number, chance: number + (number % tooth if tooth else 0), 900, seed)
+        )
         assert found is not None
         assert found.low <= found.bytes_per_step <= found.high
         assert found.bytes_per_step * 10 == pytest.approx(_MIB, rel=0.1)
@@ -62,7 +68,10 @@ def test_a_leak_is_found_with_its_slope_and_its_end(tooth: int) -> None:
 def test_any_series_is_answered(values: list[int]) -> None:
     """Whatever is measured, the test gives growth with a positive slope, or none."""
     found = find_growth(
-        [Reading(step=step, seconds=float(step), used_bytes=used) for step, used in enumerate(values)]
+        [
+            Reading(step=step, seconds=float(step), used_bytes=used)
+            for step, used in enumerate(values)
+        ]
     )
     assert found is None or (found.bytes_per_step > 0 and found.grown_bytes > 0)
 

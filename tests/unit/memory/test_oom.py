@@ -1,4 +1,7 @@
-"""Out of memory: recognised in every form and not in its look-alikes, what it holds is freed; oneDNN, host memory."""
+"""Out of memory: recognised in every form and not in its look-alikes, what it holds is freed.
+
+OneDNN, host memory.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,17 @@ from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_s
 from holdfast.testing import memory_limited
 
 _CPU_TEXT = (
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-    "allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+    " tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
 )
 _TEXTS = [
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.00 GiB",
     "HIP out of memory. Tried to allocate 20.00 MiB",
     "XPU out of memory. Tried to allocate 1 GiB",
-    "MPS backend out of memory (MPS allocated: 9.0 GB, other allocations: 1 GB, max allowed: 9.07 GB)",
+    (
+        "MPS backend out of memory (MPS allocated: 9.0 GB, other allocations: 1 GB, max allowed:"
+        " 9.07 GB)"
+    ),
     "NPU out of memory. NPUWorkspaceAllocator tried to allocate 1 GiB",
     "PrivateUseOne out of memory",
     "Device is out of memory, tried to allocate 5 GiB",
@@ -44,13 +50,17 @@ _TEXTS = [
     "miopenStatus_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     (
-        "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error, NCCL version 2.21.5\n"
-        "ncclUnhandledCudaError: Call to CUDA function failed. Last error: Cuda failure 2 'out of memory'"
+        "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error, NCCL version"
+        " 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed. Last error: Cuda failure 2"
+        " 'out of memory'"
     ),
     "Unable to find a valid cuDNN algorithm to run convolution",
     "GET was unable to find an engine to execute this computation",
     _CPU_TEXT,
-    "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
+    (
+        "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried"
+        " to allocate 8 bytes."
+    ),
     "Unable to allocate 8.00 PiB for an array with shape (3,) and data type float64",
     "std::bad_alloc",
     "posix_memalign failed:Cannot allocate memory (12)",
@@ -65,7 +75,9 @@ _OTHER_ERRORS = [
     KeyError("CUDA error: out of memory"),
     AssertionError("std::bad_alloc"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
-    RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
+    RuntimeError(
+        "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"
+    ),
     RuntimeError("the tokenizer ran out of memory slots"),
     RuntimeError("CUDA error: device-side assert triggered"),
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
@@ -88,13 +100,17 @@ def _caught(function: Callable[[], object]) -> BaseException:
 @pytest.mark.parametrize("text", _TEXTS)
 @pytest.mark.parametrize("kind", [RuntimeError, OSError])
 def test_every_known_text_is_recognised(kind: type[Exception], text: str) -> None:
-    """Each text that libraries are known to use is found in a bare error, in any case, and is no dead device."""
+    """Each text that libraries are known to use is found in a bare error, in any case, and is no
+    dead device.
+    """
     assert find_out_of_memory(kind(text)) == f"{kind.__name__}: {text.splitlines()[0]}"[:300]
     assert find_out_of_memory(kind(text.upper())) is not None
     assert not is_sticky(kind(text))
 
 
-@pytest.mark.parametrize("error", _OTHER_ERRORS, ids=lambda error: f"{type(error).__name__}-{error}")
+@pytest.mark.parametrize(
+    "error", _OTHER_ERRORS, ids=lambda error: f"{type(error).__name__}-{error}"
+)
 def test_look_alikes_are_something_else(error: BaseException) -> None:
     """A user's ValueError about memory and a RuntimeError about shapes are never retried."""
     assert find_out_of_memory(error) is None
@@ -102,19 +118,30 @@ def test_look_alikes_are_something_else(error: BaseException) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [MemoryError(), torch.OutOfMemoryError("anything" + "x" * 1000 + "\nsecond"), OSError(errno.ENOMEM, "no")],
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("anything" + "x" * 1000 + "\nsecond"),
+        OSError(errno.ENOMEM, "no"),
+    ],
 )
 def test_the_type_or_the_number_is_enough(error: BaseException) -> None:
-    """Python's and torch's own types, and ENOMEM of the system, need no known text; an event gets one short line."""
+    """Python's and torch's own types, and ENOMEM of the system, need no known text.
+
+    An event gets one short line.
+    """
     text = str(find_out_of_memory(error))
     assert text.startswith(f"{type(error).__name__}:")
     assert len(text) <= 300
     assert "second" not in text
 
 
-@pytest.mark.parametrize("fail", [lambda: torch.empty(2**50), lambda: np.empty(2**50), lambda: bytearray(2**62)])
+@pytest.mark.parametrize(
+    "fail", [lambda: torch.empty(2**50), lambda: np.empty(2**50), lambda: bytearray(2**62)]
+)
 def test_a_real_failure_is_recognised(fail: Callable[[], object]) -> None:
-    """The errors of allocations that the kernel really refused to torch, numpy and Python are found."""
+    """The errors of allocations that the kernel really refused to torch, numpy and Python are
+    found.
+    """
     assert find_out_of_memory(_caught(fail)) is not None
 
 
@@ -135,7 +162,9 @@ def test_what_happened_to_be_handled_is_no_cause() -> None:
 
 def test_the_verdict_of_holdfast_is_no_failure_to_allocate() -> None:
     """Holdfast's own OutOfMemoryError means that all was tried, so it is not tried again."""
-    verdict = OutOfMemoryError("CUDA out of memory", limit="std::bad_alloc", fix="less", rule="H401")
+    verdict = OutOfMemoryError(
+        "CUDA out of memory", limit="std::bad_alloc", fix="less", rule="H401"
+    )
     assert isinstance(verdict, MemoryError)
     assert find_out_of_memory(verdict) is None
 
@@ -143,11 +172,16 @@ def test_the_verdict_of_holdfast_is_no_failure_to_allocate() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "device-side assert triggered", "an illegal memory access was encountered", "unspecified launch failure",
-        "uncorrectable ECC error encountered", "misaligned address", "an illegal instruction was encountered",
-        "hardware stack error", "context is destroyed",
+        "device-side assert triggered",
+        "an illegal memory access was encountered",
+        "unspecified launch failure",
+        "uncorrectable ECC error encountered",
+        "misaligned address",
+        "an illegal instruction was encountered",
+        "hardware stack error",
+        "context is destroyed",
     ],
-)  # fmt: skip
+)
 def test_errors_that_kill_the_context_are_sticky(text: str) -> None:
     """After these nothing in the process can use the device, also when the error was wrapped."""
     text = f"CUDA error: {text}"
@@ -204,7 +238,9 @@ def test_a_healthy_onednn_stays_on() -> None:
         (torch.nn.MaxPool2d(2, stride=2), False),
     ],
 )
-def test_it_is_switched_off_for_strided_convolutions_only(model: torch.nn.Module, is_unsafe: bool) -> None:
+def test_it_is_switched_off_for_strided_convolutions_only(
+    model: torch.nn.Module, is_unsafe: bool
+) -> None:
     """Wherever in the models it lies, once; all else keeps oneDNN's kernels, and so its bits."""
     models = [torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Sequential(model))]
     try:
@@ -254,10 +290,16 @@ trim_heap()
     [(2**20, "", True), ("'auto'", "ulimit -Sd 9999999; ", True), ("'auto'", "", False)],
 )
 def test_freed_blocks_go_back_to_the_system(threshold: object, limit: str, goes_back: bool) -> None:
-    """64 MiB that were freed under a live block are gone from the process; without a limit it keeps them."""
+    """64 MiB that were freed under a live block are gone from the process.
+
+    Without a limit it keeps them.
+    """
     command = f'{limit}exec "$0" -c "$1" "$2"'
     done = subprocess.run(
-        ["sh", "-c", command, sys.executable, _PROGRAM, str(threshold)], capture_output=True, text=True, check=True
+        ["sh", "-c", command, sys.executable, _PROGRAM, str(threshold)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert (int(done.stdout) < 8 * 2**20) is goes_back
 

@@ -1,4 +1,6 @@
-"""Recomputation: the same gradients, buffers and random numbers, and nothing left behind on the modules."""
+"""Recomputation: the same gradients, buffers and random numbers, and nothing left behind on the
+modules.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,17 @@ def _recomputing(model: nn.Module) -> Any:
 
 
 def _step(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Run one forward and backward, and return all that it left: gradients, buffers, random state."""
+    """Run one forward and backward, and return all that it left.
+
+    Gradients, buffers, random state.
+    """
     random_state.seed_cpu(7)
     model(torch.randn(8, 6)).square().mean().backward()
-    left = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    left = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     left |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
     return left | {"torch": torch.get_rng_state(), "next": torch.rand(3)}
 
@@ -64,7 +73,9 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def test_a_step_is_bit_equal_with_recomputation() -> None:
-    """Gradients, BatchNorm statistics, dropout masks and the random state after it are those of a plain step."""
+    """Gradients, BatchNorm statistics, dropout masks and the random state after it are those of
+    a plain step.
+    """
     plain = Net()
     twin = copy.deepcopy(plain)
     expected = _step(plain)
@@ -78,7 +89,9 @@ def test_a_step_is_bit_equal_with_recomputation() -> None:
 
 
 class Counting(nn.Module):
-    """A block whose output depends on a buffer that it changes, as codebooks and running scales do."""
+    """A block whose output depends on a buffer that it changes, as codebooks and running scales
+    do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +104,9 @@ class Counting(nn.Module):
 
 
 def test_buffers_that_are_read_are_those_of_the_first_time() -> None:
-    """A block that is used twice in one pass sees its buffer as it was at each use, and moves it twice in all."""
+    """A block that is used twice in one pass sees its buffer as it was at each use, and moves it
+    twice in all.
+    """
     plain = nn.Sequential(Counting(), Counting())
     plain.append(plain[0])
     twin = copy.deepcopy(plain)
@@ -138,7 +153,9 @@ def test_the_modules_are_as_before_after_an_error(fails_in: str) -> None:
 
 
 def test_a_forward_of_the_instance_is_put_back() -> None:
-    """A block whose forward somebody replaced gets exactly that one back, and it was used meanwhile."""
+    """A block whose forward somebody replaced gets exactly that one back, and it was used
+    meanwhile.
+    """
     model = Net()
     plain: Callable[..., torch.Tensor] = model.blocks[0].forward
 
@@ -153,11 +170,16 @@ def test_a_forward_of_the_instance_is_put_back() -> None:
 
 
 def test_one_forward_pass_may_be_recomputed_twice() -> None:
-    """A gradient penalty goes backward through a forward pass before the loss does: both see what it saw."""
+    """A gradient penalty goes backward through a forward pass before the loss does.
+
+    Both see what it saw.
+    """
     grads = []
     for blocks in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)) for _ in range(2)))
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)) for _ in range(2))
+        )
         x = torch.ones(8, 4, requires_grad=True)
         with recomputing(list(model) if blocks else [], torch.get_rng_state, torch.set_rng_state):
             y = model(x).square().sum()
@@ -184,12 +206,19 @@ def test_repeated_blocks_are_the_outermost_of_one_class() -> None:
     assert [name for name, _ in find_repeated_blocks(nested)] == ["0.0", "0.1"]
     assert find_repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
     alike = [nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)]
-    assert [name for name, _ in find_repeated_blocks(nn.Sequential(nn.Linear(6, 6), *alike))] == ["1", "2", "3"]
+    assert [name for name, _ in find_repeated_blocks(nn.Sequential(nn.Linear(6, 6), *alike))] == [
+        "1",
+        "2",
+        "3",
+    ]
 
 
 @pytest.mark.parametrize("how", ["functional_call", "data", "in place"])
 def test_other_weights_than_the_first_time_are_noticed_in_every_call(how: str) -> None:
-    """Fast weights and weights swapped for the forward pass raise: the gradients would be others, silently."""
+    """Fast weights and weights swapped for the forward pass raise.
+
+    The gradients would be others, silently.
+    """
     model = Net()
     weight = model.blocks[1].linear.weight
     with _recomputing(model), pytest.raises(RecomputeDiffersError, match="its weights"):
@@ -219,8 +248,13 @@ class Consuming(nn.Module):
 
 
 @pytest.mark.parametrize("memory_is_short", [False, True])
-def test_what_a_block_raises_only_the_second_time_comes_of_recomputing(memory_is_short: bool) -> None:
-    """An empty list the second time names the block, with the error as its cause; out of memory stays what it is."""
+def test_what_a_block_raises_only_the_second_time_comes_of_recomputing(
+    memory_is_short: bool,
+) -> None:
+    """An empty list the second time names the block, with the error as its cause.
+
+    Out of memory stays what it is.
+    """
 
     def once() -> torch.Tensor:
         skips.append(fail)
@@ -248,11 +282,19 @@ def test_what_a_block_raises_only_the_second_time_comes_of_recomputing(memory_is
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("measured", [False, True])
-def test_a_copy_that_is_made_meanwhile_computes_with_its_own_weights(copied: Any, measured: bool) -> None:
-    """A teacher that the loss copies or saves while forwards are replaced has plain ones, bound to itself."""
+def test_a_copy_that_is_made_meanwhile_computes_with_its_own_weights(
+    copied: Any, measured: bool
+) -> None:
+    """A teacher that the loss copies or saves while forwards are replaced has plain ones, bound
+    to itself.
+    """
     model = Net().eval()
     x = torch.randn(8, 6)
-    during = SavedBytes(dict(model.named_modules())).measuring((), []) if measured else _recomputing(model)
+    during = (
+        SavedBytes(dict(model.named_modules())).measuring((), [])
+        if measured
+        else _recomputing(model)
+    )
     with during:
         teacher = copied(model)
     with torch.no_grad():

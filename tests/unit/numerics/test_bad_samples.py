@@ -74,7 +74,9 @@ def test_the_answer_is_proved_by_leaving_it_out() -> None:
 
 @pytest.mark.parametrize(
     ("in_a_row", "patience", "rollbacks", "most", "kind"),
-    yaml.safe_load(Path(__file__).with_name("decisions.yaml").read_text(encoding="utf-8"))["nonfinite"],
+    yaml.safe_load(Path(__file__).with_name("decisions.yaml").read_text(encoding="utf-8"))[
+        "nonfinite"
+    ],
 )
 def test_patience_comes_before_rollback_and_rollback_before_the_end(
     in_a_row: int, patience: int | None, rollbacks: int, most: int, kind: str

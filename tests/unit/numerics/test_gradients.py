@@ -24,7 +24,12 @@ def _group(*gradients: torch.Tensor, name: str = "0", optimizer: str = "optimize
 
 
 def _gradients(groups: list[Group]) -> list[torch.Tensor]:
-    return [parameter.grad for group in groups for parameter in group.parameters if parameter.grad is not None]
+    return [
+        parameter.grad
+        for group in groups
+        for parameter in group.parameters
+        if parameter.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -47,19 +52,26 @@ def test_a_group_without_gradients_is_zero() -> None:
 
 def test_sparse_gradients_count_each_index_once() -> None:
     """Repeated indices of an embedding's gradient are added before the norm is taken."""
-    with torch.sparse.check_sparse_tensor_invariants():  # as an argument, torch 2.11 warns that they are unchecked
+    # As an argument, torch 2.11 warns that they are unchecked
+    with torch.sparse.check_sparse_tensor_invariants():
         sparse = torch.sparse_coo_tensor([[0, 0, 2]], [1.0, 2.0, 4.0], (3,))
     group = Group("0", "optimizer", [nn.Parameter(torch.zeros(3))])
     group.parameters[0].grad = sparse
     facts, each = inspect([group], _LOSS)
     assert facts.total == 5.0
     clip([group], each, 1.0, "global")
-    torch.testing.assert_close(_gradients([group])[0].to_dense(), torch.tensor([0.6, 0, 0.8]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        _gradients([group])[0].to_dense(), torch.tensor([0.6, 0, 0.8]), rtol=1e-5, atol=0
+    )
 
 
 def test_the_culprits_are_named() -> None:
     """The parameters with bad gradients are listed in order, up to a limit, and all are counted."""
-    good, bad, without = _parameter(torch.ones(2)), _parameter(torch.tensor([1.0, math.nan])), nn.Parameter(_LOSS)
+    good, bad, without = (
+        _parameter(torch.ones(2)),
+        _parameter(torch.tensor([1.0, math.nan])),
+        nn.Parameter(_LOSS),
+    )
     named = [("good", good), ("without", without), *((f"bad{number}", bad) for number in range(4))]
     assert nonfinite_gradients(named, most=3) == (["bad0", "bad1", "bad2"], 4)
     assert nonfinite_gradients([("good", good)]) == ([], 0)
@@ -70,7 +82,10 @@ def test_the_culprits_are_named() -> None:
     [
         ([torch.tensor([3e200, 4e200], dtype=torch.float64)], 5e200),
         ([torch.tensor([3 + 4j])], 5.0),
-        ([torch.tensor([3.0], dtype=torch.float64), torch.tensor([4.0], dtype=torch.bfloat16)], 5.0),
+        (
+            [torch.tensor([3.0], dtype=torch.float64), torch.tensor([4.0], dtype=torch.bfloat16)],
+            5.0,
+        ),
         ([torch.tensor([3 + 0j]), torch.tensor([4.0], dtype=torch.float16)], 5.0),
     ],
 )
@@ -100,7 +115,9 @@ _OVERFLOWS = {
 def test_finite_gradients_that_torch_turns_into_zeros_have_the_norm_asked_for(
     gradients: list[torch.Tensor], norm: float
 ) -> None:
-    """In each known case of an overflow torch clips everything to 0, and here the norm is 1 within 1 %."""
+    """In each known case of an overflow torch clips everything to 0, and here the norm is 1
+    within 1 %.
+    """
     ordinary = [_parameter(gradient.clone()) for gradient in gradients]
     nn.utils.clip_grad_norm_(ordinary, 1.0)
     assert not any(parameter.grad.any() for parameter in ordinary if parameter.grad is not None)
@@ -114,9 +131,13 @@ def test_finite_gradients_that_torch_turns_into_zeros_have_the_norm_asked_for(
 
 
 def test_what_is_read_along_takes_the_same_reading():
-    """Other numbers, such as items on a device, come back with the facts, also where the norm overflows."""
+    """Other numbers, such as items on a device, come back with the facts, also where the norm
+    overflows.
+    """
     for value in (1.0, 1e30):
-        facts, _ = inspect([_group(torch.full((3,), value))], _LOSS, torch.tensor(7), torch.tensor(2.5))
+        facts, _ = inspect(
+            [_group(torch.full((3,), value))], _LOSS, torch.tensor(7), torch.tensor(2.5)
+        )
         assert facts.along == (7.0, 2.5)
         assert facts.loss == float(_LOSS)
         assert not facts.nonfinite

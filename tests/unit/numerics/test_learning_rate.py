@@ -1,4 +1,7 @@
-"""Advice about the learning rate: which rule for which optimizer, and that the rules keep training as it was."""
+"""Advice about the learning rate.
+
+Which rule for which optimizer, and that the rules keep training as it was.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,13 @@ def _parameter() -> list[nn.Parameter]:
 
 
 def test_adam_follows_by_the_square_root_with_its_betas_and_eps() -> None:
-    """The rate changes by sqrt(k), 1 - beta by k and eps by 1/sqrt(k), for each group by its own values."""
-    parameters = [{"params": _parameter()}, {"params": _parameter(), "betas": (0.8, 0.99), "eps": 1e-6}]
+    """The rate changes by sqrt(k), 1 - beta by k and eps by 1/sqrt(k), for each group by its own
+    values.
+    """
+    parameters = [
+        {"params": _parameter()},
+        {"params": _parameter(), "betas": (0.8, 0.99), "eps": 1e-6},
+    ]
     advice = advise_learning_rate(torch.optim.AdamW(parameters), 64, 256, by="batch")
     assert (advice.rule, advice.factor) == ("square root", 2.0)
     assert advice.betas == (pytest.approx((0.6, 0.996)), pytest.approx((0.2, 0.96)))
@@ -48,8 +56,12 @@ def test_decay_rates_that_the_rule_cannot_reach_are_left_alone() -> None:
         (torch.optim.Adagrad, "none"),
     ],
 )
-def test_the_rule_goes_by_the_kind_of_the_optimizer(make: Callable[..., Optimizer], rule: str) -> None:
-    """Plain steps are linear, normalised ones follow the root, and for others nothing is made up."""
+def test_the_rule_goes_by_the_kind_of_the_optimizer(
+    make: Callable[..., Optimizer], rule: str
+) -> None:
+    """Plain steps are linear, normalised ones follow the root, and for others nothing is made
+    up.
+    """
     advice = advise_learning_rate(make(_parameter(), lr=0.01), 8, 16, by="batch")
     assert advice.rule == rule
     assert (advice.factor == 1.0) is (rule == "none") is (advice.source == "")
@@ -58,7 +70,13 @@ def test_the_rule_goes_by_the_kind_of_the_optimizer(make: Callable[..., Optimize
 
 @pytest.mark.parametrize(
     ("arguments", "by"),
-    [((0, 8), "batch"), ((8, -1), "batch"), ((True, 8), "batch"), ((8, 2.0), "batch"), ((8, 8), "k")],
+    [
+        ((0, 8), "batch"),
+        ((8, -1), "batch"),
+        ((True, 8), "batch"),
+        ((8, 2.0), "batch"),
+        ((8, 8), "k"),
+    ],
 )
 def test_what_is_no_count_is_refused(arguments: Any, by: Any) -> None:
     """Batches are whole numbers from 1, and `by` is one of three words."""

@@ -1,4 +1,7 @@
-"""Where NaN and Inf come from: the ten cases of the research, decoys, and what the tracer sees and leaves behind."""
+"""Where NaN and Inf come from.
+
+The ten cases of the research, decoys, and what the tracer sees and leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,13 @@ def find(
         value.backward()
         return value.detach()
 
-    return trace(run_once, {"model": model}, list(model.named_parameters()), [("x", x), ("y", target)], SAMPLES)
+    return trace(
+        run_once,
+        {"model": model},
+        list(model.named_parameters()),
+        [("x", x), ("y", target)],
+        SAMPLES,
+    )
 
 
 def spoiled(place: tuple[int, ...], value: float) -> torch.Tensor:
@@ -103,7 +112,9 @@ def spoiled(place: tuple[int, ...], value: float) -> torch.Tensor:
     return x
 
 
-def reader(hidden: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Origin | None:
+def reader(
+    hidden: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Origin | None:
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         logits = model(x, hidden)
         return F.cross_entropy(logits, y) if loss_of is None else loss_of(logits)
@@ -171,7 +182,10 @@ TEN: dict[str, tuple[Callable[[], Origin | None], Truth]] = {
         Truth("x", "", "forward", "NaN in the batch (x)", (5,), "input"),
     ),
     "1e30 in sample 6": (
-        lambda: find(nn.Sequential(nn.Identity(), Apply(lambda x: x * x), nn.Linear(8, 4)), spoiled((6,), 1e30)),
+        lambda: find(
+            nn.Sequential(nn.Identity(), Apply(lambda x: x * x), nn.Linear(8, 4)),
+            spoiled((6,), 1e30),
+        ),
         Truth("mul", "1", "forward", "float32 range exceeded", (6,)),
     ),
     "NaN weight": (
@@ -195,11 +209,18 @@ TEN: dict[str, tuple[Callable[[], Origin | None], Truth]] = {
 
 @pytest.mark.parametrize("case", TEN)
 def test_each_of_the_ten_cases_is_named_in_full(case: str) -> None:
-    """Operation, module, phase, mechanism and samples are right in every case of the research's table."""
+    """Operation, module, phase, mechanism and samples are right in every case of the research's
+    table.
+    """
     run, truth = TEN[case]
     origin = run()
     assert origin is not None
-    assert (origin.kind, origin.op, origin.module, origin.phase) == (truth.kind, truth.op, truth.module, truth.phase)
+    assert (origin.kind, origin.op, origin.module, origin.phase) == (
+        truth.kind,
+        truth.op,
+        truth.module,
+        truth.phase,
+    )
     assert truth.mechanism in origin.mechanism
     if origin.kind == "operation":
         assert "test_provenance.py" in origin.line
@@ -253,10 +274,17 @@ class Root(torch.autograd.Function):
 
 
 def test_a_custom_function_is_named_by_its_class() -> None:
-    """A division in the backward of a custom Function is reported with the class, its line and its module."""
+    """A division in the backward of a custom Function is reported with the class, its line and
+    its module.
+    """
     origin = find(Net(lambda x: Root.apply((x * (x > 0)) ** 2)), torch.randn(SAMPLES, 8))
     assert origin is not None
-    assert (origin.op, origin.aten, origin.module, origin.phase) == ("Root", "aten.div", "blocks.2", "backward")
+    assert (origin.op, origin.aten, origin.module, origin.phase) == (
+        "Root",
+        "aten.div",
+        "blocks.2",
+        "backward",
+    )
     assert origin.line.endswith("in backward")
 
 
@@ -296,7 +324,9 @@ def test_fp16_overflow_of_scaled_gradients_is_distinguished() -> None:
 
 
 def test_running_statistics_are_not_blamed_for_the_batch_that_spoils_them() -> None:
-    """A NaN sample that BatchNorm writes into its buffers in the same step is traced to the batch."""
+    """A NaN sample that BatchNorm writes into its buffers in the same step is traced to the
+    batch.
+    """
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     origin = find(model, spoiled((3, 0), math.nan))
     assert origin is not None
@@ -305,7 +335,11 @@ def test_running_statistics_are_not_blamed_for_the_batch_that_spoils_them() -> N
 
 def left_behind() -> tuple[int, int, int]:
     hooks = len(torch_modules._global_forward_hooks) + len(torch_modules._global_forward_pre_hooks)
-    return hooks, len(torch_modules._global_forward_hooks_always_called), len(_get_current_dispatch_mode_stack())
+    return (
+        hooks,
+        len(torch_modules._global_forward_hooks_always_called),
+        len(_get_current_dispatch_mode_stack()),
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -342,11 +376,16 @@ def test_the_tracer_changes_neither_random_state_nor_values() -> None:
         return loss.detach()
 
     run_once()
-    assert trace(run_once, {"model": model}, list(model.named_parameters()), [("x", x)], SAMPLES) is None
+    assert (
+        trace(run_once, {"model": model}, list(model.named_parameters()), [("x", x)], SAMPLES)
+        is None
+    )
     assert all(torch.equal(plain, traced) for plain, traced in zip(*seen, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
 def test_nonfinite_is_exact_in_every_type(dtype: torch.dtype) -> None:
     """One NaN or Inf is found at its place, and a sum that overflows is no false alarm."""
     values = torch.ones(5, dtype=dtype)

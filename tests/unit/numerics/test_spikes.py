@@ -25,7 +25,9 @@ def healthy(seed: int, scatter: float = 0.2) -> Iterator[Pair]:
         yield 2.0 * math.exp(hardness), math.exp(hardness + chance.gauss(0, scatter))
 
 
-def feed(detector: SpikeDetector, pairs: Iterator[Pair], count: int, key: str = "all") -> list[Level]:
+def feed(
+    detector: SpikeDetector, pairs: Iterator[Pair], count: int, key: str = "all"
+) -> list[Level]:
     """Judge so many steps and accept all that are not hard."""
     levels = []
     for loss, norm in (next(pairs) for _ in range(count)):
@@ -46,7 +48,10 @@ def times(pairs: Iterator[Pair], loss: float, norm: float) -> Iterator[Pair]:
 
 
 def test_a_spike_needs_both_signals() -> None:
-    """Loss and norm far out are hard; a norm alone is calm; so is a loss alone, but a reason for suspicion."""
+    """Loss and norm far out are hard; a norm alone is calm.
+
+    So is a loss alone, but a reason for suspicion.
+    """
     detector, _ = warm()
     assert detector.judge("all", 2.0, 20.0) is Level.CALM
     assert detector.is_calm()
@@ -57,7 +62,9 @@ def test_a_spike_needs_both_signals() -> None:
 
 
 def test_a_warm_up_and_the_first_fall_of_the_loss_are_no_spikes() -> None:
-    """Norms that grow tenfold over a warm-up of the learning rate, while the loss falls by 300, alarm nobody."""
+    """Norms that grow tenfold over a warm-up of the learning rate, while the loss falls by 300,
+    alarm nobody.
+    """
     detector, chance = SpikeDetector(objective="minimize"), random.Random(3)
     for step in range(1500):
         loss = (0.01 + 3 * math.exp(-step / 250)) * math.exp(chance.gauss(0, 0.3))
@@ -69,7 +76,9 @@ def test_a_warm_up_and_the_first_fall_of_the_loss_are_no_spikes() -> None:
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
 def test_a_very_calm_run_is_not_alarmed_by_a_ripple(scale: float) -> None:
-    """Losses and norms that are all but constant may rise by 5 % and 20 % for good, at any scale."""
+    """Losses and norms that are all but constant may rise by 5 % and 20 % for good, at any
+    scale.
+    """
     detector = SpikeDetector(objective="minimize")
     for step in range(600):
         rise = step >= 300
@@ -90,7 +99,9 @@ def test_a_very_calm_run_is_not_alarmed_by_a_ripple(scale: float) -> None:
     ids=["log-normal", "student-2", "student-2 around zero", "mostly exactly zero"],
 )
 def test_heavy_tails_are_usual(heavy: Callable[[random.Random], Pair]) -> None:
-    """Of 20,000 healthy steps with heavy tails, loss and norm rising together, at most two are called hard."""
+    """Of 20,000 healthy steps with heavy tails, loss and norm rising together, at most two are
+    called hard.
+    """
     detector, chance = SpikeDetector(objective="minimize"), random.Random(4)
 
     def pairs() -> Iterator[Pair]:
@@ -103,7 +114,9 @@ def test_heavy_tails_are_usual(heavy: Callable[[random.Random], Pair]) -> None:
 
 
 def test_spikes_that_a_run_survives_become_its_tail() -> None:
-    """A run with a spike in every 150 steps is interrupted by the first two, and by larger ones, only."""
+    """A run with a spike in every 150 steps is interrupted by the first two, and by larger ones,
+    only.
+    """
     detector, pairs = warm()
     found = []
     for _ in range(12):
@@ -119,7 +132,10 @@ def test_spikes_that_a_run_survives_become_its_tail() -> None:
 
 @pytest.mark.parametrize(("loss", "norm"), [(20.0, 20.0), (4.0, 0.1), (1e30, 1e30)])
 def test_a_loss_that_stays_up_is_a_divergence_and_reported_once(loss: float, norm: float) -> None:
-    """Whether the norms explode or vanish, 40 steps suffice; if nobody acts, the new level is the usual one."""
+    """Whether the norms explode or vanish, 40 steps suffice.
+
+    If nobody acts, the new level is the usual one.
+    """
     detector, pairs = warm()
     levels = feed(detector, times(pairs, loss, norm), 400)
     assert levels.count(Level.DIVERGED) == 1
@@ -129,7 +145,9 @@ def test_a_loss_that_stays_up_is_a_divergence_and_reported_once(loss: float, nor
 
 
 def test_a_loss_that_creeps_up_is_a_divergence() -> None:
-    """A loss that grows by 0.5 % a step is suspected before it has doubled, and reported before it is fourfold."""
+    """A loss that grows by 0.5 % a step is suspected before it has doubled, and reported before
+    it is fourfold.
+    """
     detector, pairs = warm()
     suspected = diverged = None
     for step in range(400):
@@ -151,7 +169,11 @@ def test_a_loss_that_creeps_up_is_a_divergence() -> None:
 def test_after_a_rollback_statistics_are_those_of_then() -> None:
     """What 150 steps of divergence have left is forgotten, and the same spike is found again."""
     detector, pairs = warm()
-    saved, saved_at, usual = copy.deepcopy(detector.state_dict()), detector.steps, detector.usual_norm("all")
+    saved, saved_at, usual = (
+        copy.deepcopy(detector.state_dict()),
+        detector.steps,
+        detector.usual_norm("all"),
+    )
     assert usual is not None
     diverging = times(pairs, 30.0, 30.0)
     assert Level.DIVERGED in feed(detector, diverging, 150)
@@ -175,7 +197,10 @@ def test_a_level_that_is_up_from_the_first_step_after_a_rollback_is_the_data() -
 
 
 def test_weights_that_are_wrecked_again_at_once_are_a_divergence() -> None:
-    """One usual loss after the return, then high ones: the step in between did it, as at a rate that is too high."""
+    """One usual loss after the return, then high ones.
+
+    The step in between did it, as at a rate that is too high.
+    """
     detector, pairs = warm()
     harder, saved = times(pairs, 30.0, 30.0), copy.deepcopy(detector.state_dict())
     for _ in range(3):
@@ -196,10 +221,18 @@ def test_where_a_loss_means_nothing_every_step_is_calm(objective: str) -> None:
 
 @pytest.mark.parametrize(
     ("level", "action", "in_a_row", "patience", "rollbacks", "most", "kind"),
-    yaml.safe_load(Path(__file__).with_name("decisions.yaml").read_text(encoding="utf-8"))["spikes"],
+    yaml.safe_load(Path(__file__).with_name("decisions.yaml").read_text(encoding="utf-8"))[
+        "spikes"
+    ],
 )
 def test_the_answer_is_no_stronger_than_allowed(
-    level: str, action: str, in_a_row: int, patience: int | None, rollbacks: int, most: int, kind: str | None
+    level: str,
+    action: str,
+    in_a_row: int,
+    patience: int | None,
+    rollbacks: int,
+    most: int,
+    kind: str | None,
 ) -> None:
     """Each limit holds at its exact value; a rollback passes over the batches that led there."""
     decision = decide_after_spike(

@@ -15,7 +15,10 @@ def _event(step: int, **data: object) -> Event:
 
 
 def test_steps_come_back_with_all_their_facts(tmp_path: Path) -> None:
-    """A mark of a step keeps its kind, numbers and NaNs; what was not read is None, which is no NaN."""
+    """A mark of a step keeps its kind, numbers and NaNs.
+
+    What was not read is None, which is no NaN.
+    """
     box = BlackBox(tmp_path / "made" / "for-it")
     box.step(StepMark.BEGUN, 2**40, 16, math.nan, math.inf, 0.5)
     box.step(StepMark.SKIPPED, 3, 0, -0.0, 1e-300, 7.0)

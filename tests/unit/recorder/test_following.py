@@ -1,4 +1,6 @@
-"""Following rings: everything once, nothing twice, whatever the writer and the reader do in between."""
+"""Following rings: everything once, nothing twice, whatever the writer and the reader do in
+between.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,28 @@ _SLOT_BYTES = slot_struct(4).size
 
 def _sample(step: int, loss: float) -> StepSample:
     return StepSample(
-        step=step, micro_steps=2, loss=loss, grad_norm=0.5, learning_rate=1e-3, seconds=0.1, wait_seconds=0.01,
-        host_bytes=1, device_allocated_bytes=2, device_reserved_bytes=3, device_peak_bytes=4,
-    )  # fmt: skip
+        step=step,
+        micro_steps=2,
+        loss=loss,
+        grad_norm=0.5,
+        learning_rate=1e-3,
+        seconds=0.1,
+        wait_seconds=0.01,
+        host_bytes=1,
+        device_allocated_bytes=2,
+        device_reserved_bytes=3,
+        device_peak_bytes=4,
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches=st.lists(st.integers(0, 25), max_size=12), looks_first=st.booleans())
-def test_each_record_is_read_once_or_counted_as_lost(tmp_path_factory, batches: list[int], looks_first: bool) -> None:
-    """Records arrive in order without gaps, and those that a small ring overwrote between two looks are counted."""
+def test_each_record_is_read_once_or_counted_as_lost(
+    tmp_path_factory, batches: list[int], looks_first: bool
+) -> None:
+    """Records arrive in order without gaps, and those that a small ring overwrote between two
+    looks are counted.
+    """
     path = tmp_path_factory.mktemp("ring") / "r"
     ring, follower = RingWriter(path, payload_bytes=4, capacity=8), RingFollower(path)
     if looks_first:
@@ -39,7 +54,9 @@ def test_each_record_is_read_once_or_counted_as_lost(tmp_path_factory, batches: 
             written += 1
             ring.append(written.to_bytes(4, "little"))
         fresh = follower.records()
-        assert [record.sequence for record in fresh] == list(range(written - min(batch, 8) + 1, written + 1))
+        assert [record.sequence for record in fresh] == list(
+            range(written - min(batch, 8) + 1, written + 1)
+        )
         found += [int.from_bytes(record.payload, "little") for record in fresh]
     ring.close()
     assert found == sorted(set(found))
@@ -79,7 +96,9 @@ def test_a_ring_of_another_layout_is_followed_from_its_beginning(tmp_path: Path)
 
 
 def test_a_file_that_is_being_made_or_says_no_capacity_has_no_records(tmp_path: Path) -> None:
-    """An allocated file without a header is empty as yet, and a header with a capacity of 0 ends nothing."""
+    """An allocated file without a header is empty as yet, and a header with a capacity of 0 ends
+    nothing.
+    """
     path = tmp_path / "r"
     path.write_bytes(bytes(HEADER_BYTES + 100))
     follower = RingFollower(path)
@@ -94,7 +113,9 @@ def test_a_file_that_is_being_made_or_says_no_capacity_has_no_records(tmp_path: 
 
 
 def test_samples_and_marks_are_read_as_the_readers_do(tmp_path: Path) -> None:
-    """Followed samples are those that `read_samples` returns, and marks carry what the black box was given."""
+    """Followed samples are those that `read_samples` returns, and marks carry what the black box
+    was given.
+    """
     ring = SampleRing(tmp_path / "samples")
     for step in range(1, 6):
         ring.append(_sample(step, 1.0 / step))
@@ -107,7 +128,10 @@ def test_samples_and_marks_are_read_as_the_readers_do(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_held_back_until_its_loss_arrived(tmp_path: Path) -> None:
-    """A loss that is amended later comes with its value; one that never comes is None after 16 steps."""
+    """A loss that is amended later comes with its value.
+
+    One that never comes is None after 16 steps.
+    """
     ring, follower = SampleRing(tmp_path / "s"), SampleFollower(tmp_path / "s")
     ring.append(_sample(1, 0.5))
     number = ring.write(2, 1, None, 0.5, 1e-3, 0.1, 0.0, 0, 0, 0, 0)
@@ -128,7 +152,12 @@ def test_events_in_parts_arrive_when_their_last_part_is_written(tmp_path: Path) 
     found = []
     for number, size in enumerate((1, 3, 1, 9, 2)):
         box.event(
-            Event(kind="k", global_step=number, unix_seconds=1.0, data={"text": "x" * (PART_BYTES * (size - 1))})
+            Event(
+                kind="k",
+                global_step=number,
+                unix_seconds=1.0,
+                data={"text": "x" * (PART_BYTES * (size - 1))},
+            )
         )
         found += follower.new()
     assert found == read_events(tmp_path)

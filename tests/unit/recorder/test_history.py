@@ -1,4 +1,7 @@
-"""What a ring of steps does not hold any more: kept in short, through kills, damage and a full disk."""
+"""What a ring of steps does not hold any more.
+
+Kept in short, through kills, damage and a full disk.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,9 @@ def _write(path: Path, steps: range, **losses: float) -> None:
 
 
 def test_a_page_of_a_million_steps_shows_all_of_them_and_stays_small(tmp_path: Path) -> None:
-    """From the first step to the last, with a single peak and a single NaN long ago, in 2 MB beside the script."""
+    """From the first step to the last, with a single peak and a single NaN long ago, in 2 MB
+    beside the script.
+    """
     pytest.importorskip("plotly")
     from holdfast.report.offline_page import plotly_script
 
@@ -68,7 +73,11 @@ def test_a_page_of_a_million_steps_shows_all_of_them_and_stays_small(tmp_path: P
     assert 0 <= 300_000 - crosses["x"][0] < 2048
     assert gather(run).lanes[0].columns["host_bytes"].finite.max() == _STEPS - _STEPS % 7
     copied = CliRunner().invoke(make_app("metrics"), ["metrics", str(run), "--jsonl", "-"])
-    steps = [json.loads(text)["step"] for text in copied.output.splitlines() if text.startswith('{"kind":"step"')]
+    steps = [
+        json.loads(text)["step"]
+        for text in copied.output.splitlines()
+        if text.startswith('{"kind":"step"')
+    ]
     assert (steps[0], steps[-1], steps == sorted(steps)) == (1, _STEPS, True)
     assert "not recorded" not in copied.output
 
@@ -85,7 +94,9 @@ while True:
 
 
 def test_killed_again_and_again_it_loses_nothing(tmp_path: Path) -> None:
-    """After SIGKILLs at random moments the history and the ring together hold each mark of a guard once."""
+    """After SIGKILLs at random moments the history and the ring together hold each mark of a
+    guard once.
+    """
     chance, number, newest = random.Random(1), 0, 0
     while newest < 40_000:
         command = [sys.executable, "-c", _WRITER, str(tmp_path), str(number)]
@@ -110,8 +121,13 @@ def test_a_damaged_history_is_never_an_error(tmp_path: Path) -> None:
     _write(ring, range(1, 33_000))
     whole = (history := ring.with_name(ring.name + SUFFIX)).read_bytes()
     for _ in range(300):
-        at, junk = chance.randrange(len(whole)) // chance.choice((1, 1000)), chance.randbytes(chance.randrange(400))
-        history.write_bytes((whole[:at] + junk + whole[at + len(junk) :])[: chance.randrange(2 * len(whole))])
+        at, junk = (
+            chance.randrange(len(whole)) // chance.choice((1, 1000)),
+            chance.randbytes(chance.randrange(400)),
+        )
+        history.write_bytes(
+            (whole[:at] + junk + whole[at + len(junk) :])[: chance.randrange(2 * len(whole))]
+        )
         rows = read_history(ring).rows
         assert len(rows) <= 256
         with np.errstate(all="ignore"):
@@ -119,7 +135,10 @@ def test_a_damaged_history_is_never_an_error(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_stops_nothing_and_is_said(tmp_path: Path) -> None:
-    """The page has what the ring holds and says what is gone; the next half is kept once there is a place for it."""
+    """The page has what the ring holds and says what is gone.
+
+    The next half is kept once there is a place for it.
+    """
     ring = add_process(tmp_path) / SAMPLES_FILE
     blocked = ring.with_name(f".{ring.name}{SUFFIX}")
     blocked.mkdir()

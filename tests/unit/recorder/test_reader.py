@@ -17,7 +17,12 @@ def _record(directory: Path, *sizes: int) -> list[Event]:
     """Write one event for each size; its facts take so many parts of the ring."""
     box = BlackBox(directory)
     events = [
-        Event(kind="k", global_step=number, unix_seconds=0.0, data={"text": "x" * (PART_BYTES * (size - 1))})
+        Event(
+            kind="k",
+            global_step=number,
+            unix_seconds=0.0,
+            data={"text": "x" * (PART_BYTES * (size - 1))},
+        )
         for number, size in enumerate(sizes, start=1)
     ]
     for event in events:
@@ -35,7 +40,9 @@ def test_a_directory_without_a_recording_is_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"), [(b"something else ", "no recording"), (b"HOLDRING\2\0\0\0", "version 2")]
 )
-def test_what_is_no_recording_or_a_newer_one_is_refused(damage: bytes, words: str, tmp_path: Path) -> None:
+def test_what_is_no_recording_or_a_newer_one_is_refused(
+    damage: bytes, words: str, tmp_path: Path
+) -> None:
     """It is an H305 that names the file, instead of a guess."""
     _record(tmp_path, 1)
     with (tmp_path / EVENTS_FILE).open("r+b") as file:
@@ -60,7 +67,9 @@ def test_payloads_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
     steps.append(STEP.pack(2, 0, 1, 1, 0.0, 0.0, 0.0))
     steps.close()
     assert [record.global_step for record in read_steps(tmp_path)] == [1]
-    events = RingWriter(tmp_path / EVENTS_FILE, payload_bytes=PART.size + PART_BYTES, capacity=2_048)
+    events = RingWriter(
+        tmp_path / EVENTS_FILE, payload_bytes=PART.size + PART_BYTES, capacity=2_048
+    )
     for body in (b"\xff\xfe{", b"5", b"[1, 2]", b'["kind", 1, 2.0, [3]]', b'["kind", 1, 2.0, {}]'):
         events.append(PART.pack(0, 1) + body)
     events.close()
@@ -68,11 +77,18 @@ def test_payloads_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_an_event_that_cannot_be_written_down_is_recorded_all_the_same(tmp_path: Path) -> None:
-    """Facts that are no JSON never stop the run that they are about: a path and an exception become their texts."""
+    """Facts that are no JSON never stop the run that they are about.
+
+    A path and an exception become their texts.
+    """
     box = BlackBox(tmp_path)
     circle: list[object] = []
     circle.append(circle)
-    for facts in ({"path": Path("/x"), "error": ValueError("bad")}, {"a": {(1, 2): 3}}, {"a": circle}):
+    for facts in (
+        {"path": Path("/x"), "error": ValueError("bad")},
+        {"a": {(1, 2): 3}},
+        {"a": circle},
+    ):
         box.event(Event(kind="odd", global_step=1, unix_seconds=0.0, data=facts))
     box.close()
     texts, *unreadable = [event.data for event in read_events(tmp_path)]

@@ -39,7 +39,9 @@ def test_another_layout_starts_a_new_ring(path: Path) -> None:
 
 
 def test_a_foreign_file_is_moved_and_not_destroyed(path: Path) -> None:
-    """Bytes that are no ring lie under ``.old`` afterwards, whole, while a file of no bytes is just used."""
+    """Bytes that are no ring lie under ``.old`` afterwards, whole, while a file of no bytes is
+    just used.
+    """
     path.write_bytes(b"something of yours")
     _fill(path, range(1, 3), capacity=4)
     assert path.with_name("test.ring.old").read_bytes() == b"something of yours"

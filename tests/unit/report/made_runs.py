@@ -1,6 +1,9 @@
-"""Run directories for the tests of reports: written with the real writers, at times that are chosen.
+"""Run directories for the tests of reports.
 
-Does not: train. The rings of samples are packed here, since their writer stamps each record with the time of day.
+Written with the real writers, at times that are chosen.
+
+Does not: train. The rings of samples are packed here, since their writer stamps each record with
+    the time of day.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from holdfast.recorder.run_files import (
 )
 
 BEGAN = 1_790_000_000.0  # 2026-09-21 14:13:20 UTC
-GONE = 4_100_000  # a pid that no process has here: the kernel's largest is 4,194,304 and they are given in order
+# A pid that no process has here: the kernel's largest is 4,194,304 and they are given in order
+GONE = 4_100_000
 
 
 @dataclass
@@ -81,10 +85,17 @@ def write_samples(path: Path, samples: Sequence[StepSample]) -> None:
             is_read = sum(1 << place for place, value in enumerate(values) if value is not None)
             is_read |= each.optimizer << 8
             payload = _SAMPLE.pack(
-                each.step, each.micro_steps, is_read, *(math.nan if value is None else value for value in values),
-                each.seconds, each.wait_seconds, each.host_bytes, each.device_allocated_bytes,
-                each.device_reserved_bytes, each.device_peak_bytes,
-            )  # fmt: skip
+                each.step,
+                each.micro_steps,
+                is_read,
+                *(math.nan if value is None else value for value in values),
+                each.seconds,
+                each.wait_seconds,
+                each.host_bytes,
+                each.device_allocated_bytes,
+                each.device_reserved_bytes,
+                each.device_peak_bytes,
+            )
             file.seek(HEADER_BYTES + sequence % capacity * slot.size)
             file.write(slot.pack(sequence, round(each.unix_seconds * 1e9), payload, sequence))
 
@@ -99,13 +110,18 @@ def write_events(directory: Path, *events: Event) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[Callable[[], None]]:
-    """Hold a lock in another process; return a function that lets it go, at the end at the latest."""
+    """Hold a lock in another process.
+
+    Return a function that lets it go, at the end at the latest.
+    """
     code = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
         "print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdin is not None
         assert holder.stdout.readline() == "held\n"
@@ -127,7 +143,13 @@ def add_process(
 ) -> Path:
     """Add an observed process; with this process's own pid it is alive."""
     ticks = own_ticks() if pid == os.getpid() else 7
-    said = {"role": "trainer", "argv": ["python", "train.py"], "torch": "2.13.0", "started": BEGAN + 1, **said}
+    said = {
+        "role": "trainer",
+        "argv": ["python", "train.py"],
+        "torch": "2.13.0",
+        "started": BEGAN + 1,
+        **said,
+    }
     folder = write_process(run, ProcessInfo(pid=pid, ticks=ticks, ppid=1, **said))
     if samples:
         write_samples(folder / SAMPLES_FILE, samples)
@@ -140,7 +162,9 @@ def add_process(
     return folder
 
 
-def make_run(run: Path, *, steps: int = 300, ranks: int = 1, verdict: bool = True, **supervised: Any) -> Path:
+def make_run(
+    run: Path, *, steps: int = 300, ranks: int = 1, verdict: bool = True, **supervised: Any
+) -> Path:
     """Make a run of one attempt that ended in an exception."""
     run.mkdir(parents=True, exist_ok=True)
     facts = {
@@ -163,15 +187,29 @@ def make_run(run: Path, *, steps: int = 300, ranks: int = 1, verdict: bool = Tru
     for rank in range(ranks):
         add_process(
             run,
-            [sample(step, loss=2.5 / math.sqrt(step) + 0.05 * rank) for step in range(1, steps + 1)],
-            happened("exception", end - 0.2, steps, type="RuntimeError", message="shapes differ", fatal=True),
+            [
+                sample(step, loss=2.5 / math.sqrt(step) + 0.05 * rank)
+                for step in range(1, steps + 1)
+            ],
+            happened(
+                "exception",
+                end - 0.2,
+                steps,
+                type="RuntimeError",
+                message="shapes differ",
+                fatal=True,
+            ),
             phase=Phase.FORWARD_BACKWARD,
             pid=GONE + rank,
             rank=rank if ranks > 1 else None,
         )
-    (run / OUTPUT_FILE).write_text("--- holdfast: attempt 0 ---\nepoch 0\repoch 1\nRuntimeError: shapes differ\n")
+    (run / OUTPUT_FILE).write_text(
+        "--- holdfast: attempt 0 ---\nepoch 0\repoch 1\nRuntimeError: shapes differ\n"
+    )
     (run / "stacks").mkdir(exist_ok=True)
-    (run / "stacks" / f"0001-{GONE}-a.txt").write_text('Thread 1 (idle): "MainThread"\n    forward (model.py:31)\n')
+    (run / "stacks" / f"0001-{GONE}-a.txt").write_text(
+        'Thread 1 (idle): "MainThread"\n    forward (model.py:31)\n'
+    )
     if verdict:
         (run / VERDICT_FILE).write_text(json.dumps(VERDICT))
     return run
@@ -181,14 +219,27 @@ VERDICT: dict[str, Any] = {
     "cause": "H970",
     "family": "shape or type",
     "title": "a matrix product got shapes that do not fit",
-    "summary": "The training stopped at step 300 in the forward pass of layer `proj`: the input has 80 features and "
-    "the layer expects 128. The first 299 batches had 128.",
+    "summary": (
+        "The training stopped at step 300 in the forward pass of layer `proj`: the input has 80"
+        " features and the layer expects 128. The first 299 batches had 128."
+    ),
     "fix": "Look at the batch that the loader gave at step 300; pad or drop what has 80 mel bands.",
     "confidence": 0.93,
     "evidence": [
-        {"text": "RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x80 and 128x256)", "source": "rank 0",
-         "role": "root", "unix_seconds": BEGAN + 36, "rank": None},
-        {"text": "exit status 1", "source": "attempt 0", "role": "fact", "unix_seconds": None, "rank": None},
+        {
+            "text": "RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x80 and 128x256)",
+            "source": "rank 0",
+            "role": "root",
+            "unix_seconds": BEGAN + 36,
+            "rank": None,
+        },
+        {
+            "text": "exit status 1",
+            "source": "attempt 0",
+            "role": "fact",
+            "unix_seconds": None,
+            "rank": None,
+        },
     ],
     "runner_up": ["H975", "a tensor has another dtype than the weights", 0.04],
     "tried": [],
@@ -199,4 +250,4 @@ VERDICT: dict[str, Any] = {
     "rank": None,
     "step": 300,
     "exit_code": 21,
-}  # fmt: skip
+}

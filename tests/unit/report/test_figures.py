@@ -1,4 +1,6 @@
-"""Figures: what plotly accepts, with every curve and mark where it belongs, for runs of every size."""
+"""Figures: what plotly accepts, with every curve and mark where it belongs, for runs of every
+size.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,16 @@ graph_objects = pytest.importorskip("plotly.graph_objects")
 
 def _validated(figure):
     """Return plotly's own object; it raises for an attribute or a value that it does not know."""
-    return graph_objects.Figure(json.loads(json.dumps(as_json_value(figure, depth=12), allow_nan=False)))
+    return graph_objects.Figure(
+        json.loads(json.dumps(as_json_value(figure, depth=12), allow_nan=False))
+    )
 
 
 def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
-    """Plotly knows every attribute; each rank has its curves, or all have one, and each event a mark on its row."""
+    """Plotly knows every attribute.
+
+    Each rank has its curves, or all have one, and each event a mark on its row.
+    """
     drawn = figures(gather(make_run(tmp_path, ranks=2)))
     timeline, steps = _validated(drawn["timeline"]), _validated(drawn["steps"])
     assert {trace.name for trace in steps.data} == {"rank 0", "rank 1", "all alike", "error"}
@@ -29,14 +36,22 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
     assert titles == [
         f"<b>{title}</b>"
         for title in (
-            "loss", "gradient norm", "learning rate", "host memory", "waiting for data", "seconds a step"
+            "loss",
+            "gradient norm",
+            "learning rate",
+            "host memory",
+            "waiting for data",
+            "seconds a step",
         )
-    ]  # fmt: skip
+    ]
     assert sum(bool(trace.showlegend) for trace in steps.data) == 3
     assert list(timeline.layout.yaxis.categoryarray) == ["rank 1", "rank 0", "supervisor"]
     (marks,) = [trace for trace in timeline.data if trace.name == "error"]
     assert list(marks.y) == ["rank 0", "rank 1"]
-    assert marks.hovertext[0] == "rank 0, step 300, exception: shapes differ; type RuntimeError; fatal True"
+    assert (
+        marks.hovertext[0]
+        == "rank 0, step 300, exception: shapes differ; type RuntimeError; fatal True"
+    )
     (bars,) = [trace for trace in timeline.data if trace.name == "training"]
     assert bars.base[0] == "2026-09-21 14:13:25.000"
     assert bars.x[0] == pytest.approx(30_000)
@@ -64,9 +79,14 @@ def test_nan_is_a_gap_with_a_mark(tmp_path):
 
 
 def test_a_rank_whose_losses_are_all_nan_is_marked_at_the_foot_of_the_panel(tmp_path):
-    """On a logarithmic axis zero is nowhere: the crosses stand at the least value that any rank has."""
+    """On a logarithmic axis zero is nowhere.
+
+    The crosses stand at the least value that any rank has.
+    """
     add_process(tmp_path, [sample(step, loss=10.0 ** (3 - step)) for step in range(1, 6)], rank=0)
-    add_process(tmp_path, [sample(step, loss=math.nan) for step in range(1, 6)], rank=1, pid=GONE + 1)
+    add_process(
+        tmp_path, [sample(step, loss=math.nan) for step in range(1, 6)], rank=1, pid=GONE + 1
+    )
     figure = figures(gather(tmp_path))["steps"]
     assert figure["layout"]["yaxis"]["type"] == "log"
     (marks,) = [trace for trace in figure["data"] if trace["name"] == "not finite"]
@@ -74,7 +94,10 @@ def test_a_rank_whose_losses_are_all_nan_is_marked_at_the_foot_of_the_panel(tmp_
 
 
 def test_values_over_decades_get_a_logarithmic_axis(tmp_path):
-    """A norm that explodes is readable below the explosion too; a loss of one magnitude stays linear."""
+    """A norm that explodes is readable below the explosion too.
+
+    A loss of one magnitude stays linear.
+    """
     add_process(tmp_path, [sample(step, grad_norm=10.0 ** (step % 7)) for step in range(1, 50)])
     layout = figures(gather(tmp_path))["steps"]["layout"]
     assert "type" not in layout["yaxis"]
@@ -91,16 +114,24 @@ def test_a_constant_learning_rate_is_not_drawn_as_zero(tmp_path):
     """Its axis is as narrow as the rate is small: around it, and without 0."""
     add_process(tmp_path, [sample(step, learning_rate=1e-4) for step in range(1, 11)])
     layout = figures(gather(tmp_path))["steps"]["layout"]
-    ranges = [axis["range"] for name, axis in layout.items() if name.startswith("yaxis") and "range" in axis]
+    ranges = [
+        axis["range"]
+        for name, axis in layout.items()
+        if name.startswith("yaxis") and "range" in axis
+    ]
     assert [5e-5, 1.5e-4] in [[pytest.approx(each) for each in pair] for pair in ranges]
 
 
 def test_ranks_share_a_curve_where_they_recorded_the_same(tmp_path):
     """The losses of two ranks differ and are two curves; the learning rate is one."""
     for rank in (0, 1):
-        samples = [sample(step, loss=1.0 / (step + rank), learning_rate=0.3 / step) for step in range(1, 6)]
+        samples = [
+            sample(step, loss=1.0 / (step + rank), learning_rate=0.3 / step) for step in range(1, 6)
+        ]
         add_process(tmp_path, samples, rank=rank, pid=GONE + rank)
     figure = figures(gather(tmp_path))["steps"]
-    (rate,) = [trace for trace in figure["data"] if trace["name"] == "all alike" and trace["y"][0] == 0.3]
+    (rate,) = [
+        trace for trace in figure["data"] if trace["name"] == "all alike" and trace["y"][0] == 0.3
+    ]
     assert rate["y"] == [pytest.approx(0.3 / step) for step in range(1, 6)]
     assert {"rank 0", "rank 1"} <= {trace["name"] for trace in figure["data"]}

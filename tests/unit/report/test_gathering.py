@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.report.made_runs import BEGAN, GONE, add_process, happened, make_run, sample, write_events
+from tests.unit.report.made_runs import (
+    BEGAN,
+    GONE,
+    add_process,
+    happened,
+    make_run,
+    sample,
+    write_events,
+)
 from typer.testing import CliRunner
 
 import holdfast
@@ -32,7 +40,9 @@ def _train(run_dir: Path, steps: int) -> None:
 
 
 def test_a_supervised_run_is_gathered_whole(tmp_path):
-    """Samples, events of all processes by time, the verdict, stacks and the end of the output are in the picture."""
+    """Samples, events of all processes by time, the verdict, stacks and the end of the output
+    are in the picture.
+    """
     picture = gather(make_run(tmp_path, ranks=2))
     assert [lane.label for lane in picture.lanes] == ["rank 0", "rank 1"]
     lane = picture.lanes[1]
@@ -63,10 +73,17 @@ def test_the_run_directory_of_a_plain_guard_is_a_run_too(tmp_path):
 
 
 def test_a_guard_inside_an_observed_process_adds_its_events_and_checkpoints(tmp_path):
-    """The run directory that the process named is read as well; its steps are not drawn a second time."""
+    """The run directory that the process named is read as well.
+
+    Its steps are not drawn a second time.
+    """
     _train(tmp_path / "guarded", 4)
     run = tmp_path / "run"
-    add_process(run, [sample(step) for step in range(1, 5)], happened("guard", 2, path=str(tmp_path / "guarded")))
+    add_process(
+        run,
+        [sample(step) for step in range(1, 5)],
+        happened("guard", 2, path=str(tmp_path / "guarded")),
+    )
     picture = gather(run)
     assert [lane.label for lane in picture.lanes] == [f"trainer {GONE}"]
     assert {"guard", "checkpoint_saved"} <= {seen.event.kind for seen in picture.events}
@@ -74,10 +91,14 @@ def test_a_guard_inside_an_observed_process_adds_its_events_and_checkpoints(tmp_
 
 
 def test_processes_of_several_attempts_have_names_of_their_own(tmp_path):
-    """The rank alone is not a name when a run was restarted, or when a launcher started a rank twice."""
+    """The rank alone is not a name when a run was restarted, or when a launcher started a rank
+    twice.
+    """
     for pid, attempt in ((GONE, 0), (GONE + 1, 1), (GONE + 2, 1)):
         add_process(tmp_path, [sample(1)], pid=pid, rank=0, attempt=attempt, started=BEGAN + pid)
-    add_process(tmp_path, pid=GONE + 3, rank=0, attempt=1, role="loader worker", started=BEGAN + 2 * GONE)
+    add_process(
+        tmp_path, pid=GONE + 3, rank=0, attempt=1, role="loader worker", started=BEGAN + 2 * GONE
+    )
     labels = [source.label for source in find_sources(tmp_path)]
     assert len(set(labels)) == 4
     assert labels[0] == "rank 0, attempt 0"
@@ -87,7 +108,11 @@ def test_processes_of_several_attempts_have_names_of_their_own(tmp_path):
 def test_an_empty_or_foreign_directory_is_refused_by_name(tmp_path):
     """What holds no recording is an H731; a file, and a path that does not exist, is an H733."""
     (tmp_path / "file").write_text("x")
-    for path, rule in ((tmp_path, "H731"), (tmp_path / "file", "H733"), (tmp_path / "none", "H733")):
+    for path, rule in (
+        (tmp_path, "H731"),
+        (tmp_path / "file", "H733"),
+        (tmp_path / "none", "H733"),
+    ):
         with pytest.raises(RunDirectoryError, match=re.escape(str(path))) as caught:
             check_run(path)
         assert caught.value.rule == rule
@@ -98,10 +123,16 @@ def test_damaged_json_files_leave_the_rest(tmp_path):
     run = make_run(tmp_path, ranks=2)
     (run / SUPERVISED_FILE).write_bytes(b"\xff\x00{")
     next((run / PROCESSES_FOLDER).glob("*/process.json")).write_text('{"pid": "x", "started": []}')
-    (run / VERDICT_FILE).write_text(json.dumps({"cause": 7, "evidence": "x", "confidence": "high", "runner_up": 3}))
+    (run / VERDICT_FILE).write_text(
+        json.dumps({"cause": 7, "evidence": "x", "confidence": "high", "runner_up": 3})
+    )
     picture = gather(run)
     assert len(picture.lanes) == 1
-    assert (picture.verdict.cause, picture.verdict.family, picture.verdict.confidence) == ("7", "unknown", 0.0)
+    assert (picture.verdict.cause, picture.verdict.family, picture.verdict.confidence) == (
+        "7",
+        "unknown",
+        0.0,
+    )
 
 
 def test_events_that_make_no_sense_are_left_out(tmp_path):
@@ -142,7 +173,10 @@ def test_damaged_checkpoints_are_listed_as_what_they_are(tmp_path):
 
 
 def test_steps_that_are_not_recorded_any_more_are_said_everywhere(tmp_path):
-    """A ring keeps the newest 32,768 steps: page, events, watch, explain and metrics name the first that is left."""
+    """A ring keeps the newest 32,768 steps.
+
+    Page, events, watch, explain and metrics name the first that is left.
+    """
     run = make_run(tmp_path / "run", steps=33_000, verdict=False)
     assert any("before step 233 are not recorded" in each for each in gather(run).problems)
     for command in ("events", "explain", "watch --once", "metrics --jsonl /dev/null"):

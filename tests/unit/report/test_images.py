@@ -30,12 +30,16 @@ def shown(run) -> list[tuple[str, int]]:
 
 
 def test_the_page_shows_the_newest_and_some_earlier_ones_of_each_tag(tmp_path):
-    """Each tag has its newest image, its oldest and three between, embedded and enlarged by a whole number."""
+    """Each tag has its newest image, its oldest and three between, embedded and enlarged by a
+    whole number.
+    """
     run = make_run(tmp_path)
     files = {step: add(run, "samples", step, level=step) for step in range(10, 26)}
     add(run, "alignment", 3, size=(300, 400, 3))
     assert shown(run) == [("alignment", 3), *(("samples", step) for step in (25, 21, 17, 14, 10))]
-    elements = [attributes for tag, attributes in parsed(render(gather(run))).elements if tag == "img"]
+    elements = [
+        attributes for tag, attributes in parsed(render(gather(run))).elements if tag == "img"
+    ]
     assert [(each["alt"], each["width"]) for each in elements[:2]] == [
         ("alignment, step 3", "400"),
         ("samples, step 25", "318"),
@@ -46,7 +50,10 @@ def test_the_page_shows_the_newest_and_some_earlier_ones_of_each_tag(tmp_path):
 
 
 def test_what_is_no_image_is_passed_over_with_a_sentence(tmp_path):
-    """Broken, huge, foreign and linked files and pipes leave a sentence; the others are shown; nothing waits."""
+    """Broken, huge, foreign and linked files and pipes leave a sentence; the others are shown.
+
+    Nothing waits.
+    """
     run = make_run(tmp_path / "run")
     whole = add(run, "good", 5)
     folder = run / "images" / "good"
@@ -61,13 +68,17 @@ def test_what_is_no_image_is_passed_over_with_a_sentence(tmp_path):
     picture = gather(run)
     assert [(seen.tag, seen.global_step) for seen in picture.images] == [("good", 5)]
     told = [problem for problem in picture.problems if "is left out" in problem]
-    assert [problem.split(" is ")[0] for problem in told] == [f"image good of step {step}" for step in (4, 3, 2, 1)]
+    assert [problem.split(" is ")[0] for problem in told] == [
+        f"image good of step {step}" for step in (4, 3, 2, 1)
+    ]
     assert "not a whole PNG file" in told[2]
     assert told[0] in " ".join(parsed(render(picture)).texts["p"])
 
 
 def test_the_page_stays_bounded(tmp_path, monkeypatch):
-    """Beyond the bound the newest image of each tag comes first, and the page says how many are missing."""
+    """Beyond the bound the newest image of each tag comes first, and the page says how many are
+    missing.
+    """
     run = make_run(tmp_path)
     size = max(len(add(run, tag, step)) for tag in ("a", "b") for step in (1, 2, 3))
     monkeypatch.setattr(images, "_MOST_BYTES_IN_ALL", 3 * size)
@@ -79,7 +90,9 @@ def test_a_hostile_tag_does_nothing(tmp_path):
     """The name of a folder is text in the page, whatever it holds."""
     run = make_run(tmp_path)
     for text in HOSTILE:
-        name = os.fsdecode(text.replace("/", "|").replace("\0", "").encode("utf-8", "surrogatepass"))
+        name = os.fsdecode(
+            text.replace("/", "|").replace("\0", "").encode("utf-8", "surrogatepass")
+        )
         add(run, name, 1)
     found = parsed(render(gather(run)))
     pictures = [attributes for tag, attributes in found.elements if tag == "img"]

@@ -40,7 +40,13 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.progress import Phase, read_board
 from holdfast.recorder.reader import read_steps
-from holdfast.recorder.run_files import BOARD_FILE, PROCESSES_FOLDER, SAMPLES_FILE, SUPERVISOR_FOLDER, VERDICT_FILE
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    PROCESSES_FOLDER,
+    SAMPLES_FILE,
+    SUPERVISOR_FOLDER,
+    VERDICT_FILE,
+)
 from holdfast.report.live import draw, follow
 from holdfast.report.severity import in_words
 from holdfast.report.watching import Runs, Watched
@@ -53,14 +59,20 @@ PACE = ", 16 samples/s and 0.5 steps/s with all breaks"  # of two ranks
 def drawn(watched: Watched, width: int, *, terminal: bool = False) -> str:
     screen = io.StringIO()
     console = Console(
-        file=screen, width=width, height=60, force_terminal=terminal, color_system="truecolor" if terminal else None
+        file=screen,
+        width=width,
+        height=60,
+        force_terminal=terminal,
+        color_system="truecolor" if terminal else None,
     )
     console.print(draw(watched.look(), width))
     return screen.getvalue()
 
 
 def _running(tmp_path: Path) -> tuple[Path, Clock]:
-    """Make a run of two ranks of this very process, which is alive, a rank that is gone and a worker that ended."""
+    """Make a run of two ranks of this very process, which is alive, a rank that is gone and a
+    worker that ended.
+    """
     run = make_run(tmp_path / "train-20260921-141320", ranks=0, verdict=False)
     (run / "supervisor" / "events.ring").unlink()
     write_events(run / "supervisor", happened("attempt_started", 0.5, attempt=0, argv=["python"]))
@@ -71,14 +83,17 @@ def _running(tmp_path: Path) -> tuple[Path, Clock]:
     ]
     samples[-1] = sample(1200, host_bytes=900 << 20, loss=0.0719, grad_norm=0.62, **memory)
     here = {"pid": os.getpid(), "started": BEGAN + 1}
-    folder = add_process(run, samples, happened("checkpoint_saved", 60, 600), phase=Phase.DATA_WAIT, rank=0, **here)
+    folder = add_process(
+        run, samples, happened("checkpoint_saved", 60, 600), phase=Phase.DATA_WAIT, rank=0, **here
+    )
     other = folder.with_name(f"0{folder.name}")  # the same process as another rank
     other.mkdir()
     for path in folder.iterdir():
         text = path.read_bytes()
         (other / path.name).write_bytes(text.replace(b'"rank": 0', b'"rank": 1'))
     write_samples(other / SAMPLES_FILE, [*samples[:-1], sample(1200, loss=math.nan)])
-    add_process(run, phase=Phase.ENDING, role="loader worker", rank=0)  # of an epoch that is over: not shown
+    # Of an epoch that is over: not shown
+    add_process(run, phase=Phase.ENDING, role="loader worker", rank=0)
     add_process(run, [sample(3)], phase=Phase.SAVING, pid=GONE + 1, rank=2)
     standing = read_board(folder / BOARD_FILE)
     return run, Clock(unix=BEGAN + 130.0, monotonic=standing.since_seconds + 12.25)
@@ -100,7 +115,9 @@ def test_the_view_looks_like_its_snapshot(tmp_path, width):
 
 
 def test_the_numbers_of_the_view_are_those_of_the_run(tmp_path):
-    """Rate, share of waiting, memory and the time in a phase follow from the samples and the board."""
+    """Rate, share of waiting, memory and the time in a phase follow from the samples and the
+    board.
+    """
     run, clock = _running(tmp_path)
     run_now = Watched(run, clock).look()
     trainer = run_now.processes[0]
@@ -111,14 +128,18 @@ def test_the_numbers_of_the_view_are_those_of_the_run(tmp_path):
     assert trainer.grad_norm == 0.62
     assert trainer.host_bytes == 900 << 20
     assert run_now.processes[1].loss != run_now.processes[1].loss
-    assert [process.alive for process in run_now.processes[2:]] == [False]  # the worker has ended and is forgotten
+    # The worker has ended and is forgotten
+    assert [process.alive for process in run_now.processes[2:]] == [False]
     assert run_now.state == "running"
 
 
 def test_hostile_text_neither_colours_nor_moves_anything(tmp_path):
     """No markup is read and no escape sequence of the run reaches the terminal."""
     run = hostile_run(tmp_path)
-    write_events(run / "supervisor", *(happened(f"[bold red]{text}[/]", 50, text=text) for text in HOSTILE[:8]))
+    write_events(
+        run / "supervisor",
+        *(happened(f"[bold red]{text}[/]", 50, text=text) for text in HOSTILE[:8]),
+    )
     plain = drawn(Watched(run, SystemClock()), 200)
     assert "\x1b" not in plain
     assert "[bold red]" in plain
@@ -129,7 +150,9 @@ def test_hostile_text_neither_colours_nor_moves_anything(tmp_path):
 
 
 def test_the_run_of_a_plain_guard_can_be_watched(tmp_path):
-    """Without a supervisor the guard's own marks tell the step and the loss, and its lock whether it goes on."""
+    """Without a supervisor the guard's own marks tell the step and the loss, and its lock
+    whether it goes on.
+    """
     box = BlackBox(tmp_path / "recorder" / "rank0")
     for step in range(1, 6):
         box.step(StepMark.COMMITTED, step, 8, 1.0 / step, 0.5, 0.25)
@@ -194,8 +217,13 @@ def test_a_run_on_another_machine_is_not_called_dead(tmp_path):
 
 
 def test_a_run_that_waits_to_restart_says_so_until_its_supervisor_is_gone(tmp_path):
-    """Between two attempts nothing runs, and the run has not ended; with the lock free it has. One was made."""
-    write_events(tmp_path / "supervisor", happened("restart", 5, attempt=1, cause="H1604", delay_seconds=60))
+    """Between two attempts nothing runs, and the run has not ended; with the lock free it has.
+
+    One was made.
+    """
+    write_events(
+        tmp_path / "supervisor", happened("restart", 5, attempt=1, cause="H1604", delay_seconds=60)
+    )
     clock = Clock()
     watched = Watched(tmp_path, clock)
     with locked(tmp_path / "supervisor" / "lock"):
@@ -208,7 +236,10 @@ def test_a_run_that_waits_to_restart_says_so_until_its_supervisor_is_gone(tmp_pa
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_a_run_whose_supervisor_was_killed_has_ended(tmp_path, noted):
-    """At the first look: the sentinel wrote it down, or there is no process of the supervisor's number any more."""
+    """At the first look.
+
+    The sentinel wrote it down, or there is no process of the supervisor's number any more.
+    """
     write_events(tmp_path / "supervisor", happened("attempt_started", 5, attempt=0))
     (tmp_path / "supervisor" / "lock").touch()
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -238,7 +269,9 @@ def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):
             make_run(run)
 
     screen = io.StringIO()
-    run_now = follow(Watched(run, clock), Console(file=screen, width=100, height=50, force_terminal=True), wait)
+    run_now = follow(
+        Watched(run, clock), Console(file=screen, width=100, height=50, force_terminal=True), wait
+    )
     assert waits[:6] == [0.5] * 6
     assert run_now.state == "ended"
     assert "How sure: almost certain (93%)" in screen.getvalue()
@@ -267,21 +300,39 @@ def loop(**facts: object) -> list[Event]:
     ("facts", "events", "expected"),
     [
         ({"max_epochs": 5}, 2, "epoch 2 of 5, step 300 of 1,000, 23 min 20 s left" + PACE),
-        ({"max_epochs": 5, "max_steps": 400}, 2, "epoch 2 of 5, step 300 of 400, 3 min 20 s left" + PACE),
-        ({"max_epochs": 5}, 1, "epoch 1 of 5, step 300 of a total that is not known yet, samples/s not known"),
+        (
+            {"max_epochs": 5, "max_steps": 400},
+            2,
+            "epoch 2 of 5, step 300 of 400, 3 min 20 s left" + PACE,
+        ),
+        (
+            {"max_epochs": 5},
+            1,
+            "epoch 1 of 5, step 300 of a total that is not known yet, samples/s not known",
+        ),
         ({"max_steps": 400}, 1, "epoch 1, step 300 of 400, 3 min 20 s left, samples/s not known"),
     ],
 )
 def test_how_far_it_is_comes_from_what_the_guard_recorded(tmp_path, facts, events, expected):
-    """Epoch, total, time left (by the clock) and samples a second are shown where an epoch or a limit says them."""
+    """Epoch, total, time left (by the clock) and samples a second are shown where an epoch or a
+    limit says them.
+    """
     box = BlackBox(tmp_path / "recorder" / "rank0")
     for event in loop(**facts)[:events]:
         box.event(event)
     for step in range(1, 301):
-        box.step(StepMark.COMMITTED, global_step=step, micro_batch_size=16, loss=1.0, norm=1.0, seconds=0.1)
+        box.step(
+            StepMark.COMMITTED,
+            global_step=step,
+            micro_batch_size=16,
+            loss=1.0,
+            norm=1.0,
+            seconds=0.1,
+        )
     box.close()
     shutil.copytree(tmp_path / "recorder" / "rank0", tmp_path / "recorder" / "rank1")
-    clock = Clock(unix=read_steps(tmp_path / "recorder" / "rank0")[-50].unix_seconds + 98)  # for 49 steps
+    # For 49 steps
+    clock = Clock(unix=read_steps(tmp_path / "recorder" / "rank0")[-50].unix_seconds + 98)
     with locked(tmp_path / "lock"):
         assert Watched(tmp_path, clock).look().outlook == expected
 

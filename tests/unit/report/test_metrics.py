@@ -1,4 +1,6 @@
-"""Metrics in the formats of others, read back by their own readers, and a follower that nothing stops."""
+"""Metrics in the formats of others, read back by their own readers, and a follower that nothing
+stops.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.unit.report.made_runs import BEGAN, GONE, add_process, happened, make_run, sample, write_events
+from tests.unit.report.made_runs import (
+    BEGAN,
+    GONE,
+    add_process,
+    happened,
+    make_run,
+    sample,
+    write_events,
+)
 
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.progress import SampleRing
@@ -23,7 +33,9 @@ def copied(run: Path, **wanted: object):
     """Copy a run once."""
     at_once = threading.Event()
     at_once.set()
-    return follow(run, open_sinks({kind: str(target) for kind, target in wanted.items()}, run), at_once)
+    return follow(
+        run, open_sinks({kind: str(target) for kind, target in wanted.items()}, run), at_once
+    )
 
 
 def kept(run: Path, **options):
@@ -37,7 +49,11 @@ def kept(run: Path, **options):
 def _with_nan(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     samples = [sample(step, grad_norm=None, loss=1.0 / step) for step in range(1, 4)]
-    samples += [sample(4, grad_norm=2.0), sample(5, loss=math.nan, grad_norm=math.nan), sample(6, loss=math.inf)]
+    samples += [
+        sample(4, grad_norm=2.0),
+        sample(5, loss=math.nan, grad_norm=math.nan),
+        sample(6, loss=math.inf),
+    ]
     add_process(run, samples, happened("spike", 7, 6, loss=math.inf), rank=3)
     return run
 
@@ -65,7 +81,10 @@ class _Kept:
 
 
 def test_json_lines_hold_every_step_and_event_also_nan(tmp_path, capsys):
-    """Each line is strict JSON; NaN and infinity are texts that float() reads; what nobody measured is absent."""
+    """Each line is strict JSON; NaN and infinity are texts that float() reads.
+
+    What nobody measured is absent.
+    """
     run, out = _with_nan(tmp_path), tmp_path / "out.jsonl"
     result = copied(run, jsonl=out)
     assert (result.points, result.events, result.failures) == (6, 1, ())
@@ -106,7 +125,10 @@ def _tensorboard(folder: Path) -> list:
 
 
 def test_tensorboard_files_hold_every_value_with_its_step_and_time(tmp_path, caplog):
-    """Read back record by record, also NaN; each process and attempt has a folder, and NaN is no warning."""
+    """Read back record by record, also NaN.
+
+    Each process and attempt has a folder, and NaN is no warning.
+    """
     pytest.importorskip("tensorboardX")
     run, out = _with_nan(tmp_path), tmp_path / "tb"
     add_process(run, [sample(7)], rank=3, attempt=1, pid=GONE + 1, started=BEGAN + 60)
@@ -123,14 +145,20 @@ def test_tensorboard_files_hold_every_value_with_its_step_and_time(tmp_path, cap
     assert math.isnan(losses[5][0])
     assert math.isinf(losses[6][0])
     assert losses[1][1] == pytest.approx(BEGAN + 5.1)
-    texts = [value.tensor.string_val[0] for event in _tensorboard(out / "events") for value in event.summary.value]
+    texts = [
+        value.tensor.string_val[0]
+        for event in _tensorboard(out / "events")
+        for value in event.summary.value
+    ]
     assert len(texts) == 1
     assert b"    loss: inf" in texts[0]
     assert not caplog.records
 
 
 def test_a_failing_sink_is_closed_and_the_others_go_on(tmp_path, caplog):
-    """A client that raises is closed and named once, in text that does nothing, and nothing is raised."""
+    """A client that raises is closed and named once, in text that does nothing, and nothing is
+    raised.
+    """
     bad, good = _Kept("bad", fails_at=1), _Kept("good")
     at_once = threading.Event()
     at_once.set()
@@ -138,13 +166,19 @@ def test_a_failing_sink_is_closed_and_the_others_go_on(tmp_path, caplog):
     assert (len(good.points), len(good.events), good.closed, bad.closed) == (6, 1, 1, 1)
     (failure,) = result.failures
     assert failure == "bad: RuntimeError: the server is gone "
-    assert [record.message for record in caplog.records] == [f"metrics are not written any more to {failure}"]
+    assert [record.message for record in caplog.records] == [
+        f"metrics are not written any more to {failure}"
+    ]
 
 
 def test_following_starts_before_the_run_and_misses_nothing(tmp_path):
-    """A run that begins, restarts and goes on while it is followed arrives whole and in order, under one name."""
+    """A run that begins, restarts and goes on while it is followed arrives whole and in order,
+    under one name.
+    """
     run, sink, stop = tmp_path / "run", _Kept(), threading.Event()
-    thread = threading.Thread(target=follow, args=(run, [sink], stop), kwargs={"poll_seconds": 0.001})
+    thread = threading.Thread(
+        target=follow, args=(run, [sink], stop), kwargs={"poll_seconds": 0.001}
+    )
     thread.start()
     for attempt in range(2):
         folder = add_process(run, pid=GONE + attempt, attempt=attempt, started=BEGAN + attempt)
@@ -186,7 +220,9 @@ def test_a_missing_client_names_its_extra(tmp_path, monkeypatch):
     clients = {"tensorboard": "tensorboardX", "wandb": "wandb"}
     for kind, module in clients.items():
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(PolicyError, match=rf"holdfast\[{kind if kind == module else 'metrics'}\]") as caught:
+        with pytest.raises(
+            PolicyError, match=rf"holdfast\[{kind if kind == module else 'metrics'}\]"
+        ) as caught:
             open_sinks({kind: str(tmp_path / "target")}, tmp_path)
         assert caught.value.rule == "H742"
 

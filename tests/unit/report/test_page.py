@@ -1,4 +1,7 @@
-"""The page as text: whole, safe against what a run printed, loading nothing. Tests in a browser: tests/browser."""
+"""The page as text: whole, safe against what a run printed, loading nothing.
+
+Tests in a browser: tests/browser.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,14 @@ from datetime import UTC, datetime
 from html.parser import HTMLParser
 
 import pytest
-from tests.unit.report.made_runs import VERDICT, add_process, happened, make_run, sample, write_events
+from tests.unit.report.made_runs import (
+    VERDICT,
+    add_process,
+    happened,
+    make_run,
+    sample,
+    write_events,
+)
 
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.run_files import OUTPUT_FILE, VERDICT_FILE
@@ -67,24 +77,44 @@ def parsed(page: str) -> _Parsed:
 def hostile_run(path):
     """Make a run in which every text that a script can choose is hostile."""
     everything = " ".join(HOSTILE)
-    run = make_run(path / "a <b> & '\"", steps=20, argv=["python", *HOSTILE], **{"<i>key</i>": everything})
-    verdict = {**VERDICT, "summary": everything, "fix": everything, "title": everything, "where": everything}
+    run = make_run(
+        path / "a <b> & '\"", steps=20, argv=["python", *HOSTILE], **{"<i>key</i>": everything}
+    )
+    verdict = {
+        **VERDICT,
+        "summary": everything,
+        "fix": everything,
+        "title": everything,
+        "where": everything,
+    }
     verdict["evidence"] = [{"text": text, "source": text, "role": text} for text in HOSTILE]
-    verdict |= {"tried": list(HOSTILE), "missing": list(HOSTILE), "runner_up": ["<b>", everything, 0.1]}
+    verdict |= {
+        "tried": list(HOSTILE),
+        "missing": list(HOSTILE),
+        "runner_up": ["<b>", everything, 0.1],
+    }
     (run / VERDICT_FILE).write_text(json.dumps(verdict))
     events = [happened(text, number, 1, **{text: text}) for number, text in enumerate(HOSTILE)]
     write_events(run / "supervisor", *events)
-    folder = add_process(run, [sample(1)], *events, pid=4_100_100, argv=list(HOSTILE), torch="<script>")
+    folder = add_process(
+        run, [sample(1)], *events, pid=4_100_100, argv=list(HOSTILE), torch="<script>"
+    )
     scalars = Scalars(lambda: folder, lambda _: None)
-    scalars.write([(text.encode("utf-8", "replace")[:LONGEST_NAME], 0.5) for text in HOSTILE] * 2, 1, 0)
+    scalars.write(
+        [(text.encode("utf-8", "replace")[:LONGEST_NAME], 0.5) for text in HOSTILE] * 2, 1, 0
+    )
     scalars.close()
-    (run / OUTPUT_FILE).write_bytes(everything.encode("utf-8", "surrogatepass") + b"\xff\xfe\x00" * 50)
+    (run / OUTPUT_FILE).write_bytes(
+        everything.encode("utf-8", "surrogatepass") + b"\xff\xfe\x00" * 50
+    )
     (run / "stacks" / "0002-<b>.txt").write_bytes(everything.encode("utf-8", "surrogatepass"))
     return run
 
 
 def test_texts_of_megabytes_are_cut(tmp_path):
-    """A command, a verdict, a line of output and the name of a host of 10 MB each make no page of 40 MB."""
+    """A command, a verdict, a line of output and the name of a host of 10 MB each make no page
+    of 40 MB.
+    """
     long = "</script>" * 1_200_000
     ordinary = len(render(gather(make_run(tmp_path / "ordinary", steps=3))))
     run = make_run(tmp_path / "run", steps=3, argv=["python", long], hostname=long, verdict=False)
@@ -96,7 +126,9 @@ def test_texts_of_megabytes_are_cut(tmp_path):
 def test_the_page_tells_what_happened(tmp_path):
     """The verdict, how sure it is, the fix, the evidence and the environment are there as text."""
     page = render(gather(make_run(tmp_path / "speech-run")), now=datetime(2026, 11, 21, tzinfo=UTC))
-    text = " ".join(part for parts in parsed(page).texts.values() for part in parts if len(part) < 10_000)
+    text = " ".join(
+        part for parts in parsed(page).texts.values() for part in parts if len(part) < 10_000
+    )
     for expected in (
         "A matrix product got shapes that do not fit",
         "The training stopped at step 300 in the forward pass",
@@ -118,38 +150,56 @@ def test_the_page_tells_what_happened(tmp_path):
 
 
 def test_the_page_is_one_file_that_loads_nothing(tmp_path):
-    """No element names a file elsewhere, and the page's own policy admits its two scripts and no loading at all."""
+    """No element names a file elsewhere, and the page's own policy admits its two scripts and no
+    loading at all.
+    """
     page = render(gather(make_run(tmp_path)))
     elements = parsed(page).elements
-    assert not [attributes for tag, attributes in elements if tag in ("img", "iframe", "object", "embed", "base")]
+    assert not [
+        attributes
+        for tag, attributes in elements
+        if tag in ("img", "iframe", "object", "embed", "base")
+    ]
     assert all("src" not in attributes for _, attributes in elements)
-    assert [attributes["href"] for tag, attributes in elements if "href" in attributes] == ["data:,"]
+    assert [attributes["href"] for tag, attributes in elements if "href" in attributes] == [
+        "data:,"
+    ]
     policy = next(a["content"] for t, a in elements if t == "meta" and "http-equiv" in a)
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe-eval" not in policy
     assert "script-src 'unsafe-inline'" not in policy
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    digests = [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
+    ]
     assert len(digests) == 2
     assert re.findall(r"'sha256-([^']+)'", page) == digests
     assert "\r" not in page
 
 
 def test_hostile_texts_stay_texts(tmp_path):
-    """Nothing that a run said becomes an element, an attribute or a script, and the data is still valid JSON."""
+    """Nothing that a run said becomes an element, an attribute or a script, and the data is
+    still valid JSON.
+    """
     page = render(gather(hostile_run(tmp_path)))
     page.encode()
     found = parsed(page)
     tags = [tag for tag, _ in found.elements]
     assert tags.count("script") == 3
     assert not set(tags) & {"img", "svg", "a", "b", "i"} - {"b"}
-    assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
-    (data,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert not [
+        name for _, attributes in found.elements for name in attributes if name.startswith("on")
+    ]
+    (data,) = re.findall(
+        r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL
+    )
     assert not set(data) & set("<>&\u2028\u2029")
     assert data.isascii()
     figures = json.loads(data)
     assert set(figures) == {"timeline", "steps"}
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", page.replace(_plotly(page), ""))
+    assert not re.search(
+        r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", page.replace(_plotly(page), "")
+    )
     texts = " ".join(part for parts in found.texts.values() for part in parts)
     assert "window.hacked=1" in texts
 

@@ -1,4 +1,7 @@
-"""Following a run of many processes: nothing that is recorded is missed, and what is over costs nothing."""
+"""Following a run of many processes.
+
+Nothing that is recorded is missed, and what is over costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ def _labels(follower: RunFollower) -> list[str]:
 
 
 def test_a_loader_worker_is_read_to_its_end_and_forgotten(tmp_path):
-    """The last that a worker recorded arrives, and then its folder is never looked at again; a trainer stays."""
+    """The last that a worker recorded arrives, and then its folder is never looked at again.
+
+    A trainer stays.
+    """
     add_process(tmp_path, [sample(1)])
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
         ticks = int(Path(f"/proc/{living.pid}/stat").read_text().rpartition(")")[2].split()[19])

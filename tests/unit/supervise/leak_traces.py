@@ -1,4 +1,7 @@
-"""What holds memory that grows: looks at all objects, paths to names, lines of sources; and that nothing changes."""
+"""What holds memory that grows: looks at all objects, paths to names, lines of sources.
+
+And that nothing changes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def short_collections() -> None:
     """Nothing is frozen here: nobody could say who holds it."""
 
 
-def traced(step: Callable[[int], object], *, most: int = _MOST_STEPS) -> tuple[list[Leak], LeakTrace]:
+def traced(
+    step: Callable[[int], object], *, most: int = _MOST_STEPS
+) -> tuple[list[Leak], LeakTrace]:
     """Make steps under a trace until it has ended, and return what leaked and the summary."""
     events: list[Any] = []
     tracer = LeakTracer(events.append)
@@ -44,7 +49,8 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(text))
 
 
-# --- traces -------------------------------------------------------------------------------------------------------
+# --- traces
+# ------------------------------------------------------------------------
 
 
 def test_a_list_is_named_with_its_line_and_its_size() -> None:
@@ -66,7 +72,10 @@ def test_a_list_is_named_with_its_line_and_its_size() -> None:
 
 
 def test_what_is_bounded_is_no_leak() -> None:
-    """A full queue, a cache that is hit and a tensor that is replaced are not told; the trace ends by itself."""
+    """A full queue, a cache that is hit and a tensor that is replaced are not told.
+
+    The trace ends by itself.
+    """
     recent: deque[Any] = deque(torch.zeros(10) for _ in range(4))
     cache: dict[int, Any] = {}
     best = {"loss": torch.zeros(10)}
@@ -91,19 +100,33 @@ def test_too_many_objects_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_trace_changes_nothing_and_keeps_nothing() -> None:
-    """Random state, gradients and the collector are as before, and every tensor dies when the script lets it go."""
+    """Random state, gradients and the collector are as before, and every tensor dies when the
+    script lets it go.
+    """
     model, kept = torch.nn.Linear(4, 4), []
     model(torch.ones(2, 4)).sum().backward()
     gradient = model.weight.grad
     assert gradient is not None
-    before = (random.getstate(), torch.get_rng_state().tolist(), gradient.tolist(), gc.isenabled(), sys.gettrace())
+    before = (
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+        gradient.tolist(),
+        gc.isenabled(),
+        sys.gettrace(),
+    )
 
     def step(number: int) -> None:
         kept.append(model(torch.ones(2, 4)))
 
     (leak,), _ = traced(step)
     assert leak.form == "graph"
-    after = (random.getstate(), torch.get_rng_state().tolist(), gradient.tolist(), gc.isenabled(), sys.gettrace())
+    after = (
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+        gradient.tolist(),
+        gc.isenabled(),
+        sys.gettrace(),
+    )
     assert after == before
     assert model.weight.grad is gradient
     gone = [weakref.ref(each) for each in kept]
@@ -125,7 +148,9 @@ def test_no_code_of_the_script_is_called() -> None:
         def _refuse(self, *args: object) -> Any:
             raise AssertionError("called")
 
-        __len__ = __iter__ = __getitem__ = __repr__ = __eq__ = __getattribute__ = __sizeof__ = _refuse
+        __len__ = __iter__ = __getitem__ = __repr__ = __eq__ = __getattribute__ = __sizeof__ = (
+            _refuse
+        )
         __hash__ = None  # type: ignore[assignment]
 
     things = [Hostile() for _ in range(4)]
@@ -150,7 +175,9 @@ def test_each_request_is_answered_once() -> None:
 
 
 def test_a_failed_look_ends_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong in a look is raised once, for the observer to note, and nothing of the trace is left on."""
+    """What goes wrong in a look is raised once, for the observer to note, and nothing of the
+    trace is left on.
+    """
     kept: list[Any] = []
     events: list[Any] = []
     tracer = LeakTracer(events.append)
@@ -184,7 +211,8 @@ def test_a_cycle_is_told_by_the_attribute_that_closes_it() -> None:
     assert [leak.form for leak in told] == ["cycle"]
 
 
-# --- paths --------------------------------------------------------------------------------------------------------
+# --- paths
+# ------------------------------------------------------------------------
 
 
 def path_to(target: object) -> str:
@@ -208,13 +236,18 @@ def with_default(value: object = [3, [4]]) -> None:
 
 
 def test_paths_are_written_as_a_program_would() -> None:
-    """Locals, attributes, entries, defaults and closures have the names that the script gives them."""
+    """Locals, attributes, entries, defaults and closures have the names that the script gives
+    them.
+    """
     holder = Holder()
     assert path_to(holder.inside["losses"][1]) == "holder.inside['losses'][...]"
     assert with_default.__defaults__ is not None
     assert path_to(with_default.__defaults__[0][1]) == "value (default of with_default)[...]"
     kept = [make_closure()]
-    assert path_to(kept[0].__closure__[0].cell_contents[1]) == "kept[...] hidden (closure of inner)[...]"
+    assert (
+        path_to(kept[0].__closure__[0].cell_contents[1])
+        == "kept[...] hidden (closure of inner)[...]"
+    )
 
 
 def make_closure() -> Any:
@@ -227,7 +260,10 @@ def make_closure() -> Any:
 
 
 def test_locals_are_read_without_a_trace() -> None:
-    """A snapshot of locals that we caused keeps nothing alive; one that the script has taken itself stays whole."""
+    """A snapshot of locals that we caused keeps nothing alive.
+
+    One that the script has taken itself stays whole.
+    """
 
     class Thing:
         pass
@@ -244,7 +280,8 @@ def test_locals_are_read_without_a_trace() -> None:
     assert mine["thing"] is there()
 
 
-# --- lines --------------------------------------------------------------------------------------------------------
+# --- lines
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -255,15 +292,30 @@ def test_locals_are_read_without_a_trace() -> None:
         ("x = {}\ndef f():\n    x[1] = 2", "x", "global", 3),
         ("x = {}\ndef f():\n    x.setdefault(1, []).append(2)", "x", "global", 3),
         ("x = {}\ndef f():\n    x['a']['b'] += [2]", "x", "global", 3),
-        ("class A:\n  def __init__(self):\n    self.x = []\n  def f(self):\n    self.x += [1]", "x", "attribute", 5),
+        (
+            "class A:\n  def __init__(self):\n    self.x = []\n  def f(self):\n    self.x += [1]",
+            "x",
+            "attribute",
+            5,
+        ),
         ("def f(x):\n    x[0].register_forward_hook(print)", "x", "global", 2),
-        ("def f():\n    x = start()\n    for _ in range(9):\n        out, x = cell(y, x)", "x", "local", 4),
+        (
+            "def f():\n    x = start()\n    for _ in range(9):\n        out, x = cell(y, x)",
+            "x",
+            "local",
+            4,
+        ),
         ("def f():\n    x = []\n    y.append(1)", "x", "local", 0),
         ("def f(", "x", "global", 0),
     ],
-)  # fmt: skip
-def test_the_line_that_adds_is_found(tmp_path: Path, text: str, name: str, kind: str, line: int) -> None:
-    """Calls, subscripts and assignments that add are found behind any base; an empty beginning is none."""
+)
+def test_the_line_that_adds_is_found(
+    tmp_path: Path, text: str, name: str, kind: str, line: int
+) -> None:
+    """Calls, subscripts and assignments that add are found behind any base.
+
+    An empty beginning is none.
+    """
     file = tmp_path / "script.py"
     file.write_text(text)
     found = Lines([str(file)]).keeping([Step(kind, name, file=str(file))])

@@ -1,4 +1,7 @@
-"""Limits are learned per phase above a floor, or are as told; wrong settings are refused with what is right."""
+"""Limits are learned per phase above a floor, or are as told.
+
+Wrong settings are refused with what is right.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,12 @@ from holdfast.supervise.watch.limits import FLOORS, HangLimits, LearnedLimits, n
 
 
 def test_settings_are_read_as_people_write_them() -> None:
-    """Case, underscores and hyphens do not matter, ``all`` fills what is not named, and ``off`` is never."""
-    limits = HangLimits.parse(["Data_Wait=120", "forward/backward = 9s", "saving=off", "all=60", "moving=5"])
+    """Case, underscores and hyphens do not matter, ``all`` fills what is not named, and ``off``
+    is never.
+    """
+    limits = HangLimits.parse(
+        ["Data_Wait=120", "forward/backward = 9s", "saving=off", "all=60", "moving=5"]
+    )
     assert limits.floor(Phase.DATA_WAIT) == 120
     assert limits.floor(Phase.FORWARD_BACKWARD) == 9
     assert limits.floor(Phase.SAVING) == math.inf
@@ -32,11 +39,13 @@ def test_every_phase_can_be_set_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("setting", "rule", "word"),
     [
-        ("data wait", "H726", "PHASE=SECONDS"), ("", "H726", "PHASE=SECONDS"),
-        ("data waits=3", "H727", "'data wait'"), ("=3", "H727", "there are"),
+        ("data wait", "H726", "PHASE=SECONDS"),
+        ("", "H726", "PHASE=SECONDS"),
+        ("data waits=3", "H727", "'data wait'"),
+        ("=3", "H727", "there are"),
         *((f"saving={bad}", "H728", "seconds above 0") for bad in ("soon", "-1", "0", "nan", "")),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_setting_is_refused_with_what_is_right(setting: str, rule: str, word: str) -> None:
     """Each mistake has its rule, and the message says what is allowed."""
     with pytest.raises(PolicyError) as caught:
@@ -58,7 +67,9 @@ def test_a_limit_follows_the_longest_and_only_of_its_phase() -> None:
 
 
 def test_what_comes_with_each_step_is_forgotten_and_what_comes_seldom_is_not() -> None:
-    """One bad hour does not blind the watchdog for good, but a slow evaluation once a day is remembered."""
+    """One bad hour does not blind the watchdog for good, but a slow evaluation once a day is
+    remembered.
+    """
     learned = LearnedLimits(HangLimits())
     learned.ended(Phase.DATA_WAIT, 100.0, 0.0)
     learned.ended(Phase.EVALUATION, 500.0, 0.0)

@@ -1,4 +1,7 @@
-"""The parts of the observer by themselves: waiting for imports, exceptions as facts, values, steps, files."""
+"""The parts of the observer by themselves.
+
+Waiting for imports, exceptions as facts, values, steps, files.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,19 @@ from hypothesis import strategies as st
 from holdfast.core.importing import ImportWatch
 from holdfast.recorder import progress
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, read_samples
-from holdfast.recorder.run_files import PROCESSES_FOLDER, ProcessInfo, read_optimizers, read_processes, write_process
+from holdfast.recorder.run_files import (
+    PROCESSES_FOLDER,
+    ProcessInfo,
+    read_optimizers,
+    read_processes,
+    write_process,
+)
 from holdfast.supervise.observe.launchers import find_launcher_name
 from holdfast.supervise.observe.steps import Steps
 from holdfast.supervise.observe.values import OnItsWay, ValueReader
 
-# --- imports ------------------------------------------------------------------------------------------------------
+# Imports ---
+# ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -42,7 +52,9 @@ failures: list[BaseException] = []
 
 
 def test_an_act_is_done_once_after_the_import(watch: ImportWatch) -> None:
-    """A module is complete when its act is done, was given its own loader before it ran, and is not wrapped again."""
+    """A module is complete when its act is done, was given its own loader before it ran, and is
+    not wrapped again.
+    """
     seen: list[ModuleType] = []
     watch.when_imported("waited_for", lambda module: seen.append((module, module.value)))
     assert seen == []
@@ -66,7 +78,8 @@ def test_a_look_for_a_module_is_no_import(watch: ImportWatch) -> None:
     assert len(seen) == 1
 
 
-# --- values -------------------------------------------------------------------------------------------------------
+# --- values
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -88,24 +101,32 @@ def _read_values_of_ranks() -> list[Any]:
     try:
         mesh = init_device_mesh("cpu", (1,))
         whole, part = (
-            DTensor.from_local(torch.tensor(3.5), mesh, [kind], run_check=False) for kind in (Replicate(), Partial())
+            DTensor.from_local(torch.tensor(3.5), mesh, [kind], run_check=False)
+            for kind in (Replicate(), Partial())
         )
         reader = ValueReader(torch)
-        return [reader.read(whole), reader.read(part), reader.all_zero([whole * 0]), reader.all_zero([whole])]
+        return [
+            reader.read(whole),
+            reader.read(part),
+            reader.all_zero([whole * 0]),
+            reader.all_zero([whole]),
+        ]
     finally:
         distributed.destroy_process_group()
 
 
 def test_a_value_that_all_ranks_hold_is_read_and_a_part_of_one_is_not() -> None:
     """A loss under tensor parallelism is a DTensor; of one in parts the ranks are not asked."""
-    # In a thread that ends: torch keeps the group in a cache of the thread, and a fork in another one would destroy
-    # it there, and join threads that a fork does not have.
+    # In a thread that ends: torch keeps the group in a cache of the thread, and a fork in another
+    # one would destroy it there, and join threads that a fork does not have.
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(_read_values_of_ranks).result() == [3.5, None, True, False]
 
 
 def test_what_has_no_value_is_not_touched() -> None:
-    """Several elements, integers, sparse and meta tensors, subclasses and wrapped tensors give None."""
+    """Several elements, integers, sparse and meta tensors, subclasses and wrapped tensors give
+    None.
+    """
 
     class Touchy(torch.Tensor):
         @classmethod
@@ -129,12 +150,16 @@ def test_reading_is_seen_by_no_mode_and_no_profiler() -> None:
     seen: list[Any] = []
 
     class Functions(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
     class Operations(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
@@ -158,7 +183,8 @@ def test_a_value_on_a_gpu_comes_later() -> None:
     assert found.value() == 6.0
 
 
-# --- steps --------------------------------------------------------------------------------------------------------
+# --- steps
+# ------------------------------------------------------------------------
 
 
 class Seen:
@@ -217,7 +243,10 @@ def step(steps: Steps, optimizer: Any) -> None:
 
 
 def test_the_phases_of_a_loop(seen: Seen) -> None:
-    """Waiting, training, an epoch's end, evaluation and saving are told apart; the first step is one of its own."""
+    """Waiting, training, an epoch's end, evaluation and saving are told apart.
+
+    The first step is one of its own.
+    """
     steps = steps_of(seen)
     phases = [seen.board.phase]
     judge = Optimizer()
@@ -244,13 +273,23 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
         Phase.STARTING,
         *(Phase.DATA_WAIT, first, first, first, first, usual),
         *(Phase.DATA_WAIT, usual, usual, usual, Phase.OPTIMIZER, usual),
-        *(Phase.SAVING, usual, Phase.EVALUATION, Phase.DATA_WAIT, Phase.EVALUATION, Phase.END_OF_EPOCH),
+        *(
+            Phase.SAVING,
+            usual,
+            Phase.EVALUATION,
+            Phase.DATA_WAIT,
+            Phase.EVALUATION,
+            Phase.END_OF_EPOCH,
+        ),
     ]
     assert seen.roles == ["trainer"]
 
 
 def test_fast_steps_are_read_now_and_then(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first 1000 steps each loss is read, then one in 2 ms, of a step whole; a NaN that stays is seen."""
+    """Of the first 1000 steps each loss is read, then one in 2 ms, of a step whole.
+
+    A NaN that stays is seen.
+    """
     nanoseconds = itertools.count(1, 100_000)
     monkeypatch.setattr(progress, "_now", lambda: next(nanoseconds))  # four times a step
     steps, one = steps_of(seen), Optimizer()
@@ -265,12 +304,16 @@ def test_fast_steps_are_read_now_and_then(seen: Seen, monkeypatch: pytest.Monkey
     assert {each.loss for each in samples[:1000]} == {1.0}
     read = [each for each in samples[1000:] if each.loss is not None]
     assert [each for each in samples[1000:] if each.grad_norm is not None] == read
-    assert [later.step - earlier.step for earlier, later in itertools.pairwise(read)] == [4] * (len(read) - 1)
+    assert [later.step - earlier.step for earlier, later in itertools.pairwise(read)] == [4] * (
+        len(read) - 1
+    )
     assert [math.isnan(each.loss) for each in read] == [each.step > 1050 for each in read]
 
 
 def test_a_step_takes_few_calls(seen: Seen) -> None:
-    """Between the operations of a small step our code is cold, and each call of it costs a microsecond or more."""
+    """Between the operations of a small step our code is cold, and each call of it costs a
+    microsecond or more.
+    """
     steps, one, loss = steps_of(seen), Optimizer(), torch.tensor(1.0)
     calls: list[list[str]] = [[] for _ in range(6)]
 
@@ -293,7 +336,9 @@ def test_a_step_takes_few_calls(seen: Seen) -> None:
 
 
 def test_a_norm_is_that_of_the_newest_gradients(seen: Seen) -> None:
-    """It is recorded with the step whose backward made them, also where that step has ended before it is computed."""
+    """It is recorded with the step whose backward made them, also where that step has ended
+    before it is computed.
+    """
     steps, one, other = steps_of(seen, optimizer=False), Optimizer(), Optimizer()
     for norm in (1.0, 2.0):  # a step written by hand
         backward(steps)
@@ -315,9 +360,15 @@ def test_a_norm_is_that_of_the_newest_gradients(seen: Seen) -> None:
 
 
 def test_a_step_that_only_makes_state_is_none(seen: Seen) -> None:
-    """A rate of 0 and gradients of 0 without a backward, whenever that is; zeros before the first gradients."""
+    """A rate of 0 and gradients of 0 without a backward, whenever that is.
+
+    Zeros before the first gradients.
+    """
     steps, model = steps_of(seen), torch.nn.Linear(2, 2)
-    adam, sgd = torch.optim.Adam(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    adam, sgd = (
+        torch.optim.Adam(model.parameters(), lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
 
     def makes_state(optimizer: torch.optim.Optimizer, rate: Any) -> None:
         phase = seen.board.phase
@@ -343,13 +394,22 @@ def test_a_step_that_only_makes_state_is_none(seen: Seen) -> None:
         steps.aside_ends()
     model.weight.grad = torch.ones_like(model.weight)  # of a formula
     step(steps, sgd)
-    first, second, _ = [(each.step, each.micro_steps, each.loss) for each in read_samples(seen.ring)]
+    first, second, _ = [
+        (each.step, each.micro_steps, each.loss) for each in read_samples(seen.ring)
+    ]
     assert (first, second) == ((1, 1, 1), (2, 1, 1))
-    assert [(each.step, each.learning_rate) for each in read_samples(seen.ring)] == [(1, 0.1), (2, 0.1), (3, 0.1)]
+    assert [(each.step, each.learning_rate) for each in read_samples(seen.ring)] == [
+        (1, 0.1),
+        (2, 0.1),
+        (3, 0.1),
+    ]
 
 
 def test_the_optimizer_that_stepped_is_recorded_with_a_name(seen: Seen) -> None:
-    """Losses of two players can be told apart: a step has the number of its optimizer, and a file the names."""
+    """Losses of two players can be told apart.
+
+    A step has the number of its optimizer, and a file the names.
+    """
     steps, one, other = steps_of(seen), Optimizer(), Optimizer()
     for loss, optimizer in ((1.0, one), (9.0, other), (2.0, one), (8.0, other)):
         backward(steps, loss)
@@ -359,7 +419,9 @@ def test_the_optimizer_that_stepped_is_recorded_with_a_name(seen: Seen) -> None:
 
 
 def test_an_optimizer_that_is_never_seen_to_step(seen: Seen) -> None:
-    """Where an optimizer was made and its hooks do not run, calls of backward become steps after a while."""
+    """Where an optimizer was made and its hooks do not run, calls of backward become steps after
+    a while.
+    """
     steps = steps_of(seen)
     for _ in range(260):
         backward(steps)
@@ -368,7 +430,9 @@ def test_an_optimizer_that_is_never_seen_to_step(seen: Seen) -> None:
 
 
 def test_a_scaled_loss_is_recorded_without_its_scale(seen: Seen) -> None:
-    """The loss before a scaler is taken, and nothing where backward gets what was made of scaled losses."""
+    """The loss before a scaler is taken, and nothing where backward gets what was made of scaled
+    losses.
+    """
     import weakref
 
     steps, one = steps_of(seen), Optimizer()
@@ -385,7 +449,9 @@ def test_a_scaled_loss_is_recorded_without_its_scale(seen: Seen) -> None:
 
 
 def test_compiling_is_a_phase_of_its_own(seen: Seen) -> None:
-    """While torch compiles, also later, the process is in the phase of a first step, and then back."""
+    """While torch compiles, also later, the process is in the phase of a first step, and then
+    back.
+    """
     steps, one = steps_of(seen), Optimizer()
     backward(steps)
     step(steps, one)
@@ -397,13 +463,19 @@ def test_compiling_is_a_phase_of_its_own(seen: Seen) -> None:
 
 
 def test_a_late_value_completes_its_sample(seen: Seen) -> None:
-    """A loss that arrives after its step is put into the sample of that step, in order, without waiting."""
+    """A loss that arrives after its step is put into the sample of that step, in order, without
+    waiting.
+    """
 
     class Late(OnItsWay):
         here = False
 
         def __init__(self, value: float) -> None:
-            super().__init__(torch.tensor([value]), None, lambda address: ctypes.c_float.from_address(address).value)
+            super().__init__(
+                torch.tensor([value]),
+                None,
+                lambda address: ctypes.c_float.from_address(address).value,
+            )
 
         def arrived(self) -> bool:
             return self.here
@@ -449,7 +521,8 @@ def test_samples_that_cannot_be_written_are_given_up(tmp_path: Path) -> None:
     assert seen.board.step == 3
 
 
-# --- files --------------------------------------------------------------------------------------------------------
+# --- files
+# ------------------------------------------------------------------------
 
 
 def test_amending_a_sample_that_is_gone(tmp_path: Path) -> None:
@@ -470,16 +543,25 @@ def test_amending_a_sample_that_is_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        b"", b"[]", b"7", b'"text"', b"[" * 100_000, b"\xff\xfe", b'{"pid": 1}',
-        b'{"pid": "1", "ticks": 2, "ppid": 3, "argv": []}', b'{"pid": 1, "ticks": 2, "ppid": 3, "argv": [1]}',
+        b"",
+        b"[]",
+        b"7",
+        b'"text"',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"pid": 1}',
+        b'{"pid": "1", "ticks": 2, "ppid": 3, "argv": []}',
+        b'{"pid": 1, "ticks": 2, "ppid": 3, "argv": [1]}',
         b'{"pid": 1, "ticks": 2, "ppid": 3, "argv": [], "role": "king"}',
         b'{"pid": 1, "ticks": 2, "ppid": 3, "argv": [], "started": NaN}',
         b'{"pid": -1, "ticks": 2, "ppid": 3, "argv": []}',
     ],
-)  # fmt: skip
+)
 def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None:
     """What a script has written over its own description does not reach those who read it."""
-    whole = ProcessInfo(pid=1, ticks=2, ppid=3, argv=["python"], role="trainer", rank=0, started=4.0)
+    whole = ProcessInfo(
+        pid=1, ticks=2, ppid=3, argv=["python"], role="trainer", rank=0, started=4.0
+    )
     write_process(tmp_path, whole)
     folder = tmp_path / PROCESSES_FOLDER / "9-9"
     folder.mkdir()
@@ -490,13 +572,19 @@ def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None
 @pytest.mark.parametrize(
     ("line", "launches"),
     [
-        ("python /bin/torchrun --nproc 2 train.py", True), ("python -u -m torch.distributed.run train.py", True),
-        ("python -m accelerate.commands.launch train.py", True), ("python /bin/accelerate launch train.py", True),
-        ("python -X dev /bin/torchrun train.py", True), ("python3.12 -mtorch.distributed.run train.py", True),
-        ("accelerate-launch train.py", True), ("accelerate config", False), ("python train.py torchrun", False),
-        ("python -c torchrun", False), ("python -m", False),
+        ("python /bin/torchrun --nproc 2 train.py", True),
+        ("python -u -m torch.distributed.run train.py", True),
+        ("python -m accelerate.commands.launch train.py", True),
+        ("python /bin/accelerate launch train.py", True),
+        ("python -X dev /bin/torchrun train.py", True),
+        ("python3.12 -mtorch.distributed.run train.py", True),
+        ("accelerate-launch train.py", True),
+        ("accelerate config", False),
+        ("python train.py torchrun", False),
+        ("python -c torchrun", False),
+        ("python -m", False),
     ],
-)  # fmt: skip
+)
 def test_what_a_launcher_is(line: str, launches: bool) -> None:
     """Programs that start ranks are known by their command line."""
     assert (find_launcher_name(line.split()) is not None) is launches

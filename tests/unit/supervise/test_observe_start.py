@@ -35,7 +35,11 @@ def run(tmp_path: Path, run_directory: Path) -> Run:
     """Return a function that runs a script, observed or not."""
 
     def run_script(
-        script: str, *options: str, observed: bool = True, python: str = sys.executable, **variables: str
+        script: str,
+        *options: str,
+        observed: bool = True,
+        python: str = sys.executable,
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         file = tmp_path / "script.py"
         file.write_text(textwrap.dedent(script))
@@ -43,25 +47,40 @@ def run(tmp_path: Path, run_directory: Path) -> Run:
         if observed:
             environment = observing(environment, run_directory, 2)
         command = [python, *options, str(file)]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
 
     return run_script
 
 
 def events(run: Path, pid: int | None = None) -> list[Event]:
-    return [event for folder, info in read_processes(run) if pid in (None, info.pid) for event in read_events(folder)]
+    return [
+        event
+        for folder, info in read_processes(run)
+        if pid in (None, info.pid)
+        for event in read_events(folder)
+    ]
 
 
-def same_with_and_without(run: Run, script: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+def same_with_and_without(
+    run: Run, script: str, *options: str, **more: Any
+) -> subprocess.CompletedProcess[str]:
     """Check that a script gives the same output and status when it is observed, and return that."""
     plain = run(script, *options, observed=False, **more)
     observed = run(script, *options, **more)
-    assert (observed.returncode, observed.stdout, observed.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+    assert (observed.returncode, observed.stdout, observed.stderr) == (
+        plain.returncode,
+        plain.stdout,
+        plain.stderr,
+    )
     return observed
 
 
 def test_a_script_cannot_tell_that_it_is_observed(run: Run) -> None:
-    """Paths, loaded names, handlers and what follows from them are those of an unobserved script."""
+    """Paths, loaded names, handlers and what follows from them are those of an unobserved
+    script.
+    """
     script = """
         import signal, sys
         print(sys.path)
@@ -84,17 +103,25 @@ def test_a_script_cannot_tell_that_it_is_observed(run: Run) -> None:
 def test_a_sitecustomize_of_theirs_runs_as_without_us(
     run: Run, tmp_path: Path, run_directory: Path, body: str
 ) -> None:
-    """The next sitecustomize on the path is imported, or fails, with the same words; ours began before it."""
+    """The next sitecustomize on the path is imported, or fails, with the same words.
+
+    Ours began before it.
+    """
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "sitecustomize.py").write_text(f"here = 1\n{body}\n")
-    script = "import sitecustomize; print(sitecustomize.here, sitecustomize.__file__, sitecustomize.__spec__.name)"
+    script = (
+        "import sitecustomize; print(sitecustomize.here, sitecustomize.__file__,"
+        " sitecustomize.__spec__.name)"
+    )
     same_with_and_without(run, script, PYTHONPATH=str(theirs))
     assert len(read_processes(run_directory)) == 1
 
 
 @pytest.mark.parametrize("option", ["-S", "-I", "-E"])
-def test_python_that_ignores_the_environment_is_left_alone(run: Run, run_directory: Path, option: str) -> None:
+def test_python_that_ignores_the_environment_is_left_alone(
+    run: Run, run_directory: Path, option: str
+) -> None:
     """Options that keep PYTHONPATH or site out keep us out, and the script runs."""
     assert same_with_and_without(run, "print(1)", option).stdout == "1\n"
     assert read_processes(run_directory) == []
@@ -112,19 +139,25 @@ def test_a_run_directory_that_cannot_be_used_changes_nothing(tmp_path: Path, bro
     if broken == "relative":
         environment["OBSERVED_BY_HOLDFAST"] = "run"
     command = [sys.executable, "-c", "print(1)"]
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
     assert directory.exists() is (broken != "missing")
     assert not (directory / "processes").is_dir()
 
 
 def test_holdfast_is_found_where_the_script_has_none(run: Run, run_directory: Path) -> None:
-    """In an environment without holdfast it is taken from where this one lies, and nothing else from there."""
+    """In an environment without holdfast it is taken from where this one lies, and nothing else
+    from there.
+    """
     script = """
         import importlib.util
         print([importlib.util.find_spec(name) is None for name in ("torch", "typer", "safetensors")])
     """
-    has_none = "import importlib.util, sys; sys.exit(importlib.util.find_spec('holdfast') is not None)"
+    has_none = (
+        "import importlib.util, sys; sys.exit(importlib.util.find_spec('holdfast') is not None)"
+    )
     if run(has_none, observed=False, python=_OUTSIDE).returncode:
         pytest.skip("the interpreter that this environment was made from has a holdfast too")
     same_with_and_without(run, script, python=_OUTSIDE)
@@ -132,7 +165,9 @@ def test_holdfast_is_found_where_the_script_has_none(run: Run, run_directory: Pa
 
 
 def test_what_follows_an_exception_of_the_script(run: Run, run_directory: Path) -> None:
-    """An uncaught exception prints what it prints without us, and is recorded with frames and causes."""
+    """An uncaught exception prints what it prints without us, and is recorded with frames and
+    causes.
+    """
     script = """
         def inner():
             raise KeyError("no such key")
@@ -143,7 +178,11 @@ def test_what_follows_an_exception_of_the_script(run: Run, run_directory: Path) 
     """
     assert same_with_and_without(run, script).returncode == 1
     exception, exiting = events(run_directory)
-    assert (exception.kind, exception.data["type"], exception.data["fatal"]) == ("exception", "ValueError", True)
+    assert (exception.kind, exception.data["type"], exception.data["fatal"]) == (
+        "exception",
+        "ValueError",
+        True,
+    )
     assert exception.data["message"] == "x" * 2000
     assert [frame[2] for frame in exception.data["frames"]] == ["<module>"]
     (cause,) = exception.data["chain"]
@@ -176,7 +215,9 @@ def test_stacks_upon_a_signal(run: Run, run_directory: Path) -> None:
 
 
 def test_a_signal_that_the_script_handles_is_its_own(run: Run, run_directory: Path) -> None:
-    """A handler for it set by the script is called, and it is shown that the signal must not be sent."""
+    """A handler for it set by the script is called, and it is shown that the signal must not be
+    sent.
+    """
     script = f"""
         import os, signal
         signal.signal({STACKS_SIGNAL}, lambda *_: print("handled"))
@@ -189,8 +230,12 @@ def test_a_signal_that_the_script_handles_is_its_own(run: Run, run_directory: Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT])
-def test_the_signals_of_schedulers_are_left_to_the_script(run: Run, run_directory: Path, number: int) -> None:
-    """An observed script that does not handle one ends of it, as without us, and its stacks are not written."""
+def test_the_signals_of_schedulers_are_left_to_the_script(
+    run: Run, run_directory: Path, number: int
+) -> None:
+    """An observed script that does not handle one ends of it, as without us, and its stacks are
+    not written.
+    """
     assert run(f"import os; os.kill(os.getpid(), {int(number)})").returncode == -number
     ((folder, info),) = read_processes(run_directory)
     assert info.stacks_signal == STACKS_SIGNAL
@@ -204,8 +249,12 @@ def test_a_crash_leaves_its_stacks(run: Run, run_directory: Path) -> None:
     assert "string_at" in (folder / FAULTHANDLER_FILE).read_text()
 
 
-def test_a_bare_fork_shows_itself_only_when_something_happens(run: Run, run_directory: Path) -> None:
-    """A forked child writes nothing into what is its parent's, and gets a folder once it has an exception."""
+def test_a_bare_fork_shows_itself_only_when_something_happens(
+    run: Run, run_directory: Path
+) -> None:
+    """A forked child writes nothing into what is its parent's, and gets a folder once it has an
+    exception.
+    """
     script = """
         import os, sys
         for fails in (False, True):
@@ -230,7 +279,10 @@ def test_a_bare_fork_shows_itself_only_when_something_happens(run: Run, run_dire
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_children_of_multiprocessing(run: Run, run_directory: Path, method: str) -> None:
-    """What ends a child is recorded by the child; an exception that its parent was handling is not taken for it."""
+    """What ends a child is recorded by the child.
+
+    An exception that its parent was handling is not taken for it.
+    """
     script = f"""
         import multiprocessing
         def fails():
@@ -262,7 +314,10 @@ def test_an_import_that_fails_reads_the_same(run: Run, tmp_path: Path, error: st
 
 
 def test_a_torch_that_is_not_what_we_know(run: Run, run_directory: Path, tmp_path: Path) -> None:
-    """Hooks that do not fit are noted in the run directory, and the script goes on; a look for torch is no import."""
+    """Hooks that do not fit are noted in the run directory, and the script goes on.
+
+    A look for torch is no import.
+    """
     (tmp_path / "torch.py").write_text("__version__ = '99'")
     script = """
         import importlib.util
@@ -278,7 +333,10 @@ def test_a_torch_that_is_not_what_we_know(run: Run, run_directory: Path, tmp_pat
 
 
 def test_what_ranks_say(run: Run, run_directory: Path) -> None:
-    """The rank comes from the launcher, or else from the scheduler; what is no number is no rank."""
+    """The rank comes from the launcher, or else from the scheduler.
+
+    What is no number is no rank.
+    """
     run("pass", RANK="3", LOCAL_RANK="1", WORLD_SIZE="8", SLURM_PROCID="7")
     run("pass", SLURM_PROCID="7", SLURM_NTASKS="many")
     (_, first), (_, second) = read_processes(run_directory)

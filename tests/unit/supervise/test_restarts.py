@@ -1,4 +1,7 @@
-"""Whether a command is started again: the rules one by one, and what must hold for every history."""
+"""Whether a command is started again.
+
+The rules one by one, and what must hold for every history.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.explain.verdict import Verdict
-from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart, new_changes
+from holdfast.supervise.launch.restarts import (
+    Again,
+    Budgets,
+    Past,
+    Stop,
+    decide_restart,
+    new_changes,
+)
 
 BUDGETS = Budgets(max_restarts=3, max_preemptions=2, least_steps=10)
 
 
-def verdict(restart: str = "retry", cause: str = "H921", family: str = "distributed", **changes: str) -> Verdict:
-    values: dict[str, Any] = {"restart": restart, "family": family, "changes": tuple(changes.items())}
+def verdict(
+    restart: str = "retry", cause: str = "H921", family: str = "distributed", **changes: str
+) -> Verdict:
+    values: dict[str, Any] = {
+        "restart": restart,
+        "family": family,
+        "changes": tuple(changes.items()),
+    }
     return Verdict(cause=cause, title="t", summary="s", fix="f", confidence=0.9, **values)
 
 
 def past(
-    at_step: int | None = 100, steps: int | None = 100, cause: str = "H921", kind: str = "retry", seconds: float = 60
+    at_step: int | None = 100,
+    steps: int | None = 100,
+    cause: str = "H921",
+    kind: str = "retry",
+    seconds: float = 60,
 ) -> Past:
     return Past(cause=cause, kind=kind, at_step=at_step, steps=steps, seconds=seconds)  # type: ignore[arg-type]
 
 
-def decide(last: Verdict, *history: Past, environment: dict[str, str] | None = None) -> Again | Stop:
+def decide(
+    last: Verdict, *history: Past, environment: dict[str, str] | None = None
+) -> Again | Stop:
     return decide_restart(last, history, BUDGETS, environment or {})
 
 
@@ -54,20 +76,32 @@ def test_too_little_progress_between_two_failures_of_one_cause_stops():
 def test_out_of_memory_is_retried_at_once_and_only_with_something_changed():
     """The change is named, merged with what is set, and not tried twice."""
     short = verdict("remedy", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-    again = decide(short, past(kind="remedy"), environment={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"})
+    again = decide(
+        short, past(kind="remedy"), environment={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
+    )
     assert isinstance(again, Again)
-    assert again.changes == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"}
+    assert again.changes == {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"
+    }
     assert again.delay_seconds == 0.0
-    changed = decide(short, past(kind="remedy"), past(kind="remedy"), environment=dict(again.changes))
+    changed = decide(
+        short, past(kind="remedy"), past(kind="remedy"), environment=dict(again.changes)
+    )
     assert isinstance(changed, Stop)
     assert isinstance(decide(verdict("remedy"), past(kind="remedy")), Stop)
 
 
 def test_a_value_in_brackets_is_one_entry_of_the_allocators_settings():
     """roundup_power2_divisions holds commas that separate nothing."""
-    present = {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],expandable_segments:False"}
+    present = {
+        "PYTORCH_CUDA_ALLOC_CONF": (
+            "roundup_power2_divisions:[256:1,512:2],expandable_segments:False"
+        )
+    }
     found = new_changes(present, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-    assert found == {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],expandable_segments:True"}
+    assert found == {
+        "PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],expandable_segments:True"
+    }
     assert new_changes(found, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) == {}
 
 
@@ -87,7 +121,9 @@ FAILURES = st.tuples(
     st.builds(Budgets, max_restarts=st.integers(0, 5), max_preemptions=st.integers(0, 5)),
 )
 def test_no_history_exceeds_the_budgets(failures, budgets):
-    """However attempts fail, restarts stay within both budgets, delays within their bounds, and changes are real."""
+    """However attempts fail, restarts stay within both budgets, delays within their bounds, and
+    changes are real.
+    """
     history: list[Past] = []
     environment: dict[str, str] = {}
     used = {"preempted": 0, "others": 0}

@@ -66,12 +66,16 @@ def test_without_py_spy_the_process_writes_its_own_stacks(start: Start, tmp_path
 
 
 @pytest.mark.parametrize(
-    "handler", ["", "import signal, sys\nsignal.signal(signal.SIGRTMIN + 12, lambda *_: sys.exit(3))\n"]
+    "handler",
+    ["", "import signal, sys\nsignal.signal(signal.SIGRTMIN + 12, lambda *_: sys.exit(3))\n"],
 )
 def test_a_process_that_does_not_answer_is_not_killed_by_a_question(
     handler: str, start: Start, tmp_path: Path
 ) -> None:
-    """The signal would end one without a handler, and one of its own may mean to save and exit: none is sent."""
+    """The signal would end one without a handler, and one of its own may mean to save and exit.
+
+    None is sent.
+    """
     child = start(handler + STUCK)
     (tmp_path / "stacks.txt").touch()
     (found,) = take(tmp_path, subject(child.pid, None if handler else tmp_path), py_spy="")
@@ -80,7 +84,9 @@ def test_a_process_that_does_not_answer_is_not_killed_by_a_question(
 
 
 @needs_py_spy
-def test_a_stopped_process_is_looked_at_without_being_waited_for(start: Start, tmp_path: Path) -> None:
+def test_a_stopped_process_is_looked_at_without_being_waited_for(
+    start: Start, tmp_path: Path
+) -> None:
     """It cannot answer a signal, and must not be stopped once more."""
     child = start(STUCK)
     os.kill(child.pid, signal.SIGSTOP)
@@ -112,7 +118,11 @@ def test_a_py_spy_that_hangs_or_says_nonsense_is_given_up(
     assert found.last.source == "faulthandler"
 
 
-LIBC, PYTHON, SPIN = "/usr/lib/x86_64-linux-gnu/libc.so.6", "/opt/lib/libpython3.11.so.1.0", "/opt/spin.so"
+LIBC, PYTHON, SPIN = (
+    "/usr/lib/x86_64-linux-gnu/libc.so.6",
+    "/opt/lib/libpython3.11.so.1.0",
+    "/opt/spin.so",
+)
 BLAS = "/opt/numpy.libs/libscipy_openblas64_-32a4b2a6.so"
 MATCH = [("sre_ucs1_match", PYTHON), ("_sre_SRE_Pattern_match", PYTHON)]
 
@@ -122,21 +132,46 @@ MATCH = [("sre_ucs1_match", PYTHON), ("_sre_SRE_Pattern_match", PYTHON)]
     [
         pytest.param([[("0x7f0f6278b853", LIBC)]], (), id="a loop that copies"),
         pytest.param([[("unicode_repr", PYTHON)], []], (), id="a function at one look"),
-        pytest.param([[("0x7f010dd8b874", LIBC), *MATCH], MATCH], ("sre_ucs1_match", MATCH[1][0]), id="a search"),
-        pytest.param([[("0x7f06049b6135", SPIN)], [("0x7f06049b612e", SPIN)]], ("spin.so",), id="without symbols"),
-        pytest.param([[("dgemv_kernel_4x4", BLAS)], [("dcopy_k_SKYLAKEX", BLAS)]], ("dcopy_k_SKYLAKEX",), id="BLAS"),
-        pytest.param([[("0x7f0000000010", None), ("call", SPIN)]], ("call",), id="made at run time"),
+        pytest.param(
+            [[("0x7f010dd8b874", LIBC), *MATCH], MATCH],
+            ("sre_ucs1_match", MATCH[1][0]),
+            id="a search",
+        ),
+        pytest.param(
+            [[("0x7f06049b6135", SPIN)], [("0x7f06049b612e", SPIN)]],
+            ("spin.so",),
+            id="without symbols",
+        ),
+        pytest.param(
+            [[("dgemv_kernel_4x4", BLAS)], [("dcopy_k_SKYLAKEX", BLAS)]],
+            ("dcopy_k_SKYLAKEX",),
+            id="BLAS",
+        ),
+        pytest.param(
+            [[("0x7f0000000010", None), ("call", SPIN)]], ("call",), id="made at run time"
+        ),
     ],
 )
 def test_what_a_loop_calls_for_a_moment_is_no_native_code(
     dumps: list[list[tuple[str, str | None]]], native: tuple[str, ...], start: Start, tmp_path: Path
 ) -> None:
-    """Frames that py-spy has printed of loops, of a search and of libraries; the last dump is repeated."""
+    """Frames that py-spy has printed of loops, of a search and of libraries.
+
+    The last dump is repeated.
+    """
     child = start("print(flush=True)\nwhile True: pass\n")
     python = {"name": "<module>", "filename": "<string>", "module": None, "line": 2}
     for name, functions in {"look": [], "1": dumps[0], "2": dumps[-1], "3": dumps[-1]}.items():
-        inside = [{"name": each, "filename": file or "?", "module": file, "line": 0} for each, file in functions]
-        thread = {"pid": child.pid, "os_thread_id": child.pid, "owns_gil": True, "frames": [*inside, python]}
+        inside = [
+            {"name": each, "filename": file or "?", "module": file, "line": 0}
+            for each, file in functions
+        ]
+        thread = {
+            "pid": child.pid,
+            "os_thread_id": child.pid,
+            "owns_gil": True,
+            "frames": [*inside, python],
+        }
         (tmp_path / f"{name}.json").write_text(json.dumps([thread]))
     printer = tmp_path / "py-spy"
     printer.write_text(
@@ -160,6 +195,10 @@ def test_faulthandler_s_text_is_read_with_names_and_without() -> None:
         "  ...\n"
     )
     other, main = read_faulthandler(text)
-    assert (other.name, other.main, [frame.line for frame in other.frames]) == ("loader", False, [30, 3])
+    assert (other.name, other.main, [frame.line for frame in other.frames]) == (
+        "loader",
+        False,
+        [30, 3],
+    )
     assert (main.main, main.frames[0].function) == (True, "<module>")
     assert read_faulthandler("") == read_faulthandler("\0\xff junk\n") == ()

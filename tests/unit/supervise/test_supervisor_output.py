@@ -1,4 +1,7 @@
-"""What a command prints: kept in a file of bounded size, copied without waiting, never waited for."""
+"""What a command prints.
+
+Kept in a file of bounded size, copied without waiting, never waited for.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ def test_attempts_are_separated_by_a_line_of_their_own(log, tmp_path):
 
 
 def test_of_too_much_the_head_and_the_newest_part_are_kept(log, tmp_path):
-    """Twenty times the size leaves a file below it, with the first and the last line and the line of the attempt."""
+    """Twenty times the size leaves a file below it, with the first and the last line and the
+    line of the attempt.
+    """
     log.begin(0)
     for number in range(0, 1_500_000, 5000):
         log.write(lines(5000, number))
@@ -50,7 +55,9 @@ def test_of_too_much_the_head_and_the_newest_part_are_kept(log, tmp_path):
 
 
 def test_whose_output_the_newest_part_is_stays_known(log, tmp_path):
-    """The line of an attempt that began in the part that is cut stands before what is left of its output, once."""
+    """The line of an attempt that began in the part that is cut stands before what is left of
+    its output, once.
+    """
     log.begin(0)
     log.write(lines(30_000))
     log.begin(1)
@@ -62,7 +69,9 @@ def test_whose_output_the_newest_part_is_stays_known(log, tmp_path):
 
 
 def test_a_pipe_that_takes_nothing_holds_the_command_up(log):
-    """With a megabyte waiting for a slow reader no more is read, as if the command wrote to that reader itself."""
+    """With a megabyte waiting for a slow reader no more is read, as if the command wrote to that
+    reader itself.
+    """
     ours, target = os.pipe()
     sink = Sink(target)
     sink.add(b"x" * ((1 << 20) + 1))
@@ -83,7 +92,10 @@ def test_a_terminal_that_takes_nothing_does_not(log):
 
 
 def test_a_stream_is_a_terminal_exactly_where_ours_is_one():
-    """Stream by stream, so that progress bars draw where they are seen; the size of the window is passed on."""
+    """Stream by stream, so that progress bars draw where they are seen.
+
+    The size of the window is passed on.
+    """
     master, slave = os.openpty()
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
     reading, writing = os.pipe()
@@ -137,7 +149,9 @@ def test_a_line_of_ours_never_continues_an_unfinished_one(log, tmp_path):
 
 
 def test_where_output_is_lost_is_said_at_once_and_in_its_place(tmp_path, monkeypatch):
-    """One call when a disk fills up, and a line between what came before and after, as soon as there is room."""
+    """One call when a disk fills up, and a line between what came before and after, as soon as
+    there is room.
+    """
     log, written, said = OutputLog(tmp_path / "output.log", MOST), os.write, []
     log.on_loss = said.append
     full = [False]
@@ -148,7 +162,12 @@ def test_where_output_is_lost_is_said_at_once_and_in_its_place(tmp_path, monkeyp
         return written(descriptor, data)
 
     monkeypatch.setattr(os, "write", write)
-    for full[0], data in ((False, b"one\n"), (True, b"two\n"), (True, b"three\n"), (False, b"four\n")):
+    for full[0], data in (
+        (False, b"one\n"),
+        (True, b"two\n"),
+        (True, b"three\n"),
+        (False, b"four\n"),
+    ):
         log.write(data)
     log.close()
     assert [error.strerror for error in said] == ["No space left on device"]

@@ -1,4 +1,7 @@
-"""The parts of a supervisor that need no command: what is executed, where it records, what the kernel says."""
+"""The parts of a supervisor that need no command.
+
+What is executed, where it records, what the kernel says.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ def test_a_run_is_named_after_its_script_and_never_takes_a_directory_that_exists
     """Script, module or program, then the time in UTC, then a number."""
     named = [
         choose_folder(command, 0.0, tmp_path).name
-        for command in (["python", "-u", "a/train.py"], ["python", "-m", "pkg.train"], ["/bin/sh", "-c", "x"])
+        for command in (
+            ["python", "-u", "a/train.py"],
+            ["python", "-m", "pkg.train"],
+            ["/bin/sh", "-c", "x"],
+        )
     ]
     assert named == ["train-19700101-000000", "pkg.train-19700101-000000", "sh-19700101-000000"]
     (tmp_path / "sh-19700101-000000").mkdir()
@@ -33,7 +40,10 @@ def test_a_run_is_named_after_its_script_and_never_takes_a_directory_that_exists
 def test_one_supervisor_at_a_time_writes_to_a_directory(tmp_path):
     """The second one, in another process, learns who holds it; after the first is gone it may."""
     first = RunFolder(tmp_path / "runs" / "a")
-    code = "import sys; from pathlib import Path; from holdfast.supervise.launch.run_folder import RunFolder; "
+    code = (
+        "import sys; from pathlib import Path; from holdfast.supervise.launch.run_folder import"
+        " RunFolder; "
+    )
     command = [sys.executable, "-c", f"{code}RunFolder(Path(sys.argv[1]))", str(first.path)]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "[H723]" in refused.stderr
@@ -43,7 +53,9 @@ def test_one_supervisor_at_a_time_writes_to_a_directory(tmp_path):
 
 
 def test_the_next_attempt_is_known_although_the_ring_has_wrapped(tmp_path):
-    """The number of attempts is found in whatever an attempt has left, not only in the event of its start."""
+    """The number of attempts is found in whatever an attempt has left, not only in the event of
+    its start.
+    """
     folder = RunFolder(tmp_path / "a")
     assert folder.next_attempt() == 0
     write_process(folder.path, ProcessInfo(pid=7, ticks=1, ppid=1, argv=[], attempt=4))
@@ -94,7 +106,9 @@ def test_killed_for_memory_is_read_from_the_innermost_group_of_either_version(tm
     for folder, kills in (("memory/job/step", 2), ("memory/job", 7)):
         group = tmp_path / "sys/fs/cgroup" / folder
         group.mkdir(parents=True, exist_ok=True)
-        (group / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
+        (group / "memory.oom_control").write_text(
+            f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n"
+        )
     assert count_oom_kills(tmp_path) == 2
     (tmp_path / "proc/self/cgroup").write_text("0::/user\n")
     group = tmp_path / "sys/fs/cgroup/user"
@@ -103,8 +117,13 @@ def test_killed_for_memory_is_read_from_the_innermost_group_of_either_version(tm
     assert count_oom_kills(tmp_path) == 1
 
 
-def test_children_that_were_there_before_and_processes_of_our_session_are_not_the_commands(tmp_path):
-    """A daemon of the script that executed us, and what we run for ourselves, are spared; what comes later is not."""
+def test_children_that_were_there_before_and_processes_of_our_session_are_not_the_commands(
+    tmp_path,
+):
+    """A daemon of the script that executed us, and what we run for ourselves, are spared.
+
+    What comes later is not.
+    """
     before = subprocess.Popen(["sleep", "600"], start_new_session=True)
     tree = Tree("no mark")
     ours = subprocess.Popen(["sleep", "600"])

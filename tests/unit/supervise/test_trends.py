@@ -21,7 +21,9 @@ class _Run:
     """A run with one trainer whose memory is as a test says."""
 
     def __init__(self, run: Path) -> None:
-        self.folder = write_process(run, ProcessInfo(pid=os.getpid(), ticks=1, ppid=1, argv=[], role="trainer"))
+        self.folder = write_process(
+            run, ProcessInfo(pid=os.getpid(), ticks=1, ppid=1, argv=[], role="trainer")
+        )
         self.board = ProgressBoard(self.folder / BOARD_FILE)
         self.ring = SampleRing(self.folder / SAMPLES_FILE)
         self.steps = 0
@@ -42,10 +44,16 @@ class _Run:
             self.steps += 1
             self.ring.append(
                 StepSample(
-                    step=self.steps, micro_steps=1, loss=1.0, grad_norm=1.0, learning_rate=0.1, seconds=0.1,
-                    wait_seconds=0.0, host_bytes=host_bytes + number * grows_bytes,
+                    step=self.steps,
+                    micro_steps=1,
+                    loss=1.0,
+                    grad_norm=1.0,
+                    learning_rate=0.1,
+                    seconds=0.1,
+                    wait_seconds=0.0,
+                    host_bytes=host_bytes + number * grows_bytes,
                 )
-            )  # fmt: skip
+            )
         self.trends.look()
 
 
@@ -79,7 +87,9 @@ def test_growth_that_ends_is_told(tmp_path: Path) -> None:
 
 
 def test_a_look_costs_what_is_new_however_long_the_run(tmp_path: Path) -> None:
-    """Neither what is kept nor what is read grows with the steps of a run, and a leak that begins late is told."""
+    """Neither what is kept nor what is read grows with the steps of a run, and a leak that
+    begins late is told.
+    """
     run = _Run(tmp_path)
     for _ in range(12):
         run.train(3000, host_bytes=500 * _MIB, grows_bytes=0)
@@ -89,7 +99,9 @@ def test_a_look_costs_what_is_new_however_long_the_run(tmp_path: Path) -> None:
     tracemalloc.stop()
     for number in range(12):
         run.train(3000, host_bytes=500 * _MIB + number * 3000 * 8192, grows_bytes=8192)
-    assert [(trend.what, abs(trend.bytes_per_step - 8192) < 100) for trend in run.told] == [("host", True)]
+    assert [(trend.what, abs(trend.bytes_per_step - 8192) < 100) for trend in run.told] == [
+        ("host", True)
+    ]
 
 
 def test_healthy_and_damaged_recordings_tell_nothing(tmp_path: Path) -> None:
@@ -104,11 +116,20 @@ def test_healthy_and_damaged_recordings_tell_nothing(tmp_path: Path) -> None:
 
 
 def test_what_holds_the_memory_is_said_once_for_each_place(tmp_path: Path) -> None:
-    """A leak that a process has found is read from its events; the same one again, of another rank, is not said."""
+    """A leak that a process has found is read from its events.
+
+    The same one again, of another rank, is not said.
+    """
     run = _Run(tmp_path)
     other = write_process(tmp_path, ProcessInfo(pid=2, ticks=2, ppid=1, argv=[], role="trainer"))
-    earlier = write_process(tmp_path, ProcessInfo(pid=3, ticks=3, ppid=1, argv=[], role="trainer", attempt=7))
-    for folder, held in ((run.folder, "losses[...]"), (other, "losses[...]"), (earlier, "old[...]")):
+    earlier = write_process(
+        tmp_path, ProcessInfo(pid=3, ticks=3, ppid=1, argv=[], role="trainer", attempt=7)
+    )
+    for folder, held in (
+        (run.folder, "losses[...]"),
+        (other, "losses[...]"),
+        (earlier, "old[...]"),
+    ):
         box = BlackBox(folder)
         data = {"held_by": held, "retained_at": "leak.py:6 in <module>"}
         box.event(Event(kind="leak", global_step=3, unix_seconds=1.0, data=data))

@@ -1,4 +1,7 @@
-"""A hang is told once its limit is over, with the right process and remedy; what is no hang is not told."""
+"""A hang is told once its limit is over, with the right process and remedy.
+
+What is no hang is not told.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ BURN = "while True: sum(range(100))"
 
 
 class Scene:
-    """A run directory with real processes, whose boards the test writes, and a watchdog that looks when told to."""
+    """A run directory with real processes, whose boards the test writes, and a watchdog that
+    looks when told to.
+    """
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -58,14 +63,24 @@ class Scene:
         self.during()
         time.sleep(0.15)  # so that CPU time shows, in ticks of 0.01 s
 
-    def start(self, program: str = SLEEP, *, phase: Phase = Phase.FORWARD_BACKWARD, **more: Any) -> int:
+    def start(
+        self, program: str = SLEEP, *, phase: Phase = Phase.FORWARD_BACKWARD, **more: Any
+    ) -> int:
         """Start a process that is a trainer, unless told otherwise, and return its pid."""
         child = subprocess.Popen([sys.executable, "-S", "-c", program])
         self.children.append(child)
         found = read_process(child.pid)
         assert found is not None
-        about = {"role": "trainer", "torch": "2.13", "started": time.time(), "ppid": os.getpid(), **more}
-        folder = write_process(self.run, ProcessInfo(pid=child.pid, ticks=found.ticks, argv=[], **about))
+        about = {
+            "role": "trainer",
+            "torch": "2.13",
+            "started": time.time(),
+            "ppid": os.getpid(),
+            **more,
+        }
+        folder = write_process(
+            self.run, ProcessInfo(pid=child.pid, ticks=found.ticks, argv=[], **about)
+        )
         self.boards[child.pid] = ProgressBoard(folder / BOARD_FILE)
         self.boards[child.pid].enter(phase)
         while program == SLEEP and "nanosleep" not in Path(f"/proc/{child.pid}/wchan").read_text():
@@ -93,7 +108,10 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_a_trainer_that_stands_still_is_told_once_with_its_line(scene: Scene) -> None:
-    """Nothing is told before the limit; then stacks, kind, line, remedy and the files that hold the stacks."""
+    """Nothing is told before the limit.
+
+    Then stacks, kind, line, remedy and the files that hold the stacks.
+    """
     pid = scene.start()
     scene.boards[pid].step = 7
     scene.boards[pid].enter(scene.boards[pid].phase)
@@ -103,8 +121,12 @@ def test_a_trainer_that_stands_still_is_told_once_with_its_line(scene: Scene) ->
     assert scene.kinds() == ["hang_suspected", "stacks", "hang"]
     (hang,) = scene.hangs
     assert (hang.pid, hang.step, hang.phase, hang.hang_kind, hang.signature) == (
-        pid, 7, "forward/backward", "sleep", "H1413"
-    )  # fmt: skip
+        pid,
+        7,
+        "forward/backward",
+        "sleep",
+        "H1413",
+    )
     assert hang.remedy == "restart"
     assert LIMIT < hang.seconds < LIMIT + 1
     assert hang.frame == "<string>:1 in <module>"
@@ -124,7 +146,8 @@ def test_what_moves_while_its_stacks_are_taken_is_no_hang(scene: Scene) -> None:
     scene.look(LIMIT + 1)
     assert scene.kinds()[:2] == ["hang_suspected", "hang_over"]
     assert scene.hangs == []
-    assert list((scene.run / "stacks").iterdir()) == []  # else years of slow checkpoints fill a disk
+    # Else years of slow checkpoints fill a disk
+    assert list((scene.run / "stacks").iterdir()) == []
 
 
 def test_a_time_in_which_nobody_ran_is_not_counted(scene: Scene) -> None:
@@ -139,7 +162,9 @@ def test_a_time_in_which_nobody_ran_is_not_counted(scene: Scene) -> None:
 
 
 def test_a_trainer_that_is_stopped_by_its_user_is_not_hanging(scene: Scene) -> None:
-    """That a signal stopped it, and that it goes on, is told once each, and after it the limit begins anew."""
+    """That a signal stopped it, and that it goes on, is told once each, and after it the limit
+    begins anew.
+    """
     pid = scene.start()
     os.kill(pid, signal.SIGSTOP)
     wait_for_state(pid, "T")
@@ -157,16 +182,22 @@ def test_a_trainer_that_is_stopped_by_its_user_is_not_hanging(scene: Scene) -> N
 
 
 def test_who_computes_is_left_alone_for_longer_each_time(scene: Scene) -> None:
-    """It is told, as a loop or as native code, and ended only when the patience for such is over."""
+    """It is told, as a loop or as native code, and ended only when the patience for such is
+    over.
+    """
     scene.new_watchdog("moving=70")
     scene.start(BURN)
     scene.look(100)
     assert [hang.remedy for hang in scene.hangs] == ["wait", "wait", "wait", "restart"]
-    assert all(hang.hang_kind in ("Python loop", "native code", "merely slow") for hang in scene.hangs)
+    assert all(
+        hang.hang_kind in ("Python loop", "native code", "merely slow") for hang in scene.hangs
+    )
     assert [round(hang.seconds / LIMIT) for hang in scene.hangs] == [1, 2, 4, 8]
     waited = {(hang.hang_kind, hang.frame) for hang in scene.hangs if hang.remedy == "wait"}
     assert len(scene.said) == len(waited), "once for each place"
-    assert all("left alone for 1.17 min; --hang-limit moving=SECONDS" in line for line in scene.said)
+    assert all(
+        "left alone for 1.17 min; --hang-limit moving=SECONDS" in line for line in scene.said
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,8 +209,12 @@ def test_who_computes_is_left_alone_for_longer_each_time(scene: Scene) -> None:
         (Phase.DATA_WAIT, "2.13", "restart"),
     ],
 )
-def test_the_remedy_follows_the_phase(scene: Scene, phase: Phase, torch: str | None, remedy: str) -> None:
-    """A training that is over is not begun again, and of a program without torch nothing is known."""
+def test_the_remedy_follows_the_phase(
+    scene: Scene, phase: Phase, torch: str | None, remedy: str
+) -> None:
+    """A training that is over is not begun again, and of a program without torch nothing is
+    known.
+    """
     scene.start(phase=phase, torch=torch)
     scene.look(LIMIT + 1)
     assert [hang.remedy for hang in scene.hangs] == [remedy]
@@ -203,10 +238,14 @@ def test_a_worker_that_is_stopped_is_to_go_on_and_only_then_to_be_ended(scene: S
     assert worker is not None
     try:
         write_process(
-            scene.run, ProcessInfo(pid=worker.pid, ticks=worker.ticks, ppid=pid, argv=[], role="loader worker")
+            scene.run,
+            ProcessInfo(
+                pid=worker.pid, ticks=worker.ticks, ppid=pid, argv=[], role="loader worker"
+            ),
         )
         scene.watchdog = scene.new_watchdog()
-        scene.watchdog._stacks._py_spy = ""  # without frames, the phase says that the trainer waits for its workers
+        # Without frames, the phase says that the trainer waits for its workers
+        scene.watchdog._stacks._py_spy = ""
         scene.look(2 * LIMIT + 2)
     finally:
         os.kill(worker.pid, signal.SIGKILL)
@@ -217,7 +256,9 @@ def test_a_worker_that_is_stopped_is_to_go_on_and_only_then_to_be_ended(scene: S
 
 
 def test_a_rank_may_wait_for_another_that_is_within_its_limit(scene: Scene) -> None:
-    """While rank 0 evaluates or saves alone, the others stand in a collective, and nothing is told."""
+    """While rank 0 evaluates or saves alone, the others stand in a collective, and nothing is
+    told.
+    """
     scene.new_watchdog("saving=60")
     scene.start(rank=1, world_size=2)
     scene.start(rank=0, world_size=2, phase=Phase.SAVING)
@@ -239,7 +280,10 @@ def test_a_rank_that_has_ended_is_named_as_the_one_that_is_missing(scene: Scene)
 
 
 def test_processes_of_other_attempts_and_of_other_people_are_passed_over(scene: Scene) -> None:
-    """A process file may name any pid: who is not of this command is neither looked at nor signalled."""
+    """A process file may name any pid.
+
+    Who is not of this command is neither looked at nor signalled.
+    """
     scene.start(attempt=3)
     stranger = read_process(os.getppid())
     assert stranger is not None

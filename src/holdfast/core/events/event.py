@@ -1,8 +1,9 @@
 """What happened, and what was decided: frozen records that go into the recorder.
 
-`EventData` is what one kind of event says: one class for each kind, here those of decisions, the others in
-``run_events`` (of training) and ``process_events`` (of processes). Written down with its step and time it is an
-`Event`, which is what readers get.
+`EventData` is what one kind of event says: one class for each kind, here those of decisions, the
+    others in
+``run_events`` (of training) and ``process_events`` (of processes). Written down with its step and
+time it is an `Event`, which is what readers get.
 """
 
 from __future__ import annotations
@@ -32,13 +33,19 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        facts = ", ".join(f"{key}={value!r}" for key, value in self.data.items() if value is not None)
+        facts = ", ".join(
+            f"{key}={value!r}" for key, value in self.data.items() if value is not None
+        )
         return f"[step {self.global_step}] {self.kind}: {facts}"
 
     def facts(self) -> dict[str, Any]:
         """Return the facts as people read them: a validation's value by its name."""
         facts = dict(self.data)
-        if self.kind == "validated" and "loss" in facts and isinstance(name := facts.pop("name", "loss"), str):
+        if (
+            self.kind == "validated"
+            and "loss" in facts
+            and isinstance(name := facts.pop("name", "loss"), str)
+        ):
             facts = {name: facts.pop("loss")} | facts
         return facts
 
@@ -47,7 +54,8 @@ class Event:
 class _FrozenDataclass(type):
     """Makes each class a dataclass with keyword arguments, and names its kind after it.
 
-    What `dataclass` would generate for each is written once, in `EventData`: that takes a tenth of the time.
+    What `dataclass` would generate for each is written once, in `EventData`: that takes a tenth of
+        the time.
     """
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
@@ -57,7 +65,10 @@ class _FrozenDataclass(type):
 
 
 class EventData(metaclass=_FrozenDataclass):
-    """What events of one kind say. `kind` is the name of the class in snake case, such as ``"roll_back"``."""
+    """What events of one kind say.
+
+    `kind` is the name of the class in snake case, such as ``"roll_back"``.
+    """
 
     kind: ClassVar[str] = ""
 
@@ -71,9 +82,13 @@ class EventData(metaclass=_FrozenDataclass):
             for each in fields(self)
         }
         wrong = [name for name in given if name not in known]
-        wrong += [name for name, default in known.items() if default is MISSING and name not in given]
+        wrong += [
+            name for name, default in known.items() if default is MISSING and name not in given
+        ]
         if wrong:
-            raise TypeError(f"{type(self).__name__} takes {', '.join(known) or 'nothing'}: {', '.join(wrong)}?")
+            raise TypeError(
+                f"{type(self).__name__} takes {', '.join(known) or 'nothing'}: {', '.join(wrong)}?"
+            )
         vars(self).update({**known, **given})
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -86,7 +101,8 @@ class EventData(metaclass=_FrozenDataclass):
         return hash(tuple(vars(self).values()))
 
     def __repr__(self) -> str:
-        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({fields})"
 
     def facts(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -110,7 +126,10 @@ class Retry(Decision):
 
 
 class Recompute(Decision):
-    """Run the attempt again with activation checkpointing of these modules (none: switch it off)."""
+    """Run the attempt again with activation checkpointing of these modules (none.
+
+    Switch it off).
+    """
 
     modules: tuple[str, ...]
 
@@ -122,7 +141,10 @@ class Split(Decision):
 
 
 class Grow(Decision):
-    """From the next step on, try this many samples in one forward/backward (None: the whole batch)."""
+    """From the next step on, try this many samples in one forward/backward (None.
+
+    The whole batch).
+    """
 
     micro_batch_size: int | None
 
@@ -135,7 +157,10 @@ class SkipStep(Decision):
 
 
 class RollBack(Decision):
-    """Return to the last good checkpoint; `rewind_data` replays the batches since then, else they are passed over."""
+    """Return to the last good checkpoint.
+
+    `rewind_data` replays the batches since then, else they are passed over.
+    """
 
     rewind_data: bool
     epoch: int | None = None

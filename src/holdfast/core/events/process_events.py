@@ -1,4 +1,6 @@
-"""What happens to processes: the supervisor, its watchdog and the observer in each process record these.
+"""What happens to processes.
+
+The supervisor, its watchdog and the observer in each process record these.
 
 `attempt` counts from 0. `step` is that of the process that the event is about. See ``events``.
 """
@@ -10,7 +12,8 @@ from typing import Any, ClassVar
 
 from holdfast.core.events.event import EventData
 
-# --- the supervisor ---------------------------------------------------------------------------------------------
+# --- the supervisor
+# ------------------------------------------------------------------------
 
 
 class AttemptStarted(EventData):
@@ -100,7 +103,8 @@ class EndedElsewhere(EventData):
     why: str
 
 
-# --- the watchdog -----------------------------------------------------------------------------------------------
+# --- the watchdog
+# ------------------------------------------------------------------------
 
 
 class HangSuspected(EventData):
@@ -117,9 +121,10 @@ class HangSuspected(EventData):
 class Hang(HangSuspected):
     """A process stands still.
 
-    `hang_kind`, with its `signature`, is how; `blamed_pid` is the process to blame, such as a worker or another rank,
-    with the innermost `frame` of user code, or an empty text. `odd_one_out` is the rank that others wait for.
-    `remedy` is that of ``explain.hangs.blame``. `files` are the stacks that were taken.
+    `hang_kind`, with its `signature`, is how; `blamed_pid` is the process to blame, such as a
+    worker or another rank, with the innermost `frame` of user code, or an empty text. `odd_one_out`
+    is the rank that others wait for. `remedy` is that of ``explain.hangs.blame``. `files` are the
+    stacks that were taken.
     """
 
     hang_kind: str
@@ -194,7 +199,8 @@ class MemoryTrend(EventData):
     signature: str | None = None
 
 
-# --- the observer in each process -------------------------------------------------------------------------------
+# --- the observer in each process
+# ------------------------------------------------------------------------
 
 
 class Guard(EventData):
@@ -210,7 +216,9 @@ class TorchImported(EventData):
 
 
 class EnvironmentsImported(EventData):
-    """A package of environments for reinforcement learning was imported, so a loss need not measure progress."""
+    """A package of environments for reinforcement learning was imported, so a loss need not
+    measure progress.
+    """
 
     package: str
 
@@ -261,7 +269,10 @@ class Leak(EventData):
 
 
 class LeakTrace(EventData):
-    """A search for leaks ended, of so many steps; it was asked for by the request of this number."""
+    """A search for leaks ended, of so many steps.
+
+    It was asked for by the request of this number.
+    """
 
     found: int
     steps: int

@@ -1,7 +1,10 @@
-"""What happens in a training process: the guard, the loader and frameworks record these. See ``events``.
+"""What happens in a training process: the guard, the loader and frameworks record these.
 
-`why` is a sentence for people, `error` the type and text of an exception, `promise` what the rest of the run is equal
-to. Steps are optimizer steps, and the step that an event belongs to is not repeated in its fields.
+See ``events``.
+
+`why` is a sentence for people, `error` the type and text of an exception, `promise` what the rest
+of the run is equal to. Steps are optimizer steps, and the step that an event belongs to is not
+repeated in its fields.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ class _Failure(EventData):
     error: str
 
 
-# --- a run begins, is looked at, and ends -----------------------------------------------------------------------
+# --- a run begins, is looked at, and ends
+# ------------------------------------------------------------------------
 
 
 class Loop(EventData):
-    """An iteration over batches began: who drives it (``by``), and what the loader promises after a resume."""
+    """An iteration over batches began.
+
+    Who drives it (``by``), and what the loader promises after a resume.
+    """
 
     by: str = "guard"
     resume_promise: str | None = None
@@ -37,7 +44,9 @@ class Loop(EventData):
 
 
 class EpochEnded(EventData):
-    """So many epochs are over, the last of so many batches and steps (None: begun before a restart or a return).
+    """So many epochs are over, the last of so many batches and steps (None.
+
+    Begun before a restart or a return).
 
     Recorded of each of the first 100, then after 1, 2, 4, 8 ... whole ones of a process.
     """
@@ -49,7 +58,10 @@ class EpochEnded(EventData):
 
 
 class Resumed(EventData):
-    """The run went on from a checkpoint, or from what a framework loaded; batches are those of its epoch."""
+    """The run went on from a checkpoint, or from what a framework loaded.
+
+    Batches are those of its epoch.
+    """
 
     checkpoint: str | None = None
     trained_batches: int | None = None
@@ -57,39 +69,51 @@ class Resumed(EventData):
 
 
 class SettingsKept(EventData):
-    """The script sets an optimizer or a scheduler up otherwise than the run began with; that stays in force."""
+    """The script sets an optimizer or a scheduler up otherwise than the run began with.
+
+    That stays in force.
+    """
 
     changed: tuple[str, ...]
     why: str = (
-        "a run goes on with the settings of its checkpoint. To change them, set them after Guard(...), such as "
-        "optimizer.param_groups[0]['lr'], or begin in another directory"
+        "a run goes on with the settings of its checkpoint. To change them, set them after"
+        " Guard(...), such as optimizer.param_groups[0]['lr'], or begin in another directory"
     )
 
 
 class GroupsChanged(EventData):
-    """Parameter groups were added since the run began, which the script will not have when it starts again."""
+    """Parameter groups were added since the run began, which the script will not have when it
+    starts again.
+    """
 
     why: str = (
-        "a resume is refused (H313) unless Guard(...) is given the same groups: add them before, if "
-        "holdfast.latest(run_dir) is of a later step, or give all from the start, and set requires_grad"
+        "a resume is refused (H313) unless Guard(...) is given the same groups: add them before, if"
+        " holdfast.latest(run_dir) is of a later step, or give all from the start, and set"
+        " requires_grad"
     )
 
 
 class PositionNotKept(EventData):
-    """A resumed run does not continue at the batch at which it was interrupted, at least on one rank."""
+    """A resumed run does not continue at the batch at which it was interrupted, at least on one
+    rank.
+    """
 
     why: str = (
-        "the loop is not guard.batches(...), and begins wherever it begins: an epoch that was under way is repeated. "
-        "Iterate guard.batches(max_epochs=...), or go to the place of guard.global_step yourself"
+        "the loop is not guard.batches(...), and begins wherever it begins: an epoch that was under"
+        " way is repeated. Iterate guard.batches(max_epochs=...), or go to the place of"
+        " guard.global_step yourself"
     )
 
 
 class ResumeMayDiffer(_Why):
-    """A resume may read other batches, augment them differently, or train at another rate than an unbroken run."""
+    """A resume may read other batches, augment them differently, or train at another rate than
+    an unbroken run.
+    """
 
 
 class OwnStateNotKept(EventData):
-    """The run resumed on another number of ranks, so the state in which ranks differed could not be restored.
+    """The run resumed on another number of ranks, so the state in which ranks differed could not be
+    restored.
 
     The buffers and ``state=`` with these names now have the values of rank 0 on all ranks.
     """
@@ -98,20 +122,22 @@ class OwnStateNotKept(EventData):
     ranks_before: int
     ranks_now: int
     why: str = (
-        "these values differed between ranks, and can only be restored on the same number of ranks; all ranks "
-        "continue with those of rank 0"
+        "these values differed between ranks, and can only be restored on the same number of ranks;"
+        " all ranks continue with those of rank 0"
     )
 
 
 class StepsLeftBehind(EventData):
-    """A guard resumes at `to_step`, although an earlier guard of this process had trained up to `from_step`."""
+    """A guard resumes at `to_step`, although an earlier guard of this process had trained up to
+    `from_step`.
+    """
 
     from_step: int
     to_step: int
     why: str = (
-        "the loop was left without a save, so its last steps are in no checkpoint, and the run resumes from the "
-        "newest one. To keep such steps, end a loop with guard.request_stop(), or call guard.close() before making a "
-        "new Guard"
+        "the loop was left without a save, so its last steps are in no checkpoint, and the run"
+        " resumes from the newest one. To keep such steps, end a loop with guard.request_stop(), or"
+        " call guard.close() before making a new Guard"
     )
 
 
@@ -137,13 +163,16 @@ class SignalLeftAlone(EventData):
 
     signal: str
     why: str = (
-        "it has a handler in C, such as that of faulthandler.register. Register that handler for another signal, "
-        "such as signal.SIGRTMIN, or leave the signal out of stop_signals"
+        "it has a handler in C, such as that of faulthandler.register. Register that handler for"
+        " another signal, such as signal.SIGRTMIN, or leave the signal out of stop_signals"
     )
 
 
 class LeftByException(EventData):
-    """An exception ended the loop: its class, its text, frames as [file, line, function], and its causes."""
+    """An exception ended the loop.
+
+    Its class, its text, frames as [file, line, function], and its causes.
+    """
 
     exception: str
     rule: str | None = None
@@ -160,7 +189,9 @@ class Closed(EventData):
 
 
 class Validated(EventData):
-    """The loss of an evaluation or another metric (`name`), and the schedulers that changed a rate because of it."""
+    """The loss of an evaluation or another metric (`name`), and the schedulers that changed a
+    rate because of it.
+    """
 
     loss: float
     learning_rate_changed_by: tuple[str, ...] = ()
@@ -169,9 +200,12 @@ class Validated(EventData):
 
 
 class RankIsSlow(EventData):
-    """The others have waited for one rank in the steps of an epoch: its own seconds before the loss.
+    """The others have waited for one rank in the steps of an epoch.
 
-    `share` is of the time of a step; items and memory are those of all ranks. What is lost in backward does not show.
+    Its own seconds before the loss.
+
+    `share` is of the time of a step; items and memory are those of all ranks. What is lost in
+    backward does not show.
     """
 
     rank: int
@@ -184,12 +218,15 @@ class RankIsSlow(EventData):
 
 
 class OwnCollectives(EventData):
-    """The loss or the model began collectives itself, for the first time in this run; `count` is how many."""
+    """The loss or the model began collectives itself, for the first time in this run.
+
+    `count` is how many.
+    """
 
     count: int
     why: str = (
-        "if a rank runs out of memory before one of them, all ranks end (H401); no rank splits or recomputes alone; "
-        "and NaN is traced only up to the first of them"
+        "if a rank runs out of memory before one of them, all ranks end (H401); no rank splits or"
+        " recomputes alone; and NaN is traced only up to the first of them"
     )
 
 
@@ -210,7 +247,10 @@ class ImageLeftOut(EventData):
 
 
 class RecordingMovedAside(EventData):
-    """A recording could not be continued; a new one was begun, and `what` says where the old one lies."""
+    """A recording could not be continued.
+
+    A new one was begun, and `what` says where the old one lies.
+    """
 
     what: str
 
@@ -222,7 +262,8 @@ class SchedulersWait(EventData):
     fix: str
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------
+# --- checkpoints
+# ------------------------------------------------------------------------
 
 
 class CheckpointSaved(EventData):
@@ -278,7 +319,10 @@ class NotSaved(EventData):
 
 
 class StepsNotSaved(EventData):
-    """The loop was left, or the process ended, with steps that no checkpoint held then; both steps are included."""
+    """The loop was left, or the process ended, with steps that no checkpoint held then.
+
+    Both steps are included.
+    """
 
     from_step: int
     to_step: int
@@ -308,7 +352,8 @@ class CheckpointInstead(EventData):
     of: str
 
 
-# --- memory and splitting ---------------------------------------------------------------------------------------
+# --- memory and splitting
+# ------------------------------------------------------------------------
 
 
 class OutOfMemory(_Failure):
@@ -320,11 +365,16 @@ class OutOfMemory(_Failure):
 
 
 class StateTaken(_Failure):
-    """The optimizer of this rank ran out of memory half-way: the state of a rank that has stepped is taken."""
+    """The optimizer of this rank ran out of memory half-way.
+
+    The state of a rank that has stepped is taken.
+    """
 
 
 class Promises(EventData):
-    """What splitting a batch of this loss function would be equal to, and how that was found out."""
+    """What splitting a batch of this loss function would be equal to, and how that was found
+    out.
+    """
 
     batch_size: int | None
     split: str
@@ -341,7 +391,10 @@ class SideEffects(_Why):
 
 
 class SplitNotTried(_Why):
-    """This process could not be forked to try whether batches can be split. It is tried before the first split."""
+    """This process could not be forked to try whether batches can be split.
+
+    It is tried before the first split.
+    """
 
 
 class SplitRefused(_Why):
@@ -353,8 +406,8 @@ class SplitRefused(_Why):
 class SplitStopped(_Why):
     """Batches of this loss function are no longer split, because a later check has failed.
 
-    `equal_until_step` is the last step at which a check passed, or None if none did. Steps that were split after it
-    may have had another gradient than that of the whole batch.
+    `equal_until_step` is the last step at which a check passed, or None if none did. Steps that
+    were split after it may have had another gradient than that of the whole batch.
     """
 
     allow_split_with: str
@@ -387,11 +440,14 @@ class OnednnSwitchedOff(EventData):
     promise: Promise = "equal up to rounding"
 
 
-# --- values -----------------------------------------------------------------------------------------------------
+# --- values
+# ------------------------------------------------------------------------
 
 
 class NonfiniteOrigin(EventData):
-    """Where NaN or Inf came from, as `numerics.provenance.Origin` says it, and the samples that cause it."""
+    """Where NaN or Inf came from, as `numerics.provenance.Origin` says it, and the samples that
+    cause it.
+    """
 
     origin: Mapping[str, Any]
     bad_samples: tuple[int, ...]
@@ -437,7 +493,9 @@ class NormOverflowed(EventData):
 
 
 class LossScaleLowered(EventData):
-    """A step was skipped and the loss scale of fp16 lowered, as it does when it looks for its place."""
+    """A step was skipped and the loss scale of fp16 lowered, as it does when it looks for its
+    place.
+    """
 
     loss_scale: float
     reason: str
@@ -466,7 +524,8 @@ class SnapshotsDoNotFit(EventData):
     """No copies of the state are kept in host memory: a rollback returns to a checkpoint."""
 
 
-# --- why it does not learn --------------------------------------------------------------------------------------
+# --- why it does not learn
+# ------------------------------------------------------------------------
 
 
 class Finding(EventData):
@@ -500,7 +559,8 @@ class Aligned(EventData):
     utterances: int
 
 
-# --- the loader -------------------------------------------------------------------------------------------------
+# --- the loader
+# ------------------------------------------------------------------------
 
 
 class LoaderHealed(EventData):
@@ -515,7 +575,10 @@ class LoaderHealed(EventData):
 
 
 class SampleQuarantined(_Why):
-    """A sample is replaced by another one from now on; how many are, and why that could not be written."""
+    """A sample is replaced by another one from now on.
+
+    How many are, and why that could not be written.
+    """
 
     sample: int | str
     evidence: str
@@ -567,7 +630,8 @@ class Preflight(EventData):
     certain: bool = False
 
 
-# --- frameworks -------------------------------------------------------------------------------------------------
+# --- frameworks
+# ------------------------------------------------------------------------
 
 
 class OwnSteps(_Why):

@@ -1,4 +1,7 @@
-"""What each policy field may be: types that pydantic checks, each with the rest of the sentence "it must be"."""
+"""What each policy field may be.
+
+Types that pydantic checks, each with the rest of the sentence "it must be".
+"""
 
 from __future__ import annotations
 
@@ -35,16 +38,24 @@ Flag = Annotated[bool, "true or false"]
 Count = Annotated[_Count, _WHOLE]
 CountOrZero = Annotated[int, Ge(0), _BELOW, "a whole number >= 0 and below 2**53"]
 OptionalCount = Annotated[_Count | None, f"{_WHOLE}, or None to turn it off"]
-CountOrAuto = Annotated[_Count | Literal["auto"] | None, f'{_WHOLE}, "auto", or None to turn it off']
+CountOrAuto = Annotated[
+    _Count | Literal["auto"] | None, f'{_WHOLE}, "auto", or None to turn it off'
+]
 Hours = Annotated[_Positive, "a finite number > 0"]
 Limit = Annotated[_Positive | None, "a finite number > 0, or None to turn it off"]
 Share = Annotated[float, Gt(0), Lt(1), "a number above 0 and below 1"]
 Texts = Annotated[_Texts, "a list of texts"]
 Rules = Annotated[tuple[_Rule, ...], "a list of rules like H808"]
 FlagOrTexts = Annotated[bool | Annotated[_Texts, MinLen(1)], "true, false, or names of modules"]
-Hazards = Annotated[tuple[SplitHazard, ...], f"a list of some of {', '.join(map(repr, get_args(SplitHazard)))}"]
-StopSignals = Annotated[tuple[StopSignal, ...], f"a list of some of {', '.join(map(repr, get_args(StopSignal)))}"]
-ExitCodeOrNone = Annotated[Annotated[int, Ge(0), Le(255)] | None, "a whole number from 0 to 255, or None"]
+Hazards = Annotated[
+    tuple[SplitHazard, ...], f"a list of some of {', '.join(map(repr, get_args(SplitHazard)))}"
+]
+StopSignals = Annotated[
+    tuple[StopSignal, ...], f"a list of some of {', '.join(map(repr, get_args(StopSignal)))}"
+]
+ExitCodeOrNone = Annotated[
+    Annotated[int, Ge(0), Le(255)] | None, "a whole number from 0 to 255, or None"
+]
 StepEpochOrNone = Annotated[SchedulerInterval | None, "'step', 'epoch' or None"]
 
 
@@ -58,14 +69,18 @@ def _checker(kind: Any) -> tuple[Any, str]:
 
 
 def check(name: str, kind: Any, given: Any) -> Any:
-    """Return the value of a field: an argument as it is, a list as a tuple; what the text of a `Sourced` means.
+    """Return the value of a field: an argument as it is, a list as a tuple.
+
+    What the text of a `Sourced` means.
 
     Raises:
         PolicyError: H102, naming the field, its value, where that came from, and what is allowed.
     """
     checker, allowed = _checker(kind)
     argument = not isinstance(given, Sourced)
-    for each in (tuple(given) if isinstance(given, list) else given,) if argument else given.readings():
+    for each in (
+        (tuple(given) if isinstance(given, list) else given,) if argument else given.readings()
+    ):
         with contextlib.suppress(ValueError):
             return checker.validate_python(each, strict=argument)
     value = given if argument else given.value
@@ -75,6 +90,7 @@ def check(name: str, kind: Any, given: Any) -> Any:
     known = re.findall(r"['\"](\w+)['\"]", allowed)
     meant = (nearest(word, known) for word in re.findall(r"[\w-]+", shown) if word not in known)
     fix = next(
-        (f"did you mean {near!r}?" for near in meant if near), "give such a value, or leave it out for the default."
+        (f"did you mean {near!r}?" for near in meant if near),
+        "give such a value, or leave it out for the default.",
     )
     raise PolicyError(what, limit=f"it must be {allowed}", fix=fix, rule="H102")

@@ -1,7 +1,7 @@
 """Presets: what published recipes of a domain set, each figure with the recipe that it comes from.
 
-A preset is the weakest layer above the defaults; anything that you give yourself wins over it. Only what a recipe
-decides is in here. What a field means is said in ``policy``.
+A preset is the weakest layer above the defaults; anything that you give yourself wins over it. Only
+what a recipe decides is in here. What a field means is said in ``policy``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class Setting(NamedTuple):
 
 
 class Preset(NamedTuple):
-    """The settings of a domain, by field; a value may equal the default, since the recipes chose it too."""
+    """The settings of a domain, by field.
+
+    A value may equal the default, since the recipes chose it too.
+    """
 
     name: str
     about: str
@@ -36,8 +39,13 @@ class Preset(NamedTuple):
 
 @functools.cache
 def presets() -> Mapping[str, Preset]:
-    """Return all presets by name, from ``presets.json``: ``name: [about, {field: [value, source]}]``."""
-    found = json.loads(resources.files(__package__).joinpath("presets.json").read_text(encoding="utf-8"))
+    """Return all presets by name, from ``presets.json``: ``name: [about, {field.
+
+    [value, source]}]``.
+    """
+    found = json.loads(
+        resources.files(__package__).joinpath("presets.json").read_text(encoding="utf-8")
+    )
     return {
         name: Preset(name, about, {field: Setting(*each) for field, each in settings.items()})
         for name, (about, settings) in found.items()

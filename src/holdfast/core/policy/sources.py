@@ -1,7 +1,9 @@
-"""Where the values of a policy come from: YAML files, ``HOLDFAST_*`` variables, options of a command line.
+"""Where the values of a policy come from.
 
-All three give texts by field name, each with its source. What a text means is decided in ``kinds`` by the type of
-the field, alike for all of them; which source wins is decided in ``policy``.
+YAML files, ``HOLDFAST_*`` variables, options of a command line.
+
+All three give texts by field name, each with its source. What a text means is decided in ``kinds``
+by the type of the field, alike for all of them; which source wins is decided in ``policy``.
 """
 
 from __future__ import annotations
@@ -24,17 +26,23 @@ PRESET = "preset"  # a key beside the fields: the name of the values that lie be
 _MOST_BYTES, _DEEPEST, _LONGEST = 64 << 10, 8, 400
 _AROUND = " \t\n'\""
 _NONE = ("", "~", "null", "none")
-_OPTION = "holdfast_"  # of the options' names in a namespace, which they share with the program's own
+# Of the options' names in a namespace, which they share with the program's own
+_OPTION = "holdfast_"
 
 
 class Sourced(NamedTuple):
-    """A value that is no argument: a text, a list of texts, or what a preset says; and where it stands."""
+    """A value that is no argument: a text, a list of texts, or what a preset says.
+
+    And where it stands.
+    """
 
     value: Any
     source: str
 
     def readings(self) -> tuple[Any, ...]:
-        """Return what the value can mean, to be tried in this order: itself or None, or the parts between commas.
+        """Return what the value can mean, to be tried in this order.
+
+        Itself or None, or the parts between commas.
 
         Brackets around the parts, and quotes, are as in YAML, and need not be.
         """
@@ -43,12 +51,16 @@ class Sourced(NamedTuple):
         whole = self.value.strip(_AROUND)
         inner = whole[1:-1] if whole.startswith("[") and whole.endswith("]") else whole
         parts = [each.strip(_AROUND) for each in inner.split(",")]
-        return None if whole.lower() in _NONE else whole, [each for each in parts if each.lower() not in _NONE]
+        return None if whole.lower() in _NONE else whole, [
+            each for each in parts if each.lower() not in _NONE
+        ]
 
 
 def named(*given: Any) -> str:
     """Return in brackets where values came from, for the end of what an error says of them."""
-    sources = dict.fromkeys(each.source if isinstance(each, Sourced) else "argument" for each in given)
+    sources = dict.fromkeys(
+        each.source if isinstance(each, Sourced) else "argument" for each in given
+    )
     return f" ({' and '.join(sources)})"
 
 
@@ -67,7 +79,8 @@ def check_keys(given: Mapping[str, Any], fields: Iterable[str]) -> None:
             )
 
 
-# --- YAML and variables -----------------------------------------------------------------------------------------
+# --- YAML and variables
+# ------------------------------------------------------------------------
 
 
 def from_environment() -> dict[str, Sourced]:
@@ -80,7 +93,10 @@ def from_environment() -> dict[str, Sourced]:
 
 
 def from_yaml(path: Path) -> dict[str, Sourced]:
-    """Return the texts of a YAML file by key, with their lines; H103 for a file that is no YAML mapping."""
+    """Return the texts of a YAML file by key, with their lines.
+
+    H103 for a file that is no YAML mapping.
+    """
     import yaml  # here, so that a process without such a file never loads it
 
     try:
@@ -89,22 +105,29 @@ def from_yaml(path: Path) -> dict[str, Sourced]:
         raise PolicyError(
             f"policy file {path} cannot be read ({str(error)[:_LONGEST]})",
             limit="a YAML mapping of field names to values is needed, each name once",
-            fix="check the path, and write one `field: value` per line, for instance `max_grad_norm: 1.0`.",
+            fix=(
+                "check the path, and write one `field: value` per line, for instance"
+                " `max_grad_norm: 1.0`."
+            ),
             rule="H103",
         ) from error
 
 
 def _texts(text: str, path: Path) -> dict[str, Sourced]:
-    """Return what a YAML mapping says, each scalar as its text; ValueError for more than a policy needs.
+    """Return what a YAML mapping says, each scalar as its text.
 
-    An alias within aliases makes gigabytes of a few lines, what is nested deeply takes seconds, and a tag asks for
-    a type of its own.
+    ValueError for more than a policy needs.
+
+    An alias within aliases makes gigabytes of a few lines, what is nested deeply takes seconds, and
+    a tag asks for a type of its own.
     """
     import yaml
 
     depth = 0
     for event in yaml.parse(text, yaml.BaseLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST or getattr(event, "tag", None):
             raise ValueError(f"it has an alias or a tag, or is nested more than {_DEEPEST} deep")
     loader = yaml.BaseLoader(text)  # which makes nothing but texts, lists and dicts
@@ -118,16 +141,20 @@ def _texts(text: str, path: Path) -> dict[str, Sourced]:
     first = dict(reversed(marks))
     for key, mark in marks:
         if mark is not first[key]:
-            raise ValueError(f"line {mark.line + 1}: {key!r} stands in line {first[key].line + 1} already")
+            raise ValueError(
+                f"line {mark.line + 1}: {key!r} stands in line {first[key].line + 1} already"
+            )
     return {key: Sourced(found[key], f"{path}, line {mark.line + 1}") for key, mark in marks}
 
 
-# --- the command line -------------------------------------------------------------------------------------------
+# --- the command line
+# ------------------------------------------------------------------------
 
 
 @functools.cache
 def meanings_of(file: Path, name: str) -> dict[str, str]:
-    """Return the text under each field of a class, by field, so that help and source cannot disagree.
+    """Return the text under each field of a class, by field, so that help and source cannot
+    disagree.
 
     A module that has no source any more gives no texts.
     """
@@ -144,14 +171,24 @@ def meanings_of(file: Path, name: str) -> dict[str, str]:
     }
 
 
-def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], meanings: Mapping[str, str]) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, Any], meanings: Mapping[str, str]
+) -> None:
     """Add ``--preset``, ``--policy`` and one option for each field to a program's parser.
 
-    Defaults, by field, are shown in the help beside their meanings, and put nothing into the namespace.
+    Defaults, by field, are shown in the help beside their meanings, and put nothing into the
+    namespace.
     """
-    group = parser.add_argument_group("holdfast", "values are as in YAML: 1.0, true, none, auto; lists: a,b")
+    group = parser.add_argument_group(
+        "holdfast", "values are as in YAML: 1.0, true, none, auto; lists: a,b"
+    )
     add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
-    add("--preset", dest=_OPTION + PRESET, metavar="NAME", help=f"settings of a domain: {', '.join(presets())}")
+    add(
+        "--preset",
+        dest=_OPTION + PRESET,
+        metavar="NAME",
+        help=f"settings of a domain: {', '.join(presets())}",
+    )
     add("--policy", dest=_OPTION + "policy", metavar="FILE", help="YAML file of fields and values")
     for field, default in defaults.items():
         meaning = " ".join(meanings.get(field, "").replace("`", "").split())
@@ -159,10 +196,14 @@ def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], me
         add("--" + field.replace("_", "-"), dest=_OPTION + field, metavar="VALUE", help=shown)
 
 
-def from_options(namespace: argparse.Namespace, fields: Iterable[str]) -> tuple[str | None, dict[str, Sourced]]:
+def from_options(
+    namespace: argparse.Namespace, fields: Iterable[str]
+) -> tuple[str | None, dict[str, Sourced]]:
     """Return the path given by ``--policy``, and the texts of the options."""
     given = {key: getattr(namespace, _OPTION + key, None) for key in (PRESET, *fields)}
     found = {
-        key: Sourced(text, f"option --{key.replace('_', '-')}") for key, text in given.items() if text is not None
+        key: Sourced(text, f"option --{key.replace('_', '-')}")
+        for key, text in given.items()
+        if text is not None
     }
     return getattr(namespace, _OPTION + "policy", None), found

@@ -1,7 +1,11 @@
-"""Which process and line are to blame when training stands still: pure, from stacks and facts of all processes.
+"""Which process and line are to blame when training stands still.
 
-Three questions in turn: which of several ranks is the odd one out; whether it waits for a loader's worker; and how
-the process that is left stands still. Does not: look at processes (``supervise``), or decide what is too long.
+Pure, from stacks and facts of all processes.
+
+Three questions in turn: which of several ranks is the odd one out; whether it waits for a loader's
+    worker; and how
+the process that is left stands still. Does not: look at processes (``supervise``), or decide what
+    is too long.
 """
 
 from __future__ import annotations
@@ -28,15 +32,20 @@ from holdfast.explain.hangs.standing_still import (
 )
 
 Remedy = Literal["wait", "continue", "restart", "end"]
-"""``wait``: it may still finish. ``continue``: send SIGCONT to the blamed process. ``restart``: SIGTERM, so that a
-guard saves if the loop still answers, then kill and start again. ``end``: the training is over and only its end
-hangs, so kill it and do not start again."""
+"""``wait``: it may still finish. ``continue``: send SIGCONT to the blamed process.
+
+``restart``: SIGTERM, so that a
+guard saves if the loop still answers, then kill and start again. ``end``: the training is over and
+    only its end
+hangs, so kill it and do not start again.
+"""
 
 KINDS: tuple[HangKind, ...] = get_args(HangKind)
 SIGNATURES_OF: dict[HangKind, str] = {kind: f"H{1401 + index}" for index, kind in enumerate(KINDS)}
 _BYTES_A_SECOND = 65_536
 _WORKING_SHARE = 0.2
-"""A process that waits wakes up a few times a second and uses below 1 %; a fifth of a processor is work."""
+"""A process that waits wakes up a few times a second and uses below 1 %; a fifth of a processor is
+work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +62,13 @@ class Diagnosis:
     sentence: str  # all this in words
 
 
-def diagnose_hang(processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()) -> Diagnosis:
-    """Say what stands still, where, and who is to blame; the pid `suspect` was over its limit, `gone_ranks` ended."""
+def diagnose_hang(
+    processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()
+) -> Diagnosis:
+    """Say what stands still, where, and who is to blame.
+
+    The pid `suspect` was over its limit, `gone_ranks` ended.
+    """
     first = next(process for process in processes if process.pid == suspect)
     group = [process for process in processes if process.judged]
     blamed, odd_one_out = _odd_one_out(group, first, gone_ranks)
@@ -80,8 +94,12 @@ def diagnose_hang(processes: Sequence[Examined], suspect: int, *, gone_ranks: Se
     )
 
 
-def _odd_one_out(group: Sequence[Examined], first: Examined, gone: Sequence[int]) -> tuple[Examined, int | None]:
-    """Return the process whose standing still explains that of the others, and its rank if it is the odd one."""
+def _odd_one_out(
+    group: Sequence[Examined], first: Examined, gone: Sequence[int]
+) -> tuple[Examined, int | None]:
+    """Return the process whose standing still explains that of the others, and its rank if it is
+    the odd one.
+    """
     if gone:
         return first, gone[0]
     if len(group) < 2:
@@ -113,7 +131,8 @@ def _other_collective(group: Sequence[Examined], first: Examined) -> tuple[Exami
         return behind, behind.rank
     places = Counter(map(_place, group))
     rare = [process for process in group if places[_place(process)] == min(places.values())]
-    if len(rare) == len(group):  # two ranks in two places: one that calls a collective itself, beside backward's
+    # Two ranks in two places: one that calls a collective itself, beside backward's
+    if len(rare) == len(group):
         rare = [process for process in group if not is_in_backward(process)]
     return (rare[0], rare[0].rank) if 0 < len(rare) < len(group) else (first, None)
 
@@ -129,13 +148,22 @@ def _stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Examined 
         each
         for each in processes
         if each.ppid == trainer.pid
-        and (each.role == "loader worker" or any("_worker_loop" in frame.function for frame in each.last.main.frames))
+        and (
+            each.role == "loader worker"
+            or any("_worker_loop" in frame.function for frame in each.last.main.frames)
+        )
     ]
     busy = [
-        each for each in workers if each.last.state in "Tt" or (each.last.main.frames and not is_idle_worker(each))
+        each
+        for each in workers
+        if each.last.state in "Tt" or (each.last.main.frames and not is_idle_worker(each))
     ]
     if not busy and not any(each.last.main.frames for each in workers):
-        busy = [each for each in workers if each.last.main.waits not in ("futex", "poll", "pipe read", "socket", "")]
+        busy = [
+            each
+            for each in workers
+            if each.last.main.waits not in ("futex", "poll", "pipe read", "socket", "")
+        ]
     return min(busy, key=_how_surely_stuck, default=None)
 
 
@@ -162,9 +190,14 @@ def _with_children(how: How, processes: Sequence[Examined], blamed: Examined) ->
 
 
 def _different_calls(group: Sequence[Examined]) -> str:
-    """Return a sentence if one rank waits in a call of the guard and another in a collective: neither will end."""
+    """Return a sentence if one rank waits in a call of the guard and another in a collective.
+
+    Neither will end.
+    """
     in_guard = next((process for process in group if call_of_guard(process) is not None), None)
-    in_collective = next((process for process in group if collective_called(process) is not None), None)
+    in_collective = next(
+        (process for process in group if collective_called(process) is not None), None
+    )
     if in_guard is None or in_collective is None:
         return ""
     where = f"rank {in_collective.rank} is in {collective_called(in_collective)}"
@@ -191,19 +224,26 @@ def _sentence(
     *,
     in_worker: bool,
 ) -> str:
-    who = f"Process {first.pid}" if first.rank is None else f"Rank {first.rank} (process {first.pid})"
+    who = (
+        f"Process {first.pid}" if first.rank is None else f"Rank {first.rank} (process {first.pid})"
+    )
     text = f"{who} has made no progress for {first.seconds:.{0 if first.seconds >= 10 else 1}f} s"
     text += f" in the phase {first.phase!r}" if first.phase else ""
-    text += f", at step {first.step}." if first.phase else "."  # who has no board does not say its steps
+    # Who has no board does not say its steps
+    text += f", at step {first.step}." if first.phase else "."
     if gone:
         text += f" Rank {', '.join(map(str, gone))} has ended, and the others wait for it."
     elif odd is not None:
         text += f" Rank {odd} is the odd one out: the others wait for it."
         if _steps_differ(group):
-            text += f" Steps of the ranks: {', '.join(f'{each.rank}: {each.step}' for each in group)}."
+            text += (
+                f" Steps of the ranks: {', '.join(f'{each.rank}: {each.step}' for each in group)}."
+            )
     text += _different_calls(group)
     role = "Loader worker" if in_worker else "Process"
-    is_last_named = blamed.pid == first.pid or (odd is not None and blamed.rank == odd and not in_worker)
+    is_last_named = blamed.pid == first.pid or (
+        odd is not None and blamed.rank == odd and not in_worker
+    )
     subject = f"{role} {blamed.pid}" if gone or not is_last_named else "It"
     where = "" if how.frame is None else f" at {short(how.frame)}"
     return f"{text} {subject} {how.doing}{where}."

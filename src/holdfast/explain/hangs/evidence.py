@@ -1,6 +1,9 @@
-"""What was seen of a process that stands still: its stacks, twice, and what the kernel says that it waits for.
+"""What was seen of a process that stands still.
 
-Pure: gathered by ``supervise``, judged by ``hangs``. Names in it come from a stranger's process: control characters
+Its stacks, twice, and what the kernel says that it waits for.
+
+Pure: gathered by ``supervise``, judged by ``hangs``. Names in it come from a stranger's process:
+    control characters
 are taken out here, and whoever shows them escapes them.
 """
 
@@ -18,7 +21,8 @@ from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
 
 Waits = str
-"""What a thread waits for, by the names of ``kernel.yaml``; ``"running"``, ``"openmp"``, or empty."""
+"""What a thread waits for, by the names of ``kernel.yaml``; ``"running"``, ``"openmp"``, or empty.
+"""
 
 _LONGEST_NAME = 300
 
@@ -26,7 +30,9 @@ _KERNEL = yaml.load(  # by libyaml where it is there, ten times as fast
     resources.files(__package__).joinpath("kernel.yaml").read_text(encoding="utf-8"),
     getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # noqa: S506 - both are safe loaders
 )
-_WAITS: dict[str, Waits] = {name: waits for waits, names in _KERNEL["system calls"].items() for name in names.split()}
+_WAITS: dict[str, Waits] = {
+    name: waits for waits, names in _KERNEL["system calls"].items() for name in names.split()
+}
 _CHANNELS: dict[Waits, str] = _KERNEL["kernel functions"]
 KIND_OF: dict[str, Any] = _KERNEL["kinds"]
 """Kind of hang, confidence and words, by what a thread waits for."""
@@ -41,8 +47,9 @@ def clean(text: str) -> str:
 def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str = "") -> Waits:
     """Say what a thread waits for, by its system call: ``"running"`` if in none, empty if unknown.
 
-    `channel` is the kernel function that it sleeps in, `target` what the descriptor is that the call was given, as
-    ``/proc/<pid>/fd`` names it, and `library` the file that the call was made from.
+    `channel` is the kernel function that it sleeps in, `target` what the descriptor is that the
+    call was given, as ``/proc/<pid>/fd`` names it, and `library` the file that the call was made
+    from.
     """
     if syscall == "running":
         return "running"
@@ -58,7 +65,9 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
     for waits, pattern in _CHANNELS.items():
         if channel and re.search(pattern, channel):
             return waits
-    return "file" if syscall in ("read", "readv", "write", "writev") and target.startswith("/") else ""
+    return (
+        "file" if syscall in ("read", "readv", "write", "writev") and target.startswith("/") else ""
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +88,8 @@ class ProcessLook:
     """One process at one moment."""
 
     seconds: float  # when, on the monotonic clock
-    source: str = "/proc"  # where the stacks are from: ``"py-spy"``, ``"faulthandler"`` or ``"/proc"`` (no stacks)
+    # Where the stacks are from: ``"py-spy"``, ``"faulthandler"`` or ``"/proc"`` (no stacks)
+    source: str = "/proc"
     state: str = "S"  # letter of ``/proc/<pid>/stat``
     cpu_seconds: float = 0.0  # used so far
     io_bytes: int = 0  # read and written so far, as far as known
@@ -104,8 +114,8 @@ class Examined:
     seconds: float = 0.0  # how long it has stood still; 0 if it has no board
     judged: bool = False  # whether its progress is watched
     looks: tuple[ProcessLook, ...] = ()  # in order
-    # names of the native functions that the main thread is in below Python's, innermost first, or None if nobody
-    # asked
+    # names of the native functions that the main thread is in below Python's, innermost first, or
+    # None if nobody asked
     native: tuple[str, ...] | None = None
     uses_gpu: bool = False  # whether it has a device of a GPU open
 

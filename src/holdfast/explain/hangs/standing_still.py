@@ -1,4 +1,6 @@
-"""How one process stands still: from its frames, from what the kernel says that it waits for, and from its CPU time.
+"""How one process stands still.
+
+From its frames, from what the kernel says that it waits for, and from its CPU time.
 
 Does not: compare processes with each other (``hangs``).
 """
@@ -15,19 +17,35 @@ from holdfast.explain.hangs.evidence import KIND_OF, Examined, ThreadLook, clean
 
 HangKind = Literal[
     "loader",
-    "lock", "collective", "I/O", "GPU sync", "native code", "Python loop", "stopped", "pipe", "socket", "process",
-    "queue", "sleep", "OpenMP", "merely slow", "unknown",
-]  # fmt: skip
+    "lock",
+    "collective",
+    "I/O",
+    "GPU sync",
+    "native code",
+    "Python loop",
+    "stopped",
+    "pipe",
+    "socket",
+    "process",
+    "queue",
+    "sleep",
+    "OpenMP",
+    "merely slow",
+    "unknown",
+]
 """In the order of their signatures, H1401 and on."""
 
 _BURNING_SHARE = 0.5
-"""Of one processor. What waits uses below 1 %; what computes on a machine that is shared by two uses half."""
+"""Of one processor. What waits uses below 1 %; what computes on a machine that is shared by two
+uses half."""
 _STARVED_SHARE = 0.05
 """Of a processor, for a thread that was found running each time: others compete with it."""
 _MOVING_SHARE = 0.02
 _MOVING_BYTES_A_SECOND = 65_536
 
-_TORCH = re.compile(r"/(?:site|dist)-packages/torch/|/torch/(?:nn|autograd|_ops|optim|utils|_tensor)")
+_TORCH = re.compile(
+    r"/(?:site|dist)-packages/torch/|/torch/(?:nn|autograd|_ops|optim|utils|_tensor)"
+)
 _COLLECTIVE = re.compile(
     r"/torch/distributed/(?!elastic|launcher)|/torch/nn/parallel/distributed\.py|/torch/nn/modules/_functions\.py"
     r"|/deepspeed/comm/|/horovod/"
@@ -53,7 +71,8 @@ _NETWORK = re.compile(
 )
 _LOADER = re.compile(r"/torch/utils/data/dataloader\.py$|/holdfast/loader/(?:\w+/)*\w+\.py$")
 _IDLE = re.compile(r"/(?:queues|connection|selectors)\.py$")
-_FETCH = re.compile(r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/workers/fetch\.py:")  # with the function
+# With the function
+_FETCH = re.compile(r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/workers/fetch\.py:")
 
 
 class How(NamedTuple):
@@ -63,7 +82,8 @@ class How(NamedTuple):
     confidence: float  # between 0 and 1
     frame: Frame | None  # to blame, or None
     doing: str  # the rest of a sentence that begins with the process
-    moving: bool = False  # whether it uses a processor or moves bytes, so that it may come to an end
+    # Whether it uses a processor or moves bytes, so that it may come to an end
+    moving: bool = False
 
 
 def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
@@ -71,18 +91,25 @@ def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     made = [
         index
         for index, frame in enumerate(frames)
-        if frame.function.endswith("_bootstrap") and frame.file.endswith("multiprocessing/process.py")
+        if frame.function.endswith("_bootstrap")
+        and frame.file.endswith("multiprocessing/process.py")
     ]
     return tuple(frames[made[-1] + 1 :] if made else frames)
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of user code, else the innermost outside torch and Python, else the innermost."""
+    """Return the innermost frame of user code, else the innermost outside torch and Python, else
+    the innermost.
+    """
     frames = own_part(frames)
     own = next((frame for frame in reversed(frames) if is_own_code(frame)), None)
     if own is not None:
         return own
-    installed = (frame for frame in reversed(frames) if "-packages/" in frame.file and not _TORCH.search(frame.file))
+    installed = (
+        frame
+        for frame in reversed(frames)
+        if "-packages/" in frame.file and not _TORCH.search(frame.file)
+    )
     return next(installed, frames[-1] if frames else None)
 
 
@@ -94,7 +121,9 @@ def short(frame: Frame) -> str:
 def _below(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Return the frames that user code has called, innermost last: what it waits in."""
     frames = own_part(frames)
-    place = next((index for index in range(len(frames) - 1, -1, -1) if is_own_code(frames[index])), -1)
+    place = next(
+        (index for index in range(len(frames) - 1, -1, -1) if is_own_code(frames[index])), -1
+    )
     return tuple(frames[place + 1 :])
 
 
@@ -103,7 +132,10 @@ def _any(pattern: re.Pattern[str], frames: Sequence[Frame]) -> bool:
 
 
 def _fetches(frames: Sequence[Frame]) -> bool:
-    """Say whether a batch is being made here; to unpack one that a worker has sent is to wait for the worker."""
+    """Say whether a batch is being made here.
+
+    To unpack one that a worker has sent is to wait for the worker.
+    """
     return any(_FETCH.search(f"{frame.file}:{frame.function}") for frame in frames)
 
 
@@ -123,12 +155,16 @@ def waits_for_workers(process: Examined) -> bool:
 
 
 def is_in_backward(process: Examined) -> bool:
-    """Say whether the main thread waits in autograd, where gradients are averaged without being asked for."""
+    """Say whether the main thread waits in autograd, where gradients are averaged without being
+    asked for.
+    """
     return _any(_BACKWARD, _below(process.last.main.frames))
 
 
 def call_of_guard(process: Examined) -> str | None:
-    """Return the public call in which holdfast itself waits for the other ranks, such as ``guard.validated``."""
+    """Return the public call in which holdfast itself waits for the other ranks, such as
+    ``guard.validated``.
+    """
     below = _below(process.last.main.frames)
     if not _any(_GUARD_WAIT, below):
         return None
@@ -140,8 +176,12 @@ def call_of_guard(process: Examined) -> str | None:
 
 
 def collective_called(process: Examined) -> str | None:
-    """Return the function of ``torch.distributed`` that user code waits in, such as ``barrier``, or None."""
-    below = [frame for frame in _below(process.last.main.frames) if not _WRAPPERS.search(frame.file)]
+    """Return the function of ``torch.distributed`` that user code waits in, such as ``barrier``,
+    or None.
+    """
+    below = [
+        frame for frame in _below(process.last.main.frames) if not _WRAPPERS.search(frame.file)
+    ]
     if not below or not below[0].file.endswith("/torch/distributed/distributed_c10d.py"):
         return None
     return clean(below[0].function.rpartition(".")[2])
@@ -160,7 +200,12 @@ def how_it_stands(process: Examined, *, group: int) -> How:
         return How("stopped", 0.98, frame, f"was stopped{traced}")
     call = call_of_guard(process)
     if call is not None:  # it looks again and again, which is no work
-        return How("collective", 0.9, user_frame(process.last.main.frames), f"waits for the other ranks in {call}")
+        return How(
+            "collective",
+            0.9,
+            user_frame(process.last.main.frames),
+            f"waits for the other ranks in {call}",
+        )
     thread = thread_to_blame(process)
     if _burns(process, thread):
         return _burning(process, thread, group)
@@ -201,7 +246,11 @@ def _burning(process: Examined, thread: ThreadLook, group: int) -> How:
     if group > 1 and _any(_COLLECTIVE, below):
         return How("collective", 0.8, frame, "waits in a collective, polling")
     native = " ".join(process.native or ())
-    if still and (_any(_CUDA, below) or _NATIVE_CUDA.search(native) or (process.uses_gpu and process.native is None)):
+    if still and (
+        _any(_CUDA, below)
+        or _NATIVE_CUDA.search(native)
+        or (process.uses_gpu and process.native is None)
+    ):
         if group > 1:
             return How("collective", 0.5, frame, "waits for the GPU, and that for others")
         return How("GPU sync", 0.75, frame, "waits for the GPU")
@@ -211,7 +260,9 @@ def _burning(process: Examined, thread: ThreadLook, group: int) -> How:
         sure = 0.9 if process.native else 0.6
         return How("native code", sure, frame, what, moving=True)
     if not any(_any(_TORCH, _below(stack)) for stack in stacks):
-        functions = {(each.file, each.function) for each in map(user_frame, stacks) if each is not None}
+        functions = {
+            (each.file, each.function) for each in map(user_frame, stacks) if each is not None
+        }
         sure = 0.7 if still else 0.85 if len(functions) == 1 else 0.6
         what = "is in a loop on one line, or in a built-in function," if still else "is in a loop"
         return How("Python loop", sure, frame, what, moving=True)
@@ -223,7 +274,8 @@ def _common_user_frame(stacks: Sequence[Sequence[Frame]]) -> Frame | None:
     common = None
     for place, frame in enumerate(stacks[-1]):
         if any(
-            len(stack) <= place or (stack[place].file, stack[place].function) != (frame.file, frame.function)
+            len(stack) <= place
+            or (stack[place].file, stack[place].function) != (frame.file, frame.function)
             for stack in stacks
         ):
             break
@@ -235,10 +287,14 @@ def _common_user_frame(stacks: Sequence[Sequence[Frame]]) -> Frame | None:
 
 
 def _merely_slow(process: Examined, thread: ThreadLook) -> How | None:
-    """Find one that waits much and works a little all the time, as reading from a slow disk does."""
+    """Find one that waits much and works a little all the time, as reading from a slow disk
+    does.
+    """
     stacks = _stacks(process, thread)
     moved = len(set(stacks)) > 1
-    if process.io_rate < _MOVING_BYTES_A_SECOND and not (moved and process.cpu_share >= _MOVING_SHARE):
+    if process.io_rate < _MOVING_BYTES_A_SECOND and not (
+        moved and process.cpu_share >= _MOVING_SHARE
+    ):
         return None
     frame = _common_user_frame(stacks) if stacks else None
     return How("merely slow", 0.6, frame, "works, mostly waiting,", moving=True)
@@ -249,9 +305,15 @@ def thread_to_blame(process: Examined) -> ThreadLook:
     main = process.last.main
     below = _below(main.frames)
     joins = _any(_THREADS, below) or _any(_BACKWARD, below)
-    if not joins and not any(re.search(r"/(?:queue|asyncio/\w+)\.py$", frame.file) for frame in below):
+    if not joins and not any(
+        re.search(r"/(?:queue|asyncio/\w+)\.py$", frame.file) for frame in below
+    ):
         return main
-    others = [thread for thread in process.last.threads if not thread.main and any(map(is_own_code, thread.frames))]
+    others = [
+        thread
+        for thread in process.last.threads
+        if not thread.main and any(map(is_own_code, thread.frames))
+    ]
     others = [thread for thread in others if joins or thread.waits != "sleep"]
     others.sort(key=lambda thread: thread.waits == "sleep")
     return others[0] if others else main
@@ -265,19 +327,31 @@ def _blocked(process: Examined, thread: ThreadLook, group: int) -> How:
     if thread.waits == "openmp":
         return How("OpenMP", 0.95, frame, f"waits for threads of OpenMP{where}")
     if _holds_gil(process, thread):
-        return How("native code", 0.9, frame, f"waits in native code and holds the interpreter's lock{where}")
+        return How(
+            "native code",
+            0.9,
+            frame,
+            f"waits in native code and holds the interpreter's lock{where}",
+        )
     kind, confidence, doing = _waiting(process, thread, below)
     return How(kind, confidence, frame, doing + where)
 
 
 def _holds_gil(process: Examined, thread: ThreadLook) -> bool:
-    """Say whether a thread held the interpreter's lock at each look, which no thread that merely waits does."""
+    """Say whether a thread held the interpreter's lock at each look, which no thread that merely
+    waits does.
+    """
     held = [each.holds_gil for each in _at_each_look(process, thread) if each.holds_gil is not None]
     return len(held) > 1 and all(held)
 
 
-def _waiting(process: Examined, thread: ThreadLook, below: Sequence[Frame]) -> tuple[HangKind, float, str]:
-    """Return kind, confidence and words for a thread that waits: by its frames if they say it, else by the kernel."""
+def _waiting(
+    process: Examined, thread: ThreadLook, below: Sequence[Frame]
+) -> tuple[HangKind, float, str]:
+    """Return kind, confidence and words for a thread that waits.
+
+    By its frames if they say it, else by the kernel.
+    """
     waits = thread.waits
     if process.last.state == "D" and waits in ("", "device"):
         waits = "file"
@@ -290,7 +364,11 @@ def _waiting(process: Examined, thread: ThreadLook, below: Sequence[Frame]) -> t
     if waits == "poll":
         return "socket", 0.8 if _any(_NETWORK, below) else 0.5, "waits for a connection or a pipe"
     if waits == "device":
-        return ("GPU sync", 0.8, "waits for the GPU") if process.uses_gpu else ("I/O", 0.6, "waits for a device")
+        return (
+            ("GPU sync", 0.8, "waits for the GPU")
+            if process.uses_gpu
+            else ("I/O", 0.6, "waits for a device")
+        )
     if waits == "futex" and process.uses_gpu and _any(_CUDA, below):
         return "GPU sync", 0.7, "waits for the GPU"
     kind, confidence, doing = KIND_OF.get(waits) or _by_frames(below)

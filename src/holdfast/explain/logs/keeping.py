@@ -1,6 +1,7 @@
 """Which lines of a log are kept: a log of any size in bounded memory and one pass.
 
-Kept are the beginning, the end, and between them every line with a word that errors have, with what stands around it.
+Kept are the beginning, the end, and between them every line with a word that errors have, with what
+stands around it.
 Lines are numbered as an editor numbers them. Does not: understand the lines (see ``text``).
 """
 
@@ -25,7 +26,8 @@ _LINE_BYTES = 1 << 14  # of one line: its beginning and its end
 _AFTER = 12  # lines that are kept after a hit: a message of several lines
 _AFTER_TRACEBACK = 300
 _BEFORE = 2
-_SAME_LINE = 40  # times that lines which differ only in digits are kept outside the head and the tail
+# Times that lines which differ only in digits are kept outside the head and the tail
+_SAME_LINE = 40
 
 # In lower case. A chunk without any of them is passed over at the speed of bytes.find.
 _FILE = resources.files("holdfast.explain.logs").joinpath("words.txt")
@@ -60,7 +62,9 @@ class KeptLog:
 
 
 def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
-    """Read a log to its end and return what matters of it, in some 30 MiB at most, whatever its size and lines."""
+    """Read a log to its end and return what matters of it, in some 30 MiB at most, whatever its
+    size and lines.
+    """
     head: list[LogLine] = []
     hits = _Hits()
     tail: deque[tuple[int, bytes, int]] = deque()
@@ -116,7 +120,10 @@ def _cut(line: bytes) -> bytes:
 
 
 class _Hits:
-    """Lines between the head and the tail that look like they matter: the first and the newest of them."""
+    """Lines between the head and the tail that look like they matter.
+
+    The first and the newest of them.
+    """
 
     def __init__(self) -> None:
         self._first: list[LogLine] = []

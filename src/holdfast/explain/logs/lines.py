@@ -1,7 +1,9 @@
-"""One line of a log as people would read it: without escape sequences, and without what stands before the message.
+"""One line of a log as people would read it.
 
-Launchers and loggers put ranks, times and levels before a line; they are taken off and used. Does not: join lines to
-messages (see ``text``).
+Without escape sequences, and without what stands before the message.
+
+Launchers and loggers put ranks, times and levels before a line; they are taken off and used. Does
+not: join lines to messages (see ``text``).
 """
 
 from __future__ import annotations
@@ -16,16 +18,21 @@ from holdfast.explain.logs.keeping import LogLine
 from holdfast.explain.logs.progress import is_progress_bar
 
 _MOST_CHARACTERS = 8_192
-_ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]")
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]"
+)
 # Control characters, and those that turn the direction of writing: a log line may be hostile.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
+)
 
 _RANK = re.compile(r"\[rank(\d+)\]:? ?")  # torch >= 2.2, on every line of a traceback
 # torchrun --tee: [default0]:, with [trainer0|0]: of older ones, and train/0 [default0]: of torchx
 _TEE = re.compile(r"(?:[\w.-]{1,60}/\d{1,5} )?\[[A-Za-z_]\w{0,30}?(\d{1,5})(?:\|\d{1,5})?\]:")
 _MPI = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")  # horovod leaves out the job
 _SRUN = re.compile(r"\s{0,4}(\d{1,5}): ")  # srun --label
-# Of Ray: (RayTrainWorker pid=4711, ip=10.0.0.2), of SkyPilot: (task, rank=1, pid=4711), and of pytest.
+# Of Ray: (RayTrainWorker pid=4711, ip=10.0.0.2), of SkyPilot: (task, rank=1, pid=4711), and of
+# pytest.
 _TEST_OR_RAY = re.compile(
     r"\([\w.:-]{0,60}(?:, rank=\d{1,5})?,? ?pid=\d{1,10}(?:, ip=[\w.:-]{1,40})?\) "
     r"|E {3,7}(?=[\w.]*(?:Error|Exception)\b)"
@@ -42,14 +49,26 @@ _LEVEL = re.compile(
     r"(?:\s*[-|:]\s*|\s+|(?=\[)|$)"
     r"(?:[\w.<>/]{1,80}(?::[\w.<>]{1,80}){0,2}\s+[-|]\s+|[\w.]{1,80}:(?=\S)|\[[\w.:/]{1,80}\]\s?)?"
 )
-_JSON_TRACEBACKS = ("exception", "exc_info", "exc_text", "stack_trace", "traceback", "error.stack_trace", "stack")
-_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")  # another writer's line
-_SHARE_LABELLED = 0.6  # of the lines that must begin like srun --label before their numbers are taken for ranks
+_JSON_TRACEBACKS = (
+    "exception",
+    "exc_info",
+    "exc_text",
+    "stack_trace",
+    "traceback",
+    "error.stack_trace",
+    "stack",
+)
+# Another writer's line
+_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")
+# Of the lines that must begin like srun --label before their numbers are taken for ranks
+_SHARE_LABELLED = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class CleanLine:
-    """One line, or one part of it between carriage returns, without what stands before the message."""
+    """One line, or one part of it between carriage returns, without what stands before the
+    message.
+    """
 
     number: int  # of the line in the log
     text: str  # the message
@@ -60,10 +79,14 @@ class CleanLine:
 
 
 def clean_lines(lines: Iterable[LogLine]) -> list[CleanLine]:
-    """Return the lines without escape sequences, progress bars that were overwritten, ranks, times and levels."""
+    """Return the lines without escape sequences, progress bars that were overwritten, ranks,
+    times and levels.
+    """
     parts = [(line.number, part) for line in lines for part in _parts(line.data)]
     filled = [text for _, text in parts if text.strip()]
-    labelled = sum(1 for text in filled if _SRUN.match(text)) >= max(3, _SHARE_LABELLED * len(filled))
+    labelled = sum(1 for text in filled if _SRUN.match(text)) >= max(
+        3, _SHARE_LABELLED * len(filled)
+    )
     return [_without_prefixes(number, text, labelled=labelled) for number, text in parts]
 
 
@@ -91,7 +114,9 @@ def _parts(data: bytes) -> list[str]:
 
 
 def _inside_json(text: str) -> str | None:
-    """Return the line inside a line of docker, or the traceback inside one of a logger that writes JSON, or None."""
+    """Return the line inside a line of docker, or the traceback inside one of a logger that
+    writes JSON, or None.
+    """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -99,7 +124,9 @@ def _inside_json(text: str) -> str | None:
     if isinstance(found.get("log"), str):
         return str(found["log"]).rstrip("\n")
     values = [found.get(key) for key in _JSON_TRACEBACKS]
-    return next((value for value in values if isinstance(value, str) and "Traceback (" in value), None)
+    return next(
+        (value for value in values if isinstance(value, str) and "Traceback (" in value), None
+    )
 
 
 def _shortened(text: str) -> str:
@@ -132,14 +159,26 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     named = _GLOG.match(shown) or _LEVEL.match(shown)
     if named is None:
         return CleanLine(number, shown, shown, rank, seconds)
-    return CleanLine(number, shown[named.end() :], shown, rank, seconds, _GLOG_LEVELS.get(named[1], named[1]))
+    return CleanLine(
+        number, shown[named.end() :], shown, rank, seconds, _GLOG_LEVELS.get(named[1], named[1])
+    )
 
 
-_GLOG_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "FATAL", "V": "INFO", "C": "CRITICAL"}
+_GLOG_LEVELS = {
+    "I": "INFO",
+    "W": "WARNING",
+    "E": "ERROR",
+    "F": "FATAL",
+    "V": "INFO",
+    "C": "CRITICAL",
+}
 
 
 def _seconds(written: str) -> float | None:
-    """Return the Unix time of a date; without a zone it counts as UTC, which keeps the order within a log."""
+    """Return the Unix time of a date.
+
+    Without a zone it counts as UTC, which keeps the order within a log.
+    """
     try:
         if written[2] == "/":
             return datetime.strptime(written, "%m/%d/%Y %H:%M:%S").replace(tzinfo=UTC).timestamp()

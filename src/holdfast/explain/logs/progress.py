@@ -1,6 +1,9 @@
-"""What lines show of a training: that it goes on, or is done, and the losses and norms of gradients that it printed.
+"""What lines show of a training.
 
-Words say that it goes on, or, in a log without such words, a form of line that keeps coming back with other numbers.
+That it goes on, or is done, and the losses and norms of gradients that it printed.
+
+Words say that it goes on, or, in a log without such words, a form of line that keeps coming back
+with other numbers.
 """
 
 from __future__ import annotations
@@ -21,36 +24,46 @@ _PROGRESS = QuickPattern(
     r"|\bstarting (?:train|test)ing\b|\bbest (?:ckpt|checkpoint|model)\b.{0,20}[:=]"
 )
 _NO_PROGRESS = QuickPattern(
-    r"wandb:|\b(?:error|exception|fail|abort|nan\b|(?<!best )loss\W{1,4}inf\b|stopp(?:ed|ing)|interrupt|resum)"
+    r"wandb:|\b(?:error|exception|fail|abort|nan\b|(?<!best"
+    r" )loss\W{1,4}inf\b|stopp(?:ed|ing)|interrupt|resum)"
 )
 _DONE = QuickPattern(
     r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b"
     r"(?:(?!\b(?:epoch|step|iter|batch|fold|stage|phase)\w*\W{1,3}\d).){0,20}"
     r"\b(?:finished|completed?|done|ended well)\b"
-    r"|`Trainer\.fit` stopped: `max_|'train_runtime':|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b"
+    r"|`Trainer\.fit` stopped: `max_|'train_runtime':|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the"
+    r" )?final\b"
 )
 _SAVED = QuickPattern(r"\b(?:done|finished|completed?|saved|saving|written|wrote)\b")
-_OF_A_LOGGER = QuickPattern(r"wandb:|\blogs? .{0,20}\b(?:saved|written)\b|\b(?:saved|wrote|saving) (?:the )?logs?\b")
+_OF_A_LOGGER = QuickPattern(
+    r"wandb:|\blogs? .{0,20}\b(?:saved|written)\b|\b(?:saved|wrote|saving) (?:the )?logs?\b"
+)
 _NOT_DONE = QuickPattern(
     r"\b(?:not|never|false|unsuccessful\w*|fail\w*|errors?|abort\w*|crash\w*|killed|died|oom|nan|diverged"
     r"|warm-?up|pre-?process\w*)\b"
     r"|\b(?:code|status|exit|rc)\W{0,3}(?:-|0*[1-9])"
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-_ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)  # "Error: 72.0" measures something
+# "Error: 72.0" measures something
+_ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)
 _OF_A_TRACEBACK = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
 _HABIT = 3  # times that a form of line came before what it is to be progress after
 _LOOKED_AT = 400  # lines after a statement among which forms are looked for
 _NOT_FINITE = r"(?:nan|inf(?:inity)?)(?:\.0)?"  # a progress bar of Lightning writes nan.0
+_EXPONENT = r"(?:e[-+]?\d{1,4})?"
 _VALUE_TEXT = (
-    rf"(?:{_NOT_FINITE}|\d{{1,30}}(?:\.\d{{0,30}})?(?:e[-+]?\d{{1,4}})?|\.\d{{1,30}}(?:e[-+]?\d{{1,4}})?)(?![\w.])"
+    rf"(?:{_NOT_FINITE}"
+    rf"|\d{{1,30}}(?:\.\d{{0,30}})?{_EXPONENT}"
+    rf"|\.\d{{1,30}}{_EXPONENT})"
+    r"(?![\w.])"
 )
 _VALUE = rf"['\"]?\)?\s{{0,8}}(?:[:=|]|is)?\s{{0,8}}(?:tensor\()?([-+]?{_VALUE_TEXT})"
 _LOSS = re.compile(rf"([\w/.-]{{0,60}}?loss(?:es)?){_VALUE}", re.IGNORECASE)
 _NORM = re.compile(rf"([\w/.-]{{0,60}}?grad(?:ient)?[_ -]?norm){_VALUE}", re.IGNORECASE)
 _PLAIN_LOSS = re.compile(r"(?:train(?:ing)?[_/.-]?)?loss", re.IGNORECASE)
 _EVALUATION = re.compile(
-    r"(?:^|[^a-z])(?:val(?:id(?:at(?:ion|ing))?)?|eval(?:uat(?:ion|ing))?|test(?:ing)?|dev)(?![a-z])", re.IGNORECASE
+    r"(?:^|[^a-z])(?:val(?:id(?:at(?:ion|ing))?)?|eval(?:uat(?:ion|ing))?|test(?:ing)?|dev)(?![a-z])",
+    re.IGNORECASE,
 )
 
 
@@ -75,8 +88,14 @@ def is_progress(text: str) -> bool:
 
 
 def goes_on(text: str) -> bool:
-    """Return whether a line shows that the run went on, or saved; no bar or tracker that a failure closes too."""
-    saved = _SAVED.search(text, text.lower()) is not None and _OF_A_LOGGER.search(text, text.lower()) is None
+    """Return whether a line shows that the run went on, or saved.
+
+    No bar or tracker that a failure closes too.
+    """
+    saved = (
+        _SAVED.search(text, text.lower()) is not None
+        and _OF_A_LOGGER.search(text, text.lower()) is None
+    )
     return saved or (is_progress(text) and not is_progress_bar(text))
 
 
@@ -122,7 +141,9 @@ class Pulse:
 
 
 def _forms(texts: Sequence[str]) -> list[str]:
-    """Return each line with its numbers taken out, or an empty text if it counts nothing, or is of an error."""
+    """Return each line with its numbers taken out, or an empty text if it counts nothing, or is
+    of an error.
+    """
     counts: dict[str, bool] = {}
     found = []
     of_frame = False  # the line after a frame is code
@@ -130,7 +151,9 @@ def _forms(texts: Sequence[str]) -> list[str]:
         form = "" if of_frame else _NUMBER.sub("#", text[:300]).strip()
         of_frame = _OF_A_TRACEBACK.match(text) is not None
         if form not in counts:
-            counts[form] = "#" in form and not of_frame and not is_relevant(_ERROR_METRIC.sub("", form))
+            counts[form] = (
+                "#" in form and not of_frame and not is_relevant(_ERROR_METRIC.sub("", form))
+            )
         found.append(form if counts[form] else "")
     return found
 
@@ -138,7 +161,8 @@ def _forms(texts: Sequence[str]) -> list[str]:
 def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
     """Return number of the line and value of each training loss, oldest first, from numbered lines.
 
-    Where any is called plainly ``loss`` or ``train_loss``, only these count: others are parts of it.
+    Where any is called plainly ``loss`` or ``train_loss``, only these count: others are parts of
+        it.
     """
     found = list(_values(lines, _LOSS, "loss"))
     plain = [each for each in found if _PLAIN_LOSS.fullmatch(each[0])]
@@ -150,7 +174,9 @@ def printed_norms(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], 
     return tuple((number, value) for _, number, value in _values(lines, _NORM, "norm"))
 
 
-def _values(lines: Sequence[tuple[int, str]], named: re.Pattern[str], word: str) -> Iterator[tuple[str, int, float]]:
+def _values(
+    lines: Sequence[tuple[int, str]], named: re.Pattern[str], word: str
+) -> Iterator[tuple[str, int, float]]:
     for number, text in lines:
         if word not in text.lower():  # the pattern looks from every place
             continue

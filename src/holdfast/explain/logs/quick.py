@@ -1,6 +1,7 @@
 """Regular expressions that are only tried on texts with a word that they cannot do without.
 
-Hundreds of patterns are sought in each line of an error, and nearly none fits: to look for a word takes a hundredth
+Hundreds of patterns are sought in each line of an error, and nearly none fits: to look for a word
+    takes a hundredth
 of the time.
 """
 
@@ -11,7 +12,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-_parser: Any = importlib.import_module("re._parser")  # of the standard library, which has no public name for it
+# Of the standard library, which has no public name for it
+_parser: Any = importlib.import_module("re._parser")
 
 
 class QuickPattern:
@@ -19,7 +21,8 @@ class QuickPattern:
 
     def __init__(self, pattern: str, flags: int = re.IGNORECASE) -> None:
         self._pattern = re.compile(pattern, flags)
-        self.words = _needed(_parser.parse(pattern))  # of which a text must have one, in lower case; none: unknown
+        # Of which a text must have one, in lower case; none: unknown
+        self.words = _needed(_parser.parse(pattern))
 
     def search(self, text: str, lowered: str) -> re.Match[str] | None:
         """Return the first match in a text, which is given in lower case too."""
@@ -29,7 +32,10 @@ class QuickPattern:
 
 
 def _needed(sequence: Iterable[tuple[Any, Any]]) -> frozenset[str]:
-    """Return words of which one is in each text that a parsed pattern matches; none: nothing is known."""
+    """Return words of which one is in each text that a parsed pattern matches.
+
+    None: nothing is known.
+    """
     groups: list[frozenset[str]] = []
     run = ""
     for kind, value in sequence:
@@ -46,7 +52,9 @@ def _needed(sequence: Iterable[tuple[Any, Any]]) -> frozenset[str]:
                 branches = [_needed(each) for each in value[1]]
                 groups.append(frozenset().union(*branches) if all(branches) else frozenset())
     groups.append(frozenset({run}))
-    return max((each for each in groups if each and "" not in each), key=_telling, default=frozenset())
+    return max(
+        (each for each in groups if each and "" not in each), key=_telling, default=frozenset()
+    )
 
 
 def _telling(words: frozenset[str]) -> tuple[int, int]:

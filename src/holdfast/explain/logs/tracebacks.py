@@ -1,7 +1,11 @@
-"""Tracebacks as Python, rich and launchers print them: found in lines and read into statements, the root first.
+"""Tracebacks as Python, rich and launchers print them.
 
-Knows chains ("During handling of ..."), the nested tracebacks of loader workers and of spawned processes, groups of
-exceptions, the form of syntax errors, and the dumps of faulthandler. Does not: judge what was caught.
+Found in lines and read into statements, the root first.
+
+Knows chains ("During handling of ..."), the nested tracebacks of loader workers and of spawned
+processes, groups of
+exceptions, the form of syntax errors, and the dumps of faulthandler. Does not: judge what was
+    caught.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ _MOST_NESTED = 16  # tracebacks inside the message of another, one in the other
 _MOST_FRAMES = 60  # kept of one traceback: the outermost and the innermost half
 
 HEADER = re.compile(r"(?:(?:Exception Group |Original )?Traceback \(most recent call last\):?)")
-_NESTED = re.compile(r"\s*(?:Original Traceback|-- Process \d+ terminated with the following error:)")
+_NESTED = re.compile(
+    r"\s*(?:Original Traceback|-- Process \d+ terminated with the following error:)"
+)
 _FRAME = re.compile(r'(\s*)File "([^"]{1,500})", line (\d+)(?:, in (.{1,200}))?$')
 _RICH_FRAME = re.compile(r"\s*│\s*(/?\S+?):(\d+) in (\S+)")
 _RICH = re.compile(r"\s*[│╭╰┃┏┗]")
@@ -31,21 +37,27 @@ _LINK = re.compile(
     r"\s*(?:During handling of the above exception, another exception occurred:"
     r"|The above exception was the direct cause of the following exception:)"
 )
-EXCEPTION = re.compile(r"([A-Za-z_]\w*(?:\.(?:<locals>\.)?[A-Za-z_]\w*)*)(?: ?: ?(.*))?$", re.DOTALL)
-_RAISE = re.compile(r"raise (?:[a-z_][\w.]*\()?([\w.]+)")  # of a class, or of what a function makes of it
+EXCEPTION = re.compile(
+    r"([A-Za-z_]\w*(?:\.(?:<locals>\.)?[A-Za-z_]\w*)*)(?: ?: ?(.*))?$", re.DOTALL
+)
+# Of a class, or of what a function makes of it
+_RAISE = re.compile(r"raise (?:[a-z_][\w.]*\()?([\w.]+)")
 _NAMED = re.compile(
     r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault|NotFound|Invalid|Unavailable"
     r"|Failed|Exceeded|Conflict|Refused|Resources|Unsupported|DeprecatedEnv)$|^Bad\w+File$"
 )
 _SEPARATOR = re.compile(r"\s*\+[-+ \d.]*$")
 _ENDS_MESSAGE = re.compile(
-    r'Exception ignored in|Exception in thread |Process [\w-]+:$|Fatal Python error|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
+    r"Exception ignored in|Exception in thread |Process [\w-]+:$|Fatal Python"
+    r' error|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
     r"|\S+\.py:\d+: \w*Warning: |[\w/.-]{1,80}\.(?:cc|cu|h|cpp):\d+ "
     r"|terminate called after|Error executing job|slurmstepd|srun: |--- holdfast"
     r"|(?:Killed|Terminated|Hangup)$|(?:Aborted|Segmentation fault|Bus error)\b"
 )
 _BUILTINS = {
-    name for name, each in vars(builtins).items() if isinstance(each, type) and issubclass(each, BaseException)
+    name
+    for name, each in vars(builtins).items()
+    if isinstance(each, type) and issubclass(each, BaseException)
 }
 
 
@@ -62,7 +74,10 @@ class Raised:
     unix_seconds: float | None = None  # of its line, or None
 
     def take(self, others: list[Raised]) -> None:
-        """Put others, and all that led to them, before what led to this; of too many, those in the middle go."""
+        """Put others, and all that led to them, before what led to this.
+
+        Of too many, those in the middle go.
+        """
         found = [each for other in others for each in (*other.wrapped, other)] + self.wrapped
         for each in others:
             each.wrapped = []
@@ -75,7 +90,10 @@ class Raised:
 
 
 def split_exception(text: str) -> tuple[str, str] | None:
-    """Return the dotted class and the message of ``Class: message``; None if it is no exception by its name."""
+    """Return the dotted class and the message of ``Class: message``.
+
+    None if it is no exception by its name.
+    """
     found = EXCEPTION.match(text.lstrip() if text[:1] == " " and text[1:2] != " " else text)
     if found is None:
         return None
@@ -89,7 +107,10 @@ def split_exception(text: str) -> tuple[str, str] | None:
 
 
 class TracebackReader:
-    """Read tracebacks from the lines of one process; those of a group of exceptions come `without_margins`."""
+    """Read tracebacks from the lines of one process.
+
+    Those of a group of exceptions come `without_margins`.
+    """
 
     def __init__(self, lines: Sequence[CleanLine]) -> None:
         self._lines = lines
@@ -97,9 +118,11 @@ class TracebackReader:
         self._depth = 0
 
     def read(self, at: int) -> tuple[Raised | None, int]:
-        """Return the exception whose traceback begins at a line, and the index of the line after it.
+        """Return the exception whose traceback begins at a line, and the index of the line after
+        it.
 
-        Of a chain it is the last, with the others in `Raised.wrapped`; None: the traceback is cut off.
+        Of a chain it is the last, with the others in `Raised.wrapped`; None: the traceback is cut
+        off.
         """
         newest: Raised | None = None
         self._depth += 1
@@ -115,7 +138,9 @@ class TracebackReader:
             at = following
 
     def about_to_raise(self, at: int) -> Raised | None:
-        """Return the exception, without its message, at whose ``raise`` the traceback that begins at a line ends."""
+        """Return the exception, without its message, at whose ``raise`` the traceback that
+        begins at a line ends.
+        """
         frames, after = self._frames(at + 1 if HEADER.search(self._text[at]) else at)
         found = _RAISE.match(frames[-1].code) if frames else None
         if found is None or split_exception(found[1]) is None:
@@ -123,7 +148,9 @@ class TracebackReader:
         return Raised(found[1].rpartition(".")[2], "", frames, self._lines[after - 1].number)
 
     def _after_link(self, at: int) -> int | None:
-        """Return where the traceback begins that is linked to the one that ended before this line."""
+        """Return where the traceback begins that is linked to the one that ended before this
+        line.
+        """
         place = at
         while place < len(self._text) and place < at + 3 and self._text[place].strip(' "') == "":
             place += 1
@@ -146,23 +173,34 @@ class TracebackReader:
             if HEADER.search(text):
                 return None, index
             found = EXCEPTION.match(text)
-            known = found is not None and (found[2] is not None or "." in found[1] or found[1] in _BUILTINS)
+            known = found is not None and (
+                found[2] is not None or "." in found[1] or found[1] in _BUILTINS
+            )
             if known and found is not None:
                 return self._exception(index, found, frames)
         return None, at
 
-    def _exception(self, at: int, found: re.Match[str], frames: tuple[Frame, ...]) -> tuple[Raised, int]:
+    def _exception(
+        self, at: int, found: re.Match[str], frames: tuple[Frame, ...]
+    ) -> tuple[Raised, int]:
         message, nested, after = self.message(at, found[2] or "")
         raised = Raised(
-            found[1].rpartition(".")[2], message, frames, self._lines[at].number, [], self._lines[at].unix_seconds
+            found[1].rpartition(".")[2],
+            message,
+            frames,
+            self._lines[at].number,
+            [],
+            self._lines[at].unix_seconds,
         )
         raised.take([nested] if nested is not None else [])
         return raised, after
 
     def message(self, at: int, first: str, *, bare: bool = False) -> tuple[str, Raised | None, int]:
-        """Return a message that begins with `first` in a line, the exception nested in it, and the index after it.
+        """Return a message that begins with `first` in a line, the exception nested in it, and the
+        index after it.
 
-        `bare`: there was no traceback before it; then only lines that are indented belong to it, or that go on in
+        `bare`: there was no traceback before it; then only lines that are indented belong to it, or
+            that go on in
         small letters where a long line was wrapped.
         """
         kept = [first]
@@ -171,12 +209,20 @@ class TracebackReader:
             text = self._text[index]
             if _NESTED.match(text) and self._depth <= _MOST_NESTED:
                 start = index if HEADER.search(text) else index + 1
-                while start < len(self._text) and start < index + 3 and not HEADER.search(self._text[start]):
+                while (
+                    start < len(self._text)
+                    and start < index + 3
+                    and not HEADER.search(self._text[start])
+                ):
                     start += 1
                 if start < len(self._text) and HEADER.search(self._text[start]):
                     nested, index = self.read(start)
                     return "\n".join(kept).strip(), nested, index
-            inner = EXCEPTION.match(text) if kept[-1].endswith(":") and split_exception(text) is not None else None
+            inner = (
+                EXCEPTION.match(text)
+                if kept[-1].endswith(":") and split_exception(text) is not None
+                else None
+            )
             if inner is not None:  # "backend='inductor' raised:"
                 nested, index = self._exception(index, inner, ())
                 return "\n".join(kept).strip(), nested, index
@@ -190,14 +236,24 @@ class TracebackReader:
     def _ends_message(self, index: int) -> bool:
         line = self._lines[index]
         text = line.text
-        if HEADER.search(text) or _LINK.match(text) or _ENDS_MESSAGE.match(text) or line.level is not None:
+        if (
+            HEADER.search(text)
+            or _LINK.match(text)
+            or _ENDS_MESSAGE.match(text)
+            or line.level is not None
+        ):
             return True
-        if line.unix_seconds is not None and line.unix_seconds != self._lines[index - 1].unix_seconds:
+        if (
+            line.unix_seconds is not None
+            and line.unix_seconds != self._lines[index - 1].unix_seconds
+        ):
             return True
         if split_exception(text) is not None or (text[:1] not in " \t" and is_progress(text)):
             return True
         if not text.strip():
-            following = next((each for each in self._text[index + 1 : index + 3] if each.strip()), "")
+            following = next(
+                (each for each in self._text[index + 1 : index + 3] if each.strip()), ""
+            )
             return not (following[:1] in " \t(" or _NESTED.match(following)) or not following
         return False
 
@@ -215,9 +271,14 @@ class TracebackReader:
                 code = text.strip()
                 if not frames[-1].code and code.strip("~^ "):
                     frames[-1] = Frame(
-                        file=frames[-1].file, line=frames[-1].line, function=frames[-1].function, code=code[:200]
+                        file=frames[-1].file,
+                        line=frames[-1].line,
+                        function=frames[-1].function,
+                        code=code[:200],
                     )
-            elif not _REPEATED.match(text) and not (frames and not text.strip() and index == at + 1):
+            elif not _REPEATED.match(text) and not (
+                frames and not text.strip() and index == at + 1
+            ):
                 break
             index += 1
         return _bounded(frames), index
@@ -233,7 +294,9 @@ class TracebackReader:
         return _bounded(frames), index
 
     def fatal_error(self, at: int) -> tuple[tuple[Frame, ...], int]:
-        """Return the frames of a dump of faulthandler, innermost last, and the index of the line after it."""
+        """Return the frames of a dump of faulthandler, innermost last, and the index of the line
+        after it.
+        """
         index = at + 1
         frames: list[Frame] = []
         current = False
@@ -281,9 +344,15 @@ def without_margins(lines: Sequence[CleanLine]) -> list[CleanLine]:
     inside = False
     for line in lines:
         text = line.text
-        inside = (inside and re.match(r"\s*[|+]", text) is not None) or "Exception Group Traceback" in text
+        inside = (
+            inside and re.match(r"\s*[|+]", text) is not None
+        ) or "Exception Group Traceback" in text
         if inside:
-            text = "" if _SEPARATOR.match(text) else re.sub(r"^\s*(?:[|] ?|[+] (?=Exception))", "", text)
+            text = (
+                ""
+                if _SEPARATOR.match(text)
+                else re.sub(r"^\s*(?:[|] ?|[+] (?=Exception))", "", text)
+            )
             line = replace(line, text=text, shown=text)
         found.append(line)
     return found

@@ -1,8 +1,8 @@
 """Judge whether the recorded loss of a run fell, and how long its steps waited for their loader.
 
-A loss is only judged if a fall means progress. It does not if several optimizers take turns, as in a GAN, if a policy
-is trained by reward, or if the loss keeps changing its sign. If the noise could hide a fall that matters, the outcome
-is "unclear".
+A loss is only judged if a fall means progress. It does not if several optimizers take turns, as in
+a GAN, if a policy is trained by reward, or if the loss keeps changing its sign. If the noise could
+hide a fall that matters, the outcome is "unclear".
 
 Does not: detect a loss that diverged (see ``curves``), or word the verdict (see ``good_ends``).
 """
@@ -24,13 +24,16 @@ from holdfast.recorder.run_files import SAMPLES_FILE
 
 # Fewer losses show no trend.
 FEWEST_LOSSES = 10
-# A loss must fall by this share of its level. Adam at a learning rate of 1e-6 takes a few hundred steps for it.
+# A loss must fall by this share of its level. Adam at a learning rate of 1e-6 takes a few hundred
+# steps for it.
 _LEAST_FALL = 0.01
-# A sure fall is larger than this many standard errors. It is not 2, because several beginnings are tried.
+# A sure fall is larger than this many standard errors. It is not 2, because several beginnings are
+# tried.
 _SURE = 4.0
 # A fall by more than this many standard errors is likely enough that the loss is not called flat.
 _LIKELY = 2.0
-# A loss has left the level at which it began if it rose by this many standard deviations of its noise.
+# A loss has left the level at which it began if it rose by this many standard deviations of its
+# noise.
 _CLEAR_RISE = 3.0
 # A fall from the first loss alone must be larger than this many standard deviations of the noise.
 _SURE_FROM_ONE_LOSS = 6.0
@@ -40,9 +43,11 @@ _MOST_HIDDEN = 0.3
 _LOW = 0.1
 # A stretch of losses has both signs if this share of them has the rarer one.
 _MINORITY = 0.1
-# A rise to this multiple of the first loss is reported even if the loss came back, unless it was a single batch.
+# A rise to this multiple of the first loss is reported even if the loss came back, unless it was a
+# single batch.
 _SPIKE = 1000.0
-# A first loss below this value counts as this value for a spike, since a loss that begins at 0 has no scale.
+# A first loss below this value counts as this value for a spike, since a loss that begins at 0 has
+# no scale.
 _LEAST_LEVEL = 1.0
 # The beginning and the end have at least this many losses.
 _FIRST = 3
@@ -55,8 +60,8 @@ _NORMAL_DISTANCE = 0.6745 * math.sqrt(6)
 _MEDIAN_ERROR = 1.25
 # The least number of records in a row of ``recorder.history``.
 _RECORDS_OF_A_ROW = 64
-# Waiting for the loader is judged from this many steps on, and only if it took this long in total: a run of a few
-# seconds starts its workers for half of its time.
+# Waiting for the loader is judged from this many steps on, and only if it took this long in total:
+# a run of a few seconds starts its workers for half of its time.
 _LEAST_STEPS = 10
 _LEAST_WAIT_SECONDS = 2.0
 
@@ -75,7 +80,8 @@ def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = Fa
 
     Args:
         curves: The recorded losses of each rank, or of each process that trained, oldest first.
-        by_reward: Whether the script imported a package of environments, as reinforcement learning does.
+        by_reward: Whether the script imported a package of environments, as reinforcement learning
+            does.
 
     Returns:
         The surest outcome of all curves, since ranks compute the same loss of different samples.
@@ -90,10 +96,15 @@ def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = Fa
 
 
 def learning_of_process(readings: Sequence[Reading]) -> Learning:
-    """Return whether the loss of one process fell. If it trained several models in turn, the newest one counts."""
+    """Return whether the loss of one process fell.
+
+    If it trained several models in turn, the newest one counts.
+    """
     stretches = _by_optimizer(readings)
     if len(stretches) >= 2 * len({stretch[0].optimizer for stretch in stretches}):
-        return Learning(outcome="unclear", reason="several optimizers took turns, each with a loss of its own")
+        return Learning(
+            outcome="unclear", reason="several optimizers took turns, each with a loss of its own"
+        )
     judged = [stretch for stretch in stretches if len(stretch) >= FEWEST_LOSSES]
     newest = judged[-1] if judged else readings
     learning = learning_of(newest)
@@ -130,7 +141,9 @@ def learning_of(readings: Sequence[Reading]) -> Learning:
 
 
 class _Curve:
-    """The finite losses of a run, with their first and last quarter (at least three losses each)."""
+    """The finite losses of a run, with their first and last quarter (at least three losses
+    each).
+    """
 
     def __init__(self, readings: Sequence[Reading]) -> None:
         self.readings = readings
@@ -143,15 +156,24 @@ class _Curve:
         self.last = statistics.median(self.end)
 
     def learning(
-        self, outcome: Literal["fell", "flat", "rose"], *, first: float | None = None, constant: bool = False
+        self,
+        outcome: Literal["fell", "flat", "rose"],
+        *,
+        first: float | None = None,
+        constant: bool = False,
     ) -> Learning:
-        """Return an outcome with the levels at both ends; `first` replaces that of the first quarter."""
+        """Return an outcome with the levels at both ends.
+
+        `first` replaces that of the first quarter.
+        """
         level = self.first if first is None else first
         return Learning(outcome=outcome, first=level, last=self.last, constant=constant)
 
 
 def _changes_sign_all_the_time(curve: _Curve) -> Learning | None:
-    """A loss with both signs at its beginning and at its end, such as a critic's, does not measure progress."""
+    """A loss with both signs at its beginning and at its end, such as a critic's, does not
+    measure progress.
+    """
     if _has_both_signs(curve.beginning) and _has_both_signs(curve.end):
         reason = "the loss changes its sign all the time, so that it is no measure"
         return Learning(outcome="unclear", reason=reason)
@@ -206,7 +228,10 @@ def _was_low_from_the_beginning(curve: _Curve) -> Learning | None:
     """A low loss that still varies may be that of a model that was trained before."""
     is_constant = min(curve.losses) == max(curve.losses)
     if 0 < curve.first < _LOW and not is_constant:
-        reason = f"the loss was low from the beginning: {curve.first:.3g} there, {curve.last:.3g} at the end"
+        reason = (
+            f"the loss was low from the beginning: {curve.first:.3g} there, {curve.last:.3g} at"
+            " the end"
+        )
         return Learning(outcome="unclear", reason=reason)
     return None
 
@@ -236,7 +261,9 @@ def _size_of_end(losses: Sequence[float]) -> int:
 
 
 def _rose_first(losses: Sequence[float]) -> bool:
-    """Return whether a loss rose clearly within its first quarter, as it does at too high a learning rate."""
+    """Return whether a loss rose clearly within its first quarter, as it does at too high a
+    learning rate.
+    """
     size = _size_of_end(losses)
     return statistics.median(losses[:size]) - losses[0] > _CLEAR_RISE * _noise(losses[-size:])
 
@@ -244,8 +271,9 @@ def _rose_first(losses: Sequence[float]) -> bool:
 def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
     """Return the level at the beginning from which the loss fell, or None if it did not.
 
-    Some losses fall within a few steps and then stay, others fall all the time. So the beginning may be the first
-    loss alone, the first few losses, or as much as the first quarter; the first one that shows a fall counts.
+    Some losses fall within a few steps and then stay, others fall all the time. So the beginning
+    may be the first loss alone, the first few losses, or as much as the first quarter; the first
+    one that shows a fall counts.
 
     Args:
         losses: The losses, oldest first.
@@ -254,7 +282,9 @@ def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
     end = losses[-_size_of_end(losses) :]
     last = statistics.median(end)
     noise = max(_noise(end), _noise(losses[:FEWEST_LOSSES]))
-    if losses[0] > max(losses[len(losses) // 2 :]) and _is_fall(losses[0], last, _SURE_FROM_ONE_LOSS * noise):
+    if losses[0] > max(losses[len(losses) // 2 :]) and _is_fall(
+        losses[0], last, _SURE_FROM_ONE_LOSS * noise
+    ):
         return losses[0]
     for size in _sizes_of_beginning(losses):
         window = losses[:size]
@@ -276,15 +306,17 @@ def _sizes_of_beginning(losses: Sequence[float]) -> list[int]:
 
 
 def _is_fall(first: float, last: float, noise: float) -> bool:
-    """Return whether a level lies below another by more than the noise and by at least `_LEAST_FALL`."""
+    """Return whether a level lies below another by more than the noise and by at least
+    `_LEAST_FALL`.
+    """
     return first - last > noise and first - last >= _LEAST_FALL * max(abs(first), abs(last))
 
 
 def _noise(losses: Sequence[float]) -> float:
     """Return the standard deviation of the noise of losses.
 
-    It is estimated from the distance of each loss from the mean of its neighbours, which a steady rise or fall does
-    not change.
+    It is estimated from the distance of each loss from the mean of its neighbours, which a steady
+    rise or fall does not change.
     """
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     distances = [abs(before - 2 * loss + after) for before, loss, after in triples]
@@ -300,7 +332,9 @@ def _error(losses: Sequence[float]) -> float:
     size = len(losses) // _BLOCKS
     if size < _FEWEST_OF_A_BLOCK:
         return error
-    blocks = [statistics.median(losses[number * size : (number + 1) * size]) for number in range(_BLOCKS)]
+    blocks = [
+        statistics.median(losses[number * size : (number + 1) * size]) for number in range(_BLOCKS)
+    ]
     return max(error, statistics.stdev(blocks) / math.sqrt(_BLOCKS))
 
 
@@ -310,7 +344,9 @@ def _has_both_signs(losses: Sequence[float]) -> bool:
 
 
 def _spike(readings: Sequence[Reading]) -> Learning | None:
-    """Return the outcome "spiked" if two losses in a row exceed the first a thousandfold, else None."""
+    """Return the outcome "spiked" if two losses in a row exceed the first a thousandfold, else
+    None.
+    """
     level = max(abs(readings[0].loss), _LEAST_LEVEL)
     limit = _SPIKE * level
     for before, after in itertools.pairwise(readings):
@@ -323,10 +359,12 @@ def _spike(readings: Sequence[Reading]) -> Learning | None:
 def readings_of_process(folder: Path) -> list[Reading]:
     """Return the losses that were recorded of a process, oldest first; none if they cannot be read.
 
-    The ring of samples holds the newest steps. Older ones are only kept as means over rows; if there are any, the
-    newest are averaged over as many steps, so that both are equally noisy.
+    The ring of samples holds the newest steps. Older ones are only kept as means over rows; if
+    there are any, the newest are averaged over as many steps, so that both are equally noisy.
     """
-    readings = _readings((sample.step, sample.loss, sample.optimizer) for sample in samples_of(folder))
+    readings = _readings(
+        (sample.step, sample.loss, sample.optimizer) for sample in samples_of(folder)
+    )
     history = folder / f"{SAMPLES_FILE}.history"
     if not history.exists():
         return readings
@@ -336,7 +374,11 @@ def readings_of_process(folder: Path) -> list[Reading]:
     loss_column = NAMES.index("loss")
     first_step = readings[0].step if readings else math.inf
     older = [
-        Reading(step=int(row["step"]), loss=float(row["mean"][loss_column]), optimizer=int(row["optimizer"]))
+        Reading(
+            step=int(row["step"]),
+            loss=float(row["mean"][loss_column]),
+            optimizer=int(row["optimizer"]),
+        )
         for row in read_history(folder / SAMPLES_FILE).rows
         if row["finite"][loss_column] and row["step"] < first_step
     ]
@@ -348,9 +390,13 @@ def _means(readings: Sequence[Reading]) -> list[Reading]:
     means: list[Reading] = []
     for optimizer in dict.fromkeys(reading.optimizer for reading in readings):
         own = [reading for reading in readings if reading.optimizer == optimizer]
-        stretches = [own[start : start + _RECORDS_OF_A_ROW] for start in range(0, len(own), _RECORDS_OF_A_ROW)]
+        stretches = [
+            own[start : start + _RECORDS_OF_A_ROW]
+            for start in range(0, len(own), _RECORDS_OF_A_ROW)
+        ]
         means += [
-            stretch[0]._replace(loss=statistics.fmean(reading.loss for reading in stretch)) for stretch in stretches
+            stretch[0]._replace(loss=statistics.fmean(reading.loss for reading in stretch))
+            for stretch in stretches
         ]
     return sorted(means, key=lambda reading: reading.step)
 

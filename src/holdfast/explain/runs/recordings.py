@@ -1,4 +1,6 @@
-"""The rings of a run directory, read so that nothing in them can end the reader: damaged or foreign ones are named.
+"""The rings of a run directory, read so that nothing in them can end the reader.
+
+Damaged or foreign ones are named.
 
 Does not: interpret events (see ``collecting``).
 """
@@ -42,9 +44,16 @@ class Recordings:
     missing: list[str] = field(default_factory=list)  # what cannot be read, one sentence each
 
     def events(self, folder: Path) -> list[Event]:
-        """Return the events of one ring, oldest first; none, and a word in `missing`, if it cannot be read."""
+        """Return the events of one ring, oldest first.
+
+        None, and a word in `missing`, if it cannot be read.
+        """
         try:
-            return [event for event in read_events(folder) if isinstance(event.unix_seconds, (int, float))]
+            return [
+                event
+                for event in read_events(folder)
+                if isinstance(event.unix_seconds, (int, float))
+            ]
         except (HoldfastError, OSError, ValueError) as error:
             reason = error.what if isinstance(error, HoldfastError) else str(error)
             self.missing.append(f"events of {folder.name}: {reason}")
@@ -53,7 +62,8 @@ class Recordings:
     def say_lost_steps(self, folders: Mapping[Path, str]) -> None:
         """Note which steps of processes, given by folder and name, are not recorded any more."""
         for folder, who in folders.items():
-            with suppress(HoldfastError, OSError, ValueError):  # damaged: that is said where its events are read
+            # Damaged: that is said where its events are read
+            with suppress(HoldfastError, OSError, ValueError):
                 words = not_recorded_any_more(folder)
                 self.missing += [f"of {who} {words}"] if words else []
 
@@ -65,7 +75,10 @@ class Recordings:
             return None  # the events of the same folder say what is wrong with it
 
     def lost(self) -> dict[str, Any] | None:
-        """Return what was left when the supervisor itself was killed, or None: it was not, or nobody noted it."""
+        """Return what was left when the supervisor itself was killed, or None.
+
+        It was not, or nobody noted it.
+        """
         return _json_object(self.run / SUPERVISOR_FOLDER / LOST_FILE)
 
     def supervisor(self) -> list[Event]:
@@ -89,17 +102,24 @@ class Recordings:
             return None
 
     def guards(self, events: list[Event]) -> list[Path]:
-        """Return the recordings of guards: of this directory, and of those that processes say they have opened."""
+        """Return the recordings of guards.
+
+        Of this directory, and of those that processes say they have opened.
+        """
         folders = [*_ranks(self.run)]
         for event in events:
             path = event.data.get("path")
             if event.kind == "guard" and isinstance(path, str) and "\0" not in path:
                 folders += _ranks(Path(path))
-        return list({folder.resolve(): folder for folder in folders[::-1]}.values())[::-1][:_MOST_GUARDS]
+        return list({folder.resolve(): folder for folder in folders[::-1]}.values())[::-1][
+            :_MOST_GUARDS
+        ]
 
 
 def open_recordings(run: Path) -> Recordings:
-    """Return the recordings of a directory (H731 if it holds none, H733 unreadable, H734 of a newer holdfast)."""
+    """Return the recordings of a directory (H731 if it holds none, H733 unreadable, H734 of a
+    newer holdfast).
+    """
     try:
         names = {path.name for path in run.iterdir()}
     except OSError as error:
@@ -131,10 +151,17 @@ def no_recording(run: Path) -> RunDirectoryError:
 
 
 def near_path(path: Path) -> Path | None:
-    """Return what is called almost as a path that is not there; None if nothing is, or if it is there."""
+    """Return what is called almost as a path that is not there.
+
+    None if nothing is, or if it is there.
+    """
     with suppress(OSError):
         parent = path.parent if path.parent.is_dir() else near_path(path.parent)
-        name = nearest(path.name, [each.name for each in parent.iterdir()]) if parent and not path.exists() else None
+        name = (
+            nearest(path.name, [each.name for each in parent.iterdir()])
+            if parent and not path.exists()
+            else None
+        )
         return parent / name if parent and name else None
     return None
 
@@ -151,7 +178,11 @@ def unreadable(path: Path, error: OSError) -> RunDirectoryError:
     """Return the error for a directory or a log that the system does not let us read."""
     is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
     near = near_path(path) if is_missing else None
-    fix = "check the path." if is_missing else "check its permissions, or run as the user who owns it."
+    fix = (
+        "check the path."
+        if is_missing
+        else "check its permissions, or run as the user who owns it."
+    )
     return RunDirectoryError(
         f"{path} cannot be read ({error.strerror or error})",
         limit="this needs what was recorded",
@@ -176,6 +207,8 @@ def all_rings(recordings: Recordings) -> Iterator[tuple[str, Path]]:
 
 def _ranks(run: Path) -> list[Path]:
     try:
-        return sorted(path for path in (run / "recorder").iterdir() if (path / EVENTS_FILE).exists())
+        return sorted(
+            path for path in (run / "recorder").iterdir() if (path / EVENTS_FILE).exists()
+        )
     except OSError:
         return []

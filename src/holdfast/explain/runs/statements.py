@@ -1,6 +1,7 @@
 """Statements from events: what processes raised, what guards tried, and how guards ended.
 
-A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes while it closes. Does not: judge.
+A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes while it closes.
+Does not: judge.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from holdfast.recorder.run_files import ProcessInfo
 
 _MOST_CHAIN = 20
 _MOST_TEXT = 20_000
-_COMPARED = 120  # characters of the first line in which a log and a recording of one exception agree
+# Characters of the first line in which a log and a recording of one exception agree
+_COMPARED = 120
 
-# What a guard did against trouble, in words, by the kind of the event, and where that holds why it happened.
+# What a guard did against trouble, in words, by the kind of the event, and where that holds why it
+# happened.
 _REMEDIES = {
     "split": ("passed the batch in smaller parts for want of memory", "reason"),
     "recompute": ("recomputed activations for want of memory", "reason"),
@@ -37,33 +40,53 @@ _MOST_REASON = 400  # characters
 
 
 def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
-    """Return the exceptions that a process recorded, each with what it was raised from, the root first."""
+    """Return the exceptions that a process recorded, each with what it was raised from, the root
+    first.
+    """
     found: list[Statement] = []
     for event in events:
         if event.kind != "exception":
             continue
-        common: dict[str, Any] = {"source": f"process {info.pid}", "rank": info.rank, "pid": info.pid}
+        common: dict[str, Any] = {
+            "source": f"process {info.pid}",
+            "rank": info.rank,
+            "pid": info.pid,
+        }
         common["unix_seconds"] = event.unix_seconds
-        found += chain_of(event.data, fatal=event.data.get("fatal"), position=len(found), common=common)
+        found += chain_of(
+            event.data, fatal=event.data.get("fatal"), position=len(found), common=common
+        )
     return found
 
 
-def chain_of(facts: Mapping[str, Any], *, fatal: Any, position: int, common: Mapping[str, Any]) -> list[Statement]:
-    """Return an exception that was recorded as ``core.raised`` has it, after what it was raised from, the root first.
+def chain_of(
+    facts: Mapping[str, Any], *, fatal: Any, position: int, common: Mapping[str, Any]
+) -> list[Statement]:
+    """Return an exception that was recorded as ``core.raised`` has it, after what it was raised
+    from, the root first.
 
-    `fatal`: whether it ended its process; anything but a bool: nobody knows. `position` is that of the first.
+    `fatal`: whether it ended its process; anything but a bool: nobody knows. `position` is that of
+        the first.
     """
     found: list[Statement] = []
     chain = facts.get("chain")  # the nearest first
     parts = [part for part in chain if isinstance(part, Mapping)] if isinstance(chain, list) else []
     for part in (*reversed(parts[:_MOST_CHAIN]), facts):
-        raised = _raised(part, cause=part is not facts, fatal=fatal, position=position + len(found), common=common)
+        raised = _raised(
+            part,
+            cause=part is not facts,
+            fatal=fatal,
+            position=position + len(found),
+            common=common,
+        )
         found += [*_nested(raised), raised]
     return found
 
 
 def _nested(raised: Statement) -> list[Statement]:
-    """Return the exceptions whose tracebacks a message repeats, as that of a loader's worker does, the root first."""
+    """Return the exceptions whose tracebacks a message repeats, as that of a loader's worker
+    does, the root first.
+    """
     if "raceback (most recent call last)" not in raised.text:
         return []
     inner = read_log(io.BytesIO(raised.text.encode(errors="replace")), name="").statements
@@ -99,12 +122,17 @@ def _frames(value: Any) -> tuple[Frame, ...]:
 
 
 def text_of(value: Any) -> str:
-    """Return a text of an event without escape sequences and not endless; an empty one for anything else."""
+    """Return a text of an event without escape sequences and not endless.
+
+    An empty one for anything else.
+    """
     return plain_text(value)[:_MOST_TEXT] if isinstance(value, str) else ""
 
 
 def already_tried(events: Iterable[Event]) -> list[str]:
-    """Return what guards did against trouble, one sentence for each kind, with samples and the newest's reason."""
+    """Return what guards did against trouble, one sentence for each kind, with samples and the
+    newest's reason.
+    """
     counted: Counter[str] = Counter()
     newest: dict[str, str] = {}
     samples: dict[str, None] = {}  # that are quarantined
@@ -112,11 +140,17 @@ def already_tried(events: Iterable[Event]) -> list[str]:
         counted[event.kind] += 1
         if event.kind == "sample_quarantined" and "sample" in event.data:
             samples[plain_text(str(event.data["sample"]))[:_COMPARED]] = None
-        newest[event.kind] = text_of(event.data.get(_REMEDIES.get(event.kind, ("", "reason"))[1])).strip()
+        newest[event.kind] = text_of(
+            event.data.get(_REMEDIES.get(event.kind, ("", "reason"))[1])
+        ).strip()
     return [
         f"a Guard {words}"
         + (f", {counted[kind]} times" if counted[kind] > 1 else "")
-        + (f" ({', '.join(samples)[:_MOST_TEXT]})" if samples and kind == "sample_quarantined" else "")
+        + (
+            f" ({', '.join(samples)[:_MOST_TEXT]})"
+            if samples and kind == "sample_quarantined"
+            else ""
+        )
         + (f": {newest[kind].splitlines()[-1][:_MOST_REASON]}" if newest[kind] else "")
         for kind, (words, _) in _REMEDIES.items()
         if counted[kind]
@@ -126,11 +160,13 @@ def already_tried(events: Iterable[Event]) -> list[str]:
 def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
     """Return all statements, those of the log first; an exception that both know is one.
 
-    The place in the log keeps its order; class, frames, time, rank and whether it was fatal come from the recording.
+    The place in the log keeps its order; class, frames, time, rank and whether it was fatal come
+    from the recording.
     """
     left = list(recorded)
     found: list[Statement] = []
-    # From the end: of several exceptions that read alike, the newest recording is that of the newest text.
+    # From the end: of several exceptions that read alike, the newest recording is that of the
+    # newest text.
     for statement in reversed(logged):
         twin = None
         if statement.kind == "exception":
@@ -156,43 +192,71 @@ def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[S
 
 
 def same(one: Statement, other: Statement) -> bool:
-    """Return whether two statements are of one exception: its class, its rank, and how its message begins."""
-    if one.exception != other.exception or (None not in (one.rank, other.rank) and one.rank != other.rank):
+    """Return whether two statements are of one exception.
+
+    Its class, its rank, and how its message begins.
+    """
+    if one.exception != other.exception or (
+        None not in (one.rank, other.rank) and one.rank != other.rank
+    ):
         return False
-    first, second = (text.strip().split("\n")[0][:_COMPARED].rstrip() for text in (one.text, other.text))
+    first, second = (
+        text.strip().split("\n")[0][:_COMPARED].rstrip() for text in (one.text, other.text)
+    )
     return first == second
 
 
-# What a Guard writes after the error that ends it, and while it closes. Any other event says that it went on.
-_OF_AN_END = frozenset({
-    "checkpoint_saved", "closed", "finding", "left_by_exception", "not_saved", "note", "save_failed",
-    "save_postponed", "save_refused", "steps_not_saved", "stop", "stop_requested",
-})  # fmt: skip
+# What a Guard writes after the error that ends it, and while it closes. Any other event says that
+# it went on.
+_OF_AN_END = frozenset(
+    {
+        "checkpoint_saved",
+        "closed",
+        "finding",
+        "left_by_exception",
+        "not_saved",
+        "note",
+        "save_failed",
+        "save_postponed",
+        "save_refused",
+        "steps_not_saved",
+        "stop",
+        "stop_requested",
+    }
+)
 _BEGINS = ("loop", "resumed")
 
 
 def how_closed(events: Sequence[Event]) -> dict[str, str] | None:
     """Return how a Guard closed, from events by time, or None: its newest event does not say so.
 
-    ``how`` is "finished", "stopped" on request (``reason`` is such as "SIGTERM"), or "left" by a loop that broke off.
+    ``how`` is "finished", "stopped" on request (``reason`` is such as "SIGTERM"), or "left" by a
+    loop that broke off.
     """
     how = events[-1].data.get("how") if events and events[-1].kind == "closed" else None
     if not isinstance(how, str):
         return None
     begun = max((index for index, event in enumerate(events) if event.kind in _BEGINS), default=0)
     stops = [event for event in events[begun:] if event.kind == "stop_requested"]
-    reason = (stops[-1].data.get("signal") or stops[-1].data.get("reason")) if stops and how == "stopped" else ""
+    reason = (
+        (stops[-1].data.get("signal") or stops[-1].data.get("reason"))
+        if stops and how == "stopped"
+        else ""
+    )
     return {"how": how, "reason": text_of(reason)}
 
 
 def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> list[Statement]:
-    """Return what guards stopped for and the errors that left them, each after what it was raised from.
+    """Return what guards stopped for and the errors that left them, each after what it was raised
+    from.
 
-    Of these events by time only the newest can have ended the run, and only if nothing, such as the `last_step`, went
-    on after it.
+    Of these events by time only the newest can have ended the run, and only if nothing, such as the
+    `last_step`, went on after it.
     """
     ends = _ends(events)
-    going = max((index for index, event in enumerate(events) if event.kind not in _OF_AN_END), default=-1)
+    going = max(
+        (index for index, event in enumerate(events) if event.kind not in _OF_AN_END), default=-1
+    )
     closed = how_closed(events)
     if ends:
         at, newest = ends[-1]
@@ -204,7 +268,10 @@ def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> lis
 
 
 def _ends(events: Sequence[Event]) -> list[tuple[int, list[Statement]]]:
-    """Return the ends that are recorded, each with the place of its last event; what only follows a stop is one."""
+    """Return the ends that are recorded, each with the place of its last event.
+
+    What only follows a stop is one.
+    """
     ends: list[tuple[int, list[Statement]]] = []
     stop: int | None = None
     for index, event in enumerate(events):
@@ -214,7 +281,9 @@ def _ends(events: Sequence[Event]) -> list[tuple[int, list[Statement]]]:
         elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
             left = _left(event)
             rule = left[-1].rule
-            follows = stop is not None and all(each.kind in _OF_AN_END for each in events[stop:index])
+            follows = stop is not None and all(
+                each.kind in _OF_AN_END for each in events[stop:index]
+            )
             if follows and rule is not None and rule == ends[-1][1][-1].rule:
                 ends.pop()  # the error says all of the stop and more
             ends.append((index, left))

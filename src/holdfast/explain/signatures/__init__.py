@@ -1,7 +1,11 @@
-"""The catalogue of signatures: every known way to fail, by its id. The entries are the YAML files beside this module.
+"""The catalogue of signatures: every known way to fail, by its id.
 
-A file is a list of entries, and an entry holds the fields of `Signature`. The two of a run in which nothing failed
-are here: `holdfast run` needs no other then, and to read the files takes as long as all that it does.
+The entries are the YAML files beside this module.
+
+A file is a list of entries, and an entry holds the fields of `Signature`. The two of a run in which
+nothing failed
+are here: `holdfast run` needs no other then, and to read the files takes as long as all that it
+    does.
 Does not: match them (see ``weighing``).
 """
 
@@ -18,19 +22,27 @@ from holdfast.explain.signatures.leaks import KINDS, signature_of
 
 _KINDS_OF_UNKNOWN = "kinds.yaml"
 WELL = Signature(
-    id=ENDED_WELL, title="ended well", family="ended well", rank=90, means="The run came to its own end.",
+    id=ENDED_WELL,
+    title="ended well",
+    family="ended well",
+    rank=90,
+    means="The run came to its own end.",
     fix="Nothing is to be done.",
     false_positives="A script that catches its own failure and exits with 0 looks the same.",
-)  # fmt: skip
+)
 UNJUDGED = Signature(
     id=NOT_JUDGED,
     title="finished; learning was not judged",
     family="ended well",
     rank=90,
-    means="The command ended with status 0. Whether it did what it was meant to do, holdfast cannot tell.",
+    means=(
+        "The command ended with status 0. Whether it did what it was meant to do, holdfast cannot"
+        " tell."
+    ),
     fix=(
-        "Look at what the script measures itself, such as its validation. A loss is judged where an optimizer "
-        "made at least ten steps with it and its fall means progress; a Guard looks at more than the loss."
+        "Look at what the script measures itself, such as its validation. A loss is judged where an"
+        " optimizer made at least ten steps with it and its fall means progress; a Guard looks at"
+        " more than the loss."
     ),
 )
 
@@ -71,9 +83,16 @@ def _read(name: str) -> list[dict[str, Any]]:
 
 
 def _on_a_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of a leak in host memory as that of the same leak in the memory of a device."""
+    """Return the entry of a leak in host memory as that of the same leak in the memory of a
+    device.
+    """
     title = f"{entry['title']}, on a device"
-    return {**entry, "id": signature_of(kind, on_host=False), "title": title, "family": "out of memory"}
+    return {
+        **entry,
+        "id": signature_of(kind, on_host=False),
+        "title": title,
+        "family": "out of memory",
+    }
 
 
 def _signature(entry: dict[str, Any]) -> Signature:

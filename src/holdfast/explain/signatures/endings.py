@@ -1,4 +1,7 @@
-"""The ids that are chosen from how a process ended, where no text says why; the entries are in ``endings.yaml``."""
+"""The ids that are chosen from how a process ended, where no text says why.
+
+The entries are in ``endings.yaml``.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""A simulator of CUDA's native caching allocator, for one stream: pools, segments, best fit, splitting, coalescing.
+"""A simulator of CUDA's native caching allocator, for one stream.
 
-Follows ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.13 step by step; the name of the function there
-stands beside each rule. It hands out numbers, never memory, and takes sizes that are rounded already.
+Pools, segments, best fit, splitting, coalescing.
 
-Not simulated: several streams, memory pools of the user, CUDA graphs, the settings of ``PYTORCH_ALLOC_CONF``, and
+Follows ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.13 step by step; the name of the
+function there stands beside each rule. It hands out numbers, never memory, and takes sizes that are
+rounded already.
+
+Not simulated: several streams, memory pools of the user, CUDA graphs, the settings of
+    ``PYTORCH_ALLOC_CONF``, and
 which addresses `cudaMalloc` gives (only ties depend on them).
 """
 
@@ -20,11 +24,16 @@ LARGE_SEGMENT_BYTES = 20 << 20  # kLargeBuffer: what requests of 1 to 10 MiB are
 MIN_LARGE_BYTES = 10 << 20  # kMinLargeAlloc: requests below it take a segment of the large size
 ROUND_LARGE_BYTES = 2 << 20  # kRoundLarge
 _UNLIMITED = 1 << 62
-_SHIFT = 64  # a key of the free list is (size << _SHIFT) | address: one integer that sorts as std::set<Block*> does
+# A key of the free list is (size << _SHIFT) | address: one integer that sorts as std::set<Block*>
+# does
+_SHIFT = 64
 
 
 class OutOfDeviceMemoryError(Exception):
-    """No memory is left, also after all that is cached was given back: torch raises OutOfMemoryError here."""
+    """No memory is left, also after all that is cached was given back.
+
+    Torch raises OutOfMemoryError here.
+    """
 
 
 class Block:
@@ -93,18 +102,26 @@ class CachingAllocator:
     `addresses` are those of the segments in order, where they are known from a recording.
     """
 
-    def __init__(self, *, cap_bytes: int | None = None, addresses: Iterator[int] | None = None) -> None:
-        self._small = Pool(least_remainder=MIN_BLOCK_BYTES, segment_bytes=SMALL_SEGMENT_BYTES, next_address=1 << 44)
-        self._large = Pool(least_remainder=SMALL_BYTES + 1, segment_bytes=LARGE_SEGMENT_BYTES, next_address=1 << 54)
+    def __init__(
+        self, *, cap_bytes: int | None = None, addresses: Iterator[int] | None = None
+    ) -> None:
+        self._small = Pool(
+            least_remainder=MIN_BLOCK_BYTES, segment_bytes=SMALL_SEGMENT_BYTES, next_address=1 << 44
+        )
+        self._large = Pool(
+            least_remainder=SMALL_BYTES + 1, segment_bytes=LARGE_SEGMENT_BYTES, next_address=1 << 54
+        )
         self._cap = _UNLIMITED if cap_bytes is None else cap_bytes
         self._addresses = iter(()) if addresses is None else addresses
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.retries = 0
-        self.log: list[tuple[str, int]] = []  # what the driver was asked for: action as in torch's traces, bytes
+        # What the driver was asked for: action as in torch's traces, bytes
+        self.log: list[tuple[str, int]] = []
 
     def allocate(self, size: int) -> Block:
-        """Return a block for a request, rounded as `replay.round_sizes` does (malloc, alloc_found_block).
+        """Return a block for a request, rounded as `replay.round_sizes` does (malloc,
+        alloc_found_block).
 
         OutOfDeviceMemoryError if no memory is left, also after all that is cached was given back.
         """

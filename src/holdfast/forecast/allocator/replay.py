@@ -1,7 +1,10 @@
-"""Replaying a trace through the simulated caching allocator: how much it would reserve, and whether a cap stops it.
+"""Replaying a trace through the simulated caching allocator.
 
-The fit test of a plan is "the replay succeeds under the memory that the device can give": a percentage on top of the
-live bytes is wrong in both directions (measured 1.02 to 1.36 times on small models).
+How much it would reserve, and whether a cap stops it.
+
+The fit test of a plan is "the replay succeeds under the memory that the device can give": a
+percentage on top of the live bytes is wrong in both directions (measured 1.02 to 1.36 times on
+small models).
 """
 
 from __future__ import annotations
@@ -11,7 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.forecast.allocator.caching import MIN_BLOCK_BYTES, Block, CachingAllocator, OutOfDeviceMemoryError
+from holdfast.forecast.allocator.caching import (
+    MIN_BLOCK_BYTES,
+    Block,
+    CachingAllocator,
+    OutOfDeviceMemoryError,
+)
 from holdfast.forecast.trace.events import live_bytes
 
 Events = npt.NDArray[np.int32]  # shape ``(events,)``: s + 1 allocates storage s, -(s + 1) frees it
@@ -23,10 +31,14 @@ class Replay:
     """What the allocator did with a trace.
 
     Args:
-        peak_reserved_bytes: The most that it held from the driver (`torch.cuda.max_memory_reserved`).
-        peak_allocated_bytes: The most that tensors had of it, with rounding (`torch.cuda.max_memory_allocated`).
-        retries: How often it gave back all that was cached and asked again (``num_alloc_retries``); each is slow.
-        failed_at: Index of the event that there was no memory for; None if the whole trace was played.
+        peak_reserved_bytes: The most that it held from the driver
+            (`torch.cuda.max_memory_reserved`).
+        peak_allocated_bytes: The most that tensors had of it, with rounding
+            (`torch.cuda.max_memory_allocated`).
+        retries: How often it gave back all that was cached and asked again (``num_alloc_retries``);
+            each is slow.
+        failed_at: Index of the event that there was no memory for; None if the whole trace was
+            played.
     """
 
     peak_reserved_bytes: int
@@ -36,7 +48,9 @@ class Replay:
 
 
 def round_sizes(sizes: Sizes) -> Sizes:
-    """Return what the allocator makes of requested sizes (round_size); 0 stays 0, since torch does not ask for it.
+    """Return what the allocator makes of requested sizes (round_size).
+
+    0 stays 0, since torch does not ask for it.
 
     Example:
         >>> round_sizes(np.array([0, 1, 513, 1200 << 10])).tolist()
@@ -70,7 +84,9 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
                     live[-event - 1] = None
                     free(block)
                 elif rounded[-event - 1]:
-                    raise ValueError(f"event {index} frees storage {-event - 1}, which does not live")
+                    raise ValueError(
+                        f"event {index} frees storage {-event - 1}, which does not live"
+                    )
     except OutOfDeviceMemoryError:
         failed_at = index
     return Replay(
@@ -82,10 +98,12 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
 
 
 def smallest_cap_bytes(events: Events, sizes: Sizes, *, step_bytes: int = 32 << 20) -> int:
-    """Return a cap that suffices while `step_bytes` less does not: what a device would have to give.
+    """Return a cap that suffices while `step_bytes` less does not.
 
-    Whether a cap suffices is not strictly monotone (a retry changes the order of the free blocks), so it need not be
-    the smallest of all.
+    What a device would have to give.
+
+    Whether a cap suffices is not strictly monotone (a retry changes the order of the free blocks),
+    so it need not be the smallest of all.
     """
     enough = replay(events, sizes).peak_reserved_bytes
     short = int(live_bytes(events, sizes, MIN_BLOCK_BYTES).max(initial=0)) - 1

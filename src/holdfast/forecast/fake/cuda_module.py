@@ -1,4 +1,7 @@
-"""``torch.cuda`` as it answers while code runs on the fake device: one idle GPU, on which nothing takes time."""
+"""``torch.cuda`` as it answers while code runs on the fake device.
+
+One idle GPU, on which nothing takes time.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,9 @@ def _answers(guesses: Guesses) -> dict[str, Callable[..., Any]]:
 
         return ask
 
-    answers = yaml.safe_load(resources.files(__package__).joinpath("cuda_answers.yaml").read_text(encoding="utf-8"))
+    answers = yaml.safe_load(
+        resources.files(__package__).joinpath("cuda_answers.yaml").read_text(encoding="utf-8")
+    )
     known = {
         **dict.fromkeys(answers["memory in use"].split(), 0),
         "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),

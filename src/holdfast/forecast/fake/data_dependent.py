@@ -1,6 +1,9 @@
-"""Operators whose answer or shape depends on values: known values first, then `Guesses`; and those without shapes.
+"""Operators whose answer or shape depends on values: known values first, then `Guesses`.
 
-A result whose number of elements is unknown gets all that it could have: a plan that holds for the worst case holds.
+And those without shapes.
+
+A result whose number of elements is unknown gets all that it could have: a plan that holds for the
+    worst case holds.
 """
 
 from __future__ import annotations
@@ -19,19 +22,28 @@ aten = torch.ops.aten
 
 
 def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator that asks for values, fake if it is a tensor; NotImplemented for others."""
+    """Return the result of an operator that asks for values, fake if it is a tensor.
+
+    NotImplemented for others.
+    """
     if func in (aten._local_scalar_dense.default, aten.item.default):
         return _scalar(mode, args[0])
     if torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor:
-        if kwargs.get("output_size") is not None or (func is aten.repeat_interleave.Tensor and len(args) > 1):
+        if kwargs.get("output_size") is not None or (
+            func is aten.repeat_interleave.Tensor and len(args) > 1
+        ):
             return NotImplemented  # torch has a rule for a size that is said
         known = mode.facts.evaluate(func, args, kwargs)
         if known is not NotImplemented:
-            return pytree.tree_map_only(torch.Tensor, lambda value: _stand_for(mode, value, args[0]), known)
+            return pytree.tree_map_only(
+                torch.Tensor, lambda value: _stand_for(mode, value, args[0]), known
+            )
         if func in _WORST:
             with mode:
                 return _WORST[func](mode, *args, **kwargs)
-    if torch.Tag.data_dependent_output in func.tags and [str(r.type) for r in func._schema.returns] == ["bool"]:
+    if torch.Tag.data_dependent_output in func.tags and [
+        str(r.type) for r in func._schema.returns
+    ] == ["bool"]:
         known = mode.facts.evaluate(func, args, kwargs)
         return mode.guesses.decide() if known is NotImplemented else known
     return NotImplemented
@@ -76,15 +88,23 @@ def _selected(mode: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.new_empty(int(value.sum()) * math.prod(shape) // max(1, value.numel()))
 
 
-_WORST: dict[Any, Callable[..., Any]] = {aten.nonzero.default: _all_rows, aten.masked_select.default: _selected}
+_WORST: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _all_rows,
+    aten.masked_select.default: _selected,
+}
 
 
 def undecidable(func: Any) -> PolicyError:
-    """Return the error for an operator whose result depends on values in a way that no rule here knows."""
+    """Return the error for an operator whose result depends on values in a way that no rule here
+    knows.
+    """
     return PolicyError(
         f"the result of {func.name()} depends on values{_at(running_line())}",
         limit="a forecast has shapes only, and holdfast has no worst case for it",
-        fix="compute it from host tensors of integers (their values are known), or use a form with a fixed size",
+        fix=(
+            "compute it from host tensors of integers (their values are known), or use a form with"
+            " a fixed size"
+        ),
         rule="H424",
     )
 
@@ -95,8 +115,11 @@ def missing_rule(func: Any) -> PolicyError:
     return PolicyError(
         f"operator {name} has no rule for the shapes of its results{_at(running_line())}",
         limit="without one its memory cannot be known unless it is run",
-        fix="register a rule where the operator is defined, one that returns empty tensors of the right shapes: "
-        f'torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))',
+        fix=(
+            "register a rule where the operator is defined, one that returns empty tensors of the"
+            " right shapes: "
+            f'torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))'
+        ),
         rule="H422",
     )
 

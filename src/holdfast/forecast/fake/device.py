@@ -1,7 +1,9 @@
-"""A device without memory of its own, on which a training step runs in shapes only, and runs as CUDA would run it.
+"""A device without memory of its own, on which a training step runs in shapes only, and runs as
+CUDA would run it.
 
-It stands on torch's slot for foreign backends (PrivateUse1): autograd, autocast and every C++ composite treat its
-tensors as a GPU's. Registering the slot cannot be undone: do it in a process of its own.
+It stands on torch's slot for foreign backends (PrivateUse1): autograd, autocast and every C++
+composite treat its tensors as a GPU's. Registering the slot cannot be undone: do it in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -33,15 +35,19 @@ from holdfast.forecast.trace.events import Assumption
 
 DEVICE_NAME = "forecast"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NO_RULE = "no fake impl registered"  # what torch.library.custom_op raises in place of a class of its own
+# What torch.library.custom_op raises in place of a class of its own
+_NO_RULE = "no fake impl registered"
 
 _registered = False
-# FakeTensorMode's __torch_dispatch__ without the guard against torch.compile around it, which costs as much again.
+# FakeTensorMode's __torch_dispatch__ without the guard against torch.compile around it, which costs
+# as much again.
 _dispatch = getattr(FakeTensorMode, "dispatch", FakeTensorMode.__torch_dispatch__)
 
 
 class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors; those that are asked for on CUDA go to `device`, and questions for values get answers."""
+    """Fake tensors; those that are asked for on CUDA go to `device`, and questions for values
+    get answers.
+    """
 
     def __init__(self, device: torch.device, guesses: Guesses) -> None:
         super().__init__(allow_non_fake_inputs=False, allow_fallback_kernels=False)
@@ -60,18 +66,26 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
     def may_turn_const(self, t: torch.Tensor) -> bool:  # noqa: ARG002 - torch names it
-        """No: `Facts` follow values, of more than single elements and to the device; two accounts would differ."""
+        """No: `Facts` follow values, of more than single elements and to the device.
+
+        Two accounts would differ.
+        """
         return False
 
     def __copy__(self) -> ForecastMode:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForecastMode:
-        # A copied fake parameter would bring a copied mode, and each of its uses would make a new storage.
+        # A copied fake parameter would bring a copied mode, and each of its uses would make a new
+        # storage.
         return self
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         lifted = func in self.lift_fns
         args = tuple(self._at_home(arg, lifted=lifted) for arg in args)
@@ -90,7 +104,10 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if func._schema.returns or not func._schema.is_mutable:
                 raise data_dependent.missing_rule(func) from error
             out = None  # it only writes to its arguments, as fused optimizers do
-        except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException) as error:
+        except (
+            fake_tensor.DynamicOutputShapeException,
+            fake_tensor.DataDependentOutputException,
+        ) as error:
             raise data_dependent.undecidable(func) from error
         except RuntimeError as error:
             if _NO_RULE not in str(error):
@@ -103,7 +120,10 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _at_home(self, arg: Any, *, lifted: bool) -> Any:
-        """Put CUDA's place and real tensors right: the fake device, and fake tensors with known values."""
+        """Put CUDA's place and real tensors right.
+
+        The fake device, and fake tensors with known values.
+        """
         if isinstance(arg, torch.device):
             return stand_ins.redirected(arg, self.fake_device)
         if isinstance(arg, torch.Tensor):
@@ -131,7 +151,10 @@ class AddedAutocast(torch.autocast):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastDevice:
-    """The fake device while it is there: ``forecast:0`` (``cuda:0`` to user code) or, on its route, ``cpu``."""
+    """The fake device while it is there.
+
+    ``forecast:0`` (``cuda:0`` to user code) or, on its route, ``cpu``.
+    """
 
     device: torch.device
     mode: ForecastMode
@@ -148,20 +171,31 @@ class ForecastDevice:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast of the precision on this device, or nothing for fp32."""
         dtype = PRECISIONS[self.precision]
-        return contextlib.nullcontext() if dtype is None else AddedAutocast(self.device.type, dtype=dtype)
+        return (
+            contextlib.nullcontext()
+            if dtype is None
+            else AddedAutocast(self.device.type, dtype=dtype)
+        )
 
     def place(self, *modules: nn.Module) -> None:
-        """Bring modules here in place, real or fake: parameters stay the same objects, tied ones stay tied (H426)."""
+        """Bring modules here in place, real or fake.
+
+        Parameters stay the same objects, tied ones stay tied (H426).
+        """
         for module in modules:
             placement.place(module, self.device)
         placement.check_hooks_on_nodes()
 
 
 @contextlib.contextmanager
-def forecast_device(route: str = "privateuse1", precision: str = "fp32") -> Iterator[ForecastDevice]:
-    """Run code in shapes only, on a device that stands for CUDA's (H423 if this torch has no slot for it).
+def forecast_device(
+    route: str = "privateuse1", precision: str = "fp32"
+) -> Iterator[ForecastDevice]:
+    """Run code in shapes only, on a device that stands for CUDA's (H423 if this torch has no slot
+    for it).
 
-    On route ``"cpu"`` it is the host, to be compared with real runs, and code finds there what the host has.
+    On route ``"cpu"`` it is the host, to be compared with real runs, and code finds there what the
+    host has.
     """
     on_slot = route == "privateuse1"
     guesses, uncalibrated = Guesses(), Uncalibrated()
@@ -188,19 +222,28 @@ def forecast_device(route: str = "privateuse1", precision: str = "fp32") -> Iter
         if on_slot:
             _probe(device)
         yield ForecastDevice(
-            device=device, mode=mode, route=route, precision=precision, guesses=guesses, uncalibrated=uncalibrated
+            device=device,
+            mode=mode,
+            route=route,
+            precision=precision,
+            guesses=guesses,
+            uncalibrated=uncalibrated,
         )
 
 
 @contextlib.contextmanager
 def _quiet_and_without_gpus() -> Iterator[None]:
-    """Hide GPUs, where there are any; and keep torch from writing down each error that fake tensors raise."""
+    """Hide GPUs, where there are any.
+
+    And keep torch from writing down each error that fake tensors raise.
+    """
     log = logging.getLogger(fake_tensor.__name__)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does
+            # Deepcopy does
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     finally:
         log.setLevel(level)
@@ -208,7 +251,10 @@ def _quiet_and_without_gpus() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _foreach_for_fake_tensors() -> Iterator[None]:
-    """Let optimizers and clipping choose foreach for fake parameters: the choice looks at the exact type."""
+    """Let optimizers and clipping choose foreach for fake parameters.
+
+    The choice looks at the exact type.
+    """
     with contextlib.ExitStack() as stack:
         for module in (optimizer_module, _foreach_utils):
             types = getattr(module, "_foreach_supported_types", None)
@@ -237,7 +283,9 @@ def _register() -> None:
     if _registered:
         return
     try:
-        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
+        from torch.utils.backend_registration import (
+            _setup_privateuseone_for_python_backend as setup,
+        )
 
         setup(DEVICE_NAME, backend_module=_BACKEND)
     except (ImportError, RuntimeError, AttributeError, TypeError) as error:
@@ -246,7 +294,10 @@ def _register() -> None:
 
 
 def _probe(device: torch.device) -> None:
-    """Run the smallest step: autograd's engine must start with the device, and whether this torch has it is known."""
+    """Run the smallest step.
+
+    Autograd's engine must start with the device, and whether this torch has it is known.
+    """
     try:
         weight = torch.empty(2, 2, device=device, requires_grad=True)
         torch.autograd.backward((weight @ weight).sum())

@@ -1,8 +1,13 @@
-"""What is known of a fake tensor's values: small integers exactly, and how finite numbers answer a check.
+"""What is known of a fake tensor's values.
 
-Lengths, masks and indices decide shapes, and the sample batch has them. They are small, so they are computed along
-with the shapes, wherever every input is known. Most other questions in training code are checks: is the loss finite,
-is a random number below a probability. Numbers are taken as finite, and a random one as the middle of its range.
+Small integers exactly, and how finite numbers answer a check.
+
+Lengths, masks and indices decide shapes, and the sample batch has them. They are small, so they are
+computed along
+with the shapes, wherever every input is known. Most other questions in training code are checks: is
+    the loss finite,
+is a random number below a probability. Numbers are taken as finite, and a random one as the middle
+of its range.
 """
 
 from __future__ import annotations
@@ -33,12 +38,19 @@ _MIDDLE = "a random number was taken as the middle of its range"
 
 # Operators, by what is known of their results.
 _FACTORIES = _packets("arange zeros ones full eye scalar_tensor tril_indices")
-_FILLED = {aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1, aten.zero_: 0}
+_FILLED = {
+    aten.zeros_like: 0,
+    aten.ones_like: 1,
+    aten.new_zeros: 0,
+    aten.new_ones: 1,
+    aten.zero_: 0,
+}
 _FILLED_BY = {aten.full_like: 1, aten.new_full: 2, aten.fill_: 1}  # position of the number
 _OF_FINITENESS = _packets("isnan isinf isposinf isneginf")
 _PASSED_ON = _packets(  # their results answer as their first argument does
-    "view _unsafe_view clone detach alias _to_copy expand select slice unsqueeze squeeze reshape permute transpose t"
-    " index contiguous lift_fresh any all _is_all_true _is_any_true max min amax amin"
+    "view _unsafe_view clone detach alias _to_copy expand select slice unsqueeze squeeze reshape"
+    " permute transpose t index contiguous lift_fresh any all _is_all_true _is_any_true max min"
+    " amax amin"
 )
 _NOT = _packets("logical_not bitwise_not")
 _AND, _OR = _packets("logical_and bitwise_and mul"), _packets("logical_or bitwise_or add")
@@ -52,7 +64,9 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """What is known of one tensor: all of its `value`, on the CPU; else how it comes out as a question and why.
+    """What is known of one tensor: all of its `value`, on the CPU.
+
+    Else how it comes out as a question and why.
 
     `at_most` bounds an integer; `typical` is what a random number is taken for.
     """
@@ -85,7 +99,9 @@ class Facts:
             self._put(tensor, Fact(value=value))
 
     def evaluate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operator gives for the known values of its inputs, or NotImplemented if one is unknown."""
+        """Return what an operator gives for the known values of its inputs, or NotImplemented if
+        one is unknown.
+        """
         if torch.Tag.nondeterministic_seeded in func.tags:
             return NotImplemented
         values = {id(tensor): self.of(tensor).value for tensor in tensors_of((args, kwargs))}
@@ -97,9 +113,13 @@ class Facts:
             return func(*real_args, **real_kwargs)
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Work out what is known of an operator's results, which are fake, and what is no longer known."""
+        """Work out what is known of an operator's results, which are fake, and what is no longer
+        known.
+        """
         packet = func.overloadpacket
-        known = packet in _FACTORIES or any(id(tensor) in self._facts for tensor in tensors_of((args, kwargs)))
+        known = packet in _FACTORIES or any(
+            id(tensor) in self._facts for tensor in tensors_of((args, kwargs))
+        )
         if known and self._follow_values(func, args, kwargs, out):
             return
         fact = self._expected(packet, args, out) if isinstance(out, torch.Tensor) else NOTHING
@@ -111,15 +131,22 @@ class Facts:
         elif fact is not NOTHING:
             self._put(out, fact)
 
-    def _follow_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
-        """Compute an operator's results, in place too, in values that views share; return whether that is done."""
+    def _follow_values(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> bool:
+        """Compute an operator's results, in place too, in values that views share.
+
+        Return whether that is done.
+        """
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         if not all(map(worth_knowing, results)) or not (results or func._schema.is_mutable):
             return False
         values = self.evaluate(func, args, kwargs)
         if values is NotImplemented:
             return False
-        for result, value in zip(results, pytree.tree_leaves(values) if results else (), strict=True):
+        for result, value in zip(
+            results, pytree.tree_leaves(values) if results else (), strict=True
+        ):
             self.know(result, value)
         return True
 
@@ -145,7 +172,11 @@ class Facts:
                 return Fact(expected=packet is aten.eq, why=_FINITE)
             if isinstance(other, float) and math.isinf(other):
                 return Fact(expected=packet is aten.ne, why=_FINITE)
-        if packet in _COMPARISONS and before.typical is not None and isinstance(other, (int, float)):
+        if (
+            packet in _COMPARISONS
+            and before.typical is not None
+            and isinstance(other, (int, float))
+        ):
             return Fact(expected=bool(_COMPARISONS[packet](before.typical, other)), why=_MIDDLE)
         if packet in _NOT and before.expected is not None:
             return Fact(expected=not before.expected, why=before.why)
@@ -185,7 +216,11 @@ def _fill(packet: Any, args: Sequence[Any]) -> bool | int | float | None:
     """Return what an operator fills its result with, whatever its inputs are."""
     if packet in _FILLED:
         return _FILLED[packet]
-    number = args[_FILLED_BY[packet]] if packet in _FILLED_BY and len(args) > _FILLED_BY[packet] else None
+    number = (
+        args[_FILLED_BY[packet]]
+        if packet in _FILLED_BY and len(args) > _FILLED_BY[packet]
+        else None
+    )
     return number if isinstance(number, (int, float)) else None
 
 
@@ -198,13 +233,17 @@ _RANDOM: dict[Any, Callable[[Sequence[Any]], Fact]] = {
     aten.rand: lambda _: Fact(typical=0.5),
     aten.rand_like: lambda _: Fact(typical=0.5),
     aten.uniform_: _uniform,
-    aten.randint: lambda args: Fact(at_most=[arg for arg in args[:2] if isinstance(arg, int)][-1] - 1),
+    aten.randint: lambda args: Fact(
+        at_most=[arg for arg in args[:2] if isinstance(arg, int)][-1] - 1
+    ),
     aten.randperm: lambda args: Fact(at_most=max(0, args[0] - 1)),
 }
 
 
 def worth_knowing(tensor: torch.Tensor) -> bool:
-    """Return whether a fake tensor holds integers or booleans, and few enough to compute with, or a single number."""
+    """Return whether a fake tensor holds integers or booleans, and few enough to compute with,
+    or a single number.
+    """
     if tensor.layout is not torch.strided:
         return False
     if tensor.is_floating_point() or tensor.is_complex():  # such as an optimizer's step count
@@ -223,5 +262,7 @@ def on_host(
             return real(leaf)
         return cpu if isinstance(leaf, torch.device) else leaf
 
-    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(replaced, (tuple(args), dict(kwargs)))
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        replaced, (tuple(args), dict(kwargs))
+    )
     return found

@@ -1,8 +1,9 @@
 """What is answered where code asks a fake tensor for its values, and the list of all such answers.
 
-A trace has shapes and no values. Most questions have a safe answer (is the loss finite?) or one that a plan wants
-(how many rows does a mask leave? all, at worst); every other is answered by a rule that is written down with the line
-that asked. Where code raises after an answer, that line gets the other one.
+A trace has shapes and no values. Most questions have a safe answer (is the loss finite?) or one
+that a plan wants (how many rows does a mask leave? all, at worst); every other is answered by a
+rule that is written down with the line that asked. Where code raises after an answer, that line
+gets the other one.
 """
 
 from __future__ import annotations
@@ -36,11 +37,18 @@ class Guesses:
         return tuple(self._assumptions)
 
     def assume(self, what: str, line: str | None = None) -> None:
-        """Write down something that was taken for granted, at the line that is running if none is said."""
-        self._assumptions.setdefault(Assumption(what=what, line=running_line() if line is None else line))
+        """Write down something that was taken for granted, at the line that is running if none
+        is said.
+        """
+        self._assumptions.setdefault(
+            Assumption(what=what, line=running_line() if line is None else line)
+        )
 
     def turn(self, line: str) -> None:
-        """Have a line answered with False from now on; what was taken for granted there no longer is."""
+        """Have a line answered with False from now on.
+
+        What was taken for granted there no longer is.
+        """
         self.turned.add(line)
         self._assumptions = {each: None for each in self._assumptions if each.line != line}
 
@@ -49,7 +57,9 @@ class Guesses:
         self._times.clear()
 
     def decide(self, *, expected: bool | None = None, why: str = "") -> bool:
-        """Answer ``bool(tensor)``, maybe `expected` to come out one way, and `why` (H424 if a loop waits for it)."""
+        """Answer ``bool(tensor)``, maybe `expected` to come out one way, and `why` (H424 if a
+        loop waits for it).
+        """
         line = running_line()
         if line not in self.turned and expected is not None:
             self.assume(why, line)
@@ -61,21 +71,30 @@ class Guesses:
             raise PolicyError(
                 f"a loop asked a tensor {_MOST_ANSWERS} times whether it is to end, at {line}",
                 limit="a forecast has shapes and no values, so that such a loop has no end",
-                fix="give it a fixed number of turns for the forecast, such as the most that it may take",
+                fix=(
+                    "give it a fixed number of turns for the forecast, such as the most that it may"
+                    " take"
+                ),
                 rule="H424",
             )
         self.assume(f"bool(tensor) was taken as {answer}; {not answer} was not looked at", line)
         return answer
 
     def count(self, *, at_most: int | None) -> int:
-        """Answer ``int(tensor)`` or an integer ``.item()``: its bound, as the worst case, if one is known."""
+        """Answer ``int(tensor)`` or an integer ``.item()``.
+
+        Its bound, as the worst case, if one is known.
+        """
         answer = 1 if at_most is None else at_most
         why = "nothing is known of it" if at_most is None else "the worst case"
         self.assume(f"an integer of a tensor was taken as {answer} ({why})")
         return answer
 
     def number(self, *, typical: float | None = None) -> float:
-        """Answer ``float(tensor)`` or a floating-point ``.item()``: 1, but 0 for a GradScaler's overflow flag."""
+        """Answer ``float(tensor)`` or a floating-point ``.item()``.
+
+        1, but 0 for a GradScaler's overflow flag.
+        """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_PLUMBING):
             frame = frame.f_back
@@ -85,7 +104,10 @@ class Guesses:
             return 0.0
         answer = 1.0 if typical is None else typical
         if not module.startswith("torch.optim"):  # its step count is no choice of the user's
-            self.assume(f"a number of a tensor was taken as {answer:g}: it matters only if the code branches on it")
+            self.assume(
+                f"a number of a tensor was taken as {answer:g}: it matters only if the code"
+                " branches on it"
+            )
         return answer
 
     def rows(self, operator: str) -> None:

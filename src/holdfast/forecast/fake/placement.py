@@ -1,6 +1,9 @@
-"""Moving modules to the fake device in place: each parameter stays the same object, so ties and optimizers hold.
+"""Moving modules to the fake device in place.
 
-Torch refuses to change the device of a fake parameter in place, and would make a real one's copy anew for each use.
+Each parameter stays the same object, so ties and optimizers hold.
+
+Torch refuses to change the device of a fake parameter in place, and would make a real one's copy
+anew for each use.
 """
 
 from __future__ import annotations
@@ -22,16 +25,23 @@ _LEFT_BEHIND = "_holdfast_left_behind"  # marks what a parameter was before it w
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Bring a module's parameters, gradients and buffers to a device; the fake mode must be active."""
+    """Bring a module's parameters, gradients and buffers to a device.
+
+    The fake mode must be active.
+    """
     module._apply(lambda tensor: tensor.to(device))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def conversion_in_place() -> Iterator[None]:
-    """Let ``Module.to``, ``.cuda()``, ``.half()`` and their like work on fake parameters while the context lasts."""
+    """Let ``Module.to``, ``.cuda()``, ``.half()`` and their like work on fake parameters while
+    the context lasts.
+    """
     original = nn.Module._apply
 
-    def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    def apply(
+        module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
+    ) -> nn.Module:
         recurse = args[0] if args else kwargs.get("recurse", True)
         if recurse:
             for child in module.children():
@@ -66,10 +76,14 @@ def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _become(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Give an object another tensor's content: class, attributes and storage; ``source`` takes what it had.
+    """Give an object another tensor's content: class, attributes and storage.
 
-    Torch's ``swap_tensors`` does the same but refuses while anything refers weakly to the tensor, as trackers do.
-    Hooks stay with the object, as they do where a device is changed for real: autograd keeps them with the content.
+    ``source`` takes what it had.
+
+    Torch's ``swap_tensors`` does the same but refuses while anything refers weakly to the tensor,
+    as trackers do.
+    Hooks stay with the object, as they do where a device is changed for real: autograd keeps them
+        with the content.
     """
     hooks = {name: getattr(target, name) for name in _HOOKS}
     kept = {name: value for name, value in vars(target).items() if name not in vars(source)}
@@ -87,16 +101,24 @@ def _become(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def check_hooks_on_nodes() -> None:
-    """Refuse (H426) autograd nodes of moved parameters that user code holds: hooks on them never run.
+    """Refuse (H426) autograd nodes of moved parameters that user code holds.
+
+    Hooks on them never run.
 
     A real parameter keeps its node when it is moved; a fake one cannot.
     """
     for node in gc.get_objects():
         if type(node).__name__ == "AccumulateGrad" and _LEFT_BEHIND in vars(node.variable):
             raise PolicyError(
-                "build() holds autograd's AccumulateGrad node of a parameter that was moved to the device afterwards",
-                limit="a forecast moves a parameter by replacing it, so that hooks on that node would not run",
-                fix="use parameter.register_post_accumulate_grad_hook(hook), or make the model on the device: "
-                "`with torch.device('cuda'): model = ...`.",
+                "build() holds autograd's AccumulateGrad node of a parameter that was moved to the"
+                " device afterwards",
+                limit=(
+                    "a forecast moves a parameter by replacing it, so that hooks on that node would"
+                    " not run"
+                ),
+                fix=(
+                    "use parameter.register_post_accumulate_grad_hook(hook), or make the model on"
+                    " the device: `with torch.device('cuda'): model = ...`."
+                ),
                 rule="H426",
             )

@@ -1,8 +1,10 @@
-"""What user code sees of CUDA while it runs on the fake device: ``torch.cuda``, ``"cuda"``, values of tensors.
+"""What user code sees of CUDA while it runs on the fake device.
 
-Code that asks for ``"cuda"`` gets the fake device, and a tensor there says to code outside torch and holdfast that it
-is on ``cuda:0``, so that ``if x.device.type == "cuda"`` goes the way that it goes on a GPU. All of it is put back
-after.
+``torch.cuda``, ``"cuda"``, values of tensors.
+
+Code that asks for ``"cuda"`` gets the fake device, and a tensor there says to code outside torch
+and holdfast that it is on ``cuda:0``, so that ``if x.device.type == "cuda"`` goes the way that it
+goes on a GPU. All of it is put back after.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from holdfast.forecast.fake.guesses import Guesses
 
 
 def redirected(device: Any, fake: torch.device) -> Any:
-    """Return the fake device for ``"cuda"``, ``"cuda:1"`` or the like, and everything else as it is."""
+    """Return the fake device for ``"cuda"``, ``"cuda:1"`` or the like, and everything else as it
+    is.
+    """
     if isinstance(device, torch.device):
         return fake if device.type == "cuda" else device
     if isinstance(device, str) and (device == "cuda" or device.startswith("cuda:")):
@@ -68,11 +72,17 @@ def _values_of_fake_tensors(patches: Patches) -> None:
         return [element.item() for element in tensor.reshape(-1).unbind()]
 
     def as_array(tensor: torch.Tensor) -> Any:
-        return np.array(values(tensor), dtype=str(tensor.dtype).removeprefix("torch.")).reshape(tuple(tensor.shape))
+        return np.array(values(tensor), dtype=str(tensor.dtype).removeprefix("torch.")).reshape(
+            tuple(tensor.shape)
+        )
 
     def around_numpy(original: Any) -> Any:
         def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return as_array(tensor) if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
+            return (
+                as_array(tensor)
+                if isinstance(tensor, FakeTensor)
+                else original(tensor, *args, **kwargs)
+            )
 
         return numpy
 
@@ -103,7 +113,9 @@ def _tensors(patches: Patches, fake: torch.device) -> None:
     def around_to(original: Any) -> Any:
         def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             args = tuple(redirected(arg, fake) for arg in args)
-            return original(tensor, *args, **{name: redirected(arg, fake) for name, arg in kwargs.items()})
+            return original(
+                tensor, *args, **{name: redirected(arg, fake) for name, arg in kwargs.items()}
+            )
 
         return to
 
@@ -125,7 +137,11 @@ def _devices_as_seen(patches: Patches, fake: torch.device) -> None:
 
     def device(tensor: Any) -> torch.device:
         actual: torch.device = device_of.fget(tensor)
-        return shown if actual.type == fake.type and not _asked_by_torch(sys._getframe().f_back) else actual
+        return (
+            shown
+            if actual.type == fake.type and not _asked_by_torch(sys._getframe().f_back)
+            else actual
+        )
 
     def is_cuda(tensor: torch.Tensor) -> bool:
         return tensor.device.type == fake.type and not _asked_by_torch(sys._getframe().f_back)
@@ -159,7 +175,9 @@ def _autocast(patches: Patches, kind: str) -> None:
         return lambda device_type="cuda": original(there(device_type))
 
     def around_set(original: Any) -> Any:
-        return lambda *args: original(there(args[0]), args[1]) if len(args) > 1 else original(kind, *args)
+        return lambda *args: (
+            original(there(args[0]), args[1]) if len(args) > 1 else original(kind, *args)
+        )
 
     def around_cast(original: Any) -> Any:
         return lambda value, device_type, dtype: original(value, there(device_type), dtype)
@@ -171,11 +189,16 @@ def _autocast(patches: Patches, kind: str) -> None:
     for name in ("set_autocast_enabled", "set_autocast_dtype"):
         patches.wrap(torch, name, around_set)
     patches.replace(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(kind))
-    patches.replace(torch, "set_autocast_gpu_dtype", lambda dtype: torch.set_autocast_dtype(kind, dtype))
+    patches.replace(
+        torch, "set_autocast_gpu_dtype", lambda dtype: torch.set_autocast_dtype(kind, dtype)
+    )
 
 
 def _nothing_is_saved(patches: Patches, guesses: Guesses) -> None:
-    """Leave out what a step saves: its tensors have no values, and the file may be that of a real run."""
+    """Leave out what a step saves.
+
+    Its tensors have no values, and the file may be that of a real run.
+    """
 
     def around(name: str) -> Callable[[Any], Any]:
         def with_original(original: Any) -> Any:
@@ -195,7 +218,10 @@ def _nothing_is_saved(patches: Patches, guesses: Guesses) -> None:
 
 
 def _one_device_only(patches: Patches) -> None:
-    """Refuse to wrap a model for several processes or devices: one process on one device is what is traced."""
+    """Refuse to wrap a model for several processes or devices.
+
+    One process on one device is what is traced.
+    """
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -207,7 +233,9 @@ def _one_device_only(patches: Patches) -> None:
         patches.replace(wrapper, "__init__", refusing(wrapper.__name__))
 
     def change(module: Any) -> None:
-        patches.replace(module.FullyShardedDataParallel, "__init__", refusing("FullyShardedDataParallel"))
+        patches.replace(
+            module.FullyShardedDataParallel, "__init__", refusing("FullyShardedDataParallel")
+        )
         patches.replace(module, "fully_shard", refusing("fully_shard"))
 
     _when_imported(patches, "torch.distributed.fsdp", change)
@@ -217,10 +245,15 @@ def for_several_devices(what: str) -> PolicyError:
     """Return the error for a model that is spread over processes or devices."""
     return PolicyError(
         what,
-        limit="a forecast is of one process on one device: shards, gradient buckets and communication buffers of"
-        " several are not counted",
-        fix="return the bare model from build(), as for one GPU. DistributedDataParallel needs another copy of the"
-        " gradients on each device: keep that free with --margin. What sharding saves is not forecast.",
+        limit=(
+            "a forecast is of one process on one device: shards, gradient buckets and communication"
+            " buffers of several are not counted"
+        ),
+        fix=(
+            "return the bare model from build(), as for one GPU. DistributedDataParallel needs"
+            " another copy of the gradients on each device: keep that free with --margin. What"
+            " sharding saves is not forecast."
+        ),
         rule="H427",
     )
 

@@ -1,13 +1,16 @@
-"""Run the user's factory: import it, call it, read what it returns, and say with the user's own line why that fails.
+"""Run the user's factory.
+
+Import it, call it, read what it returns, and say with the user's own line why that fails.
 
 A factory returns a dict:
 
-    {"model": …, "optimizer": …, "loss_fn": f, "batch": …}    f(batch) or f(model, batch) returns the loss
-    {"model": …, "optimizer": …, "step": f, "batch": …}       f(batch), f(model, batch) or f(guard, batch) is a step
-    {"model": …, "optimizer": …, "step": f}                   f(batch_size)
+    {"model": …, "optimizer": …, "loss_fn": f, "batch": …}    f(batch) or f(model, batch) returns
+    the loss {"model": …, "optimizer": …, "step": f, "batch": …}       f(batch), f(model, batch) or
+    f(guard, batch) is a step {"model": …, "optimizer": …, "step": f}
+    f(batch_size)
 
-Models and optimizers may be dicts. Other keys, such as ``scheduler``, are passed over. A factory with a parameter
-``micro_batch_size`` is called with it.
+Models and optimizers may be dicts. Other keys, such as ``scheduler``, are passed over. A factory
+with a parameter ``micro_batch_size`` is called with it.
 """
 
 from __future__ import annotations
@@ -39,9 +42,12 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What a factory returned, checked: models and optimizers by name, a loss function or a step, a sample batch.
+    """What a factory returned, checked.
 
-    `is_step`: it certainly makes the whole step; else that shows when it is called. `split`: the batch's dimension.
+    Models and optimizers by name, a loss function or a step, a sample batch.
+
+    `is_step`: it certainly makes the whole step; else that shows when it is called. `split`: the
+        batch's dimension.
     """
 
     models: dict[str, nn.Module]
@@ -55,10 +61,16 @@ class Built:
 
 
 def load_factory(name: str) -> Function:
-    """Return the function that ``module:function`` or ``file.py:function`` names (H411, or H410 if it needs CUDA)."""
+    """Return the function that ``module:function`` or ``file.py:function`` names (H411, or H410
+    if it needs CUDA).
+    """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
-        raise _unusable(name, "(there is no function after a colon)", "write package.module:build or file.py:build.")
+        raise _unusable(
+            name,
+            "(there is no function after a colon)",
+            "write package.module:build or file.py:build.",
+        )
     sys.argv = [place]  # a script that reads its arguments gets none of ours
     try:
         found = getattr(import_user_module(place), attribute)
@@ -68,7 +80,9 @@ def load_factory(name: str) -> Function:
         raise _failed(name, "while it was imported", error) from error
     if not callable(found):
         raise _unusable(
-            name, f"(it is a {type(found).__name__})", "name a function that returns what is to be traced."
+            name,
+            f"(it is a {type(found).__name__})",
+            "name a function that returns what is to be traced.",
         )
     return found  # type: ignore[no-any-return]
 
@@ -97,10 +111,16 @@ def _read(name: str, factory: Function, returned: Any) -> Built:
     if not has_batch and not is_step:
         missing.append("batch")
     if missing:
-        raise _wrong(name, factory, f"a dict with {', '.join(map(repr, returned))}, without {' and '.join(missing)}")
+        raise _wrong(
+            name,
+            factory,
+            f"a dict with {', '.join(map(repr, returned))}, without {' and '.join(missing)}",
+        )
     function = returned["step"] if is_step else returned.get("loss_fn")
     if not callable(function):
-        raise _wrong(name, factory, f"a {type(function).__name__} as {'step' if is_step else 'loss_fn'}")
+        raise _wrong(
+            name, factory, f"a {type(function).__name__} as {'step' if is_step else 'loss_fn'}"
+        )
     size, split = returned.get("batch_size"), returned.get("split", 0)
     return Built(
         models=_named(name, factory, returned["model"], "model", nn.Module),
@@ -120,13 +140,22 @@ def _named(name: str, factory: Function, given: Any, what: str, kind: type) -> d
         if not isinstance(value, kind):
             several = f"; several go into a dict by name: {{'a': {what}_a, 'b': {what}_b}}"
             is_list = isinstance(value, (list, tuple))
-            raise _wrong(name, factory, f"a {type(value).__name__} as {what}" + (several if is_list else ""))
+            raise _wrong(
+                name, factory, f"a {type(value).__name__} as {what}" + (several if is_list else "")
+            )
     if not found:
         raise _wrong(name, factory, f"no {what}")
-    modules = (module for value in found.values() if isinstance(value, nn.Module) for module in value.modules())
+    modules = (
+        module
+        for value in found.values()
+        if isinstance(value, nn.Module)
+        for module in value.modules()
+    )
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         raise _wrong(
-            name, factory, f"a {what} made by torch.jit, of which a trace sees nothing: return it uncompiled"
+            name,
+            factory,
+            f"a {what} made by torch.jit, of which a trace sees nothing: return it uncompiled",
         )
     return found
 
@@ -154,20 +183,32 @@ def place_of(function: Any) -> str:
 def first_line(error: BaseException) -> str:
     """Return the class of an error and the first line of what it says."""
     text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}" if text else type(error).__name__
+    return (
+        f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}"
+        if text
+        else type(error).__name__
+    )
 
 
 def _failed(name: str, when: str, error: BaseException) -> PolicyError:
     line = line_of(error)
     why = f"{when}: {first_line(error)}" + (f", at {line}" if line else "")
     if not _NEEDS_CUDA.search(str(error)):
-        fix = "correct what the message names; in the module and the function tensors have shapes and no values."
+        fix = (
+            "correct what the message names; in the module and the function tensors have shapes and"
+            " no values."
+        )
         return _unusable(name, why, fix)
     return PolicyError(
         f"factory {name!r} needs CUDA {why}",
-        limit="a forecast has no GPU, and what stands for one answers torch.cuda and device='cuda' only",
-        fix="import what needs a real GPU inside the function that uses it, or leave it out of build(): a plain "
-        "torch module in its place needs about the same memory.",
+        limit=(
+            "a forecast has no GPU, and what stands for one answers torch.cuda and device='cuda'"
+            " only"
+        ),
+        fix=(
+            "import what needs a real GPU inside the function that uses it, or leave it out of"
+            " build(): a plain torch module in its place needs about the same memory."
+        ),
         rule="H410",
     )
 
@@ -175,7 +216,10 @@ def _failed(name: str, when: str, error: BaseException) -> PolicyError:
 def _unusable(name: str, why: str, fix: str) -> PolicyError:
     return PolicyError(
         f"factory {name!r} cannot be used {why}",
-        limit="it names a function of a module, or of a file that ends with .py, which returns what is to be traced",
+        limit=(
+            "it names a function of a module, or of a file that ends with .py, which returns what"
+            " is to be traced"
+        ),
         fix=fix,
         rule="H411",
     )
@@ -184,7 +228,10 @@ def _unusable(name: str, why: str, fix: str) -> PolicyError:
 def _wrong(name: str, factory: Function, what: str) -> PolicyError:
     return PolicyError(
         f"factory {name!r}{place_of(factory)} returned {what}",
-        limit="a forecast needs a model, an optimizer, and a loss function with a sample batch or a step",
+        limit=(
+            "a forecast needs a model, an optimizer, and a loss function with a sample batch or a"
+            " step"
+        ),
         fix='return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}.',
         rule="H412",
     )

@@ -1,7 +1,9 @@
-"""The process that traces: it finds one request as a file in a folder, and writes what it does and finds there.
+"""The process that traces.
 
-What user code prints goes to a file that the parent keeps. It is killed when its parent dies. It is never used twice:
-the fake device is there for good.
+It finds one request as a file in a folder, and writes what it does and finds there.
+
+What user code prints goes to a file that the parent keeps. It is killed when its parent dies. It is
+never used twice: the fake device is there for good.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.tracer import Tracer
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SHARE_OF_GROWTH = 0.01  # of the peak, that a step may leave behind without a word: small histories do
+# Of the peak, that a step may leave behind without a word: small histories do
+_SHARE_OF_GROWTH = 0.01
 
 
 def main(folder: Path) -> None:
@@ -64,7 +67,9 @@ class _Tracing:
             file.write(f"{text} ({self._request['precision']})\n")
 
     def answer(self) -> dict[str, Any]:
-        """Return the fields of a `TraceResult` that are known here, and the files of the traces in the folder."""
+        """Return the fields of a `TraceResult` that are known here, and the files of the traces
+        in the folder.
+        """
         request = self._request
         with forecast_device(request["route"], request["precision"]) as device:
             self._device = device
@@ -72,7 +77,9 @@ class _Tracing:
             self._job = job = self._build()
             build_seconds = time.perf_counter() - begun
             scratch_of = (scratch_cpu if request["route"] == "cpu" else scratch).scratch_of
-            with Tracer(device.device, scratch=scratch_of, uncalibrated=device.uncalibrated) as self._tracer:
+            with Tracer(
+                device.device, scratch=scratch_of, uncalibrated=device.uncalibrated
+            ) as self._tracer:
                 job.claim = self._tracer.claim
                 self._tracer.watch(models=job.models, optimizers=job.optimizers.values())
                 self._begin("making a first step")
@@ -81,7 +88,12 @@ class _Tracing:
         files = [f"{number}.npz" for number in range(len(traces))]
         for file, traced in zip(files, traces, strict=True):
             traced.save(self._folder / file)
-        return {"files": files, "trace_seconds": seconds, "build_seconds": build_seconds, **_facts(job)}
+        return {
+            "files": files,
+            "trace_seconds": seconds,
+            "build_seconds": build_seconds,
+            **_facts(job),
+        }
 
     def _build(self) -> Job:
         request = self._request
@@ -100,7 +112,9 @@ class _Tracing:
             begun = time.perf_counter()
             traces.append(self._trace(size))
             seconds.append(time.perf_counter() - begun)
-        traces[-1] = dataclasses.replace(traces[-1], assumptions=(*traces[-1].assumptions, *_growth(traces[-1])))
+        traces[-1] = dataclasses.replace(
+            traces[-1], assumptions=(*traces[-1].assumptions, *_growth(traces[-1]))
+        )
         return traces, seconds
 
     def _trace(self, size: int) -> Trace:
@@ -120,8 +134,9 @@ def _growth(traced: Trace) -> tuple[Assumption, ...]:
     if traced.growth_bytes <= live_peak(traced) * _SHARE_OF_GROWTH:
         return ()
     what = (
-        f"a step of {traced.micro_batch_size} samples leaves {traced.growth_bytes} bytes behind that the next one"
-        " does not free: a plan holds for one step, and a run needs more with each"
+        f"a step of {traced.micro_batch_size} samples leaves {traced.growth_bytes} bytes behind"
+        " that the next one does not free: a plan holds for one step, and a run needs more with"
+        " each"
     )
     return (Assumption(what=what),)
 

@@ -1,11 +1,14 @@
-"""A user's training job on the fake device: its models, its optimizers, and one step of any size, as Guard makes it.
+"""A user's training job on the fake device.
 
-A loss function is called under autocast and its loss is run backward, scaled for fp16; gradients are emptied before,
-and every optimizer is stepped. Clipping, which takes no memory to speak of, is left out. A function that calls
+Its models, its optimizers, and one step of any size, as Guard makes it.
+
+A loss function is called under autocast and its loss is run backward, scaled for fp16; gradients
+are emptied before, and every optimizer is stepped. Clipping, which takes no memory to speak of, is
+left out. A function that calls
 backward itself makes its own step: one call of it has to step every optimizer.
 
-Tensors lie where the user's code puts them. If the step does not run so, since it names no device, the batch is put
-where the model is, and if that is not enough, all that the step makes.
+Tensors lie where the user's code puts them. If the step does not run so, since it names no device,
+the batch is put where the model is, and if that is not enough, all that the step makes.
 """
 
 from __future__ import annotations
@@ -28,7 +31,13 @@ from holdfast.forecast.fake.stand_ins import for_several_devices
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built, Function
 from holdfast.forecast.job.sample_batch import Leaf, SampleBatch, Values, cut, leaves_of
-from holdfast.forecast.job.user_functions import GuardStandIn, Watch, called_with_batch, is_hooked, own_autocasts
+from holdfast.forecast.job.user_functions import (
+    GuardStandIn,
+    Watch,
+    called_with_batch,
+    is_hooked,
+    own_autocasts,
+)
 from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.events import Assumption
 from holdfast.memory.oom import clear_exception_frames
@@ -42,10 +51,12 @@ _PLACEMENTS = (_AS_BUILT, _BATCH, _ALL)
 
 
 class Job:
-    """One training job on the fake device, whose mode must be active; models are brought there (H413, H426, H427).
+    """One training job on the fake device, whose mode must be active.
 
-    `gradient_accumulation_steps` are micro-batches of a step, where a loss function is given; `recompute` names
-    modules of `blocks`.
+    Models are brought there (H413, H426, H427).
+
+    `gradient_accumulation_steps` are micro-batches of a step, where a loss function is given;
+    `recompute` names modules of `blocks`.
     """
 
     def __init__(
@@ -56,10 +67,16 @@ class Job:
         gradient_accumulation_steps: int = 1,
         recompute: Sequence[str] = (),
     ) -> None:
-        if any(hasattr(p, "device_mesh") for model in built.models.values() for p in model.parameters()):
-            raise for_several_devices("a model that build() returned has parameters spread over a device mesh")
+        if any(
+            hasattr(p, "device_mesh") for model in built.models.values() for p in model.parameters()
+        ):
+            raise for_several_devices(
+                "a model that build() returned has parameters spread over a device mesh"
+            )
         device.place(*built.models.values())
-        self.models = {"" if name == "model" else name: model for name, model in built.models.items()}
+        self.models = {
+            "" if name == "model" else name: model for name, model in built.models.items()
+        }
         self.optimizers = built.optimizers
         self.blocks = find_blocks(self.models)
         self.claim: Callable[[Any], object] = lambda _: None  # called with each batch that is made
@@ -71,7 +88,9 @@ class Job:
         self.sample: SampleBatch | None = None  # none if the step makes its own
         if built.has_batch:
             reading: dict[str, Any] = {"read": self._read, "make": self._make}
-            self.sample = SampleBatch(built.batch, size=built.batch_size, split=built.split, **reading)
+            self.sample = SampleBatch(
+                built.batch, size=built.batch_size, split=built.split, **reading
+            )
         self._recomputed = [module for name, module in self.blocks if name in recompute]
         self._place_of_function = building.place_of(built.function)
         self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
@@ -89,7 +108,8 @@ class Job:
         return self.sample is not None and not self._acts
 
     def settle(self, size: int) -> None:
-        """Make the first step, and find out what the function does and where tensors must lie (H412 to H414).
+        """Make the first step, and find out what the function does and where tensors must lie (H412
+        to H414).
 
         A loss that `Guard` does not take is refused as there (H201 to H203).
         """
@@ -100,13 +120,21 @@ class Job:
                     self._step_past_checks(size)
                 break
             except PolicyError as error:
-                # Tensors on two devices fail in many ways: autocast, for one, passes over those on the host.
-                if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
+                # Tensors on two devices fail in many ways: autocast, for one, passes over those on
+                # the host.
+                if (
+                    error.rule != "H414"
+                    or self._device.route == "cpu"
+                    or placement is _PLACEMENTS[-1]
+                ):
                     raise
                 failed = error
-            clear_exception_frames(failed)  # torch 2.11: a checkpoint's hooks in them would see the next step
+            # Torch 2.11: a checkpoint's hooks in them would see the next step
+            clear_exception_frames(failed)
         if missed := self.optimizers.keys() - self._stepped:
-            raise _untrained(f"one call of the step{self._place_of_function} did not step {sorted(missed)}")
+            raise _untrained(
+                f"one call of the step{self._place_of_function} did not step {sorted(missed)}"
+            )
         self.casts = bool(own)
         self.assumptions.extend(Assumption(what=what) for what in self._found_out())
         if self.sample is not None:
@@ -118,15 +146,23 @@ class Job:
         precision = self._device.precision
         if self._acts and not self._has_own_step:
             yield "the function runs backward and steps no optimizer: all were stepped after it"
-        every = (p for model in self.models.values() for p in model.parameters() if p.is_floating_point())
-        own = [f"parameters in {name}" for name in sorted({str(p.dtype)[6:] for p in every if p.itemsize < 4})]
+        every = (
+            p for model in self.models.values() for p in model.parameters() if p.is_floating_point()
+        )
+        own = [
+            f"parameters in {name}"
+            for name in sorted({str(p.dtype)[6:] for p in every if p.itemsize < 4})
+        ]
         own += ["an autocast of its own"] if self.casts else []
         if own and precision == "fp32":
-            yield f"no autocast was added: the job has {' and '.join(own)}, and is forecast as its code has it"
+            yield (
+                f"no autocast was added: the job has {' and '.join(own)}, and is forecast as its"
+                " code has it"
+            )
         if self._has_own_step and precision != "fp32":
             yield (
-                f"autocast to {precision} was put around what the step does before backward: it has to do so itself,"
-                " since it steps itself"
+                f"autocast to {precision} was put around what the step does before backward: it has"
+                " to do so itself, since it steps itself"
             )
         if self._placement != _AS_BUILT:
             yield f"the step ran only with {self._placement}, where the model is"
@@ -134,7 +170,8 @@ class Job:
             yield "the step accumulates gradients by itself or not at all"
 
     def _step_past_checks(self, size: int) -> None:
-        """Make a step; one that fails after it has asked a tensor is made with the other answer to the last question.
+        """Make a step; one that fails after it has asked a tensor is made with the other answer to
+        the last question.
 
         Most of what raises after a question is a check, which is to pass.
         """
@@ -179,11 +216,20 @@ class Job:
             self._function(batch)
         self._stepped |= self._names_of(seen.optimizers)
 
-    def _step_of_guard(self, batch: Any, function: Function, names: Sequence[str]) -> torch.Tensor | None:
-        return self.make_step([batch] if self._count == 1 else cut(batch, self._count), function, names)
+    def _step_of_guard(
+        self, batch: Any, function: Function, names: Sequence[str]
+    ) -> torch.Tensor | None:
+        return self.make_step(
+            [batch] if self._count == 1 else cut(batch, self._count), function, names
+        )
 
-    def make_step(self, parts: Sequence[Any], function: Function, names: Sequence[str]) -> torch.Tensor | None:
-        """Make one step from micro-batches; return the last loss, or None if the function ran backward itself."""
+    def make_step(
+        self, parts: Sequence[Any], function: Function, names: Sequence[str]
+    ) -> torch.Tensor | None:
+        """Make one step from micro-batches.
+
+        Return the last loss, or None if the function ran backward itself.
+        """
         groups = [group for name in names for group in self.optimizers[name].param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         if not self._has_own_step:
@@ -199,8 +245,14 @@ class Job:
                     loss = read_loss(returned, None).total()
                     share = loss if len(parts) == 1 else loss * (1 / len(parts))
                     self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
-        if loss is not None and not seen.optimizers and all(p.grad is None and not is_hooked(p) for p in parameters):
-            raise _untrained(f"the loss{self._place_of_function} gives no gradient to what {sorted(names)} steps")
+        if (
+            loss is not None
+            and not seen.optimizers
+            and all(p.grad is None and not is_hooked(p) for p in parameters)
+        ):
+            raise _untrained(
+                f"the loss{self._place_of_function} gives no gradient to what {sorted(names)} steps"
+            )
         self._acts = self._begun = loss is None
         self._has_own_step |= seen.acted and bool(seen.optimizers)
         self._stepped |= self._names_of(seen.optimizers)
@@ -219,7 +271,9 @@ class Job:
         }
 
     def _inputs(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return where gradients may go, as Guard does: None if backward reaches nothing else anyway.
+        """Return where gradients may go, as Guard does.
+
+        None if backward reaches nothing else anyway.
 
         What is trained by a hook of its own gets its gradient, whichever optimizers were returned.
         """
@@ -258,10 +312,14 @@ class Job:
 
     def _make(self, leaf: Leaf) -> torch.Tensor:
         device = leaf.device if self._placement == _AS_BUILT else self._device.device
-        made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+        made = torch.empty(
+            leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad
+        )
         if leaf.values is not None:
             with unset_fake_temporarily():
-                self._device.mode.facts.know(made, torch.from_numpy(np.ascontiguousarray(leaf.values)))
+                self._device.mode.facts.know(
+                    made, torch.from_numpy(np.ascontiguousarray(leaf.values))
+                )
         return made
 
     def _failed(self, error: Exception, size: int) -> PolicyError:
@@ -269,10 +327,16 @@ class Job:
         sample = self.sample
         taken = "" if sample is None else f"; {next(sample.assumptions()).what}"
         return PolicyError(
-            f"the step raised {building.first_line(error)}" + (f", at {line}" if line else self._place_of_function),
-            limit=f"a step of {size} samples must run through, on tensors that have shapes and no values{taken}",
-            fix=f"run such a step on real tensors, with {size} samples, since any number is planned for; if it works"
-            " there, keep what reads values of tensors out of it.",
+            f"the step raised {building.first_line(error)}"
+            + (f", at {line}" if line else self._place_of_function),
+            limit=(
+                f"a step of {size} samples must run through, on tensors that have shapes and no"
+                f" values{taken}"
+            ),
+            fix=(
+                f"run such a step on real tensors, with {size} samples, since any number is planned"
+                " for; if it works there, keep what reads values of tensors out of it."
+            ),
             rule="H414",
         )
 
@@ -280,18 +344,31 @@ class Job:
 def _untrained(what: str) -> PolicyError:
     return PolicyError(
         what,
-        limit="what an optimizer keeps for its parameters, and a step that trains them, would not be counted",
-        fix="return only optimizers that are stepped, those that hooks step too, in a dict by name; let one call of a"
-        " step accumulate its gradients and take every turn, or return a loss_fn, which is cut into micro-batches.",
+        limit=(
+            "what an optimizer keeps for its parameters, and a step that trains them, would not be"
+            " counted"
+        ),
+        fix=(
+            "return only optimizers that are stepped, those that hooks step too, in a dict by name;"
+            " let one call of a step accumulate its gradients and take every turn, or return a"
+            " loss_fn, which is cut into micro-batches."
+        ),
         rule="H412",
     )
 
 
 def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that could be recomputed: repeated blocks, or else the children that have parameters."""
+    """Return the modules that could be recomputed.
+
+    Repeated blocks, or else the children that have parameters.
+    """
     found: list[tuple[str, nn.Module]] = []
     for prefix, model in models.items():
-        children = [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
+        children = [
+            (name, child)
+            for name, child in model.named_children()
+            if any(True for _ in child.parameters())
+        ]
         blocks = find_repeated_blocks(model) or children
         found += [(".".join(filter(None, (prefix, name))), block) for name, block in blocks]
     return found

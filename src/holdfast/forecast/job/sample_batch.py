@@ -1,8 +1,9 @@
 """A sample batch, and how it becomes a batch of another size.
 
-Every sample of the new batch is like the longest of the sample batch, so that a plan holds for the worst batch, and
-memory grows evenly with the size. What is the batch's is found by looking, and written down: dimension ``split`` (0)
-of every tensor and array where it is the batch size, and lists with one plain value for each sample, such as names.
+Every sample of the new batch is like the longest of the sample batch, so that a plan holds for the
+worst batch, and memory grows evenly with the size. What is the batch's is found by looking, and
+written down: dimension ``split`` (0) of every tensor and array where it is the batch size, and
+lists with one plain value for each sample, such as names.
 
 A list with a tensor or a dict for each sample is refused: each size of it would be another program.
 """
@@ -29,16 +30,21 @@ from holdfast.loader.splitting import Split, batch_size, micro_batches
 Values = npt.NDArray[Any]
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
 _MOST_NAMED = 4  # leaves in a message
-_DEPTH = 4  # to which objects are looked into: torch_geometric's Data keeps its tensors in a dict of an attribute
+# To which objects are looked into: torch_geometric's Data keeps its tensors in a dict of an
+# attribute
+_DEPTH = 4
 _OWN_BATCH = "write the step as step(batch_size), so that it makes its own batch."
-_SAID_SIZE = 'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it makes one.'
+_SAID_SIZE = (
+    'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it makes one.'
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
     """What there is to know of a tensor or an array of a batch, which itself is not kept.
 
-    `device` is None for an array; `values` are those of integers and booleans, where they are known.
+    `device` is None for an array; `values` are those of integers and booleans, where they are
+    known.
     """
 
     shape: tuple[int, ...]
@@ -59,18 +65,24 @@ Make = Callable[[Leaf], torch.Tensor]
 
 
 class SampleBatch:
-    """A batch, any pytree, that can be made again in any size (H413 if nobody can say which its batch dimension is).
+    """A batch, any pytree, that can be made again in any size (H413 if nobody can say which its
+    batch dimension is).
 
-    `read` returns the values of a tensor of integers or booleans, or None where they are unknown; `make` a new tensor
-    as it is described. A `size` that nothing in it has, or None, is found by looking.
+    `read` returns the values of a tensor of integers or booleans, or None where they are unknown;
+    `make` a new tensor as it is described. A `size` that nothing in it has, or None, is found by
+    looking.
     """
 
-    def __init__(self, batch: Any, *, read: Read, make: Make, size: int | None = None, split: int = 0) -> None:
+    def __init__(
+        self, batch: Any, *, read: Read, make: Make, size: int | None = None, split: int = 0
+    ) -> None:
         self._make = make
         self._split = split
         self._batch = _mapped(batch, lambda leaf, path: _described(leaf, path, read))
         self._leaves = list(_walk(self._batch, leaves=True))
-        self._arrays = [leaf for _, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim > split]
+        self._arrays = [
+            leaf for _, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim > split
+        ]
         if self._arrays and all(leaf.shape[split] == 0 for leaf in self._arrays):
             raise _unusable(
                 f"the sample batch is empty: {_shapes(self._leaves)}",
@@ -82,14 +94,21 @@ class SampleBatch:
         for path, node in nodes:
             if _has_samples(node) and (path != "batch" or not isinstance(node, tuple)):
                 raise _unusable(
-                    f"the sample batch holds a list with a tensor or a dict for each sample: {path}",
+                    "the sample batch holds a list with a tensor or a dict for each sample:"
+                    f" {path}",
                     "each size of it is another program, which cannot be extrapolated",
                     f"let the loader collate it into one tensor, or {_OWN_BATCH}",
                 )
         if not any(self._is_batched(leaf) for _, leaf in self._leaves):
             self.size = self._find_size()
-        lists = [(path, node) for path, node in nodes if isinstance(node, (list, tuple)) and len(node) == self.size]
-        self._lists = [path for path, node in lists if all(isinstance(item, _PLAIN) for item in node)]
+        lists = [
+            (path, node)
+            for path, node in nodes
+            if isinstance(node, (list, tuple)) and len(node) == self.size
+        ]
+        self._lists = [
+            path for path, node in lists if all(isinstance(item, _PLAIN) for item in node)
+        ]
         self._longest = self._find_longest()
 
     def resized(self, size: int) -> Any:
@@ -97,35 +116,46 @@ class SampleBatch:
         return self._made(self._batch, "batch", size)
 
     def parts(self, batch: Any, count: int) -> list[Any]:
-        """Cut a batch that was made here into equal parts, as a guard does; its size is a multiple of `count`."""
+        """Cut a batch that was made here into equal parts, as a guard does.
+
+        Its size is a multiple of `count`.
+        """
         return cut(batch, count, self._how(self._batch, "batch"))
 
     def _how(self, node: Any, path: str) -> Any:
         """Return how a batch like this one is cut; see `Split`."""
         children = _children(node)
         if path in self._lists or children is None:
-            return "items" if path in self._lists else self._split if self._is_batched(node) else None
+            return (
+                "items" if path in self._lists else self._split if self._is_batched(node) else None
+            )
         return {key: self._how(child, f"{path}[{key!r}]") for key, child in children.items()}
 
     def assumptions(self) -> Iterator[Assumption]:
         """Yield what was found by looking."""
         yield Assumption(
-            what=f"the sample batch was taken to have {self.size} samples: {_shapes(self._leaves)}; "
-            "in a batch of another size all are like its longest"
+            what=(
+                f"the sample batch was taken to have {self.size} samples: {_shapes(self._leaves)}; "
+                "in a batch of another size all are like its longest"
+            )
         )
-        arrays = [(path, leaf) for path, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim]
+        arrays = [
+            (path, leaf) for path, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim
+        ]
         same = [pair for pair in arrays if not self._is_batched(pair[1])]
         if same:
             yield Assumption(what=f"in a batch of any size these stay as they are: {_shapes(same)}")
 
     def _find_size(self) -> int:
         sizes = Counter(int(leaf.shape[self._split]) for leaf in self._arrays)
-        ranked = Counter({size: count for size, count in sizes.items() if size != 1} or sizes).most_common(2)
+        ranked = Counter(
+            {size: count for size, count in sizes.items() if size != 1} or sizes
+        ).most_common(2)
         if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
             found = sorted(size for size, _ in ranked)
             raise _unusable(
-                f"nobody can say whether the sample batch has {' or '.join(map(str, found))} samples: "
-                f"{_shapes(self._leaves)}",
+                f"nobody can say whether the sample batch has {' or '.join(map(str, found))}"
+                f" samples: {_shapes(self._leaves)}",
                 f"the batch is dimension {self._split} of its tensors, of the same size in most",
                 _SAID_SIZE,
             )
@@ -138,7 +168,11 @@ class SampleBatch:
         return ranked[0][0]
 
     def _is_batched(self, leaf: Any) -> bool:
-        return isinstance(leaf, Leaf) and leaf.ndim > self._split and leaf.shape[self._split] == self.size
+        return (
+            isinstance(leaf, Leaf)
+            and leaf.ndim > self._split
+            and leaf.shape[self._split] == self.size
+        )
 
     def _find_length(self) -> int | None:
         whole: list[int] = []
@@ -149,7 +183,10 @@ class SampleBatch:
         return max(whole or floating, default=None)
 
     def _find_longest(self) -> int:
-        """Return the position of the longest sample, where lengths or a mask tell; else of the first."""
+        """Return the position of the longest sample, where lengths or a mask tell.
+
+        Else of the first.
+        """
         length = self._find_length()
         for _, leaf in self._leaves:
             if not self._is_batched(leaf) or leaf.values is None or leaf.values.size == 0:
@@ -166,7 +203,9 @@ class SampleBatch:
             return _rebuilt(node, dict(enumerate(itertools.islice(itertools.cycle(node), size))))
         children = _children(node)
         if children is not None:
-            made = {key: self._made(child, f"{path}[{key!r}]", size) for key, child in children.items()}
+            made = {
+                key: self._made(child, f"{path}[{key!r}]", size) for key, child in children.items()
+            }
             return _rebuilt(node, made)
         if not isinstance(node, Leaf):
             return node
@@ -176,7 +215,9 @@ class SampleBatch:
         shape, values = list(leaf.shape), leaf.values
         shape[self._split] = size
         if values is not None:
-            values = np.repeat(values.take([self._longest], axis=self._split), size, axis=self._split)
+            values = np.repeat(
+                values.take([self._longest], axis=self._split), size, axis=self._split
+            )
         return dataclasses.replace(leaf, shape=tuple(shape), values=values)
 
     def _filled(self, leaf: Leaf) -> Any:
@@ -194,13 +235,19 @@ def _described(leaf: Any, path: str, read: Read) -> Any:
         )
     if isinstance(leaf, np.ndarray):
         floating = bool(np.issubdtype(leaf.dtype, np.inexact))
-        facts = {"dtype": leaf.dtype, "device": None, "requires_grad": False, "values": None if floating else leaf}
+        facts = {
+            "dtype": leaf.dtype,
+            "device": None,
+            "requires_grad": False,
+            "values": None if floating else leaf,
+        }
         return Leaf(shape=leaf.shape, is_floating=floating, **facts)
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.layout != torch.strided or leaf.is_nested:
         raise _unusable(
-            f"the sample batch holds a tensor of layout {leaf.layout}" + (", nested" if leaf.is_nested else ""),
+            f"the sample batch holds a tensor of layout {leaf.layout}"
+            + (", nested" if leaf.is_nested else ""),
             "only dense tensors can be made in another size",
             _OWN_BATCH,
         )
@@ -216,7 +263,9 @@ def _described(leaf: Any, path: str, read: Read) -> Any:
 
 
 def _has_samples(node: Any) -> bool:
-    """Return whether this is a sequence of samples, since its entries cannot be columns of a batch."""
+    """Return whether this is a sequence of samples, since its entries cannot be columns of a
+    batch.
+    """
     if not isinstance(node, (list, tuple)):
         return False
     if node and all(isinstance(item, Mapping) and item.keys() == node[0].keys() for item in node):
@@ -251,7 +300,9 @@ def _mapped(node: Any, function: Callable[[Any, str], Any], path: str = "batch")
     children = _children(node)
     if children is None:
         return function(node, path)
-    return _rebuilt(node, {key: _mapped(child, function, f"{path}[{key!r}]") for key, child in children.items()})
+    return _rebuilt(
+        node, {key: _mapped(child, function, f"{path}[{key!r}]") for key, child in children.items()}
+    )
 
 
 def _walk(node: Any, path: str = "batch", *, leaves: bool) -> Iterator[tuple[str, Any]]:
@@ -277,7 +328,9 @@ def leaves_of(batch: Any) -> list[Any]:
 
 def _shapes(leaves: Sequence[tuple[str, Any]]) -> str:
     arrays = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves if isinstance(leaf, Leaf)]
-    other = [f"{path} a {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, Leaf)]
+    other = [
+        f"{path} a {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, Leaf)
+    ]
     named = (arrays or other or ["it is empty"])[:_MOST_NAMED]
     return ", ".join(named) + (", ..." if len(arrays or other) > _MOST_NAMED else "")
 

@@ -1,6 +1,7 @@
 """Limit the CPU time and the idle time of the process that traces a model.
 
-Wall-clock time is not limited, since every process is slow on a busy machine. Linux only (``/proc``).
+Wall-clock time is not limited, since every process is slow on a busy machine. Linux only
+(``/proc``).
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import os
 import time
 from pathlib import Path
 
-# Twenty times the CPU time of the slowest model among the prototypes, a recurrent decoder of 100 time steps (29 s).
+# Twenty times the CPU time of the slowest model among the prototypes, a recurrent decoder of 100
+# time steps (29 s).
 MOST_CPU_SECONDS = 600.0
 # A download or a slow disk always needs some CPU time; a deadlock needs none.
 MOST_IDLE_SECONDS = 600.0
 
-# A process that uses less than this share of a CPU is idle: 1 s in ten minutes. A thread that only polls a flag uses
-# far less.
+# A process that uses less than this share of a CPU is idle: 1 s in ten minutes. A thread that only
+# polls a flag uses far less.
 _ACTIVE_SHARE = 1 / 600
 # Time between two measurements.
 _INTERVAL_SECONDS = 1.0
@@ -29,9 +31,10 @@ class TimeLimits:
 
     Args:
         pid: The process id of a child that nobody has waited for yet.
-        cpu_seconds: The CPU time that it may use. It is exceeded only after as much wall-clock time, so that
-            parallel threads do not shorten it.
-        idle_seconds: The wall-clock time for which the child and all processes that it has started may be idle.
+        cpu_seconds: The CPU time that it may use. It is exceeded only after as much wall-clock
+            time, so that parallel threads do not shorten it.
+        idle_seconds: The wall-clock time for which the child and all processes that it has started
+            may be idle.
     """
 
     def __init__(self, pid: int, *, cpu_seconds: float, idle_seconds: float) -> None:
@@ -45,12 +48,15 @@ class TimeLimits:
         self._activity = 0.0
 
     def exceeded(self) -> str | None:
-        """Return a sentence without its subject, the child, about the limit that it has exceeded, or None."""
+        """Return a sentence without its subject, the child, about the limit that it has
+        exceeded, or None.
+        """
         now = time.monotonic()
         interval = now - self._last_measurement
         if interval < min(_INTERVAL_SECONDS, self._idle_seconds):
             return None
-        # A long interval does not prove an idle child: this process was stopped (Ctrl-Z), or the machine slept.
+        # A long interval does not prove an idle child: this process was stopped (Ctrl-Z), or the
+        # machine slept.
         self._idle += min(interval, _LONGEST_INTERVAL_SECONDS)
         self._last_measurement = now
 
@@ -58,7 +64,9 @@ class TimeLimits:
         if min(cpu_seconds, now - self._started) > self._cpu_seconds:
             return f"took more than {self._cpu_seconds:g} s of CPU time"
 
-        activity = _descendants_cpu_seconds(self._pid) + cpu_seconds + _seconds_ready_to_run(self._pid)
+        activity = (
+            _descendants_cpu_seconds(self._pid) + cpu_seconds + _seconds_ready_to_run(self._pid)
+        )
         # The times of threads and processes that have ended are missing, so the sum may also fall.
         if abs(activity - self._activity) >= _ACTIVE_SHARE * self._idle_seconds:
             self._activity = activity
@@ -95,7 +103,9 @@ def _descendants_cpu_seconds(pid: int) -> float:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat`` from the third (the state) on, or None if the process has ended."""
+    """Return the fields of ``/proc/PID/stat`` from the third (the state) on, or None if the
+    process has ended.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -108,7 +118,10 @@ def _cpu_seconds(fields: list[str]) -> float:
 
 
 def _seconds_ready_to_run(pid: int) -> float:
-    """Return how many seconds the threads of a process have waited for a CPU; 0 if the kernel does not record it."""
+    """Return how many seconds the threads of a process have waited for a CPU.
+
+    0 if the kernel does not record it.
+    """
     nanoseconds = 0
     try:
         for thread in Path(f"/proc/{pid}/task").iterdir():

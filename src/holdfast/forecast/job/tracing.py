@@ -1,7 +1,7 @@
 """Have a training step traced in a process of its own, and get the traces back.
 
-A process, since the fake device is registered for good, since user code that meets it may abort, and since the
-process that asks may itself be training. Torch is not imported here.
+A process, since the fake device is registered for good, since user code that meets it may abort,
+and since the process that asks may itself be training. Torch is not imported here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,19 @@ Route = Literal["privateuse1", "cpu"]
 _LOOK_SECONDS = 0.2  # between looks at what a child is doing; its end is seen at once
 _LAST_LINES = 6  # of what the child has written to stderr, in an error
 REQUEST, DOING, ANSWER = "request.json", "doing", "answer.json"
-"""Files in the folder of a child: what is asked, what it does, line by line, and what it has found or failed with."""
+"""Files in the folder of a child.
+
+What is asked, what it does, line by line, and what it has found or failed with.
+"""
 
 _FACTS = (
-    "parameters", "trainable_parameters", "accumulates", "host_bytes", "build_seconds", "casts",
-)  # fmt: skip
+    "parameters",
+    "trainable_parameters",
+    "accumulates",
+    "host_bytes",
+    "build_seconds",
+    "casts",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +48,14 @@ class TraceRequest:
     """What is to be traced.
 
     Args:
-        factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
+        factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may
+            return.
         sizes: Micro-batch sizes, in samples, at least 1.
-        route: The fake device: an accelerator's, or the CPU as it is, without CUDA, to be compared with real runs.
+        route: The fake device: an accelerator's, or the CPU as it is, without CUDA, to be compared
+            with real runs.
         recompute: Names of the modules whose activations are recomputed, as in `Trace.blocks`.
-        gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is given.
+        gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is
+            given.
     """
 
     factory: str
@@ -62,10 +73,12 @@ class TraceResult:
     Args:
         traces: One for each of `TraceRequest.sizes`, in that order.
         route: The fake device, ``"privateuse1"`` or ``"cpu"``.
-        accumulates: Whether a larger batch can be cut into micro-batches; not where the step runs backward itself.
+        accumulates: Whether a larger batch can be cut into micro-batches; not where the step runs
+            backward itself.
         host_bytes: Most memory that the child had resident.
         assumptions: What had to be taken for granted, in all traces.
-        casts: Whether the job has an autocast of its own, which overrides the precision that was asked for.
+        casts: Whether the job has an autocast of its own, which overrides the precision that was
+            asked for.
     """
 
     traces: tuple[Trace, ...]
@@ -87,13 +100,17 @@ def trace_job(
     cpu_seconds: float = MOST_CPU_SECONDS,
     idle_seconds: float = MOST_IDLE_SECONDS,
 ) -> TraceResult:
-    """Trace one training step of a user's job at several sizes; `on_progress` is called with what is being done.
+    """Trace one training step of a user's job at several sizes.
 
-    The child is ended when it exceeds its `TimeLimits`: CPU time, or a time in which it does nothing.
+    `on_progress` is called with what is being done.
 
-    H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one that returns
-    something else, H413 for a sample batch without a batch dimension, H414 for a step that raises, H415 for a child
-    that died, exceeded its limits, or was killed, most probably since the host's memory was short.
+    The child is ended when it exceeds its `TimeLimits`: CPU time, or a time in which it does
+        nothing.
+
+    H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one
+    that returns something else, H413 for a sample batch without a batch dimension, H414 for a step
+    that raises, H415 for a child that died, exceeded its limits, or was killed, most probably since
+    the host's memory was short.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         folder = Path(name)
@@ -103,7 +120,9 @@ def trace_job(
     return TraceResult(
         traces=traces,
         route=request.route,
-        assumptions=tuple(dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)),
+        assumptions=tuple(
+            dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)
+        ),
         trace_seconds=tuple(answer["trace_seconds"]),
         **{name: answer[name] for name in _FACTS},
     )
@@ -139,7 +158,11 @@ def _answer(
         if "error" in message:
             raise _error_of(message["error"])
         return dict(message["answer"])
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    how = (
+        f"was ended by {signal.Signals(-status).name}"
+        if status < 0
+        else f"ended with exit code {status}"
+    )
     if status == -signal.SIGKILL:
         raise _died("was killed", done[-1], folder, killed=True)
     raise _died(how, done[-1], folder)
@@ -169,18 +192,26 @@ def _error_of(message: dict[str, str]) -> HoldfastError:
 
 
 def _died(how: str, doing: str, folder: Path, *, killed: bool = False) -> HoldfastError:
-    kind = OutOfMemoryError if killed else PolicyError  # nothing but a lack of memory, or a person, kills it
+    # Nothing but a lack of memory, or a person, kills it
+    kind = OutOfMemoryError if killed else PolicyError
     return kind(
         f"the process that traces {how} while {doing}{_last_lines(folder)}",
         limit="it must live until the step is traced",
-        fix="free memory here, or let build() make its model from a config instead of loading its weights."
-        if killed
-        else "look at its last lines, and try build() and one step in a Python of your own; with a debugger's "
-        "`faulthandler` on (PYTHONFAULTHANDLER=1) a crash says where it was.",
+        fix=(
+            "free memory here, or let build() make its model from a config instead of loading its"
+            " weights."
+            if killed
+            else (
+                "look at its last lines, and try build() and one step in a Python of your own; with"
+                " a debugger's `faulthandler` on (PYTHONFAULTHANDLER=1) a crash says where it was."
+            )
+        ),
         rule="H415",
     )
 
 
 def _last_lines(folder: Path) -> str:
     said = (folder / "stderr").read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
-    return "" if not said else ". Its last lines:\n" + "\n".join(f"    {line}" for line in said) + "\n"
+    return (
+        "" if not said else ". Its last lines:\n" + "\n".join(f"    {line}" for line in said) + "\n"
+    )

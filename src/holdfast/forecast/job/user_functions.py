@@ -20,11 +20,15 @@ from holdfast.forecast.job.building import Built, Function
 
 
 class Watch:
-    """See whether a function runs backward and steps optimizers; `autocast` is for what it does before that."""
+    """See whether a function runs backward and steps optimizers.
+
+    `autocast` is for what it does before that.
+    """
 
     def __init__(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self.acted = False  # whether the function itself ran backward or stepped an optimizer
-        self.optimizers: list[Optimizer] = []  # stepped by anybody, the hooks of a backward pass included
+        # Stepped by anybody, the hooks of a backward pass included
+        self.optimizers: list[Optimizer] = []
         self._autocast = autocast
         self._open: contextlib.ExitStack | None = None
         self._cleanup = contextlib.ExitStack()
@@ -52,7 +56,10 @@ class Watch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._cleanup.close()
 
@@ -67,11 +74,15 @@ class Watch:
 
 @contextlib.contextmanager
 def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]:
-    """Yield a list of the autocasts that a job enters by itself meanwhile; `added` is the forecast's own kind."""
+    """Yield a list of the autocasts that a job enters by itself meanwhile.
+
+    `added` is the forecast's own kind.
+    """
     enter, own = torch.autocast.__enter__, []
 
     def entered(context: torch.autocast) -> Any:
-        recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint enters again what was there
+        # A checkpoint enters again what was there
+        recomputes = torch._C._current_graph_task_id() != -1
         if context._enabled and not isinstance(context, added) and not recomputes:
             own.append(context)
         return enter(context)  # type: ignore[no-untyped-call]
@@ -81,15 +92,22 @@ def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
-    """Return whether a hook is given the parameter's gradient, as one that steps an optimizer in backward."""
+    """Return whether a hook is given the parameter's gradient, as one that steps an optimizer in
+    backward.
+    """
     return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
 
 
 class GuardStandIn:
-    """What a ``step(guard, batch)`` is given for a guard: its `step` makes the same step, and reports nothing."""
+    """What a ``step(guard, batch)`` is given for a guard.
+
+    Its `step` makes the same step, and reports nothing.
+    """
 
     def __init__(
-        self, optimizers: Sequence[str], make: Callable[[Any, Callable[..., Any], Sequence[str]], torch.Tensor | None]
+        self,
+        optimizers: Sequence[str],
+        make: Callable[[Any, Callable[..., Any], Sequence[str]], torch.Tensor | None],
     ) -> None:
         self._optimizers, self._make = optimizers, make
 
@@ -104,12 +122,20 @@ class GuardStandIn:
         """Make one step of one or several optimizers; see ``Guard.step``."""
         chosen = self._optimizers if optimizer is None else optimizer
         loss = self._make(batch, loss_fn, [chosen] if isinstance(chosen, str) else list(chosen))
-        facts = {"items": 1, "grad_norm": {}, "micro_batch_size": None, "attempts": 1, "dropped_samples": ()}
+        facts = {
+            "items": 1,
+            "grad_norm": {},
+            "micro_batch_size": None,
+            "attempts": 1,
+            "dropped_samples": (),
+        }
         return SimpleNamespace(loss=loss, skipped=False, reason=None, **facts)
 
 
 def called_with_batch(built: Built, guard: GuardStandIn) -> Function:
-    """Return what a factory returned as a function of a batch, or of its size where the step makes its own."""
+    """Return what a factory returned as a function of a batch, or of its size where the step
+    makes its own.
+    """
     function, names = built.function, building.positional_parameters(built.function)
     single = len(built.models) == 1 and "model" in built.models
     model: Any = built.models["model"] if single else built.models

@@ -1,10 +1,13 @@
-"""Attention on the fake device, by the kernel that CUDA would take for `scaled_dot_product_attention`.
+"""Attention on the fake device, by the kernel that CUDA would take for
+`scaled_dot_product_attention`.
 
-A device that torch does not know gets the math path, which keeps two matrices of scores for every layer; CUDA mostly
-takes a fused kernel, which keeps one number for each row (a third of an encoder's activations). The order and the
-conditions of the choice are torch's own: aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and
-sdp_utils_cpp.h as of torch 2.11 to 2.14; the comments name its functions. The kernels' own meta implementations and
-autograd formulas do the rest. The device is one of compute capability 8.0, whichever is planned for. cuDNN's kernel,
+A device that torch does not know gets the math path, which keeps two matrices of scores for every
+layer; CUDA mostly takes a fused kernel, which keeps one number for each row (a third of an
+encoder's activations). The order and the conditions of the choice are torch's own:
+aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and sdp_utils_cpp.h as of torch
+2.11 to 2.14; the comments name its functions. The kernels' own meta implementations and autograd
+formulas do the rest. The device is one of compute capability 8.0, whichever is planned for. cuDNN's
+kernel,
 which torch tries first from 9.0 on, is not known: it keeps as much as the flash kernel.
 """
 
@@ -19,7 +22,8 @@ from torch.nn import functional
 aten = torch.ops.aten
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-# From torch 2.14 on the efficient kernel takes fewer heads of keys than of queries (`supports_gqa` in sdp_utils.cpp).
+# From torch 2.14 on the efficient kernel takes fewer heads of keys than of queries (`supports_gqa`
+# in sdp_utils.cpp).
 _EFFICIENT_TAKES_GROUPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
@@ -46,15 +50,20 @@ def install_attention(library: torch.library.Library) -> None:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         tensors = (query, key, value)
-        backend = Backend.MATH  # torch's own composite, which also says what is wrong with a causal call with a mask
+        # Torch's own composite, which also says what is wrong with a causal call with a mask
+        backend = Backend.MATH
         if not (is_causal and attn_mask is not None):
-            backend = choose_backend(tensors, attn_mask, causal=is_causal, grouped=enable_gqa, enabled=_enabled())
+            backend = choose_backend(
+                tensors, attn_mask, causal=is_causal, grouped=enable_gqa, enabled=_enabled()
+            )
         if backend is Backend.FLASH:
             return _flash(tensors, dropout_p, scale, causal=is_causal)
         mask = _additive(attn_mask, query.dtype)
         if backend is Backend.MATH:
             rest = {"scale": scale, "enable_gqa": enable_gqa}
-            found = aten._scaled_dot_product_attention_math(*tensors, mask, dropout_p, is_causal, None, **rest)
+            found = aten._scaled_dot_product_attention_math(
+                *tensors, mask, dropout_p, is_causal, None, **rest
+            )
         else:
             mask = None if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
             kernel = aten._scaled_dot_product_efficient_attention
@@ -66,7 +75,9 @@ def install_attention(library: torch.library.Library) -> None:
     library.impl("scaled_dot_product_attention", attention)  # type: ignore[no-untyped-call]
 
 
-def _flash(tensors: Sequence[torch.Tensor], dropout: float, scale: float | None, *, causal: bool) -> torch.Tensor:
+def _flash(
+    tensors: Sequence[torch.Tensor], dropout: float, scale: float | None, *, causal: bool
+) -> torch.Tensor:
     size = tensors[0].shape[-1]
     padded = [functional.pad(t, (0, -size % 8)) if size % 8 else t for t in tensors]
     out: torch.Tensor = aten._scaled_dot_product_flash_attention(
@@ -76,10 +87,15 @@ def _flash(tensors: Sequence[torch.Tensor], dropout: float, scale: float | None,
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """convert_boolean_attn_mask: a boolean mask becomes one of the query's type, which the backward pass keeps."""
+    """convert_boolean_attn_mask.
+
+    A boolean mask becomes one of the query's type, which the backward pass keeps.
+    """
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.where(mask.logical_not(), float("-inf"), torch.zeros((), dtype=dtype, device=mask.device))
+    return torch.where(
+        mask.logical_not(), float("-inf"), torch.zeros((), dtype=dtype, device=mask.device)
+    )
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
@@ -108,15 +124,19 @@ def choose_backend(
     grouped: bool = False,
     enabled: frozenset[Backend] = frozenset(Backend),
 ) -> Backend:
-    """Return the kernel that CUDA takes: the first in torch's order that is allowed and takes the call.
+    """Return the kernel that CUDA takes.
 
-    Tensors are query, key and value, ``(batch, heads, length, head size)``. The user allows kernels by
-    ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``. RuntimeError if none that is allowed
-    takes it, as on the device itself.
+    The first in torch's order that is allowed and takes the call.
+
+    Tensors are query, key and value, ``(batch, heads, length, head size)``. The user allows kernels
+    by ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``. RuntimeError if
+    none that is allowed takes it, as on the device itself.
     """
     fused = _may_be_fused(tensors, mask)
     accepts = {
-        Backend.FLASH: fused and mask is None and _flash_takes(tensors, causal=causal, grouped=grouped),
+        Backend.FLASH: (
+            fused and mask is None and _flash_takes(tensors, causal=causal, grouped=grouped)
+        ),
         Backend.EFFICIENT: fused and _efficient_takes(tensors, grouped=grouped),
         Backend.MATH: True,
     }
@@ -127,7 +147,10 @@ def choose_backend(
 
 
 def _may_be_fused(tensors: Tensors, mask: torch.Tensor | None) -> bool:
-    if any(tensor.dim() != 4 for tensor in tensors) or len({tensor.dtype for tensor in tensors}) > 1:
+    if (
+        any(tensor.dim() != 4 for tensor in tensors)
+        or len({tensor.dtype for tensor in tensors}) > 1
+    ):
         return False
     unit_strides = all(tensor.stride(-1) == 1 for tensor in (*tensors, mask) if tensor is not None)
     return unit_strides and tensors[0].shape[-2] > 0 and tensors[1].shape[-2] > 0
@@ -136,7 +159,11 @@ def _may_be_fused(tensors: Tensors, mask: torch.Tensor | None) -> bool:
 def _flash_takes(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
     query, key, value = tensors
     head = query.shape[-1]
-    if query.dtype not in HALF_PRECISION or not head == key.shape[-1] == value.shape[-1] or head > 256:
+    if (
+        query.dtype not in HALF_PRECISION
+        or not head == key.shape[-1] == value.shape[-1]
+        or head > 256
+    ):
         return False
     if causal and query.shape[-2] != key.shape[-2]:
         return False
@@ -149,7 +176,13 @@ def _efficient_takes(tensors: Tensors, *, grouped: bool) -> bool:
         return False
     alignment = 8 if query.dtype in HALF_PRECISION else 4  # minimum_gemm_alignment, in elements
     head, value_head = query.shape[-1], value.shape[-1]
-    if head != key.shape[-1] or head % alignment or value_head % alignment or not head or not value_head:
+    if (
+        head != key.shape[-1]
+        or head % alignment
+        or value_head % alignment
+        or not head
+        or not value_head
+    ):
         return False
     return _heads_match(tensors, grouped=grouped and _EFFICIENT_TAKES_GROUPS)
 

@@ -1,8 +1,8 @@
 """CUDA's autocast on the fake device: which operator casts to what, and the cache of cast weights.
 
-The classes and their members are torch's own, see ``operators.yaml``. What is installed is what the running torch
-registers for CUDA, so lists that grow or shrink between versions are followed; a member without a class is said
-where it is used.
+The classes and their members are torch's own, see ``operators.yaml``. What is installed is what the
+running torch registers for CUDA, so lists that grow or shrink between versions are followed; a
+member without a class is said where it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Assume = Callable[[str], None]
 
 
 _CLASSES = ("lower_precision", "fp32", "fp32_set_opt_dtype", "promote", "banned", "left_alone")
-# Overloads for named dimensions, which fake tensors do not have; torch 2.13 has dropped most of them.
+# Overloads for named dimensions, which fake tensors do not have; torch 2.13 has dropped most of
+# them.
 _NAMED = re.compile(r"\.(\w*dimname|names_)", re.IGNORECASE)
 
 _CUDA_KEY = "AutocastCUDA"
@@ -31,7 +32,8 @@ _FAKE_KEY = "AutocastPrivateUse1"
 class WeightCache:
     """Casts of leaf weights, kept until the outermost autocast ends, as torch keeps them.
 
-    In a backward pass that recomputes, autocast is entered anew: the cache is filled and dropped once more.
+    In a backward pass that recomputes, autocast is entered anew: the cache is filled and dropped
+        once more.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,10 @@ _assume: Assume = lambda _: None  # noqa: E731 - of the forecast that is under w
 
 @contextlib.contextmanager
 def installed(device_name: str, assume: Assume) -> Iterator[None]:
-    """Give the fake device CUDA's autocast policy; the registrations stay for good, the cache's scope does not."""
+    """Give the fake device CUDA's autocast policy.
+
+    The registrations stay for good, the cache's scope does not.
+    """
     global _assume
     if not _installed:
         _register(device_name)
@@ -93,9 +98,13 @@ def installed(device_name: str, assume: Assume) -> Iterator[None]:
 
 
 def registered_for_cuda() -> frozenset[str]:
-    """Return the aten operators that have an autocast kernel on CUDA in this torch, with or without CUDA."""
+    """Return the aten operators that have an autocast kernel on CUDA in this torch, with or
+    without CUDA.
+    """
     listing = torch._C._dispatch_get_registrations_for_dispatch_key
-    names = {name.removeprefix("aten::") for name in listing(_CUDA_KEY) if name.startswith("aten::")}
+    names = {
+        name.removeprefix("aten::") for name in listing(_CUDA_KEY) if name.startswith("aten::")
+    }
     return frozenset(name for name in names if not _NAMED.search(name))
 
 
@@ -163,23 +172,31 @@ class _Policies:
                 group = value if isinstance(value, (list, tuple)) else (value,)
                 dtypes |= {tensor.dtype for tensor in group if self._eligible(tensor)}
             if not dtypes <= {lower, torch.float32}:
-                raise RuntimeError(f"Unexpected floating ScalarType in autocast of {name}: {dtypes}")
-            return self._call(operator, args, kwargs, torch.float32 if torch.float32 in dtypes else lower)
+                raise RuntimeError(
+                    f"Unexpected floating ScalarType in autocast of {name}: {dtypes}"
+                )
+            return self._call(
+                operator, args, kwargs, torch.float32 if torch.float32 in dtypes else lower
+            )
 
         return kernel
 
     def banned(self, _: Any, name: str) -> Callable[..., Any]:
         def kernel(*_args: Any, **_kwargs: Any) -> Any:
             raise RuntimeError(
-                f"{name} (nn.BCELoss) is refused by autocast on CUDA: half precision cannot represent its gradients. "
-                "Use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), or leave autocast for it."
+                f"{name} (nn.BCELoss) is refused by autocast on CUDA: half precision cannot"
+                " represent its gradients. Use binary_cross_entropy_with_logits"
+                " (nn.BCEWithLogitsLoss), or leave autocast for it."
             )
 
         return kernel
 
     def left_alone(self, operator: Any, name: str) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            _assume(f"autocast was taken to leave {name} alone: its class in torch {torch.__version__} is unknown")
+            _assume(
+                f"autocast was taken to leave {name} alone: its class in torch {torch.__version__}"
+                " is unknown"
+            )
             return operator(*args, **kwargs)
 
         return kernel
@@ -204,4 +221,6 @@ class _Policies:
 
     def _call(self, operator: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
         cast_args = [self._cast(arg, dtype) for arg in args]
-        return operator(*cast_args, **{name: self._cast(arg, dtype) for name, arg in kwargs.items()})
+        return operator(
+            *cast_args, **{name: self._cast(arg, dtype) for name, arg in kwargs.items()}
+        )

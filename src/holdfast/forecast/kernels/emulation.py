@@ -1,8 +1,11 @@
-"""Everything that makes the fake device behave as the real one: attention, recurrent layers, norms, losses, packing.
+"""Everything that makes the fake device behave as the real one.
 
-The rules are registered with torch.library on the device's autograd key, so every caller meets them: Python, C++
-composites, and a checkpoint's recomputation in the backward pass. On the route ``"cpu"`` torch's own choices are the
-real CPU's already; only what fake kernels forget is put right.
+Attention, recurrent layers, norms, losses, packing.
+
+The rules are registered with torch.library on the device's autograd key, so every caller meets
+them: Python, C++ composites, and a checkpoint's recomputation in the backward pass. On the route
+``"cpu"`` torch's own choices are the real CPU's already; only what fake kernels forget is put
+right.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ def emulated_kernels(
     """Let the fake device run what the real one would.
 
     Yields:
-        Fake kernels that the fake mode is to prefer to torch's own, called as ``kernel(mode, overload, *args)``. They
-        cannot be put into torch's table: its cache of results forgets the size of a storage.
+        Fake kernels that the fake mode is to prefer to torch's own, called as ``kernel(mode,
+        overload, *args)``. They cannot be put into torch's table: its cache of results forgets the
+        size of a storage.
     """
     key = "AutogradPrivateUse1" if route == "privateuse1" else "AutogradCPU"
     library = torch.library.Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
@@ -50,10 +54,13 @@ def emulated_kernels(
 
 
 def _reduced_loss(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A loss that is averaged or summed in the kernel is written into the tensor of the single losses.
+    """A loss that is averaged or summed in the kernel is written into the tensor of the single
+    losses.
 
-    That is resized then: the scalar keeps its storage, on the CPU and on CUDA (aten/src/ATen/native/Loss.cpp and
-    cuda/Loss.cu; torch 2.13.0+cpu: 4000 bytes for the mean of 1000 values). torch's fake kernel has it too small.
+    That is resized then: the scalar keeps its storage, on the CPU and on CUDA
+        (aten/src/ATen/native/Loss.cpp and
+    cuda/Loss.cu; torch 2.13.0+cpu: 4000 bytes for the mean of 1000 values). torch's fake kernel has
+    it too small.
     """
     arguments = func._schema.arguments
     given = {one.name: one.default_value for one in arguments if one.has_default_value()}
@@ -79,8 +86,9 @@ _LOSSES: Mapping[Any, FakeKernel] = dict.fromkeys(
 class _FusedRmsNorm(torch.autograd.Function):
     """RMS norm as CUDA's fused kernel runs it: it keeps its input and one number for each row.
 
-    A device that torch does not know gets the composition of single operations, which keeps three tensors of the
-    input's size in fp32. As in aten/src/ATen/native/cuda/layer_norm_kernel.cu and derivatives.yaml.
+    A device that torch does not know gets the composition of single operations, which keeps three
+    tensors of the input's size in fp32. As in aten/src/ATen/native/cuda/layer_norm_kernel.cu and
+    derivatives.yaml.
     """
 
     @staticmethod
@@ -105,6 +113,9 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _fused_rms_norm(
-    data: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, _eps: float | None
+    data: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    _eps: float | None,
 ) -> Any:
     return _FusedRmsNorm.apply(data, weight, len(normalized_shape))  # type: ignore[no-untyped-call]

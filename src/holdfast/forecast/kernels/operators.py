@@ -7,4 +7,6 @@ from importlib import resources
 import yaml
 
 _TEXT = resources.files(__package__).joinpath("operators.yaml").read_text(encoding="utf-8")
-LISTS: dict[str, tuple[str, ...]] = {name: tuple(names.split()) for name, names in yaml.safe_load(_TEXT).items()}
+LISTS: dict[str, tuple[str, ...]] = {
+    name: tuple(names.split()) for name, names in yaml.safe_load(_TEXT).items()
+}

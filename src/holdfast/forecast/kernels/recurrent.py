@@ -1,18 +1,24 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN` on the fake device as cuDNN runs them, and torch's fused GRU cell.
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` on the fake device as cuDNN runs them, and torch's fused GRU
+cell.
 
-The sequence of allocations follows aten/src/ATen/native/cudnn/RNN.cpp and, under autocast, cudnn/AutocastRNN.cpp: it
-casts to fp16 whatever the autocast type is, into one flat copy of the weights that is kept until the backward pass.
-The gradients of the weights are views of one buffer. Where cuDNN is switched off, torch's own steps run instead.
+The sequence of allocations follows aten/src/ATen/native/cudnn/RNN.cpp and, under autocast,
+cudnn/AutocastRNN.cpp: it casts to fp16 whatever the autocast type is, into one flat copy of the
+weights that is kept until the backward pass. The gradients of the weights are views of one buffer.
+Where cuDNN is switched off, torch's own steps run instead.
 
-cuDNN publishes neither what it keeps for the backward pass (the reserve) nor what it needs while it runs (the
-workspace), and torch's meta kernel says 0 bytes. Both are formulas for what 117 layers asked for on an H100 (torch
-2.11, cuDNN 9.19; sizes, types, layers, directions and dropout varied; its tests hold some of them):
+cuDNN publishes neither what it keeps for the backward pass (the reserve) nor what it needs while it
+runs (the workspace), and torch's meta kernel says 0 bytes. Both are formulas for what 117 layers
+asked for on an H100 (torch 2.11, cuDNN 9.19; sizes, types, layers, directions and dropout varied;
+its tests hold some of them):
 
-- Reserve: for each row (a time step of a sequence) and unit 4 gates and the cell of each layer of an LSTM, 6 values
-  of a GRU, the output of a plain one; the outputs of all layers but the last; a bit for each of those that is dropped
-  out; 256 bytes. Exact in all cases, and in those of pytorch issue 2895 (Tesla P100, 2017), but for the last two.
-- Workspace: 8 MiB for each layer and direction, the weights, and values for each row and unit that no longer depend
-  on the number of layers: many more where torch takes the algorithm for small hidden sizes (``get_algo`` in RNN.cpp).
+- Reserve: for each row (a time step of a sequence) and unit 4 gates and the cell of each layer of
+  an LSTM, 6 values of a GRU, the output of a plain one; the outputs of all layers but the last; a
+  bit for each of those that is dropped out; 256 bytes. Exact in all cases, and in those of pytorch
+  issue 2895 (Tesla P100, 2017), but for the last two.
+- Workspace: 8 MiB for each layer and direction, the weights, and values for each row and unit that
+  no longer depend
+  on the number of layers: many more where torch takes the algorithm for small hidden sizes
+      (``get_algo`` in RNN.cpp).
   Within 4 % of an LSTM's, at most 9 % too much for the others.
 """
 
@@ -24,17 +30,20 @@ from typing import Any
 
 import torch
 
-# "Each state is slightly over 2MB" (get_dropout_state in RNN.cpp); one for each device, kept for good.
+# "Each state is slightly over 2MB" (get_dropout_state in RNN.cpp); one for each device, kept for
+# good.
 _DROPOUT_STATE_BYTES = 2 * 2**20 + 2**18
 # Values kept for each row, unit and layer; see above. A plain RNN only needs its output.
 _KEPT = {"lstm": 5, "gru": 6, "rnn": 1}
-# Values of the workspace for each row and unit: of the standard algorithm, and that for small hidden sizes.
+# Values of the workspace for each row and unit: of the standard algorithm, and that for small
+# hidden sizes.
 _WORKED_ON = {"lstm": (5.0, 21.0), "gru": (4.5, 19.5), "rnn": (3.75, 14.5)}
 _WORKED_ON_BACKWARDS = 9.0  # more, where sequences are read in both directions
 _FOR_WIDE_INPUT = 2.5  # more for each feature of the input beyond the units
 _STATES = 8  # for each sequence, unit, layer and direction
 _LAYER_BYTES = 8 * 2**20
-_LARGEST_SMALL = {"lstm": (192, 128), "gru": (192, 128), "rnn": (384, 256)}  # hidden size: forward, backward
+# Hidden size: forward, backward
+_LARGEST_SMALL = {"lstm": (192, 128), "gru": (192, 128), "rnn": (384, 256)}
 _OTHER_VERSIONS = 0.1  # of the workspace: what another cuDNN or GPU may ask for beyond
 
 Uncertain = Callable[[str, int], None]
@@ -42,11 +51,13 @@ Uncertain = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSize:
-    """The sizes of a fused recurrent layer, in elements: `weights` with biases, `biases` of those alone.
+    """The sizes of a fused recurrent layer, in elements.
 
-    `mode` is ``"lstm"``, ``"gru"`` or ``"rnn"``; `projection` 0 if there is none; `features` of the input; `rows`
-    the time steps of all sequences together; `dropout` the probability between the layers; `may_be_small` whether
-    type and layout allow the algorithm for small hidden sizes.
+    `weights` with biases, `biases` of those alone.
+
+    `mode` is ``"lstm"``, ``"gru"`` or ``"rnn"``; `projection` 0 if there is none; `features` of the
+    input; `rows` the time steps of all sequences together; `dropout` the probability between the
+    layers; `may_be_small` whether type and layout allow the algorithm for small hidden sizes.
     """
 
     mode: str
@@ -70,16 +81,28 @@ class RecurrentSize:
         before_projection = self.hidden if self.projection else 0
         between = (self.layers - 1) * (self.projection or self.hidden)
         kept = unit * (self.layers * (_KEPT[self.mode] * self.hidden + before_projection) + between)
-        dropped = self.rows * self.directions**2 * self.hidden * (self.layers - 1) // 8 if self.dropout else 0
+        dropped = (
+            self.rows * self.directions**2 * self.hidden * (self.layers - 1) // 8
+            if self.dropout
+            else 0
+        )
         return kept + dropped + 256
 
     def workspace_bytes(self, *, backward: bool = False) -> int:
         """Bytes that a pass of the layers needs while it runs."""
-        small = self.may_be_small and not self.projection and self.hidden <= _LARGEST_SMALL[self.mode][backward]
+        small = (
+            self.may_be_small
+            and not self.projection
+            and self.hidden <= _LARGEST_SMALL[self.mode][backward]
+        )
         each = _WORKED_ON[self.mode][small] + _WORKED_ON_BACKWARDS * (self.directions - 1)
         if self.dropout and self.directions == 1:
             each += 1
-        wide = 0.0 if small and self.mode == "lstm" else _FOR_WIDE_INPUT * max(0, self.features - self.hidden)
+        wide = (
+            0.0
+            if small and self.mode == "lstm"
+            else _FOR_WIDE_INPUT * max(0, self.features - self.hidden)
+        )
         values = int(self.rows * (each * self.hidden + self.features + wide))
         values += _STATES * self.layers * self.directions * self.batch * self.hidden
         fixed = _LAYER_BYTES * self.layers * self.directions
@@ -88,7 +111,10 @@ class RecurrentSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """How one call is laid out: `batch_first` input is ``(batch, time, features)``; `training` keeps a reserve."""
+    """How one call is laid out: `batch_first` input is ``(batch, time, features)``.
+
+    `training` keeps a reserve.
+    """
 
     size: RecurrentSize
     batch_first: bool
@@ -128,7 +154,9 @@ class _Layers(torch.autograd.Function):
         x = layout.time_major(data).contiguous()  # a copy where the batch comes first
         width = (size.projection or size.hidden) * size.directions
         y = data.new_empty((*x.shape[:-1], width))
-        last = hidden.new_empty((size.layers * size.directions, size.batch, size.projection or size.hidden))
+        last = hidden.new_empty(
+            (size.layers * size.directions, size.batch, size.projection or size.hidden)
+        )
         last_cell = hidden.new_empty((0,)) if cell is None else torch.empty_like(cell)
         workspace = _bytes_like(data, size.workspace_bytes())
         reserve = _bytes_like(data, size.reserve_bytes if layout.training else 0)
@@ -140,7 +168,10 @@ class _Layers(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_y: torch.Tensor | None, grad_last: torch.Tensor | None, grad_cell: torch.Tensor | None
+        ctx: Any,
+        grad_y: torch.Tensor | None,
+        grad_last: torch.Tensor | None,
+        grad_cell: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         layout: _Layout = ctx.layout
         if not layout.training:
@@ -152,7 +183,8 @@ class _Layers(torch.autograd.Function):
         del grad_last, grad_cell
         wanted = _backward_of_input(layout, data, hidden, cell, grad_y)
         grad_weights: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
-        if any(ctx.needs_input_grad[4:]):  # _cudnn_rnn_backward_weight: all gradients are views of one buffer
+        # _cudnn_rnn_backward_weight: all gradients are views of one buffer
+        if any(ctx.needs_input_grad[4:]):
             x = layout.time_major(data).contiguous()
             grad_weights = _flat_views(weights, weights[0].dtype)
             workspace = _bytes_like(data, layout.size.workspace_bytes(backward=True))
@@ -162,9 +194,16 @@ class _Layers(torch.autograd.Function):
 
 
 def _backward_of_input(
-    layout: _Layout, data: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor | None, grad_y: torch.Tensor
+    layout: _Layout,
+    data: torch.Tensor,
+    hidden: torch.Tensor,
+    cell: torch.Tensor | None,
+    grad_y: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """_cudnn_rnn_backward_input: copies of input and gradient if they are not contiguous, gradients, workspace."""
+    """_cudnn_rnn_backward_input.
+
+    Copies of input and gradient if they are not contiguous, gradients, workspace.
+    """
     x = layout.time_major(data).contiguous()
     dy = grad_y.contiguous()
     dx = torch.empty_like(x)
@@ -187,7 +226,10 @@ def _bytes_like(data: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _FusedGruCell(torch.autograd.Function):
-    """torch's own fused cell, which has no meta kernel: aten/src/ATen/native/cuda/RNN.cu, derivatives.yaml."""
+    """torch's own fused cell, which has no meta kernel.
+
+    Aten/src/ATen/native/cuda/RNN.cu, derivatives.yaml.
+    """
 
     @staticmethod
     def forward(
@@ -209,7 +251,10 @@ class _FusedGruCell(torch.autograd.Function):
         ctx: Any, _gradient: torch.Tensor, _workspace_gradient: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         input_gates, hidden_gates, hidden, _workspace = ctx.saved_tensors
-        grad_input, grad_hidden_gates = torch.empty_like(input_gates), torch.empty_like(hidden_gates)
+        grad_input, grad_hidden_gates = (
+            torch.empty_like(input_gates),
+            torch.empty_like(hidden_gates),
+        )
         grad_hidden = torch.empty_like(hidden)
         biases = (grad_input.sum(0), grad_hidden_gates.sum(0)) if ctx.biases else (None, None)
         return grad_input, grad_hidden_gates, grad_hidden, *biases
@@ -223,7 +268,10 @@ class _RecurrentLayers:
         self._dropout_state: torch.Tensor | None = None
 
     def kernel(self, operator: str, *, packed: bool) -> Callable[..., Any]:
-        """Return the stand-in for ``aten.lstm`` or the like; of a packed sequence the batch sizes come second."""
+        """Return the stand-in for ``aten.lstm`` or the like.
+
+        Of a packed sequence the batch sizes come second.
+        """
         overloads = getattr(torch.ops.aten, operator)
         native = overloads.data if packed else overloads.input
         mode = operator.partition("_")[0]
@@ -275,7 +323,9 @@ class _RecurrentLayers:
             may_be_small=not packed and data.dtype in (torch.float32, torch.float16),
         )
         if size.dropout and self._dropout_state is None:
-            self._dropout_state = torch.empty(_DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
+            self._dropout_state = torch.empty(
+                _DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device
+            )
         self._uncertain(f"cuDNN {mode}", int(_OTHER_VERSIONS * size.workspace_bytes()))
         layout = _Layout(size=size, batch_first=batch_first, training=training)
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Layers.apply(  # type: ignore[no-untyped-call]
@@ -285,7 +335,10 @@ class _RecurrentLayers:
 
 
 def install_recurrent(library: torch.library.Library, uncertain: Uncertain) -> None:
-    """Have recurrent layers on the fake device run as cuDNN does; `uncertain` takes a name and an excess in bytes."""
+    """Have recurrent layers on the fake device run as cuDNN does.
+
+    `uncertain` takes a name and an excess in bytes.
+    """
     layers = _RecurrentLayers(uncertain)
     for operator in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         library.impl(f"{operator}.input", layers.kernel(operator, packed=False))  # type: ignore[no-untyped-call]

@@ -1,10 +1,15 @@
-"""What a CUDA kernel needs while it runs, beside its arguments and results: no dispatcher sees it, so tables say it.
+"""What a CUDA kernel needs while it runs, beside its arguments and results.
 
-Each rule follows the source that it names (torch 2.11 to 2.13). Where the library is closed (cuDNN, cub) the figure
-is an assumption with an upper bound, and it counts as uncalibrated. An operator that no table knows counts as
-0 and widens the margin by the size of its tensors: an operator rarely needs more than a copy of each.
+No dispatcher sees it, so tables say it.
 
-What outlives the operator is not counted here: the reserve of a recurrent layer (``recurrent``), and cuBLAS's
+Each rule follows the source that it names (torch 2.11 to 2.13). Where the library is closed (cuDNN,
+cub) the figure is an assumption with an upper bound, and it counts as uncalibrated. An operator
+that no table knows counts as
+0 and widens the margin by the size of its tensors: an operator rarely needs more than a copy of
+    each.
+
+What outlives the operator is not counted here: the reserve of a recurrent layer (``recurrent``),
+    and cuBLAS's
 workspaces, which belong to the device.
 """
 
@@ -28,7 +33,9 @@ _ROWS_PER_THREAD = 10  # EmbeddingBackwardKernel.cu: rows that one thread sums
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What one call of an operator needs while it runs: what is counted, and what the margin has to cover.
+    """What one call of an operator needs while it runs.
+
+    What is counted, and what the margin has to cover.
 
     Both are the same where torch's own source, or a measurement, says it.
     """
@@ -44,7 +51,10 @@ Rule = Callable[[Arguments, Any], Scratch]
 
 @dataclass(slots=True)
 class Uncalibrated:
-    """What a step holds of uncertain figures: how often which operator, and by how many bytes it may need more."""
+    """What a step holds of uncertain figures.
+
+    How often which operator, and by how many bytes it may need more.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     _while_running: int = 0
@@ -63,7 +73,9 @@ class Uncalibrated:
         self._while_running = max(self._while_running, excess)
 
     def note_kept(self, name: str, excess: int) -> None:
-        """Take down something that is kept until the backward pass and may be larger by that much."""
+        """Take down something that is kept until the backward pass and may be larger by that
+        much.
+        """
         self.calls[name] += 1
         self._kept += excess
 
@@ -74,7 +86,10 @@ class Uncalibrated:
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return what this call needs on CUDA beside its arguments and results; None if its operator needs nothing."""
+    """Return what this call needs on CUDA beside its arguments and results.
+
+    None if its operator needs nothing.
+    """
     if op not in _rules:
         _rules[op] = _rule_of(op)
     rule = _rules[op]
@@ -94,7 +109,8 @@ def _rule_of(op: Any) -> Rule | None:
     def checked(given: Arguments, out: Any) -> Scratch:
         try:
             return rule(given, out)
-        except (KeyError, AttributeError, TypeError, IndexError, RuntimeError):  # another torch, another signature
+        # Another torch, another signature
+        except (KeyError, AttributeError, TypeError, IndexError, RuntimeError):
             return _unknown(given, out)
 
     return checked
@@ -122,7 +138,11 @@ def name_of(op: Any) -> str:
 def needs_nothing(op: Any) -> bool:
     """Return whether an operator is known to run in its results on every device."""
     name = name_of(op)
-    if op.namespace in ("prim", "prims", "profiler") or torch.Tag.pointwise in op.tags or op.is_view:
+    if (
+        op.namespace in ("prim", "prims", "profiler")
+        or torch.Tag.pointwise in op.tags
+        or op.is_view
+    ):
         return True
     return op.namespace == "aten" and (
         name.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
@@ -136,7 +156,9 @@ def _is_gradient(name: str) -> bool:
     packet = getattr(aten, name.removesuffix("_backward"), None)
     if not name.endswith("_backward") or packet is None:
         return False
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+    return any(
+        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+    )
 
 
 def _exactly(size: int) -> Scratch:
@@ -157,7 +179,10 @@ def _heads_swapped(tensor: torch.Tensor) -> int:
 
 
 def _flash_backward(given: Arguments, _out: Any) -> Scratch:
-    """flash_attn/flash_api.cpp, mha_bwd: fp32 sums for the query's gradient, row sums, keys' gradients by head."""
+    """flash_attn/flash_api.cpp, mha_bwd.
+
+    Fp32 sums for the query's gradient, row sums, keys' gradients by head.
+    """
     query, key = given["query"], given["key"]
     batch, heads, length, size = query.shape
     rounded_length, rounded_size = _up(length, 128), _up(size, 32 if size <= 128 else 64)
@@ -168,14 +193,19 @@ def _flash_backward(given: Arguments, _out: Any) -> Scratch:
 
 
 def _efficient_backward(given: Arguments, _out: Any) -> Scratch:
-    """mem_eff_attention/kernel_backward.h: workspace_size(), and the row sums of attention_backward.cu."""
+    """mem_eff_attention/kernel_backward.h.
+
+    Workspace_size(), and the row sums of attention_backward.cu.
+    """
     query, value = given["query"], given["value"]
     batch, heads, length, size = query.shape
     value_size, keys = value.shape[-1], value.shape[2]
     half = query.dtype in (torch.float16, torch.bfloat16)
     # cutlassB.h, sm80: tiles of 64 x 64, of 128 x 64 for half precision beyond a head size of 64.
     tile = 128 if half and max(size, value_size) > 64 else 64
-    gradient_of_query = _up(length, tile) * _up(size, 64) * 4 + 16 * (-(-length // tile)) * (-(-size // 64))
+    gradient_of_query = _up(length, tile) * _up(size, 64) * 4 + 16 * (-(-length // tile)) * (
+        -(-size // 64)
+    )
     staging = 0
     if half and max(size, value_size) > tile:  # kScratchsAccumGradK and V: not kept in registers
         splits = max(1, min(-(-keys // 64), 200 // (batch * heads)))
@@ -191,16 +221,23 @@ def _efficient_backward(given: Arguments, _out: Any) -> Scratch:
 def _convolution_backward(given: Arguments, _out: Any) -> Scratch:
     """One gradient after the other; each reads two of the three and writes the third."""
     data = _reordered((given["grad_output"], given["weight"], given["input"]), given["groups"])
-    single = given["weight"].numel() * 4 if given["weight"].element_size() < 4 else 0  # weights are summed in fp32
+    # Weights are summed in fp32
+    single = given["weight"].numel() * 4 if given["weight"].element_size() < 4 else 0
     return Scratch(data.bytes + single, data.at_most + single)
 
 
 def _reordered(tensors: Sequence[torch.Tensor], groups: int) -> Scratch:
-    """Closed: kernels for tensor cores want channels last and copy what is not (nchwToNhwcKernel in profiles).
+    """Closed: kernels for tensor cores want channels last and copy what is not (nchwToNhwcKernel in
+    profiles).
 
-    How much more the heuristics take is unknown (pytorch issue 49207 saw gigabytes); twice the tensors are allowed.
+    How much more the heuristics take is unknown (pytorch issue 49207 saw gigabytes); twice the
+    tensors are allowed.
     """
-    copies = 0 if _is_channels_last(tensors[0]) or groups > 1 else sum(tensor.nbytes for tensor in tensors)
+    copies = (
+        0
+        if _is_channels_last(tensors[0]) or groups > 1
+        else sum(tensor.nbytes for tensor in tensors)
+    )
     return Scratch(copies, copies + 2 * sum(tensor.nbytes for tensor in tensors))
 
 
@@ -211,9 +248,12 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _embedding_backward(given: Arguments, out: Any) -> Scratch:
-    """Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices, one row of sums for each piece of a segment.
+    """Embedding.cu and EmbeddingBackwardKernel.cu.
 
-    Up to 3072 indices a kernel without scratch is taken. The sorting one is counted all the same: forecasts for large
+    Sorted indices, one row of sums for each piece of a segment.
+
+    Up to 3072 indices a kernel without scratch is taken. The sorting one is counted all the same:
+        forecasts for large
     batches are drawn from traces of small ones, which must not lack what the large ones need.
     """
     indices = given["indices"].numel()
@@ -226,7 +266,10 @@ def _embedding_backward(given: Arguments, out: Any) -> Scratch:
 
 
 def _index_put(given: Arguments, _out: Any) -> Scratch:
-    """Indexing.cu, index_put_with_sort_kernel: linear, sorted and original indices, and cub's buffers."""
+    """Indexing.cu, index_put_with_sort_kernel.
+
+    Linear, sorted and original indices, and cub's buffers.
+    """
     if not given.get("accumulate"):
         return NOTHING
     values = given["values"]
@@ -250,14 +293,18 @@ def _logits_loss(given: Arguments, out: Any) -> Scratch:
 RULES: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "convolution": lambda given, out: _reordered((given["input"], given["weight"], out), given["groups"]),
+    "convolution": lambda given, out: _reordered(
+        (given["input"], given["weight"], out), given["groups"]
+    ),
     "convolution_backward": _convolution_backward,
     "embedding_dense_backward": _embedding_backward,
     "index_put": _index_put,
     "index_put_": _index_put,
     "_index_put_impl_": _index_put,
     # layer_norm_kernel.cu: partial sums of the two parameters' gradients, 32 rows of each in fp32.
-    "native_layer_norm_backward": lambda given, _: _exactly(2 * 32 * math.prod(given["normalized_shape"]) * 4),
+    "native_layer_norm_backward": lambda given, _: _exactly(
+        2 * 32 * math.prod(given["normalized_shape"]) * 4
+    ),
     # group_norm_kernel.cu: two sums in fp32 for each sample and channel.
     "native_group_norm_backward": lambda given, _: _exactly(2 * given["N"] * given["C"] * 4),
     # Composed of other operators inside one dispatch, on every device alike.
@@ -267,5 +314,7 @@ RULES: dict[str, Rule] = {
     "binary_cross_entropy_with_logits": _logits_loss,
     "logsumexp": lambda given, out: _exactly(given["self"].nbytes + out.nbytes),
     # Masks: what is minus infinity, and the rows that are it altogether.
-    "_safe_softmax": lambda given, out: _exactly(out.numel() + out.numel() // max(1, out.shape[given["dim"]])),
+    "_safe_softmax": lambda given, out: _exactly(
+        out.numel() + out.numel() // max(1, out.shape[given["dim"]])
+    ),
 }

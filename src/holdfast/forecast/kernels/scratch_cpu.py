@@ -1,7 +1,9 @@
-"""What the CPU's operators need while they run, for forecasts that are checked on a CPU: each is run once.
+"""What the CPU's operators need while they run, for forecasts that are checked on a CPU.
 
-It is run on zeros of the same shapes and strides, and torch's profiler says what the allocator gave out.
-So the figures are those of this machine's kernels and number of threads.
+Each is run once.
+
+It is run on zeros of the same shapes and strides, and torch's profiler says what the allocator gave
+out. So the figures are those of this machine's kernels and number of threads.
 """
 
 from __future__ import annotations
@@ -22,9 +24,14 @@ _known: dict[Any, Scratch | None] = {}
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return what this call needs on this CPU beside its arguments and results; None for views and the like."""
+    """Return what this call needs on this CPU beside its arguments and results.
+
+    None for views and the like.
+    """
     del out
-    if not isinstance(op, torch._ops.OpOverload) or (needs_nothing(op) and name_of(op) not in LISTS["more_on_cpu"]):
+    if not isinstance(op, torch._ops.OpOverload) or (
+        needs_nothing(op) and name_of(op) not in LISTS["more_on_cpu"]
+    ):
         return None
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     key = (op, structure, tuple(map(_described, leaves)))
@@ -35,7 +42,9 @@ def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return (*leaf.shape, *leaf.stride(), leaf.dtype) if leaf.layout is torch.strided else id(leaf)
+        return (
+            (*leaf.shape, *leaf.stride(), leaf.dtype) if leaf.layout is torch.strided else id(leaf)
+        )
     return str(leaf)
 
 
@@ -53,12 +62,19 @@ def _measured(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch | None:
 
 def _run(op: Any, leaves: Sequence[Any], structure: Any) -> tuple[int, int]:
     """Return the most bytes that were given out at once, and those that were not given back."""
-    with unset_fake_temporarily():  # whether gradients are wanted stays as it is: oneDNN's LSTM keeps more then
+    # Whether gradients are wanted stays as it is: oneDNN's LSTM keeps more then
+    with unset_fake_temporarily():
         args, kwargs = pytree.tree_unflatten([zeros_like(leaf) for leaf in leaves], structure)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
+        with profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as watched:
             kept = op(*args, **kwargs)
         assert watched.profiler is not None
-        events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events = [
+            event
+            for event in watched.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
         del kept
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -75,10 +91,15 @@ def zeros_like(leaf: Any) -> Any:
 
 
 def lstm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for `aten.mkldnn_rnn_layer`: torch's fake kernel says that its workspace has 0 bytes."""
+    """Stand in for `aten.mkldnn_rnn_layer`.
+
+    Torch's fake kernel says that its workspace has 0 bytes.
+    """
     with unset_fake_temporarily():
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        real_args, real_kwargs = pytree.tree_unflatten([zeros_like(leaf) for leaf in leaves], structure)
+        real_args, real_kwargs = pytree.tree_unflatten(
+            [zeros_like(leaf) for leaf in leaves], structure
+        )
         shapes = [(tuple(one.shape), one.dtype) for one in func(*real_args, **real_kwargs)]
     with mode:
         return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)

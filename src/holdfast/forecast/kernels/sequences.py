@@ -1,8 +1,11 @@
-"""Packing, padding and the CTC loss on fake tensors: operators that read lengths, which a fake tensor may not know.
+"""Packing, padding and the CTC loss on fake tensors.
 
-Known lengths are used. Unknown ones are taken as the longest that they can be, which a plan must hold for, and that
-is said. The allocations follow aten/src/ATen/native/PackedSequence.cpp, LossCTC.cpp and cuda/LossCTC.cu; cuDNN's CTC
-loss, which torch takes only for int32 targets on the host, is not emulated.
+Operators that read lengths, which a fake tensor may not know.
+
+Known lengths are used. Unknown ones are taken as the longest that they can be, which a plan must
+hold for, and that is said. The allocations follow aten/src/ATen/native/PackedSequence.cpp,
+LossCTC.cpp and cuda/LossCTC.cu; cuDNN's CTC loss, which torch takes only for int32 targets on the
+host, is not emulated.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ class _Sequences:
         """Stand in for `_pack_padded_sequence`."""
         known = self._lengths(lengths, data.shape[1 if batch_first else 0], "pack_padded_sequence")
         packed, batch_sizes = _Pack.apply(data, lengths, known)  # type: ignore[no-untyped-call]
-        _learn(batch_sizes, [sum(length > step for length in known) for step in range(max(known, default=0))])
+        _learn(
+            batch_sizes,
+            [sum(length > step for length in known) for step in range(max(known, default=0))],
+        )
         return packed, batch_sizes
 
     def pad(
@@ -56,7 +62,14 @@ class _Sequences:
             _learn(lengths, [sum(int(size) > row for size in sizes) for row in range(batch)])
         return (padded.transpose(0, 1) if batch_first else padded), lengths
 
-    def ctc(self, log_probs: torch.Tensor, targets: torch.Tensor, _: Any, target_lengths: Any, *rest: Any) -> Any:
+    def ctc(
+        self,
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        _: Any,
+        target_lengths: Any,
+        *rest: Any,
+    ) -> Any:
         """Stand in for `ctc_loss` with tensors or lists of lengths."""
         if isinstance(target_lengths, torch.Tensor):
             batch = max(1, target_lengths.numel())
@@ -81,7 +94,10 @@ class _Sequences:
 
 
 def _learn(tensor: Any, values: list[int]) -> None:
-    """Let the fake mode know the values of a fake tensor: a recurrent layer asks for the first batch size."""
+    """Let the fake mode know the values of a fake tensor.
+
+    A recurrent layer asks for the first batch size.
+    """
     with unset_fake_temporarily():
         tensor.fake_mode.facts.know(tensor, torch.tensor(values, dtype=torch.int64))
 
@@ -99,13 +115,17 @@ class _Pack(torch.autograd.Function):
         return packed, batch_sizes
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _batch_sizes: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor, _batch_sizes: Any
+    ) -> tuple[torch.Tensor | None, ...]:
         return gradient.new_zeros(ctx.shape), None, None
 
 
 class _Ctc(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, log_probs: torch.Tensor, targets: torch.Tensor, longest: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, log_probs: torch.Tensor, targets: torch.Tensor, longest: int
+    ) -> torch.Tensor:
         steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
         log_alpha = log_probs.new_empty((batch, steps, 2 * longest + 1))
         losses = log_probs.new_empty((batch,))
@@ -124,7 +144,8 @@ class _Ctc(torch.autograd.Function):
 def install_sequences(library: torch.library.Library, known: Known, assume: Assume) -> None:
     """Have packing, padding and the CTC loss work on fake tensors.
 
-    `known` returns the values of a fake tensor or None, `assume` is called with what had to be assumed.
+    `known` returns the values of a fake tensor or None, `assume` is called with what had to be
+    assumed.
     """
     rules = _Sequences(known, assume)
     for native, rule in (
@@ -140,7 +161,8 @@ def _for_fake_tensors(native: Any, rule: Callable[..., Any]) -> Callable[..., An
     def kernel(*args: Any) -> Any:
         if isinstance(args[0], FakeTensor):
             return rule(*args)
-        with torch._C._AutoDispatchBelowAutograd():  # real ones are data, which nobody differentiates by
+        # Real ones are data, which nobody differentiates by
+        with torch._C._AutoDispatchBelowAutograd():
             return native(*args)
 
     return kernel

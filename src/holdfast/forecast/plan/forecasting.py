@@ -1,7 +1,9 @@
-"""A whole forecast: trace a job in each precision, plan for each device, trace once more what is recommended.
+"""A whole forecast.
 
-A plan that does not fit when it is traced raises the margin, and everything is planned again with that. Nothing of
-the user's runs in this process.
+Trace a job in each precision, plan for each device, trace once more what is recommended.
+
+A plan that does not fit when it is traced raises the margin, and everything is planned again with
+that. Nothing of the user's runs in this process.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from holdfast.forecast.trace.extrapolation import FITTED_SIZES, NotAlignedError,
 
 _TRIALS = 3  # recommended plans that are traced until one holds
 _OWN_PRECISION = (
-    'this job sets its own precision by an autocast in its code: no other is planned for, and "fp32" means that'
-    " nothing is added to it"
+    "this job sets its own precision by an autocast in its code: no other is planned for, and"
+    ' "fp32" means that nothing is added to it'
 )
-# The sizes that are traced. Kernels go other ways from some size on: larger batches may be alike where small are not.
+# The sizes that are traced. Kernels go other ways from some size on: larger batches may be alike
+# where small are not.
 _TIMES = (1, 2, 4)
 
 
@@ -41,7 +44,8 @@ class Order:
     """What is to be forecast.
 
     Args:
-        factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
+        factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may
+            return.
         precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job has now.
         margin_bytes: What to keep free; None for a default by device.
     """
@@ -56,7 +60,9 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What one more trace, made with the plan's own settings, says beside what was forecast for the same step."""
+    """What one more trace, made with the plan's own settings, says beside what was forecast for
+    the same step.
+    """
 
     live_bytes: int
     forecast_bytes: int
@@ -70,7 +76,9 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """What fits a device: every plan, the `best` (None if none fits), and the one whose step `trace` is.
+    """What fits a device.
+
+    Every plan, the `best` (None if none fits), and the one whose step `trace` is.
 
     `verification` is of the best, or of the last that was tried and did not hold.
     """
@@ -85,7 +93,10 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The answer to an `Order`: what was traced by precision, a plan for each device, what was taken for granted."""
+    """The answer to an `Order`.
+
+    What was traced by precision, a plan for each device, what was taken for granted.
+    """
 
     order: Order
     traced: dict[str, TraceResult]
@@ -94,11 +105,17 @@ class Forecast:
 
 
 def make_forecast(order: Order, say: Callable[[str], object] = lambda _: None) -> Forecast:
-    """Trace and plan; `say` is called with what is being done. Raises what `tracing.trace_job` raises."""
+    """Trace and plan; `say` is called with what is being done.
+
+    Raises what `tracing.trace_job` raises.
+    """
     jobs, said = _all_traced(order, say)
     steps = {
         precision: Step(
-            plain=step, recomputed=functools.cache(functools.partial(_recomputed, order, precision, step, say, said))
+            plain=step,
+            recomputed=functools.cache(
+                functools.partial(_recomputed, order, precision, step, say, said)
+            ),
         )
         for precision, (_, step) in jobs.items()
     }
@@ -111,7 +128,8 @@ def make_forecast(order: Order, say: Callable[[str], object] = lambda _: None) -
     said += [one for plan in plans for one in plan.trace.assumptions]
     slow = [device.name for device in order.devices if "bf16" in steps and not has_bf16(device)]
     said += [
-        Assumption(what=f"{name} has no units for bf16: other plans are preferred to those in it") for name in slow
+        Assumption(what=f"{name} has no units for bf16: other plans are preferred to those in it")
+        for name in slow
     ]
     return Forecast(
         order=order,
@@ -124,14 +142,17 @@ def make_forecast(order: Order, say: Callable[[str], object] = lambda _: None) -
 _Traced = tuple[TraceResult, ScaledTrace]
 
 
-def _all_traced(order: Order, say: Callable[[str], object]) -> tuple[dict[str, _Traced], list[Assumption]]:
+def _all_traced(
+    order: Order, say: Callable[[str], object]
+) -> tuple[dict[str, _Traced], list[Assumption]]:
     """Return the step in each precision in which it runs, and what is said of the others.
 
     If it runs in none, the error of the first is raised.
     """
     jobs: dict[str, _Traced] = {}
     errors: dict[str, HoldfastError] = {}
-    for precision in order.precisions:  # one after another: build() may open a port, or write a file, that it needs
+    # One after another: build() may open a port, or write a file, that it needs
+    for precision in order.precisions:
         try:
             jobs[precision] = _traced(order, precision, say)
         except HoldfastError as error:
@@ -145,14 +166,24 @@ def _all_traced(order: Order, say: Callable[[str], object]) -> tuple[dict[str, _
             raise first
         what = f"{first.what} (in {precision}, under autocast)"
         raise type(first)(what, limit=first.limit, fix=first.fix, rule=first.rule) from first
-    left_out = (f"{precision} was left out, since there {one_line(error)}" for precision, error in errors.items())
+    left_out = (
+        f"{precision} was left out, since there {one_line(error)}"
+        for precision, error in errors.items()
+    )
     return jobs, [Assumption(what=what) for what in left_out]
 
 
 def _recomputed(
-    order: Order, precision: str, plain: ScaledTrace, say: Callable[[str], object], said: list[Assumption]
+    order: Order,
+    precision: str,
+    plain: ScaledTrace,
+    say: Callable[[str], object],
+    said: list[Assumption],
 ) -> tuple[ScaledTrace, tuple[str, ...]] | None:
-    """Return the step with all its blocks recomputed, and their names; None without any, or if it does not run so."""
+    """Return the step with all its blocks recomputed, and their names.
+
+    None without any, or if it does not run so.
+    """
     blocks = plain.template.blocks
     if not blocks:
         return None
@@ -166,7 +197,9 @@ def _recomputed(
     return step, blocks
 
 
-def _traced(order: Order, precision: str, say: Callable[[str], object], recompute: tuple[str, ...] = ()) -> _Traced:
+def _traced(
+    order: Order, precision: str, say: Callable[[str], object], recompute: tuple[str, ...] = ()
+) -> _Traced:
     """Return what tracing found, and the step at any size."""
     failed: list[NotAlignedError] = []
     for times in _TIMES:
@@ -190,49 +223,75 @@ def _traced(order: Order, precision: str, say: Callable[[str], object], recomput
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
     if order.global_batch_size is not None and not result.accumulates:
         said = (
-            f"the step calls backward itself, so that a global batch of {order.global_batch_size} samples is not cut"
-            " for it: gradients of earlier micro-batches were not counted"
+            f"the step calls backward itself, so that a global batch of {order.global_batch_size}"
+            " samples is not cut for it: gradients of earlier micro-batches were not counted"
         )
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
     return result, replace(whole, accumulates=result.accumulates)
 
 
 def plan_device(
-    order: Order, device: Device, steps: dict[str, Step], say: Callable[[str], object] = lambda _: None
+    order: Order,
+    device: Device,
+    steps: dict[str, Step],
+    say: Callable[[str], object] = lambda _: None,
 ) -> DevicePlan:
     """Return what fits a device."""
-    question = Question(device=device, global_batch_size=order.global_batch_size, margin_bytes=order.margin_bytes)
-    suited = {name: step for name, step in steps.items() if name != "bf16" or has_bf16(device)} or steps
+    question = Question(
+        device=device, global_batch_size=order.global_batch_size, margin_bytes=order.margin_bytes
+    )
+    suited = {
+        name: step for name, step in steps.items() if name != "bf16" or has_bf16(device)
+    } or steps
     say(f"planning for {device.name}")
     rows = tuple(plan_rows(suited, question))
     best = recommended(rows)
     shown = best or nearest_miss(rows)
     assert shown is not None, "there is a plan for each precision"
     return DevicePlan(
-        question=question, rows=rows, best=best, trace=step_of(shown, steps[shown.precision], question), shown=shown
+        question=question,
+        rows=rows,
+        best=best,
+        trace=step_of(shown, steps[shown.precision], question),
+        shown=shown,
     )
 
 
 def has_bf16(device: Device) -> bool:
-    """Return whether a device computes in bf16: those of NVIDIA do from Ampere on (compute capability 8.0)."""
+    """Return whether a device computes in bf16.
+
+    Those of NVIDIA do from Ampere on (compute capability 8.0).
+    """
     return device.capability is None or device.capability >= (8, 0)
 
 
-def step_of(row: Row, step: Step, question: Question, global_batch_size: int | None = None) -> Trace:
+def step_of(
+    row: Row, step: Step, question: Question, global_batch_size: int | None = None
+) -> Trace:
     """Return the step of a plan as memory sees it."""
     trace = step.of(row.modules).at(max(1, row.micro_batch_size))
     total = global_batch_size or question.global_batch_size
-    return with_accumulation(trace, total) if step.plain.accumulates and total is not None else trace
+    return (
+        with_accumulation(trace, total) if step.plain.accumulates and total is not None else trace
+    )
 
 
 def verified(
-    order: Order, plan: DevicePlan, steps: dict[str, Step], say: Callable[[str], object], said: list[Assumption]
+    order: Order,
+    plan: DevicePlan,
+    steps: dict[str, Step],
+    say: Callable[[str], object],
+    said: list[Assumption],
 ) -> DevicePlan:
-    """Return the plan with what one more trace says; if that one does not fit, one with a larger margin that does.
+    """Return the plan with what one more trace says.
 
-    What is said of plans that were refused is added to `said`. One that does not run when it is traced is an error.
+    If that one does not fit, one with a larger margin that does.
+
+    What is said of plans that were refused is added to `said`. One that does not run when it is
+    traced is an error.
     """
-    question, device = plan.question, plan.question.device  # a trace has to fit with the margin that was asked for
+    # A trace has to fit with the margin that was asked for
+    question, device = plan.question, plan.question.device
     for _ in range(_TRIALS):
         row = plan.best
         if row is None:
@@ -243,8 +302,11 @@ def verified(
         plan = replace(plan, trace=step_of(row, step, question), verification=found)
         if found.fits:
             return plan
-        # By the share by which it was wrong, and where that is none (its blocks lie otherwise) as much again.
-        wrong = (1 - found.forecast_bytes / found.live_bytes) * (device.available_bytes - row.margin_bytes)
+        # By the share by which it was wrong, and where that is none (its blocks lie otherwise) as
+        # much again.
+        wrong = (1 - found.forecast_bytes / found.live_bytes) * (
+            device.available_bytes - row.margin_bytes
+        )
         margin = row.margin_bytes + max(row.margin_bytes, int(wrong))
         why = f"did not fit when it was traced, so that {margin / GIB:.2f} GiB were kept free"
         recomputed = f", {len(row.modules)} modules recomputed" if row.modules else ""
@@ -260,7 +322,9 @@ def verified(
 
 def _verify(order: Order, row: Row, step: Step, question: Question) -> Verification:
     total = question.global_batch_size
-    count = 2 if step.plain.accumulates and total is not None and total > row.micro_batch_size else 1
+    count = (
+        2 if step.plain.accumulates and total is not None and total > row.micro_batch_size else 1
+    )
     result = trace_job(
         TraceRequest(
             factory=order.factory,
@@ -272,7 +336,9 @@ def _verify(order: Order, row: Row, step: Step, question: Question) -> Verificat
     )
     fits, live_bytes = check_trace(result.traces[0], question)
     forecast = step_of(row, step, question, count * row.micro_batch_size)
-    return Verification(live_bytes=live_bytes, forecast_bytes=live_peak(forecast, GRANULE_BYTES), fits=fits.fits)
+    return Verification(
+        live_bytes=live_bytes, forecast_bytes=live_peak(forecast, GRANULE_BYTES), fits=fits.fits
+    )
 
 
 def one_line(error: HoldfastError) -> str:

@@ -1,8 +1,8 @@
 """Plans for a device: what fits at which micro-batch size, how fast each is, and which one to take.
 
-A plan is a precision, and whether blocks are recomputed. For each the largest micro-batch is searched by playing the
-step on the simulated allocator under the device's memory; plans are ranked by their time for a sample. Live bytes,
-which are quick to add up, bound the search from above.
+A plan is a precision, and whether blocks are recomputed. For each the largest micro-batch is
+searched by playing the step on the simulated allocator under the device's memory; plans are ranked
+by their time for a sample. Live bytes, which are quick to add up, bound the search from above.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from holdfast.forecast.trace.extrapolation import ScaledTrace
 
 Recompute = Literal["none", "all"]
 
-_STEPS = 2  # that are played: the first begins with what is resident in a row, the second with what a step leaves
-# Where the allocator had to give back its cache in them, its blocks lie otherwise in the next: 3 steps were seen to
-# fail where 2 had fitted (an encoder with adapters under 8 GiB). It must have settled: no more of that in these.
+# That are played: the first begins with what is resident in a row, the second with what a step
+# leaves
+_STEPS = 2
+# Where the allocator had to give back its cache in them, its blocks lie otherwise in the next: 3
+# steps were seen to fail where 2 had fitted (an encoder with adapters under 8 GiB). It must have
+# settled: no more of that in these.
 _STEPS_TO_SETTLE = 6
-MOST_SAMPLES = 4096  # looked for without a global batch size; gains of larger micro-batches are below 1 % by then
+# Looked for without a global batch size; gains of larger micro-batches are below 1 % by then
+MOST_SAMPLES = 4096
 _TIE = 0.02  # of the time per sample: less than what a roofline can tell apart
 GRANULE_BYTES = 512  # in which `max_memory_allocated` counts
 
@@ -37,7 +41,8 @@ class Row:
 
     Args:
         micro_batch_size: The largest that fits, in samples; 0 if not even one does.
-        live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without workspaces.
+        live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without
+            workspaces.
         process_bytes: What the process takes of the device, context included.
         margin_bytes: What was kept free beyond that for what a forecast cannot know.
         missing_bytes: By how much it does not fit with one sample; 0 if it does.
@@ -64,7 +69,8 @@ class Row:
 
     def policy(self) -> dict[str, Any]:
         """Return the fields of a `Policy` that carry this plan out."""
-        recompute: Any = list(self.modules) or True  # True: as a remedy only, should the forecast be too low
+        # True: as a remedy only, should the forecast be too low
+        recompute: Any = list(self.modules) or True
         return {
             "precision": self.precision,
             "recompute": recompute,
@@ -75,7 +81,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked of a device; no global batch size: whatever fits at once; no margin: the default."""
+    """What is asked of a device; no global batch size: whatever fits at once.
+
+    No margin: the default.
+    """
 
     device: Device
     global_batch_size: int | None = None
@@ -90,14 +99,19 @@ class Question:
         """Return what to keep free for a step, in bytes."""
         if self.margin_bytes is not None:
             return self.margin_bytes
-        return default_margin_bytes(self.device, uncalibrated_scratch_bytes=trace.uncalibrated_bytes)
+        return default_margin_bytes(
+            self.device, uncalibrated_scratch_bytes=trace.uncalibrated_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A job's step in one precision at any size, as it is; `recomputed` traces it with all blocks recomputed.
+    """A job's step in one precision at any size, as it is.
 
-    That is asked for where not the whole batch fits; it returns the step and the blocks, or None without any.
+    `recomputed` traces it with all blocks recomputed.
+
+    That is asked for where not the whole batch fits; it returns the step and the blocks, or None
+    without any.
     """
 
     plain: ScaledTrace
@@ -111,11 +125,17 @@ class Step:
 
 def plan_rows(steps: Mapping[str, Step], question: Question) -> list[Row]:
     """Return every plan on a device, in the order of precisions and recomputation."""
-    return [row for precision, step in steps.items() for row in _Search(step, precision, question).rows()]
+    return [
+        row
+        for precision, step in steps.items()
+        for row in _Search(step, precision, question).rows()
+    ]
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """Return the plan to take: the fastest, of those as fast the one that changes least; None if none fits.
+    """Return the plan to take: the fastest, of those as fast the one that changes least.
+
+    None if none fits.
 
     What stands earlier in the list of precisions counts as the smaller change.
     """
@@ -127,24 +147,35 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     precisions = list(dict.fromkeys(row.precision for row in rows))
 
     def changes(row: Row) -> tuple[int, ...]:
-        return (len(row.modules), row.retries > 0, precisions.index(row.precision), -row.micro_batch_size)
+        return (
+            len(row.modules),
+            row.retries > 0,
+            precisions.index(row.precision),
+            -row.micro_batch_size,
+        )
 
     return min(near, key=changes)
 
 
 def nearest_miss(rows: Iterable[Row]) -> Row | None:
     """Return the plan that needs least, where none fits."""
-    return min((row for row in rows if not row.fits), key=lambda row: row.missing_bytes, default=None)
+    return min(
+        (row for row in rows if not row.fits), key=lambda row: row.missing_bytes, default=None
+    )
 
 
 def check_trace(trace: Trace, question: Question) -> tuple[Fit, int]:
-    """Return whether a trace that was made with a plan's own settings fits, and its live peak in bytes."""
+    """Return whether a trace that was made with a plan's own settings fits, and its live peak in
+    bytes.
+    """
     return _fit(trace, question), live_peak(trace, GRANULE_BYTES)
 
 
 def _fit(trace: Trace, question: Question, steps: int = _STEPS) -> Fit:
     margin = question.margin(trace)
-    return check_fit(*played(trace, steps), question.device, products=first_products(trace), margin_bytes=margin)
+    return check_fit(
+        *played(trace, steps), question.device, products=first_products(trace), margin_bytes=margin
+    )
 
 
 class _Search:
@@ -152,22 +183,36 @@ class _Search:
 
     def __init__(self, step: Step, precision: str, question: Question) -> None:
         self._step, self._precision, self._question = step, precision, question
-        self._at = functools.lru_cache(maxsize=128)(lambda samples, modules: step.of(modules).at(samples))
+        self._at = functools.lru_cache(maxsize=128)(
+            lambda samples, modules: step.of(modules).at(samples)
+        )
 
     def _in_memory(self, trace: Trace) -> Trace:
-        """Return the step as memory sees it, in which gradients of earlier micro-batches are kept."""
+        """Return the step as memory sees it, in which gradients of earlier micro-batches are
+        kept.
+        """
         total = self._question.global_batch_size
-        return with_accumulation(trace, total) if total is not None and self._step.plain.accumulates else trace
+        return (
+            with_accumulation(trace, total)
+            if total is not None and self._step.plain.accumulates
+            else trace
+        )
 
     def rows(self) -> Iterable[Row]:
         """Yield the plans without recomputation and, unless that would only cost time, with it."""
         nothing = self._largest(())
         yield nothing
-        if nothing.micro_batch_size < self._question.most_samples and (found := self._step.recomputed()) is not None:
+        if (
+            nothing.micro_batch_size < self._question.most_samples
+            and (found := self._step.recomputed()) is not None
+        ):
             yield self._largest(found[1])
 
     def _largest(self, modules: tuple[str, ...]) -> Row:
-        """Return the plan with the largest micro-batch that fits: of all that live bytes allow, found by halving."""
+        """Return the plan with the largest micro-batch that fits.
+
+        Of all that live bytes allow, found by halving.
+        """
         low, high = 0, self._question.most_samples + 1
         fit = None
         for fits in (self._may_fit, self._find_fit):
@@ -183,7 +228,9 @@ class _Search:
         """Return whether live bytes alone are within the memory, which takes no replay."""
         trace = self._in_memory(trace)
         cap = self._question.device.available_bytes - self._question.margin(trace)
-        return int(live_bytes(*self._with_workspaces(trace, 1), GRANULE_BYTES).max(initial=0)) <= cap
+        return (
+            int(live_bytes(*self._with_workspaces(trace, 1), GRANULE_BYTES).max(initial=0)) <= cap
+        )
 
     def _find_fit(self, trace: Trace) -> Fit | None:
         """Return how a step fits; None if it does not."""
@@ -202,7 +249,10 @@ class _Search:
         return with_workspaces(*played(trace, steps), self._question.device, first_products(trace))
 
     def _seconds(self, samples: int, modules: tuple[str, ...]) -> float:
-        """Return the time for a sample; the last micro-batch of a global batch may be a smaller one."""
+        """Return the time for a sample.
+
+        The last micro-batch of a global batch may be a smaller one.
+        """
         device, total = self._question.device, self._question.global_batch_size or samples
         full, rest = divmod(total, samples)
         seconds = step_seconds(self._at(samples, modules), device, micro_steps=full)

@@ -1,7 +1,8 @@
 """Where an operation belongs: the module that runs it, and the line of the user's that led to it.
 
-In a forward pass both are on the stack. In a backward pass they are those of the forward operation whose node runs,
-found by the sequence number that autograd gave that node; a recomputation has a stack of its own again.
+In a forward pass both are on the stack. In a backward pass they are those of the forward operation
+whose node runs, found by the sequence number that autograd gave that node; a recomputation has a
+stack of its own again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def _place(code: CodeType, line: int) -> str:
 
 
 def _line_among(frames: Iterable[tuple[CodeType, int]]) -> str:
-    """Return the user's own line among frames, the innermost first, and where in a package it led; maybe empty."""
+    """Return the user's own line among frames, the innermost first, and where in a package it
+    led; maybe empty.
+    """
     installed = ""
     for code, line in frames:
         kind = _kind_of(code)
@@ -54,7 +57,9 @@ def _line_among(frames: Iterable[tuple[CodeType, int]]) -> str:
 
 
 def running_line() -> str:
-    """Return the user's line that is running, ``"model.py:31 in forward"``, and where in a package it led; or ""."""
+    """Return the user's line that is running, ``"model.py:31 in forward"``, and where in a
+    package it led; or "".
+    """
     frame: FrameType | None = sys._getframe(1)
     frames = []
     while frame is not None:
@@ -64,13 +69,19 @@ def running_line() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the user's line that led to an error, and where in a package it led; or an empty string."""
+    """Return the user's line that led to an error, and where in a package it led.
+
+    Or an empty string.
+    """
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return _line_among(reversed(frames))
 
 
 class UserLines:
-    """Numbers for lines of the user's: of the innermost frame outside torch, holdfast and the standard library."""
+    """Numbers for lines of the user's.
+
+    Of the innermost frame outside torch, holdfast and the standard library.
+    """
 
     def __init__(self) -> None:
         self.texts = [""]
@@ -78,7 +89,10 @@ class UserLines:
         self._by_text = {"": 0}
 
     def find(self, frame: FrameType | None) -> int:
-        """Return the number of the line that led here; 0 if none did on this side of autograd's engine."""
+        """Return the number of the line that led here.
+
+        0 if none did on this side of autograd's engine.
+        """
         while frame is not None:
             kind = _kind_of(frame.f_code)
             if kind in (_USERS, _INSTALLED):
@@ -153,9 +167,12 @@ class Places:
         line = self.lines.find(frame)
         module = self._running[-1][1] if self._running else 0
         if not in_backward or (records and self._running):
-            # The node is made right before its operation is dispatched, so the first to see a number is its own.
+            # The node is made right before its operation is dispatched, so the first to see a
+            # number is its own.
             self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
             return module, line
         node = torch._C._current_autograd_node()
-        self._last = self._last if node is None else self._by_sequence.get(node._sequence_nr(), self._last)
+        self._last = (
+            self._last if node is None else self._by_sequence.get(node._sequence_nr(), self._last)
+        )
         return self._last[0], line or self._last[1]

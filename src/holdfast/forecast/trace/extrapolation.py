@@ -1,10 +1,14 @@
-"""From traces of two small batches to a trace at any micro-batch size, without running anything again.
+"""From traces of two small batches to a trace at any micro-batch size, without running anything
+again.
 
-A storage grows by a fixed number of bytes for each sample, so two traces say its size at any micro-batch. The *peak*
-is the largest of many such sums and no line itself: a line through two peaks errs on the low side (up to -52 % was
+A storage grows by a fixed number of bytes for each sample, so two traces say its size at any
+micro-batch. The *peak*
+is the largest of many such sums and no line itself: a line through two peaks errs on the low side
+    (up to -52 % was
 measured, on a loop decoder), so every storage is extrapolated and the events are played again.
 
-A list of samples, a loop over them or a branch on their number cannot be extrapolated: such a step is another program
+A list of samples, a loop over them or a branch on their number cannot be extrapolated: such a step
+    is another program
 at each size, and is refused.
 """
 
@@ -19,7 +23,8 @@ import numpy.typing as npt
 from holdfast.core.errors import BatchError
 from holdfast.forecast.trace.events import OWNERS, Assumption, Trace
 
-# One sample goes other ways (a dimension of 1 is contiguous either way): 3 of the 7 models that were tried did.
+# One sample goes other ways (a dimension of 1 is contiguous either way): 3 of the 7 models that
+# were tried did.
 LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
 _SCRATCH = OWNERS.index("scratch")
@@ -39,7 +44,8 @@ class ScaledTrace:
         template: The first trace; everything but sizes and work is the same in both.
         size_bytes: Shape ``(2, storages)``; `flops` and `moved_bytes` are ``(2, operations)``.
         totals: Shape ``(2, 2)``: the growth of the step and what is not calibrated, in bytes.
-        accumulates: Whether a global batch is cut into micro-batches whose gradients are added up, as a guard does.
+        accumulates: Whether a global batch is cut into micro-batches whose gradients are added up,
+            as a guard does.
     """
 
     template: Trace
@@ -70,7 +76,9 @@ class ScaledTrace:
         )
 
     def _line(self, values: npt.NDArray[np.int64], at: int) -> npt.NDArray[np.int64]:
-        """Return the values on the lines through two rows, in whole numbers, rounded up, from 0 to `most_each`."""
+        """Return the values on the lines through two rows, in whole numbers, rounded up, from 0
+        to `most_each`.
+        """
         low, high = self.micro_batch_sizes
         largest = int(np.abs(values).max(initial=1))
         fits = largest * (high + low + 2 * at) < 1 << 62
@@ -80,17 +88,22 @@ class ScaledTrace:
         result: npt.NDArray[np.int64] = bounded.astype(np.int64)
         return result
 
-    def _assumptions(self, micro_batch_size: int, sizes: npt.NDArray[np.int64]) -> tuple[Assumption, ...]:
+    def _assumptions(
+        self, micro_batch_size: int, sizes: npt.NDArray[np.int64]
+    ) -> tuple[Assumption, ...]:
         said = []
         low, high = self.micro_batch_sizes
         if micro_batch_size < LEAST_MICRO_BATCH_SIZE:
-            said.append(f"{micro_batch_size} sample is extrapolated from {low} and {high}, and may go another way")
+            said.append(
+                f"{micro_batch_size} sample is extrapolated from {low} and {high}, and may go"
+                " another way"
+            )
         uneven = (self.size_bytes[1] - self.size_bytes[0]) % (high - low) != 0
         if uneven.any():
             share = 100 * int(sizes[uneven].sum()) / max(1, int(sizes.sum()))
             said.append(
-                f"{int(uneven.sum())} storages ({share:.1f} % of all bytes) do not grow by whole bytes per sample;"
-                " they were rounded up"
+                f"{int(uneven.sum())} storages ({share:.1f} % of all bytes) do not grow by whole"
+                " bytes per sample; they were rounded up"
             )
         return tuple(Assumption(what=what) for what in said)
 
@@ -105,10 +118,16 @@ def fit(traces: Sequence[Trace]) -> ScaledTrace:
     difference = _find_difference(first, second)
     if difference is not None:
         raise NotAlignedError(
-            f"the step does other things with {_described(second)} than with {_described(first)}: {difference}",
-            limit="sizes can be extrapolated only if every batch goes the same way through the model",
-            fix="remove the branch on the batch, or what is kept from step to step; let the loader collate a list of "
-            "samples into one tensor, since each size of a list is another program",
+            f"the step does other things with {_described(second)} than with {_described(first)}:"
+            f" {difference}",
+            limit=(
+                "sizes can be extrapolated only if every batch goes the same way through the model"
+            ),
+            fix=(
+                "remove the branch on the batch, or what is kept from step to step; let the loader"
+                " collate a list of samples into one tensor, since each size of a list is another"
+                " program"
+            ),
             rule="H425",
         )
     both = (first, second)
@@ -119,14 +138,18 @@ def fit(traces: Sequence[Trace]) -> ScaledTrace:
         size_bytes=_with_even_scratch(both),
         flops=np.stack([one.flops for one in both]),
         moved_bytes=np.stack([one.moved_bytes for one in both]),
-        totals=np.array([[one.growth_bytes, one.uncalibrated_bytes] for one in both], dtype=np.int64),
+        totals=np.array(
+            [[one.growth_bytes, one.uncalibrated_bytes] for one in both], dtype=np.int64
+        ),
     )
 
 
 def _with_even_scratch(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
-    """Return the sizes of storages, shape ``(2, storages)``, with scratch in proportion where a trace has none.
+    """Return the sizes of storages, shape ``(2, storages)``, with scratch in proportion where a
+    trace has none.
 
-    Kernels may take scratch from a certain size of the batch on only: proportion is rather too much than too little.
+    Kernels may take scratch from a certain size of the batch on only: proportion is rather too much
+        than too little.
     """
     sizes = np.stack([one.size_bytes for one in traces])
     samples = np.array([[one.micro_batch_size] for one in traces])
@@ -135,7 +158,10 @@ def _with_even_scratch(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
 
 
 def most_each(count: int) -> int:
-    """Return the most that each of some sizes is taken to be, far above any device: their sum is a 64-bit integer."""
+    """Return the most that each of some sizes is taken to be, far above any device.
+
+    Their sum is a 64-bit integer.
+    """
     return (1 << 60) // max(1, count)
 
 
@@ -154,15 +180,22 @@ def _find_difference(first: Trace, other: Trace) -> str | None:
     elif operation is None:
         operation = _first_unequal(first.operation_event, other.operation_event)
     if operation is not None:
-        return f"operation {operation} is {_operation(first, operation)}, there {_operation(other, operation)}"
+        return (
+            f"operation {operation} is {_operation(first, operation)}, there"
+            f" {_operation(other, operation)}"
+        )
     if _found(first) != _found(other):
         return "the parameters and states that live before it differ"
-    changed = next((name for name in _COMPARED if getattr(first, name) != getattr(other, name)), None)
+    changed = next(
+        (name for name in _COMPARED if getattr(first, name) != getattr(other, name)), None
+    )
     return None if changed is None else f"their {changed.replace('_', ' ')} differ"
 
 
 def _found(trace: Trace) -> list[tuple[int, int, int]]:
-    """Return owner, module and size of what is alive before the step, as far as no batch changes it."""
+    """Return owner, module and size of what is alive before the step, as far as no batch changes
+    it.
+    """
     found = np.array(trace.resident, dtype=np.int64)
     found = found[np.isin(trace.owner[found], _OF_ANY_SIZE)]
     columns = (trace.owner, trace.module, trace.size_bytes)

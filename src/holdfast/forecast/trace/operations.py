@@ -1,4 +1,7 @@
-"""What an operation costs: floating point operations, bytes read and written, and the type that it computes in."""
+"""What an operation costs.
+
+Floating point operations, bytes read and written, and the type that it computes in.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,15 @@ from torch.utils.flop_counter import flop_registry
 from holdfast.forecast.trace.events import DTYPES
 from holdfast.memory.recompute import tensors_of
 
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_FORMATS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
 _WITHOUT_KERNEL_NAMES = """
-    _reshape_alias _unsafe_view empty empty_like empty_strided lift_fresh new_empty new_empty_strided resize_ set_
+    _reshape_alias _unsafe_view empty empty_like empty_strided lift_fresh new_empty
+    new_empty_strided resize_ set_
 """
 _WITHOUT_KERNEL = frozenset(f"aten.{name}" for name in _WITHOUT_KERNEL_NAMES.split())
 # They read as much of their first argument as they write, however large it is.
@@ -22,9 +31,12 @@ _PICKS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_s
 
 
 class Operation(NamedTuple):
-    """An operation as it was dispatched: `name` is an index into `Operations.names`, `dtype` one into `DTYPES`.
+    """An operation as it was dispatched.
 
-    `flops` follow torch's own formulas, 0 where there is none; `moved_bytes` is what it reads and writes.
+    `name` is an index into `Operations.names`, `dtype` one into `DTYPES`.
+
+    `flops` follow torch's own formulas, 0 where there is none; `moved_bytes` is what it reads and
+    writes.
     """
 
     name: int
@@ -50,14 +62,20 @@ class Operations:
         self.names: list[str] = []
         self._kinds: dict[Any, _Kind] = {}
 
-    def measure(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operation | None:
+    def measure(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Operation | None:
         """Return what an operation costs, or None if it runs no kernel, as a view."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = self._describe(func)
         if not kind.launches:
             return None
-        written = list(tensors_of((out, *[args[position] for position in kind.written if position < len(args)])))
+        written = list(
+            tensors_of(
+                (out, *[args[position] for position in kind.written if position < len(args)])
+            )
+        )
         read = list(tensors_of((args[1:] if kind.picks else args, kwargs)))
         moved = _bytes_of(read) + _bytes_of(written) * (2 if kind.picks else 1)
         flops = 0 if kind.formula is None else _evaluate(kind.formula, args, kwargs, out)
@@ -73,11 +91,15 @@ class Operations:
         written: tuple[int, ...] = ()
         asks = False  # for a fact, such as a device or a number
         if schema is not None:
-            asks = not schema.is_mutable and not any("Tensor" in str(one.type) for one in schema.returns)
+            asks = not schema.is_mutable and not any(
+                "Tensor" in str(one.type) for one in schema.returns
+            )
         if schema is not None and not schema.returns:
             arguments = enumerate(schema.arguments)
             written = tuple(
-                place for place, one in arguments if one.alias_info is not None and one.alias_info.is_write
+                place
+                for place, one in arguments
+                if one.alias_info is not None and one.alias_info.is_write
             )
         return _Kind(
             name=self.names.index(name),
@@ -90,11 +112,16 @@ class Operations:
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
-    """Return the sizes of dense tensors; a sparse one's parts were moved by the operations that made them."""
+    """Return the sizes of dense tensors.
+
+    A sparse one's parts were moved by the operations that made them.
+    """
     return sum([tensor.nbytes for tensor in tensors if tensor.layout is torch.strided])
 
 
-def _evaluate(formula: Callable[..., int], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def _evaluate(
+    formula: Callable[..., int], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> int:
     try:
         return int(formula(*args, **kwargs, out_val=out))
     except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError):
@@ -112,7 +139,8 @@ def _format(single: int, read: list[torch.Tensor], written: list[torch.Tensor]) 
 def _takes_tf32(name: str) -> bool:
     """Return whether CUDA may compute this fp32 operation in TF32, by torch's settings.
 
-    Off for matrix products and on for convolutions by default (docs.pytorch.org, "CUDA semantics", TensorFloat-32).
+    Off for matrix products and on for convolutions by default (docs.pytorch.org, "CUDA semantics",
+    TensorFloat-32).
     """
     try:
         if "convolution" in name:

@@ -1,6 +1,7 @@
 """The raw record of one step, as the tracer writes it, and how it becomes a `Trace`.
 
-Storages have numbers that are never used again while a tracer is there; a trace numbers its own from 0.
+Storages have numbers that are never used again while a tracer is there; a trace numbers its own
+from 0.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Ledger:
 
 
 class Ran(NamedTuple):
-    """An operation that ran: the columns of `Trace`, and the events before it, and so before what it allocated."""
+    """An operation that ran.
+
+    The columns of `Trace`, and the events before it, and so before what it allocated.
+    """
 
     operation_name: int
     operation_event: int
@@ -63,7 +67,8 @@ _TYPES = {"operation_phase": np.int8, "flops": np.int64, "moved_bytes": np.int64
 class Recording:
     """What happens in a step; storages by their numbers in the ledger.
 
-    `resident` is alive when it begins, `survivors` when it ends; autograd's engine begins before `backward_starts`.
+    `resident` is alive when it begins, `survivors` when it ends; autograd's engine begins before
+    `backward_starts`.
     """
 
     resident: list[int]
@@ -100,13 +105,20 @@ def _match_in_order(
 
 
 def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
-    """Return the trace of a recorded step; `described` are the other fields of `Trace`, such as names by number."""
+    """Return the trace of a recorded step.
+
+    `described` are the other fields of `Trace`, such as names by number.
+    """
     numbers = [*sorted(recording.resident), *(event - 1 for event in recording.events if event > 0)]
     dense = {number: place for place, number in enumerate(numbers)}
     carried, growth = _carried(recording, ledger, dense)
-    events = [dense[event - 1] + 1 if event > 0 else -dense[-event - 1] - 1 for event in recording.events]
+    events = [
+        dense[event - 1] + 1 if event > 0 else -dense[-event - 1] - 1 for event in recording.events
+    ]
     _sort_frees(events, recording)
-    columns = zip(*recording.operations, strict=True) if recording.operations else [()] * len(Ran._fields)
+    columns = (
+        zip(*recording.operations, strict=True) if recording.operations else [()] * len(Ran._fields)
+    )
     operations: dict[str, Any] = {
         name: np.array(column, dtype=_TYPES.get(name, np.int32))
         for name, column in zip(Ran._fields, columns, strict=True)
@@ -132,32 +144,47 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
 def _sort_frees(events: list[int], recording: Recording) -> None:
     """Bring frees that nothing parts into the order of their storages.
 
-    What is freed at once, as autocast's cache of weights, comes in the order of a hash table of addresses: another in
-    each run, to no effect.
+    What is freed at once, as autocast's cache of weights, comes in the order of a hash table of
+    addresses: another in each run, to no effect.
     """
     parts = {*(ran.operation_event for ran in recording.operations), *recording.backward_starts}
     parts |= {place for step in recording.optimizer_steps for place in step}
     phase = recording.event_phase
     begin = 0
     for end in range(1, len(events) + 1):
-        together = end < len(events) and events[begin] < 0 and events[end] < 0 and phase[end] == phase[begin]
+        together = (
+            end < len(events)
+            and events[begin] < 0
+            and events[end] < 0
+            and phase[end] == phase[begin]
+        )
         if not together or end in parts:
             events[begin:end] = sorted(events[begin:end], reverse=True)
             begin = end
 
 
-def _carried(recording: Recording, ledger: Ledger, dense: dict[int, int]) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Pair what the step leaves with what it found and freed, both in the order in which they were allocated."""
+def _carried(
+    recording: Recording, ledger: Ledger, dense: dict[int, int]
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Pair what the step leaves with what it found and freed, both in the order in which they
+    were allocated.
+    """
     resident = set(recording.resident)
     freed = sorted(resident - recording.survivors)
     left = sorted(recording.survivors - resident)
     size_of = ledger.size_bytes.__getitem__
     growth = sum(map(size_of, left)) - sum(map(size_of, freed))
-    return tuple((dense[made], dense[found]) for made, found in _match_in_order(left, freed, size_of)), growth
+    return (
+        tuple((dense[made], dense[found]) for made, found in _match_in_order(left, freed, size_of)),
+        growth,
+    )
 
 
 def _owners(recording: Recording, ledger: Ledger, numbers: Sequence[int]) -> list[int]:
-    """Return the owner of each storage; activations are what waits for a backward pass that has not begun."""
+    """Return the owner of each storage.
+
+    Activations are what waits for a backward pass that has not begun.
+    """
     birth = {event - 1: place for place, event in enumerate(recording.events) if event > 0}
     death = {-event - 1: place for place, event in enumerate(recording.events) if event < 0}
     starts = recording.backward_starts

@@ -1,6 +1,7 @@
 """The storages of a device that are alive, by weak references and numbers, and who owns them.
 
-The owner is found by looking where training keeps its tensors; activations, nobody's, are known by `recording`.
+The owner is found by looking where training keeps its tensors; activations, nobody's, are known by
+`recording`.
 """
 
 from __future__ import annotations
@@ -53,11 +54,16 @@ class Storages:
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on the device."""
         # A fake tensor's `device` is a property that asks who asks (`stand_ins`).
-        device: torch.device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        device: torch.device = (
+            tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        )
         return device.type == self._device_type
 
     def hold_all(self, out: Any, born: int) -> bool | None:
-        """Watch what an operation returned; return whether a tensor is on the device, None if there are none."""
+        """Watch what an operation returned.
+
+        Return whether a tensor is on the device, None if there are none.
+        """
         if isinstance(out, torch.Tensor):
             return self.hold(out, born)
         here = None
@@ -67,7 +73,10 @@ class Storages:
         return here
 
     def hold(self, tensor: torch.Tensor, born: int) -> bool:
-        """Watch the storage of a tensor, new ones born in this phase; return whether it is on the device."""
+        """Watch the storage of a tensor, new ones born in this phase.
+
+        Return whether it is on the device.
+        """
         if not self.is_here(tensor):
             return False
         storage = _storage_of(tensor)
@@ -83,7 +92,10 @@ class Storages:
         return True
 
     def hold_unknown(self) -> None:
-        """Watch tensors that were made before, as far as Python knows them: those of the kind that is traced."""
+        """Watch tensors that were made before, as far as Python knows them.
+
+        Those of the kind that is traced.
+        """
         fake = active_fake_mode() is not None
         for item in gc.get_objects():
             kind = type(item)
@@ -99,7 +111,10 @@ class Storages:
             self.record.free(number, phase)
 
     def _resize(self, held: _Held, size_bytes: int, born: int) -> None:
-        """Note that a storage has another size: the new memory is there before the old is given back."""
+        """Note that a storage has another size.
+
+        The new memory is there before the old is given back.
+        """
         old = held.number
         held.size_bytes = size_bytes
         held.number = self.ledger.add(size_bytes, *self.place, born) if size_bytes else -1
@@ -128,11 +143,15 @@ class Owners:
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
 
-    def watch(self, models: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def watch(
+        self, models: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
         """Look at these too from now on."""
         self._places.name_modules(models)
         self._models += models.values()
-        self._optimizers += [one for one in optimizers if all(one is not other for other in self._optimizers)]
+        self._optimizers += [
+            one for one in optimizers if all(one is not other for other in self._optimizers)
+        ]
 
     def claim(self, tensors: Any, owner: str, module: int = 0) -> None:
         """Note who owns the storages of tensors, in nested lists, tuples and mappings."""
@@ -156,7 +175,10 @@ class Owners:
 
     def find_gradients(self) -> None:
         """Look at the parameters' gradients."""
-        for parameter in (*(p for model in self._models for p in model.parameters()), *self._optimized()):
+        for parameter in (
+            *(p for model in self._models for p in model.parameters()),
+            *self._optimized(),
+        ):
             if parameter.is_leaf and parameter.grad is not None:
                 self.claim(parameter.grad, "gradients", self._module_of(parameter))
 
@@ -179,5 +201,6 @@ class Owners:
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError, ValueError):  # a sparse one; its parts are watched by themselves
+    # A sparse one; its parts are watched by themselves
+    except (NotImplementedError, RuntimeError, ValueError):
         return None

@@ -1,7 +1,8 @@
-"""Watch what a training step does to the memory of a device, tensor by tensor, as torch dispatches it.
+"""Watch what a training step does to the memory of a device, tensor by tensor, as torch dispatches
+it.
 
-Works on tensors without data and on real ones. A storage is alive from the operation that returns it until the last
-reference to it is gone, which is when the device's allocator would get it back.
+Works on tensors without data and on real ones. A storage is alive from the operation that returns
+it until the last reference to it is gone, which is when the device's allocator would get it back.
 """
 
 from __future__ import annotations
@@ -17,14 +18,25 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.forecast.kernels.scratch import Scratch, Uncalibrated
 from holdfast.forecast.trace.attribution import Places
 from holdfast.forecast.trace.events import Assumption, Trace
 from holdfast.forecast.trace.operations import Operations
-from holdfast.forecast.trace.recording import BACKWARD, FORWARD, OPTIMIZER, OTHER, Ran, Recording, as_trace
+from holdfast.forecast.trace.recording import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    Ran,
+    Recording,
+    as_trace,
+)
 from holdfast.forecast.trace.storages import Owners, Storages
 from holdfast.memory.recompute import tensors_of
 
@@ -36,15 +48,20 @@ ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None
 class Tracer(TorchDispatchMode):
     """Watch a device while the context lasts; record one step of it by `recording`.
 
-    It must be the innermost mode, entered before the tensors of the job are made; those that are already there are
-    found if Python knows them. `scratch` returns what an operation allocates for itself, of its overload, arguments
-    and result; `uncalibrated` takes down what those figures leave open.
+    It must be the innermost mode, entered before the tensors of the job are made; those that are
+    already there are found if Python knows them. `scratch` returns what an operation allocates for
+    itself, of its overload, arguments and result; `uncalibrated` takes down what those figures
+    leave open.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, device: torch.device, *, scratch: ScratchOf = lambda *_: None, uncalibrated: Uncalibrated | None = None
+        self,
+        device: torch.device,
+        *,
+        scratch: ScratchOf = lambda *_: None,
+        uncalibrated: Uncalibrated | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = Places()
@@ -62,16 +79,20 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that it would put around each dispatch costs more than what is done here
+        # The wrapper that it would put around each dispatch costs more than what is done here
+        return False
 
     def __enter__(self) -> Self:
         gc.collect()
-        gc.freeze()  # what is there need not be looked at again, which makes the later collections short
+        # What is there need not be looked at again, which makes the later collections short
+        gc.freeze()
         self._cleanup.callback(gc.unfreeze)
         super().__enter__()  # type: ignore[no-untyped-call]
         for handle in (
             register_module_forward_pre_hook(self._before_module),
-            register_module_forward_hook(lambda module, *_: self._places.leave(module), always_call=True),
+            register_module_forward_hook(
+                lambda module, *_: self._places.leave(module), always_call=True
+            ),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
@@ -83,21 +104,31 @@ class Tracer(TorchDispatchMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def watch(
-        self, *, models: Mapping[str, nn.Module] | None = None, optimizers: Iterable[torch.optim.Optimizer] = ()
+        self,
+        *,
+        models: Mapping[str, nn.Module] | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
-        """Note what owns memory: models by the names that begin their modules' paths, and optimizers."""
+        """Note what owns memory.
+
+        Models by the names that begin their modules' paths, and optimizers.
+        """
         self._owners.watch(models or {}, optimizers)
         self._owners.find_all()
 
     def claim(self, tensors: Any, owner: str = "batch") -> None:
-        """Note who owns tensors, in nested lists, tuples and mappings; those on other devices are passed over."""
+        """Note who owns tensors, in nested lists, tuples and mappings.
+
+        Those on other devices are passed over.
+        """
         self._owners.claim(tensors, owner)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record what happens in the context as the template of a step.
 
-        No garbage is collected within: a reference cycle is kept to the end, wherever the collector would have come.
+        No garbage is collected within: a reference cycle is kept to the end, wherever the collector
+            would have come.
         """
         gc.collect()
         self._places.forget()
@@ -118,7 +149,10 @@ class Tracer(TorchDispatchMode):
             record.uncalibrated_bytes = self._uncalibrated.excess_bytes
             if calls := self._uncalibrated.calls:
                 names = ", ".join(sorted(calls))
-                what = f"what {names} allocate for themselves is not calibrated ({calls.total()} calls)"
+                what = (
+                    f"what {names} allocate for themselves is not calibrated ({calls.total()}"
+                    " calls)"
+                )
                 record.assumptions.append(Assumption(what=what))
             self._recorded = record
         finally:
@@ -140,17 +174,31 @@ class Tracer(TorchDispatchMode):
     # What torch calls.
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # as the fake mode would say; torch asks before most operations
+        if (
+            func is _DEVICE
+            and isinstance(args[0], FakeTensor)
+            and not args[0].fake_mode.in_kernel_invocation
+        ):
+            # As the fake mode would say; torch asks before most operations
+            return args[0].fake_device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self._note(func, args, kwargs, out, sys._getframe().f_back)
         return out
 
     def _note(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType | None
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        frame: FrameType | None,
     ) -> None:
         phase = self._phase()
         records = torch.is_grad_enabled()
@@ -177,7 +225,8 @@ class Tracer(TorchDispatchMode):
         if here and phase == FORWARD and not self._places.in_module:
             source = args[0] if args else None
             if isinstance(source, torch.Tensor) and not self._storages.is_here(source):
-                self._owners.claim(out, "batch")  # what comes from another device outside of all modules
+                # What comes from another device outside of all modules
+                self._owners.claim(out, "batch")
 
     def _phase(self) -> int:
         if torch._C._current_graph_task_id() != -1:

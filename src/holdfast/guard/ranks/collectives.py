@@ -1,8 +1,10 @@
-"""Count the collectives that a loss or a model begins itself, such as the gather of a contrastive loss.
+"""Count the collectives that a loss or a model begins itself, such as the gather of a contrastive
+loss.
 
-Every backend of a process group numbers its collectives. The growth of these numbers during an attempt, minus the
-collectives of the guard and of the model's wrapper, is the number that the user's code has begun, on any group and
-through any API. Nothing is patched for that, and an undisturbed step only reads a few integers.
+Every backend of a process group numbers its collectives. The growth of these numbers during an
+attempt, minus the collectives of the guard and of the model's wrapper, is the number that the
+user's code has begun, on any group and through any API. Nothing is patched for that, and an
+undisturbed step only reads a few integers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_
 
 
 class Collectives:
-    """Counts the collectives that the loss or the model begins in an attempt of this rank, for each process group.
+    """Counts the collectives that the loss or the model begins in an attempt of this rank, for each
+    process group.
 
     The counters are keyed by the name of the group. A thread may read them at any time.
     """
@@ -46,30 +49,39 @@ class Collectives:
         self._foreseen[group.group_name] += 1
 
     def settle(self) -> None:
-        """Freeze the count. The collectives that follow cannot be told apart from those that torch begins."""
+        """Freeze the count.
+
+        The collectives that follow cannot be told apart from those that torch begins.
+        """
         if self._settled is None:
             self._settled = self._count()
 
     def begun(self) -> Counter[str]:
         """Return how many were begun on each group until the count was settled."""
         count = self._count()
-        # Read after counting: if another thread settled the count meanwhile, ours may include later collectives.
+        # Read after counting: if another thread settled the count meanwhile, ours may include later
+        # collectives.
         settled = self._settled
         return count if settled is None else settled
 
     def begun_since_settled(self) -> Counter[str]:
-        """Return how many were begun on each group after the count was settled, without those that were foreseen."""
+        """Return how many were begun on each group after the count was settled, without those
+        that were foreseen.
+        """
         assert self._settled is not None
         return self._count() - self._settled
 
     def _count(self) -> Counter[str]:
-        # The numbers are read before `_foreseen`, so every collective of the guard in them was foreseen by then.
+        # The numbers are read before `_foreseen`, so every collective of the guard in them was
+        # foreseen by then.
         total = sequence_numbers()
         return total - self._at_begin - self._foreseen
 
 
 def sequence_numbers() -> Counter[str]:
-    """Return how many collectives this process has begun on each of its groups, by the name of the group."""
+    """Return how many collectives this process has begun on each of its groups, by the name of
+    the group.
+    """
     groups = list(distributed_c10d._world.pg_names.items())
     return Counter({name: _number(group) for group, name in groups})
 
@@ -77,11 +89,15 @@ def sequence_numbers() -> Counter[str]:
 def shared_with(rank: int) -> set[str]:
     """Return the names of the groups to which both this process and another rank belong."""
     groups = list(distributed_c10d._world.pg_names.items())
-    return {name for group, name in groups if rank in distributed_c10d.get_process_group_ranks(group)}
+    return {
+        name for group, name in groups if rank in distributed_c10d.get_process_group_ranks(group)
+    }
 
 
 def _number(group: Any) -> int:
-    """Return how many collectives were begun on a group, over its backends for all kinds of devices."""
+    """Return how many collectives were begun on a group, over its backends for all kinds of
+    devices.
+    """
     total = 0
     # Some backends do not number their collectives.
     with contextlib.suppress(RuntimeError):
@@ -91,7 +107,9 @@ def _number(group: Any) -> int:
 
 
 class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `NeedsOtherRanksError` for an operator in which other ranks would have to take part."""
+    """Raises `NeedsOtherRanksError` for an operator in which other ranks would have to take
+    part.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _NAMESPACES:

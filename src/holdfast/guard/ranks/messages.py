@@ -1,4 +1,6 @@
-"""What is rare goes through the store that the ranks have met in: values that all read, and the first error of any.
+"""What is rare goes through the store that the ranks have met in.
+
+Values that all read, and the first error of any.
 
 Keys of the store live under a name of their own for each guard of the process group.
 """
@@ -30,7 +32,8 @@ from holdfast.checkpoint.saver import Writers, on_all
 from holdfast.core.errors import HoldfastError, RankError
 from holdfast.guard.ranks.waiting import collective_of_main_thread
 
-_SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks; a wait in the store writes a warning when it ends
+# Seconds between two looks; a wait in the store writes a warning when it ends
+_SHORTEST, _LONGEST = 0.001, 0.05
 _GRACE_SECONDS = 3.0  # for a process that waits in a collective, after another rank has failed
 _LATE_SECONDS = 1.0  # whoever has waited for so long asks whether there is anything to wait for
 # Time for another rank to answer that it is alive: native code may keep its threads from running.
@@ -43,7 +46,8 @@ _TROUBLE = "trouble"
 _OF_A_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _LEFT = "this rank has left the others after an error, or this is a fork of its process"
 _DAY = timedelta(days=1)
-# The store closes the connection for values over 8 MiB, so larger ones are set in pieces of this size.
+# The store closes the connection for values over 8 MiB, so larger ones are set in pieces of this
+# size.
 _PIECE_BYTES = 4 * 2**20
 _DRAIN_SECONDS, _HEARD_SECONDS, _TEXT_SECONDS = 10.0, 1.0, 2.0
 _T = TypeVar("_T")
@@ -53,14 +57,16 @@ _guards = itertools.count()  # the same on all ranks, which make the same guards
 class Messages:
     """Carries values between the ranks, and the text of the first error."""
 
-    calls = 0  # steps and exchanges that this process has begun, under all its guards; the same on all ranks
+    # Steps and exchanges that this process has begun, under all its guards; the same on all ranks
+    calls = 0
     found: RankError | None = None  # what another rank has failed with, under any of them
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self._ranks = range(world_size)
         self.others = [other for other in self._ranks if other != rank]
-        # torchrun keeps its store when it starts all again, and what they said before would be heard.
+        # torchrun keeps its store when it starts all again, and what they said before would be
+        # heard.
         self.guard = next(_guards)
         Messages.calls = self.guard << 40  # after an error that all have caught they may differ
         self._name = f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{self.guard}"
@@ -68,13 +74,16 @@ class Messages:
         # The timeout of the process group. No wait for another rank takes longer.
         store: Any = distributed_c10d._get_default_store()
         self.timeout_seconds: float = store.timeout.total_seconds()
-        self._numbers: defaultdict[str, int] = defaultdict(int)  # of what is said next, by who talks
-        self.steps = 0  # begun, or ends of epochs: where all ranks wait for each other elsewhere than here
+        # Of what is said next, by who talks
+        self._numbers: defaultdict[str, int] = defaultdict(int)
+        # Begun, or ends of epochs: where all ranks wait for each other elsewhere than here
+        self.steps = 0
         self.was_left = False  # by this rank, in the middle; the others may not know
         self.has_parted = False  # in order, from all others
         self._heard: RankError | None = None
         self.has_left = False
-        # Since when this rank has been seen in a collective that the script has called (monotonic time).
+        # Since when this rank has been seen in a collective that the script has called (monotonic
+        # time).
         self._meets_since: float | None = None
         self._excepthook: Any = None  # what was there before ours
         self._waited: set[str] = set()  # keys that threads of this process wait for
@@ -85,7 +94,10 @@ class Messages:
         self.start(self._watch, "holdfast-ranks")
 
     def start(self, run: Callable[[Any], None], name: str) -> None:
-        """Run a thread with a connection to the store of its own: a wait holds up whoever shares it."""
+        """Run a thread with a connection to the store of its own.
+
+        A wait holds up whoever shares it.
+        """
         self.start_alone(partial(run, self._connection()), name)
 
     def start_alone(self, run: Callable[[], None], name: str) -> None:
@@ -121,7 +133,10 @@ class Messages:
         return None if self._is_ending else bytes(store.get(own)).decode()
 
     def _end_threads(self) -> None:
-        """Wake the threads at exit: in the middle of their waits, the end of the store would abort the process."""
+        """Wake the threads at exit.
+
+        In the middle of their waits, the end of the store would abort the process.
+        """
         self._is_ending = True
         if not self.has_left:
             self._say_place("has ended", ends=True)
@@ -132,7 +147,10 @@ class Messages:
             thread.join(_HEARD_SECONDS)
 
     def _be_silent(self) -> None:
-        """Speak for no rank: a fork of its process shares its connection, and may end or fail as it likes."""
+        """Speak for no rank.
+
+        A fork of its process shares its connection, and may end or fail as it likes.
+        """
         self.has_left = True
         self._waited, self._threads = set(), []
 
@@ -143,10 +161,14 @@ class Messages:
             self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
 
     def close(self, *, in_order: bool) -> None:
-        """Tell them no more; in order, when all have read what was said: the store may end with the first rank."""
+        """Tell them no more.
+
+        In order, when all have read what was said: the store may end with the first rank.
+        """
         if self.has_parted:
             return
-        self.was_left = not in_order  # by `break`, or by an error in the body of a loop, which the hook is yet to see
+        # By `break`, or by an error in the body of a loop, which the hook is yet to see
+        self.was_left = not in_order
         if in_order or self.has_left:
             if self._excepthook is not None and sys.excepthook == self._uncaught:
                 sys.excepthook = self._excepthook
@@ -166,7 +188,10 @@ class Messages:
         self._count()
 
     def _count(self) -> int | None:
-        """Count a call, and return how many came before; None in a thread, whose calls have no place among others."""
+        """Count a call, and return how many came before.
+
+        None in a thread, whose calls have no place among others.
+        """
         if threading.current_thread() is not threading.main_thread():
             return None
         Messages.calls += 1
@@ -176,14 +201,19 @@ class Messages:
         self._numbers[among] += 1
         return self._numbers[among] - 1
 
-    def exchange(self, topic: str, value: Any, among: str = "", *, late: str | None = None) -> list[Any]:
-        """Return the values of all ranks, in the order of the ranks. All call this at the same place.
+    def exchange(
+        self, topic: str, value: Any, among: str = "", *, late: str | None = None
+    ) -> list[Any]:
+        """Return the values of all ranks, in the order of the ranks.
+
+        All call this at the same place.
 
         Args:
             topic: The purpose in words. It must be the same on all ranks.
             value: The value of this rank.
             among: The name of the thread that calls this; empty for the main thread.
-            late: What this rank does meanwhile, in words, for the error of ranks that do not come. None: it waits.
+            late: What this rank does meanwhile, in words, for the error of ranks that do not come.
+                None: it waits.
         """
         self.check_here()
         number = self._next(among)
@@ -196,7 +226,9 @@ class Messages:
             doing = late or f"waits for the others in {topic}"
             say_late = partial(self._say_place, doing, to, number, calls)
             key = f"{among}{number}/{rank}"
-            said, what = _unpacked(self._wait_for(rank, key, doing, say_late, in_thread=bool(among)))
+            said, what = _unpacked(
+                self._wait_for(rank, key, doing, say_late, in_thread=bool(among))
+            )
             if said != topic:
                 raise out_of_step(f"rank {rank} is at {said!r}, and rank {self.rank} at {topic!r}")
             found.append(what)
@@ -205,9 +237,12 @@ class Messages:
         return found
 
     def to_first(self, topic: str, value: Any) -> list[Any] | None:
-        """Send the values of all ranks to the first rank, where this returns them; on other ranks it returns None.
+        """Send the values of all ranks to the first rank, where this returns them.
 
-        All ranks call this at the same place, and only the first one waits. The values may be large.
+        On other ranks it returns None.
+
+        All ranks call this at the same place, and only the first one waits. The values may be
+        large.
         """
         self.check_here()
         number = self._next("")
@@ -228,8 +263,8 @@ class Messages:
     def _put(self, key: str, data: bytes) -> None:
         """Set a key to a value of any size.
 
-        A large value is set in pieces under further keys. The first piece is set last, with the number of pieces, so
-        that all pieces exist once the key does.
+        A large value is set in pieces under further keys. The first piece is set last, with the
+        number of pieces, so that all pieces exist once the key does.
         """
         count = max(1, -(-len(data) // _PIECE_BYTES))
         for piece in range(count - 1, -1, -1):
@@ -241,7 +276,12 @@ class Messages:
         """Return a value that was set by `_put`."""
         first = bytes(self._store.get(key))
         (count,) = struct.unpack("<Q", first[:8])
-        return b"".join([first[8:], *(bytes(self._store.get(_piece_of(key, piece))) for piece in range(1, count))])
+        return b"".join(
+            [
+                first[8:],
+                *(bytes(self._store.get(_piece_of(key, piece))) for piece in range(1, count)),
+            ]
+        )
 
     def _delete(self, key: str) -> None:
         if not self._store.check([key]):
@@ -250,11 +290,13 @@ class Messages:
         for piece in range(count):
             self._store.delete_key(_piece_of(key, piece))
 
-    def _wait_for(self, rank: int, key: str, doing: str, late: Callable[[], None], *, in_thread: bool) -> bytes:
+    def _wait_for(
+        self, rank: int, key: str, doing: str, late: Callable[[], None], *, in_thread: bool
+    ) -> bytes:
         """Return the value that a rank has put under a key.
 
-        A thread that writes a checkpoint may wait for slow disks of other ranks, so it waits as long as they answer
-        that they are alive.
+        A thread that writes a checkpoint may wait for slow disks of other ranks, so it waits as
+        long as they answer that they are alive.
 
         Raises:
             RankError: H114, if the rank does not come before the timeout of the process group.
@@ -273,10 +315,13 @@ class Messages:
             raise
         except RuntimeError as error:
             gone = self._gone("the store of the ranks is gone, and so the rank that hosts it")
-            raise self._heard or Messages.found or gone from error  # its host may have said why, and left
+            # Its host may have said why, and left
+            raise self._heard or Messages.found or gone from error
 
     def _answers(self, rank: int) -> bool:
-        """Return whether the process of another rank is alive, so that its listening thread answers."""
+        """Return whether the process of another rank is alive, so that its listening thread
+        answers.
+        """
         before = self._store.add(f"answers/{rank}", 0)
         self._wake(rank, _ASK)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -293,8 +338,13 @@ class Messages:
         with contextlib.suppress(RuntimeError):
             self._post(error)
 
-    def _is_there(self, keys: list[str], seconds: float = math.inf, *, heeds_trouble: bool = True) -> bool:
-        """Wait for keys of the store; return whether they came before the end of the time, or of another rank."""
+    def _is_there(
+        self, keys: list[str], seconds: float = math.inf, *, heeds_trouble: bool = True
+    ) -> bool:
+        """Wait for keys of the store.
+
+        Return whether they came before the end of the time, or of another rank.
+        """
         until, pause = time.monotonic() + seconds, _SHORTEST
         while not self._store.check(keys):
             if (heeds_trouble and self._heard is not None) or time.monotonic() > until:
@@ -310,15 +360,19 @@ class Messages:
         if self.has_left:
             raise self._gone(_LEFT)
 
-    # --- trouble --------------------------------------------------------------------------------------------
+    # --- trouble
+    # ------------------------------------------------------------------------
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends; the first to say so is heard."""
         self.has_left = True
         with contextlib.suppress(RuntimeError):
             self._post(error)
-            # The store may end with this process: not before the others have read it, whatever it has heard itself.
-            self._is_there([f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS, heeds_trouble=False)
+            # The store may end with this process: not before the others have read it, whatever it
+            # has heard itself.
+            self._is_there(
+                [f"heard/{rank}" for rank in self._ranks], _HEARD_SECONDS, heeds_trouble=False
+            )
         self._heard = self._heard or self._gone(_LEFT)  # ends what waits for the others in a thread
 
     def _read(self, store: Any) -> RankError | None:
@@ -330,7 +384,10 @@ class Messages:
             return out_of_step(out_of_step_by)
         return RankError(
             f"rank {rank} has failed with {text}",
-            limit="the others cannot go on without it; their weights are those of the last committed step",
+            limit=(
+                "the others cannot go on without it; their weights are those of the last committed"
+                " step"
+            ),
             fix=f"see to the error of rank {rank}, and start all ranks again.",
             rule="H114",
         )
@@ -338,23 +395,36 @@ class Messages:
     def lost(self, error: BaseException) -> RankError | None:
         """Return what is behind an error that may come of another rank's end, or None."""
         speaks_of_a_peer = any(word in str(error) for word in _OF_A_PEER)
-        if isinstance(error, HoldfastError) or not isinstance(error, RuntimeError) or not speaks_of_a_peer:
+        if (
+            isinstance(error, HoldfastError)
+            or not isinstance(error, RuntimeError)
+            or not speaks_of_a_peer
+        ):
             return None
         with contextlib.suppress(RuntimeError):
             if self._is_there([_TROUBLE], _TEXT_SECONDS):
                 return self._heard or self._read(self._store)
-        return self._heard or Messages.found or self._gone("another rank is gone, and has not said why")
+        return (
+            self._heard
+            or Messages.found
+            or self._gone("another rank is gone, and has not said why")
+        )
 
     def _gone(self, what: str) -> RankError:
         return RankError(
             what,
             limit="the others cannot go on without it",
-            fix="look at the end of what each rank has printed: it was killed, or ended by itself; start all again.",
+            fix=(
+                "look at the end of what each rank has printed: it was killed, or ended by itself;"
+                " start all again."
+            ),
             rule="H114",
         )
 
     def _post(self, error: BaseException) -> None:
-        out_of_step_by = error.what if isinstance(error, RankError) and error.rule == "H116" else None
+        out_of_step_by = (
+            error.what if isinstance(error, RankError) and error.rule == "H116" else None
+        )
         trouble = [self.rank, f"{type(error).__name__}: {error}", out_of_step_by]
         self._store.compare_set(_TROUBLE, "", json.dumps(trouble))
         for rank in self._ranks:
@@ -365,9 +435,16 @@ class Messages:
         self._store.set(f"wake{number}/{rank}", text)
 
     def _say_place(
-        self, what: str, to: Any = None, number: int | None = None, calls: int | None = None, *, ends: bool = False
+        self,
+        what: str,
+        to: Any = None,
+        number: int | None = None,
+        calls: int | None = None,
+        *,
+        ends: bool = False,
     ) -> None:
-        """Tell ranks that this one begins no step before they say what has this number, or what is next; or none.
+        """Tell ranks that this one begins no step before they say what has this number, or what is
+        next; or none.
 
         With the number of calls before it begins nothing at all, under whatever guard.
         """
@@ -385,7 +462,9 @@ class Messages:
                 self._wake(rank, json.dumps(place))
 
     def _watch(self, store: Any) -> None:
-        """End this process if another rank has failed, or will not come, and nothing else wakes it from its wait."""
+        """End this process if another rank has failed, or will not come, and nothing else wakes
+        it from its wait.
+        """
         try:
             error = self._listen(store)
             self._heard, Messages.found = error or self._heard, error or Messages.found
@@ -394,8 +473,8 @@ class Messages:
             return
         if error is None:
             return
-        # If the main thread is in a collective of the script, torch may end the process with an error about a
-        # connection as soon as the other ranks end. So the cause is printed before.
+        # If the main thread is in a collective of the script, torch may end the process with an
+        # error about a connection as soon as the other ranks end. So the cause is printed before.
         is_printed = collective_of_main_thread() is not None
         if is_printed:
             _print(error)
@@ -409,18 +488,24 @@ class Messages:
         os._exit(1)
 
     def _listen(self, store: Any) -> RankError | None:
-        """Wait for the trouble of another rank, or for a rank that has told its place and cannot be met there."""
+        """Wait for the trouble of another rank, or for a rank that has told its place and cannot
+        be met there.
+        """
         places: list[tuple[float, _Place]] = []
         for count in itertools.count():
             while places and not self._is_ending and not store.check([f"wake{count}/{self.rank}"]):
                 # A moment later: of an error in a loop the place is said first.
                 due = [place for heard, place in places if time.monotonic() > heard + _LATE_SECONDS]
-                error = next(filter(None, map(self._missed, due)), None) or self._meets_elsewhere(due)
+                error = next(filter(None, map(self._missed, due)), None) or self._meets_elsewhere(
+                    due
+                )
                 if error is not None:
                     self._post(error)
                     return error
                 places = [
-                    (heard, place) for heard, place in places if place.ends or self._numbers[""] <= place.number
+                    (heard, place)
+                    for heard, place in places
+                    if place.ends or self._numbers[""] <= place.number
                 ]
                 time.sleep(_LONGEST)
             text = self.called(store, f"wake{count}")
@@ -433,22 +518,36 @@ class Messages:
         return None
 
     def _missed(self, place: _Place) -> RankError | None:
-        """Return the error if another rank is at a place that this one has passed, or has ended before."""
-        has_begun = self.steps > place.steps  # read before the number, which comes later for a rank that was there
+        """Return the error if another rank is at a place that this one has passed, or has ended
+        before.
+        """
+        # Read before the number, which comes later for a rank that was there
+        has_begun = self.steps > place.steps
         is_elsewhere = place.calls is not None and Messages.calls > place.calls  # as above
         is_beyond = self._numbers[""] > place.number
         if not (place.ends if is_beyond else has_begun or is_elsewhere):
             return None
-        follows = "waits for it" if is_beyond else "makes another step" if has_begun else "calls another guard"
+        follows = (
+            "waits for it"
+            if is_beyond
+            else "makes another step"
+            if has_begun
+            else "calls another guard"
+        )
         return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} {follows}")
 
     def _meets_elsewhere(self, places: Sequence[_Place]) -> RankError | None:
-        """Return H116 if other ranks wait for this one in the guard, while it waits for them in a collective.
+        """Return H116 if other ranks wait for this one in the guard, while it waits for them in a
+        collective.
 
-        If the collective synchronizes, one waiting rank proves this. Otherwise that rank may have completed the
-        collective before, so all others must be waiting.
+        If the collective synchronizes, one waiting rank proves this. Otherwise that rank may have
+        completed the collective before, so all others must be waiting.
         """
-        waiting = {place.rank: place for place in places if place.waits and self._numbers[""] <= place.number}
+        waiting = {
+            place.rank: place
+            for place in places
+            if place.waits and self._numbers[""] <= place.number
+        }
         collective = collective_of_main_thread() if waiting else None
         if collective is None or not (collective.synchronizes or len(waiting) == len(self.others)):
             self._meets_since = None
@@ -458,7 +557,9 @@ class Messages:
         if time.monotonic() < self._meets_since + _COLLECTIVE_SECONDS:
             return None
         place = waiting[min(waiting)]
-        return out_of_step(f"rank {place.rank} {place.what}, and rank {self.rank} is in {collective.name}")
+        return out_of_step(
+            f"rank {place.rank} {place.what}, and rank {self.rank} is in {collective.name}"
+        )
 
     def _uncaught(self, kind: Any, error: BaseException, traceback: Any) -> None:
         behind = None
@@ -475,7 +576,8 @@ class _Place(NamedTuple):
 
     Attributes:
         rank: The rank.
-        number: The number of its next exchange. A rank with a larger number has passed this position.
+        number: The number of its next exchange. A rank with a larger number has passed this
+            position.
         steps: How many steps it has begun.
         calls: How many calls of any guard it has made, or None if it may make others before.
         what: What it does there, in words.
@@ -502,8 +604,14 @@ class SharedWriters(Writers):
         self._messages = messages
 
     def all(self, work: Callable[[], _T]) -> list[_T]:
-        """Return what the work of each rank has given, of plain values; an error of one is raised by all."""
-        return on_all(work, lambda said: self._messages.exchange("share of a checkpoint", said, among="saves/"))
+        """Return what the work of each rank has given, of plain values.
+
+        An error of one is raised by all.
+        """
+        return on_all(
+            work,
+            lambda said: self._messages.exchange("share of a checkpoint", said, among="saves/"),
+        )
 
     def first(self, work: Callable[[], _T]) -> _T:
         """Return, to all, what the work of the first rank has given; its error is raised by all."""
@@ -521,8 +629,10 @@ def out_of_step(what: str) -> RankError:
     return RankError(
         what,
         limit="all ranks make the same calls of the guard in the same order, with the same batches",
-        fix="call guard.step, validated and close on all ranks, and leave the loop on all ranks, for example with "
-        "request_stop. If one rank skips a batch, let all skip it.",
+        fix=(
+            "call guard.step, validated and close on all ranks, and leave the loop on all ranks,"
+            " for example with request_stop. If one rank skips a batch, let all skip it."
+        ),
         rule="H116",
     )
 
@@ -535,7 +645,9 @@ def _packed(value: Any) -> bytes:
     encoder = Encoder("ranks")
     tree = json.dumps(encoder.encode(value)).encode()
     # safetensors refuses tensors that share memory, so they are copied.
-    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in encoder.tensors.items()}
+    tensors = {
+        name: tensor.to("cpu", copy=True).contiguous() for name, tensor in encoder.tensors.items()
+    }
     return struct.pack("<Q", len(tree)) + tree + safetensors.torch.save(tensors)
 
 

@@ -47,7 +47,8 @@ class OneRank:
 
     rank = 0
     world_size = 1
-    # Chosen once and not asked in each step: what one process does by itself is called as if there were no ranks.
+    # Chosen once and not asked in each step: what one process does by itself is called as if there
+    # were no ranks.
     weighed: Callable[[Terms], torch.Tensor] = staticmethod(Terms.total)
     """Returns the loss to run backward from: all ranks' gradients then add up by their items."""
     gathered: Callable[[Sequence[torch.Tensor]], Rows] | None = None
@@ -57,7 +58,8 @@ class OneRank:
     accepts: Callable[[Attempt], bool] | None = None
     """Says whether all ranks have made an attempt; False: one could not, and all begin anew."""
     plan: Callable[[Plan], Plan] | None = None
-    """Returns the plan of the next attempt of a step, given that of this rank; None: each has its own."""
+    """Returns the plan of the next attempt of a step, given that of this rank; None: each has its
+    own."""
     norms: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     """Returns the norms of whole gradients, of those of the shards that each rank holds."""
     writers: Writers | None = Writers()
@@ -65,7 +67,8 @@ class OneRank:
     share: Callable[[dict[str, Any]], dict[str, Any]] = staticmethod(lambda trees: trees)
     """Returns what this rank saves of the state of all components."""
     shares: Callable[[Parts], Callable[[str, str, torch.Size], Share | None]] | None = None
-    """Returns what says which rows of a saved tensor are for this rank, of component, name and shape."""
+    """Returns what says which rows of a saved tensor are for this rank, of component, name and
+    shape."""
     ignored: Sequence[str] = ()
     """Names of weights and buffers that the wrapper of the model sends to no other rank."""
     open: Callable[[], None] = staticmethod(lambda: None)
@@ -76,7 +79,8 @@ class OneRank:
     """Lets optimizers need less memory, called on all ranks where one has run out of it."""
 
     why_only_retry: str | None = None
-    """Why this rank, if its memory is short, may do no more than make the same attempt again; None: it may."""
+    """Why this rank, if its memory is short, may do no more than make the same attempt again; None:
+    it may."""
 
     @property
     def has_parted(self) -> bool:
@@ -84,14 +88,20 @@ class OneRank:
         return False
 
     def policy(self, policy: Policy) -> Policy:
-        """Return the policy as far as it can be kept; raise H108 for what was asked for and cannot."""
+        """Return the policy as far as it can be kept.
+
+        Raise H108 for what was asked for and cannot.
+        """
         return policy
 
-    def agreed(self, stop: StopRequest, saving: Saving, cursor: Cursor | None) -> tuple[StopRequest, Saves]:
+    def agreed(
+        self, stop: StopRequest, saving: Saving, cursor: Cursor | None
+    ) -> tuple[StopRequest, Saves]:
         """Return what all ranks follow, given what this one is asked for and what it would save."""
         return stop, saving
 
-    # --- a step ---------------------------------------------------------------------------------------------
+    # --- a step
+    # ------------------------------------------------------------------------
 
     def check_terms(self, terms: Terms) -> None:
         """Raise H203 for a loss of which ranks cannot make one mean."""
@@ -99,15 +109,23 @@ class OneRank:
     def apart(self, *, by_itself: bool = False) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the parts of a batch are run; `shared` follows.
 
-        `by_itself`: this rank cuts its batch since its memory was short, and not because the policy says so.
+        `by_itself`: this rank cuts its batch since its memory was short, and not because the policy
+            says so.
         """
         return _NOTHING
 
     def check_parts(self) -> None:
-        """Raise H401 between the parts of a batch if they talk to ranks that may make fewer parts."""
+        """Raise H401 between the parts of a batch if they talk to ranks that may make fewer
+        parts.
+        """
 
-    def shared(self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False) -> Passed:
-        """Reduce the gradients of a batch that was run in parts; they count by its items, or alike if `added`."""
+    def shared(
+        self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False
+    ) -> Passed:
+        """Reduce the gradients of a batch that was run in parts.
+
+        They count by its items, or alike if `added`.
+        """
         return passed
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
@@ -122,7 +140,10 @@ class OneRank:
         return None
 
     def falls_behind(self) -> bool:
-        """Note that the optimizer has failed half-way; return whether the state of another rank will be taken."""
+        """Note that the optimizer has failed half-way.
+
+        Return whether the state of another rank will be taken.
+        """
         return False
 
     def origin(self, find: Callable[[], Provenance], look: Callable[[], Provenance]) -> Provenance:
@@ -132,13 +153,18 @@ class OneRank:
         """
         return find()
 
-    # --- the loop -------------------------------------------------------------------------------------------
+    # --- the loop
+    # ------------------------------------------------------------------------
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Return which rank was slow; raise H116 if the loader of one has ended and that of another has not."""
+        """Return which rank was slow.
+
+        Raise H116 if the loader of one has ended and that of another has not.
+        """
         return None
 
-    # --- saving ---------------------------------------------------------------------------------------------
+    # --- saving
+    # ------------------------------------------------------------------------
 
     def states(
         self,
@@ -147,22 +173,30 @@ class OneRank:
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:
-        """Return what a checkpoint holds of each rank, besides what is the same on all; None if there is one.
+        """Return what a checkpoint holds of each rank, besides what is the same on all.
+
+        None if there is one.
 
         Args:
             own: Returns what is kept of each rank in any case.
-            trees: Returns what is kept where it differs between ranks; only the first rank gets that of the others.
+            trees: Returns what is kept where it differs between ranks; only the first rank gets
+                that of the others.
             constant: Returns the names of the buffers among these that no step has changed.
-            unsaved: Returns the names of buffers that are saved nowhere else; those among these are kept in any case.
+            unsaved: Returns the names of buffers that are saved nowhere else; those among these are
+                kept in any case.
         """
         return None
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a checkpoint holds of this rank: its random state and what else may differ between ranks."""
+        """Return what a checkpoint holds of this rank.
+
+        Its random state and what else may differ between ranks.
+        """
         return training
 
     def keeps_apart(self, name: str) -> bool:
-        """Return whether a buffer, or a frozen weight, of this name may have a value of its own on each rank.
+        """Return whether a buffer, or a frozen weight, of this name may have a value of its own on
+        each rank.
 
         The name is that in the model, with the name of the model in front.
         """
@@ -174,10 +208,13 @@ class OneRank:
         """Return what one rank chooses; the others find it by its name."""
         return choose()
 
-    # --- opening and leaving --------------------------------------------------------------------------------
+    # --- opening and leaving
+    # ------------------------------------------------------------------------
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in the data."""
+        """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in
+        the data.
+        """
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which an error on one rank ends all of them."""
@@ -188,5 +225,8 @@ class OneRank:
         return _NOTHING
 
     def leave(self, error: BaseException) -> BaseException | None:
-        """Tell the others of an error that leaves the guard; return that of another rank, if that is behind it."""
+        """Tell the others of an error that leaves the guard.
+
+        Return that of another rank, if that is behind it.
+        """
         return None

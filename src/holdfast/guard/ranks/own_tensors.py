@@ -1,7 +1,9 @@
-"""Find the state that differs between ranks: buffers that are not broadcast, and the caller's ``state=``.
+"""Find the state that differs between ranks.
 
-The ranks exchange digests. Only the entries whose digests differ are sent to the first rank, which writes them into
-the checkpoint.
+Buffers that are not broadcast, and the caller's ``state=``.
+
+The ranks exchange digests. Only the entries whose digests differ are sent to the first rank, which
+writes them into the checkpoint.
 
 Does not: know which buffers are broadcast in each step (see ``replicated``), or write a checkpoint.
 """
@@ -18,7 +20,10 @@ import torch
 from holdfast.checkpoint.codec import Encoder
 
 Kinds = Mapping[str, Mapping[str, Any]]
-"""For each of `KINDS` the entries by name: tensors for ``"buffers"``, and trees of any values for ``"states"``."""
+"""For each of `KINDS` the entries by name.
+
+Tensors for ``"buffers"``, and trees of any values for ``"states"``.
+"""
 KINDS = ("buffers", "states")
 
 
@@ -33,14 +38,19 @@ class Digests:
 
         Args:
             own: The entries of this rank.
-            constant: The names of buffers that no step has changed. Their digests are computed only once.
+            constant: The names of buffers that no step has changed. Their digests are computed only
+                once.
         """
         constants = {name for name in constant if name in own["buffers"]}
         for name in self._of_constants.keys() - constants:
             del self._of_constants[name]
         for name in constants - self._of_constants.keys():
             self._of_constants[name] = _digest(own["buffers"][name])
-        buffers = {name: _digest(tensor) for name, tensor in own["buffers"].items() if name not in constants}
+        buffers = {
+            name: _digest(tensor)
+            for name, tensor in own["buffers"].items()
+            if name not in constants
+        }
         states = {name: _digest(tree) for name, tree in own["states"].items()}
         return {"buffers": {**buffers, **self._of_constants}, "states": states}
 
@@ -55,14 +65,18 @@ def differing_names(digests: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[
     for kind in KINDS:
         names = dict.fromkeys(name for rank_digests in digests for name in rank_digests[kind])
         names_by_kind[kind] = [
-            name for name in names if len({rank_digests[kind].get(name) for rank_digests in digests}) > 1
+            name
+            for name in names
+            if len({rank_digests[kind].get(name) for rank_digests in digests}) > 1
         ]
     return names_by_kind
 
 
 def select(own: Kinds, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """Return the entries with these names, as far as this rank has them."""
-    return {kind: {name: own[kind][name] for name in names[kind] if name in own[kind]} for kind in KINDS}
+    return {
+        kind: {name: own[kind][name] for name in names[kind] if name in own[kind]} for kind in KINDS
+    }
 
 
 def _digest(tree: Any) -> str:

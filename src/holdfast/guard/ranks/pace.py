@@ -1,4 +1,7 @@
-"""Which rank the others wait for: each says how long it was busy by itself before it began to talk to them."""
+"""Which rank the others wait for.
+
+Each says how long it was busy by itself before it began to talk to them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ _LEAST_SHARE = 0.1
 
 
 class Pace:
-    """The seconds of each rank in the steps of an epoch, from the end of one to the loss of the next."""
+    """The seconds of each rank in the steps of an epoch, from the end of one to the loss of the
+    next.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -52,15 +57,22 @@ class Pace:
         self._ended = time.perf_counter()
 
     def slowest(self, rows: Rows) -> RankIsSlow | None:
-        """Return which rank the others have waited for, if one stands out; `rows`: of the end of an epoch."""
+        """Return which rank the others have waited for, if one stands out.
+
+        `rows`: of the end of an epoch.
+        """
         if self._world_size == 1:
             return None
         steps, seconds = self._steps, time.perf_counter() - self._since
-        own = [between + forward for between, forward in zip(self._between, self._forward, strict=True)]
+        own = [
+            between + forward for between, forward in zip(self._between, self._forward, strict=True)
+        ]
         rank = max(range(self._world_size), key=own.__getitem__)
         others, found = _of_others(own, rank), None
         if steps >= _LEAST_STEPS and own[rank] - others > _LEAST_SHARE * seconds:
-            in_loop = 2 * (self._between[rank] - _of_others(self._between, rank)) > own[rank] - others
+            in_loop = (
+                2 * (self._between[rank] - _of_others(self._between, rank)) > own[rank] - others
+            )
             found = RankIsSlow(
                 rank=rank,
                 where="between steps: in its loader or in the loop" if in_loop else "in forward",

@@ -1,7 +1,10 @@
-"""Several ranks that train one model: each step is the same on all of them, and so is what follows from it.
+"""Several ranks that train one model.
 
-Undisturbed, one small gather beside backward is all that is added. A rank that runs out of memory begins what the
-others wait for by itself, in NaN, and all make the step again. One that fails otherwise says why, and all end.
+Each step is the same on all of them, and so is what follows from it.
+
+Undisturbed, one small gather beside backward is all that is added. A rank that runs out of memory
+begins what the others wait for by itself, in NaN, and all make the step again. One that fails
+otherwise says why, and all end.
 """
 
 from __future__ import annotations
@@ -45,14 +48,17 @@ from holdfast.numerics.loss import Terms, check_count
 
 _T = TypeVar("_T")
 _WRITER_SECONDS = 2.0
-_MADE, _FAILED, _BEHIND = range(3)  # how an attempt has gone on a rank; the last: it has not even stepped before
+# How an attempt has gone on a rank; the last: it has not even stepped before
+_MADE, _FAILED, _BEHIND = range(3)
 _REFUSED = {"drop_nonfinite_samples": (False,)}  # with what is fine
 
 
 class Ranks(OneRank):
     """The ranks of a process group, seen from one of them."""
 
-    def __init__(self, model: Replicated | Sharded, optimizer: Optimizer, averages: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, model: Replicated | Sharded, optimizer: Optimizer, averages: Iterable[nn.Module] = ()
+    ) -> None:
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self._model: Any = model  # some things only a replicated one is asked for
         self._optimizer, self._averages, self.norms = optimizer, list(averages), model.norms
@@ -73,12 +79,14 @@ class Ranks(OneRank):
         self._digests = Digests()
         self._pending: PendingRow | None = None
         self._rows: Rows | None = None  # of the last step
-        self._reference: float | None = None  # items of a rank that a loss is measured by; the same on all
+        # Items of a rank that a loss is measured by; the same on all
+        self._reference: float | None = None
         self._before: float | None = None  # as that, before this step
         self._counted = False  # the items of this step must be whole
         self._is_alone = False
         self._splits_by_itself = False  # since its memory was short
-        self._own_collectives = 0  # of the loss or the model, in the newest attempt that all have made
+        # Of the loss or the model, in the newest attempt that all have made
+        self._own_collectives = 0
         self._has_own_collectives = False  # in any
         self._news: OwnCollectives | None = None
         self._stop: _Stop | None = None
@@ -91,23 +99,32 @@ class Ranks(OneRank):
         return self._messages.has_left or self._messages.has_parted
 
     def policy(self, policy: Policy) -> Policy:
-        """Return the policy as far as it can be kept; raise H108 for what was asked for and cannot."""
+        """Return the policy as far as it can be kept.
+
+        Raise H108 for what was asked for and cannot.
+        """
         for name, fine in {**_REFUSED, **self._model.refused}.items():
             if getattr(policy, name) not in fine:
                 raise _not_yet(f"{name}={getattr(policy, name)!r}")
         self._model.scales = policy.precision == "fp16"
         return replace(
-            policy, forecast_micro_batch_size=None, snapshot_interval_steps=None, **self._model.unobserved
+            policy,
+            forecast_micro_batch_size=None,
+            snapshot_interval_steps=None,
+            **self._model.unobserved,
         )  # what a rank would do by itself is not done
 
-    def agreed(self, stop: StopRequest, saving: Saving, cursor: Cursor | None) -> tuple[StopRequest, Saves]:
+    def agreed(
+        self, stop: StopRequest, saving: Saving, cursor: Cursor | None
+    ) -> tuple[StopRequest, Saves]:
         """Return what all ranks follow: what was said in the last step."""
         self._cursor = cursor
         self._stop = _Stop(stop, self._messages)
         self._saves = _Saves(saving, self._messages, cursor)
         return self._stop, self._saves
 
-    # --- a step ---------------------------------------------------------------------------------------------
+    # --- a step
+    # ------------------------------------------------------------------------
 
     def weighed(self, terms: Terms) -> torch.Tensor:
         """Return the loss to run backward from: all ranks' gradients then add up by their items."""
@@ -133,7 +150,10 @@ class Ranks(OneRank):
         repeats = self._cursor is not None and self._cursor.repeats()
         if repeats:
             items = 0.0
-        self._pending, self._counted = self._begin_row(loss, items, repeats=repeats, **self._pace.said()), counted
+        self._pending, self._counted = (
+            self._begin_row(loss, items, repeats=repeats, **self._pace.said()),
+            counted,
+        )
         return items / self._reference_for(items)
 
     def _begin_row(self, loss: Any, items: Any, **said: Any) -> PendingRow:
@@ -147,19 +167,29 @@ class Ranks(OneRank):
     def _said(self, **said: Any) -> Said:
         assert self._stop is not None
         assert self._saves is not None
-        said |= {"stop": self._stop.said(), **(self._saves.said(said.get("kind", STEP)) if self.rank == 0 else {})}
-        return Said(number=self._messages.steps, guard=self._messages.guard, place=self._place(), **said)
+        said |= {
+            "stop": self._stop.said(),
+            **(self._saves.said(said.get("kind", STEP)) if self.rank == 0 else {}),
+        }
+        return Said(
+            number=self._messages.steps, guard=self._messages.guard, place=self._place(), **said
+        )
 
     def _place(self) -> Place:
-        """Return where this rank is in its data; steps outside of our loop are all made at one place."""
+        """Return where this rank is in its data.
+
+        Steps outside of our loop are all made at one place.
+        """
         cursor = self._cursor
         return Place() if cursor is None else Place(cursor.epoch, cursor.batches, cursor.passed)
 
     def _reference_for(self, items: Any) -> float:
-        """Return what the items of each rank are measured by: those of the last step, or now equal ones.
+        """Return what the items of each rank are measured by.
 
-        Equal items need no weight, so their bits are those of a bare loop. A rank with other items than last time
-        waits for what the others have; where none has others, nobody has to look.
+        Those of the last step, or now equal ones.
+
+        Equal items need no weight, so their bits are those of a bare loop. A rank with other items
+        than last time waits for what the others have; where none has others, nobody has to look.
         """
         assert self._pending is not None
         known = self._reference
@@ -192,7 +222,9 @@ class Ranks(OneRank):
             self._has_own_collectives = True
             self._news = OwnCollectives(count=own_collectives)
             if not isinstance(self._model, Sharded):  # of which all ranks recompute the same
-                self.why_only_retry = "the loss or the model talks to the other ranks, as often as they do"
+                self.why_only_retry = (
+                    "the loss or the model talks to the other ranks, as often as they do"
+                )
 
     def take_news(self) -> OwnCollectives | None:
         """Return what this rank has noticed in a step since this was last asked, or None."""
@@ -205,7 +237,8 @@ class Ranks(OneRank):
         self._stop.hear(rows)
         self._saves.hear(rows)
 
-    # --- an attempt that one rank cannot make -----------------------------------------------------------------
+    # --- an attempt that one rank cannot make
+    # -----------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin an attempt, on all ranks."""
@@ -237,7 +270,10 @@ class Ranks(OneRank):
         return True
 
     def pay(self, found: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Begin what the others still wait for, in NaN, and let all of them begin anew; H401 if that cannot be."""
+        """Begin what the others still wait for, in NaN, and let all of them begin anew.
+
+        H401 if that cannot be.
+        """
         for parameter in parameters:
             parameter.grad = None
         device = self._model.device
@@ -256,7 +292,9 @@ class Ranks(OneRank):
     def _unpaid(self) -> str | None:
         """Begin what the others wait for, in NaN; return what is in the way, or None."""
         if self._rows is not None:
-            return "all ranks have the gradients of this step already, and the others go on with them"
+            return (
+                "all ranks have the gradients of this step already, and the others go on with them"
+            )
         why: str | None = self._model.why_unpayable()
         if why is not None:
             return why
@@ -298,38 +336,52 @@ class Ranks(OneRank):
         return True
 
     def _plan_of_failed(self, plan: Plan) -> Plan:
-        """Return the plan by which all make a step again: what those recompute who could not make it."""
+        """Return the plan by which all make a step again.
+
+        What those recompute who could not make it.
+        """
         plans = self._messages.exchange("plan", [self._has_failed, list(plan.recompute)])
         self._has_failed = False
         names = dict.fromkeys(name for failed, recompute in plans if failed for name in recompute)
         return replace(plan, recompute=tuple(names))
 
-    # --- an optimizer that fails half-way ---------------------------------------------------------------------
+    # --- an optimizer that fails half-way
+    # ---------------------------------------------------------------------
 
     def falls_behind(self) -> bool:
-        """Note that the optimizer has failed half-way; return whether the state of another rank will be taken."""
+        """Note that the optimizer has failed half-way.
+
+        Return whether the state of another rank will be taken.
+        """
         if self._model.why_not_alone is not None:
             raise without_help("each rank holds weights that no other has")
         self._is_behind = True
         return True
 
     def _catch_up(self, behind: list[bool]) -> None:
-        """Take the state of a rank that has stepped, where one has not; all of them do so at the same place."""
+        """Take the state of a rank that has stepped, where one has not.
+
+        All of them do so at the same place.
+        """
         if any(behind):
             self.spare_memory()
             source, group, device = healthy(behind), self._model.group, self._model.device
             take_state(self._optimizer, source, self._messages, group, device)
-            for tensor in (tensor for average in self._averages for tensor in average.state_dict().values()):
+            for tensor in (
+                tensor for average in self._averages for tensor in average.state_dict().values()
+            ):
                 distributed.broadcast(there := tensor.to(device), source, group=group)
                 tensor.copy_(there)
             self._is_behind = False
 
-    # --- a batch in parts -------------------------------------------------------------------------------------
+    # --- a batch in parts
+    # ------------------------------------------------------------------------
 
     def apart(self, *, by_itself: bool = False) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the parts of a batch are run; `shared` follows.
 
-        `by_itself`: this rank cuts its batch since its memory was short, and not because the policy says so.
+        `by_itself`: this rank cuts its batch since its memory was short, and not because the policy
+            says so.
         """
         self._splits_by_itself = by_itself
         if (what := self._model.why_not_apart) is not None:
@@ -338,18 +390,31 @@ class Ranks(OneRank):
         return context
 
     def check_parts(self) -> None:
-        """Raise H401 between the parts of a batch if they talk to ranks that may make fewer parts."""
+        """Raise H401 between the parts of a batch if they talk to ranks that may make fewer
+        parts.
+        """
         if not self._splits_by_itself or self._is_alone or not self._tape.collectives.begun():
             return
         raise OutOfMemoryError(
             f"rank {self.rank} makes its batch in parts, since it has run out of memory before",
-            limit="each part begins collectives of the loss or the model, which the other ranks begin once",
-            fix="use a smaller batch or model, or set micro_batch_size for all ranks, and start all of them again.",
+            limit=(
+                "each part begins collectives of the loss or the model, which the other ranks begin"
+                " once"
+            ),
+            fix=(
+                "use a smaller batch or model, or set micro_batch_size for all ranks, and start all"
+                " of them again."
+            ),
             rule="H401",
         )
 
-    def shared(self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False) -> Passed:
-        """Reduce the gradients of a batch that was run in parts; they count by its items, or alike if `added`."""
+    def shared(
+        self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False
+    ) -> Passed:
+        """Reduce the gradients of a batch that was run in parts.
+
+        They count by its items, or alike if `added`.
+        """
         if self._is_alone:
             return passed
         weight = self._weight(passed.loss, 1 if added else passed.items, counted=passed.counted)
@@ -358,12 +423,14 @@ class Ranks(OneRank):
         self._model.pay_own()
         return passed
 
-    # --- NaN and Inf ------------------------------------------------------------------------------------------
+    # --- NaN and Inf
+    # ------------------------------------------------------------------------
 
     def origin(self, find: Callable[[], Provenance], look: Callable[[], Provenance]) -> Provenance:
         """Find out on which rank NaN or Inf came up, and there where it came from.
 
-        `find` makes the step again on this rank up to its first collective, and `look` only looks at its batch.
+        `find` makes the step again on this rank up to its first collective, and `look` only looks
+        at its batch.
         """
         assert self._rows is not None
         suspects = self._rows.suspects()
@@ -371,7 +438,9 @@ class Ranks(OneRank):
         is_sent = own.origin is not None and own.origin.sent
         text = str(own.origin) if own.origin is not None else own.problem
         has_collectives = self._own_collectives > 0
-        reports = self._messages.exchange("origin", [own.origin is not None, is_sent, text, has_collectives])
+        reports = self._messages.exchange(
+            "origin", [own.origin is not None, is_sent, text, has_collectives]
+        )
         return self._blamed(own, suspects, [_Report(*report) for report in reports])
 
     def _own_provenance(
@@ -384,7 +453,8 @@ class Ranks(OneRank):
                 return in_batch
             return Provenance(problem=self._model.why_not_alone)
         self._model.rebuild()  # on all ranks
-        # A collective of the loss may have carried NaN from a rank whose own loss is finite to the others.
+        # A collective of the loss may have carried NaN from a rank whose own loss is finite to the
+        # others.
         if self.rank not in suspects and not self._own_collectives:
             return Provenance(problem="it came up on another rank")
         with self.alone():
@@ -394,7 +464,8 @@ class Ranks(OneRank):
         """Return where it came up. Only the rank that has found the origin has its details."""
         why_not_alone = self._model.why_not_alone
         if why_not_alone is not None and all(report.has_origin for report in reports):
-            # Batches were only looked at, and NaN in each of them, such as a missing label, is nobody's fault.
+            # Batches were only looked at, and NaN in each of them, such as a missing label, is
+            # nobody's fault.
             reports = [report._replace(has_origin=False, text=why_not_alone) for report in reports]
         sent = [rank for rank, report in enumerate(reports) if report.is_sent]
         likely = [rank for rank in suspects if reports[rank].has_origin]
@@ -419,10 +490,14 @@ class Ranks(OneRank):
         finally:
             self._is_alone = False
 
-    # --- the loop -------------------------------------------------------------------------------------------
+    # --- the loop
+    # ------------------------------------------------------------------------
 
     def end_epoch(self) -> RankIsSlow | None:
-        """Return which rank was slow; raise H116 if the loader of one has ended and that of another has not."""
+        """Return which rank was slow.
+
+        Raise H116 if the loader of one has ended and that of another has not.
+        """
         rows = self._rows_of_epoch_end()
         self._hear(rows)
         self._catch_up(rows.which_failed())
@@ -432,8 +507,10 @@ class Ranks(OneRank):
     def _rows_of_epoch_end(self) -> Rows:
         """Return the rows of all ranks at the end of an epoch.
 
-        A rank that makes another step instead begins other collectives before its row, where buffers or shards of
-        weights are sent. The rows then go through the store: among these collectives they would be taken for one.
+        A rank that makes another step instead begins other collectives before its row, where
+        buffers or shards of
+        weights are sent. The rows then go through the store: among these collectives they would be
+            taken for one.
         """
         peak = peak_bytes(self._model.device)
         if not self._model.sends_before_row:
@@ -446,7 +523,9 @@ class Ranks(OneRank):
         where = f"is at the end of epoch {place.epoch}"
         if place.passed:
             first = place.batch - place.passed
-            which = f"batch {first}" if place.passed == 1 else f"batches {first} to {place.batch - 1}"
+            which = (
+                f"batch {first}" if place.passed == 1 else f"batches {first} to {place.batch - 1}"
+            )
             where += f", where it has skipped {which}, without a step"
         own = self._said(kind=EPOCH_END, failed=self._is_behind).numbers(0.0, peak)
         rows = Rows(self._messages.exchange("the end of an epoch", own, late=where))
@@ -454,7 +533,8 @@ class Ranks(OneRank):
         rows.check()
         return rows
 
-    # --- saving ---------------------------------------------------------------------------------------------
+    # --- saving
+    # ------------------------------------------------------------------------
 
     def states(
         self,
@@ -463,7 +543,10 @@ class Ranks(OneRank):
         constant: Callable[[], Iterable[str]],
         unsaved: Callable[[], Iterable[str]],
     ) -> dict[str, Any] | None:
-        """Return what a checkpoint holds of each rank, besides what is the same on all; see `OneRank.states`."""
+        """Return what a checkpoint holds of each rank, besides what is the same on all.
+
+        See `OneRank.states`.
+        """
         if self._messages.has_left:
             return None
         own_trees = trees()
@@ -474,22 +557,31 @@ class Ranks(OneRank):
         self._catch_up([state.pop("behind") for state in states])
         names = differing_names([state.pop("digests") for state in states])
         names["buffers"] += [
-            name for name in unsaved() if name in digests["buffers"] and name not in names["buffers"]
+            name
+            for name in unsaved()
+            if name in digests["buffers"] and name not in names["buffers"]
         ]
         if any(names.values()):
             # Only the first rank receives them, since it writes the checkpoint.
-            differing_trees = self._messages.to_first("what differs between ranks", select(own_trees, names))
+            differing_trees = self._messages.to_first(
+                "what differs between ranks", select(own_trees, names)
+            )
             for state, trees_of_rank in zip(states, differing_trees or [], strict=False):
                 state.update(trees_of_rank)
         return {"reference": self._reference, "each": states, "order": self._model.order}
 
     def keeps_apart(self, name: str) -> bool:
-        """Return whether a buffer, or a frozen weight, of this name may have a value of its own on each rank."""
+        """Return whether a buffer, or a frozen weight, of this name may have a value of its own
+        on each rank.
+        """
         apart: bool = self._model.keeps_apart(name)
         return apart
 
     def own_state(self, training: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a checkpoint holds of this rank: its random state and what else may differ between ranks."""
+        """Return what a checkpoint holds of this rank.
+
+        Its random state and what else may differ between ranks.
+        """
         saved = training.get("ranks") or {"reference": None, "each": []}
         self._reference, each = saved["reference"], saved["each"]
         if len(each) == self.world_size:
@@ -497,7 +589,11 @@ class Ranks(OneRank):
             own: Mapping[str, Any] = each[self.rank]
             return {**own, "position": _common_position(own["position"], each[0]["position"])}
         drawn = of_another_rank(RandomState.from_tree(training["random_state"]), self.rank)
-        return {"random_state": drawn.to_tree(), "position": training["position"], "ladder": training["ladder"]}
+        return {
+            "random_state": drawn.to_tree(),
+            "position": training["position"],
+            "ladder": training["ladder"],
+        }
 
     def chosen(
         self, choose: Callable[[], _T | None], name: Callable[[_T], str], find: Callable[[str], _T]
@@ -507,22 +603,33 @@ class Ranks(OneRank):
         named = self._messages.exchange("chosen", None if choice is None else name(choice))[0]
         return choice if choice is not None or named is None else find(named)
 
-    # --- opening and leaving --------------------------------------------------------------------------------
+    # --- opening and leaving
+    # ------------------------------------------------------------------------
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in the data."""
+        """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in
+        the data.
+        """
         all_facts = self._messages.exchange(topic, facts())
         for name, value in all_facts[0].items():
-            other = next((rank for rank, each in enumerate(all_facts) if each.get(name) != value), None)
+            other = next(
+                (rank for rank, each in enumerate(all_facts) if each.get(name) != value), None
+            )
             if other is None:
                 continue
-            what = f"{name} of rank {other} is {all_facts[other].get(name)!r:.200} and of rank 0 {value!r:.200}"
+            what = (
+                f"{name} of rank {other} is {all_facts[other].get(name)!r:.200} and of rank 0"
+                f" {value!r:.200}"
+            )
             if name == PLACE:
                 raise out_of_step(f"{what}: one of them has passed a batch without a step")
             raise PolicyError(
                 what,
                 limit="all ranks train one model in one run directory, which they share",
-                fix="give all ranks the same; put the run directory where every rank reads and writes it.",
+                fix=(
+                    "give all ranks the same; put the run directory where every rank reads and"
+                    " writes it."
+                ),
                 rule="H115",
             )
 
@@ -547,12 +654,20 @@ class Ranks(OneRank):
             yield
 
     def leave(self, error: BaseException) -> BaseException | None:
-        """Tell the others of an error that leaves the guard; return that of another rank, if that is behind it."""
+        """Tell the others of an error that leaves the guard.
+
+        Return that of another rank, if that is behind it.
+        """
         if self._messages.has_left:
             return None
         self._model.end()
         behind = None if isinstance(error, RankError) else self._messages.lost(error)
-        if behind is None and self._saves is not None and self.writers is not None and self.writers.are_several:
+        if (
+            behind is None
+            and self._saves is not None
+            and self.writers is not None
+            and self.writers.are_several
+        ):
             self._saves.let_finish()
         self._messages.publish(behind or error)
         return behind
@@ -590,9 +705,12 @@ class _Stop(StopRequest):
         return 0.0 if self._own.reason is None else 1.0
 
     def hear(self, rows: Rows) -> None:
-        """Take in what all have said; of several signals, all ranks follow the one with the highest number.
+        """Take in what all have said.
 
-        The reason is the same on all ranks, since a script may decide by it what all of them do next.
+        Of several signals, all ranks follow the one with the highest number.
+
+        The reason is the same on all ranks, since a script may decide by it what all of them do
+        next.
         """
         rank, stop = rows.stop
         if stop > 1.0:
@@ -626,7 +744,10 @@ class _Saves:
         """Return what the first rank says of its own saves, at the end of a step or an epoch."""
         steps = int(kind == STEP)
         waits = bool(steps) and self._cursor is not None and self._cursor.seems_to_end
-        return {"save": not waits and self._own.is_due(after_steps=steps), "refused": self._own.has_refusal}
+        return {
+            "save": not waits and self._own.is_due(after_steps=steps),
+            "refused": self._own.has_refusal,
+        }
 
     def hear(self, rows: Rows) -> None:
         """Take in what the first rank has said."""
@@ -635,12 +756,18 @@ class _Saves:
         self._due_from = self._own.global_step + (first[0] == STEP) if first[5] else None
 
     def is_due(self) -> bool:
-        """Return whether all save at this boundary: not if the step that was to be saved was skipped."""
+        """Return whether all save at this boundary.
+
+        Not if the step that was to be saved was skipped.
+        """
         due, self._due_from = self._due_from, None
         return due is not None and self._own.global_step >= due
 
     def let_finish(self) -> None:
-        """Give the writers of all ranks a moment: when the others hear of an error, they give up."""
+        """Give the writers of all ranks a moment.
+
+        When the others hear of an error, they give up.
+        """
         until = time.monotonic() + _WRITER_SECONDS
         while self._own.is_busy and time.monotonic() < until:
             time.sleep(0.02)
@@ -648,18 +775,34 @@ class _Saves:
     def take_refusal(self) -> str | None:
         """Return why a save was refused, once and to all, or None."""
         refused, self._refused = self._refused, False
-        return str(self._messages.exchange("refusal", self._own.take_refusal())[0]) if refused else None
+        return (
+            str(self._messages.exchange("refusal", self._own.take_refusal())[0])
+            if refused
+            else None
+        )
 
 
-def _common_position(own: dict[str, Any] | None, first: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return where a rank goes on in the data: at its own place, if that is also the place of the first rank.
+def _common_position(
+    own: dict[str, Any] | None, first: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return where a rank goes on in the data.
 
-    It is another one where a rank has passed a batch alone, which versions before the check in `Rows` let happen.
-    Then all go on from the place of the first one.
+    At its own place, if that is also the place of the first rank.
+
+    It is another one where a rank has passed a batch alone, which versions before the check in
+    `Rows` let happen. Then all go on from the place of the first one.
     """
-    if own is None or first is None or all(own[name] == first[name] for name in ("epoch", "batches")):
+    if (
+        own is None
+        or first is None
+        or all(own[name] == first[name] for name in ("epoch", "batches"))
+    ):
         return own
-    return {**own, **{name: first[name] for name in ("epoch", "batches", "trained", "loader")}, "before_last": None}
+    return {
+        **own,
+        **{name: first[name] for name in ("epoch", "batches", "trained", "loader")},
+        "before_last": None,
+    }
 
 
 def _not_yet(what: str) -> PolicyError:

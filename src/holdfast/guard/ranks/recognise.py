@@ -1,4 +1,7 @@
-"""Which ranks train together, and in which wrapper; what cannot be guarded is refused before anything is done."""
+"""Which ranks train together, and in which wrapper.
+
+What cannot be guarded is refused before anything is done.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,58 @@ from holdfast.guard.ranks.one import OneRank
 
 
 def ranks_of(parts: Parts) -> OneRank:
-    """Return the ranks that train these parts; raise H108 for what several cannot train under a guard."""
+    """Return the ranks that train these parts.
+
+    Raise H108 for what several cannot train under a guard.
+    """
     if not distributed.is_available() or not distributed.is_initialized():
         return OneRank()
     sharded = [
-        name for name, each in parts.models.items() if any(hasattr(p, "placements") for p in each.parameters())
+        name
+        for name, each in parts.models.items()
+        if any(hasattr(p, "placements") for p in each.parameters())
     ]
     if sharded:
         return _of_sharded(parts, sharded)
-    wrapped = {name: each for name, each in parts.wrappers.items() if isinstance(each, DistributedDataParallel)}
+    wrapped = {
+        name: each
+        for name, each in parts.wrappers.items()
+        if isinstance(each, DistributedDataParallel)
+    }
     wrappers = list(wrapped.values())
     if distributed.get_world_size() == 1:
-        for wrapper in wrappers:  # its sums are of one gradient, and a forked copy could not even make those
+        # Its sums are of one gradient, and a forked copy could not even make those
+        for wrapper in wrappers:
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
         return OneRank()
     for name, model in parts.models.items():
         if name not in parts.wrappers and any(p.requires_grad for p in model.parameters()):
-            raise _refused(f"model {name!r} is a {type(model).__name__} and no DistributedDataParallel")
-        if any(isinstance(part, (DistributedDataParallel, nn.DataParallel)) for part in model.modules()):
+            raise _refused(
+                f"model {name!r} is a {type(model).__name__} and no DistributedDataParallel"
+            )
+        if any(
+            isinstance(part, (DistributedDataParallel, nn.DataParallel)) for part in model.modules()
+        ):
             raise _refused(f"model {name!r} is wrapped twice, or in part")
     if len(wrappers) != 1 or len(parts.optimizers) != 1:
         raise _refused(f"{len(wrappers)} wrapped models with {len(parts.optimizers)} optimizers")
     ((name, wrapper),) = wrapped.items()
     ignored = [
-        key for key, p in wrapper.module.named_parameters() if p.requires_grad and key in wrapper.parameters_to_ignore
+        key
+        for key, p in wrapper.module.named_parameters()
+        if p.requires_grad and key in wrapper.parameters_to_ignore
     ]
     if ignored:
-        raise _refused(f"DistributedDataParallel ignores parameter {ignored[0]!r}, which each rank trains by itself")
+        raise _refused(
+            f"DistributedDataParallel ignores parameter {ignored[0]!r}, which each rank trains by"
+            " itself"
+        )
     if wrapper.process_group.size() != distributed.get_world_size():
         raise _refused(f"the model is trained by {wrapper.process_group.size()} of the ranks")
     if wrapper.mixed_precision is not None:
-        raise _refused("DistributedDataParallel is given mixed_precision, where the policy's precision is used")
+        raise _refused(
+            "DistributedDataParallel is given mixed_precision, where the policy's precision is used"
+        )
     if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
         raise _refused("a PowerSGD hook would keep NaN of a step that is taken back")
     # Not at the top: a torch without distributed has not all that it needs.
@@ -61,10 +85,13 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
     from holdfast.guard.ranks.sharded import Sharded, why_unknown
 
     if parts.averages:
-        raise _refused("averaged= is given with a sharded model, where torch averages whole weights only")
+        raise _refused(
+            "averaged= is given with a sharded model, where torch averages whole weights only"
+        )
     if len(names) != 1 or len(parts.optimizers) != 1 or parts.wrappers:
         raise _refused(
-            f"{len(names)} sharded and {len(parts.wrappers)} wrapped models, {len(parts.optimizers)} optimizers"
+            f"{len(names)} sharded and {len(parts.wrappers)} wrapped models,"
+            f" {len(parts.optimizers)} optimizers"
         )
     for name, model in parts.models.items():
         if name in names and not isinstance(model, FSDPModule):
@@ -82,9 +109,15 @@ def _of_sharded(parts: Parts, names: list[str]) -> OneRank:
 def _refused(what: str) -> PolicyError:
     return PolicyError(
         f"world_size={distributed.get_world_size()}, and {what}",
-        limit="this version guards several ranks where one model, in DistributedDataParallel or wholly given to "
-        "fully_shard, has one optimizer; others would diverge when a rank retries, skips or stops by itself",
-        fix="wrap the model in DistributedDataParallel and give the wrapper to Guard, or call fully_shard on it "
-        "with one mesh dimension that shards; or run one process per run directory.",
+        limit=(
+            "this version guards several ranks where one model, in DistributedDataParallel or"
+            " wholly given to fully_shard, has one optimizer; others would diverge when a rank"
+            " retries, skips or stops by itself"
+        ),
+        fix=(
+            "wrap the model in DistributedDataParallel and give the wrapper to Guard, or call"
+            " fully_shard on it with one mesh dimension that shards; or run one process per run"
+            " directory."
+        ),
         rule="H108",
     )

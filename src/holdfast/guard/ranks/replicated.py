@@ -1,7 +1,11 @@
-"""A model in DistributedDataParallel: each rank holds all of it, and gradients are averaged in backward.
+"""A model in DistributedDataParallel.
 
-In each attempt every rank begins the same collectives: buffers, the row, the buckets of gradients. A rank that cannot
-come to some of them by running its model begins them by hand: it pays what it owes. How many it has begun is counted
+Each rank holds all of it, and gradients are averaged in backward.
+
+In each attempt every rank begins the same collectives: buffers, the row, the buckets of gradients.
+    A rank that cannot
+come to some of them by running its model begins them by hand: it pays what it owes. How many it has
+    begun is counted
 by the group itself.
 """
 
@@ -21,8 +25,13 @@ from holdfast.guard.ranks.collectives import NoCollectives
 from holdfast.guard.ranks.tape import ROW, Tape
 from holdfast.memory.oom import find_out_of_memory
 
-# Hooks that keep nothing from step to step. Others, such as PowerSGD's, would keep the NaN of a failed attempt.
-_STATELESS = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+# Hooks that keep nothing from step to step. Others, such as PowerSGD's, would keep the NaN of a
+# failed attempt.
+_STATELESS = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
 
 # True: a static graph has made its first pass, at the end of which torch talks to the others.
 _ENQUEUED = "_static_graph_delay_allreduce_enqueued"
@@ -43,18 +52,22 @@ class Replicated:
         self.device: torch.device = next(wrapper.parameters()).device
         self._broadcasts: bool = wrapper.broadcast_buffers
         self._after_row = self._attempts = 0
-        # The order in which the gradients of the first step were there: torch lays its buckets out by it.
+        # The order in which the gradients of the first step were there: torch lays its buckets out
+        # by it.
         self._order: list[int] = []
         self._noting: list[Any] = []
         # Two add up to the same in any order.
         if self.group.size() > 2 and not (wrapper.find_unused_parameters or wrapper.static_graph):
             self._noting = [
-                parameter.register_post_accumulate_grad_hook(lambda _, at=at: self._order.append(at))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, at=at: self._order.append(at)
+                )  # type: ignore[no-untyped-call]
                 for at, parameter in enumerate(self._trained())
             ]
         self.refused = {"micro_batch_size": ("auto", None)} if wrapper.static_graph else {}
         self.scales = False  # losses, as fp16 needs it
-        # Whether backward contains collectives of the loss or the model; None before the first step has shown it.
+        # Whether backward contains collectives of the loss or the model; None before the first step
+        # has shown it.
         self._talks_in_backward: bool | None = None
         # How many reductions of gradients torch begins in a step.
         self._reductions = 0
@@ -63,12 +76,14 @@ class Replicated:
         """Record the collectives of this rank on a tape from now on."""
         self._tape = tape
 
-    # --- what was begun ---------------------------------------------------------------------------------------
+    # --- what was begun
+    # ------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin an attempt, on all ranks, with the buffers of the first.
 
-        They are sent here, and not by each call of the model: a rank that fails does not know how many others make.
+        They are sent here, and not by each call of the model: a rank that fails does not know how
+            many others make.
         """
         wrapper = self._wrapper
         self._attempts += 1
@@ -76,20 +91,25 @@ class Replicated:
         if self._noting:
             self._order.clear()
         wrapper.broadcast_buffers = self._broadcasts
-        # The first call of an evaluation has sent the buffers, and torch does not send them again after it. Where one
-        # rank has evaluated alone, the others are here when they take part in that.
+        # The first call of an evaluation has sent the buffers, and torch does not send them again
+        # after it. Where one rank has evaluated alone, the others are here when they take part in
+        # that.
         if wrapper.will_sync_module_buffers():
             wrapper._sync_buffers()
         wrapper.broadcast_buffers = False
         self._tape.begin()
 
     def row_begins(self) -> None:
-        """Note that the row is about to be exchanged. torch's reductions of gradients follow, which are not noted."""
+        """Note that the row is about to be exchanged.
+
+        Torch's reductions of gradients follow, which are not noted.
+        """
         self._tape.collectives.settle()
         self._tape.note(self.group, ROW)
 
     def keeps_apart(self, name: str) -> bool:
-        """Return whether a buffer or a frozen weight may differ between ranks, because it is not broadcast.
+        """Return whether a buffer or a frozen weight may differ between ranks, because it is not
+        broadcast.
 
         A user's buffer hook may set the buffers to any value, so with one they count as different.
         """
@@ -106,7 +126,8 @@ class Replicated:
     def end(self) -> None:
         """Let calls of the model send buffers again, as those of an evaluation do."""
         self._wrapper.broadcast_buffers = self._broadcasts
-        # Forward passes without gradients have cleared this flag, which may differ on a rank that has failed.
+        # Forward passes without gradients have cleared this flag, which may differ on a rank that
+        # has failed.
         self._wrapper.require_forward_param_sync = True
         self._note_no_more()
         self._tape.end()
@@ -123,11 +144,16 @@ class Replicated:
 
     @property
     def order(self) -> list[int]:
-        """Return the order of gradients that the buckets are laid out by; empty if it is not known or not needed."""
+        """Return the order of gradients that the buckets are laid out by.
+
+        Empty if it is not known or not needed.
+        """
         return self._order if sorted(self._order) == list(range(len(self._trained()))) else []
 
     def lay_out(self, order: list[int]) -> None:
-        """Let the buckets be laid out by an order, on all ranks: else the sums of the next step have other bits.
+        """Let the buckets be laid out by an order, on all ranks.
+
+        Else the sums of the next step have other bits.
 
         Without effect after the first step of this process, which has laid them out.
         """
@@ -154,7 +180,8 @@ class Replicated:
             return "a first step in several parts, by which torch cannot learn a static_graph,"
         return None
 
-    # --- collectives of the loss or the model ------------------------------------------------------------------
+    # --- collectives of the loss or the model
+    # ------------------------------------------------------------------
 
     def own_collectives(self) -> int:
         """Return how many collectives of the loss or the model a whole attempt has begun."""
@@ -165,7 +192,10 @@ class Replicated:
         return in_forward + (in_backward or 0)
 
     def _in_backward(self) -> int | None:
-        """Return how many collectives of the loss or the model backward has begun; None if that is not known."""
+        """Return how many collectives of the loss or the model backward has begun.
+
+        None if that is not known.
+        """
         if self._learns_graph:
             return None
         late = self._tape.collectives.begun_since_settled()
@@ -178,11 +208,13 @@ class Replicated:
         return late.total() + on_own_group - self._reductions
 
     def _count_reductions(self, seen: int) -> int | None:
-        """Return how many reductions of gradients torch begins in a backward pass, or None if that is not known.
+        """Return how many reductions of gradients torch begins in a backward pass, or None if that
+        is not known.
 
         Args:
-            seen: How many collectives were begun on the group of the wrapper. If torch's log confirms that all of
-                them were reductions, no buckets have to be allocated to count them.
+            seen: How many collectives were begun on the group of the wrapper. If torch's log
+                confirms that all of them were reductions, no buckets have to be allocated to count
+                them.
         """
         if self._unknown_hook() is not None:
             return None
@@ -191,7 +223,8 @@ class Replicated:
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         if len(sizes.split(",")) + of_unused == seen:
             return seen
-        # The log may be that of an earlier step. The buckets themselves are certain, but allocate memory.
+        # The log may be that of an earlier step. The buckets themselves are certain, but allocate
+        # memory.
         try:
             return len(self._wrapper.reducer._get_zeros_like_grad_buckets()) + of_unused
         except RuntimeError as error:
@@ -199,7 +232,8 @@ class Replicated:
                 raise
             return None
 
-    # --- what is owed -----------------------------------------------------------------------------------------
+    # --- what is owed
+    # ------------------------------------------------------------------------
 
     def why_unpayable(self) -> str | None:
         """Return why nobody but torch can begin the reductions of this model; None: we can."""
@@ -229,15 +263,22 @@ class Replicated:
         """Wait until the other ranks have completed their forward passes.
 
         Returns:
-            None, or a sentence that says why this rank cannot begin the collectives that the others wait in.
+            None, or a sentence that says why this rank cannot begin the collectives that the others
+            wait in.
         """
         obstacle = self._tape.wait_for_row()
         if obstacle is None and self._talks_in_backward is None and self._tape.collectives.begun():
-            return "it is not known yet whether the loss or the model also begins collectives in backward"
+            return (
+                "it is not known yet whether the loss or the model also begins collectives in"
+                " backward"
+            )
         return obstacle
 
     def pay_nan(self) -> bool:
-        """Begin all reductions of gradients that are owed after the row, of NaN; return whether there were any."""
+        """Begin all reductions of gradients that are owed after the row, of NaN.
+
+        Return whether there were any.
+        """
         buckets = self._wrapper.reducer._get_zeros_like_grad_buckets()
         owed = buckets[self._count() - self._after_row :]
         for bucket in owed:
@@ -248,7 +289,8 @@ class Replicated:
     def pay_own(self) -> None:
         """Reduce the gradients that this rank has; they are then those of all ranks.
 
-        They are given to the reducer as a backward pass would give them: which of them lie in which bucket only it
+        They are given to the reducer as a backward pass would give them: which of them lie in which
+            bucket only it
         knows for sure.
         """
         begun, reducer = self._count(), self._wrapper.reducer
@@ -265,7 +307,9 @@ class Replicated:
         with _without_hooks(parameters):  # they have seen these gradients, part by part
             torch.autograd.backward(parameters[::-1], gradients[::-1])
         if self._count() == begun:
-            raise RuntimeError("DistributedDataParallel has not reduced the gradients that it was given")
+            raise RuntimeError(
+                "DistributedDataParallel has not reduced the gradients that it was given"
+            )
 
     def _reduce(self, buckets: list[Any]) -> None:
         wrapper = self._wrapper
@@ -275,7 +319,11 @@ class Replicated:
         else:
             sent = [self._begin_sum(each.buffer()) for each in buckets]
         if wrapper.find_unused_parameters:
-            sent.append(self._begin_sum(torch.zeros(len(self._trained()), dtype=torch.int32, device=self.device)))
+            sent.append(
+                self._begin_sum(
+                    torch.zeros(len(self._trained()), dtype=torch.int32, device=self.device)
+                )
+            )
         for work in sent:
             work.wait()
 
@@ -283,7 +331,9 @@ class Replicated:
         return distributed.all_reduce(tensor, group=self.group, async_op=True)
 
     def _trained(self) -> list[torch.Tensor]:
-        return [parameter for parameter in self._wrapper.module.parameters() if parameter.requires_grad]
+        return [
+            parameter for parameter in self._wrapper.module.parameters() if parameter.requires_grad
+        ]
 
     def reset(self) -> None:
         """Forget an attempt that one rank has not made, on all ranks."""
@@ -292,14 +342,20 @@ class Replicated:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Let backward reduce nothing: its gradients are paid at once, when all parts of a batch are through."""
+        """Let backward reduce nothing.
+
+        Its gradients are paid at once, when all parts of a batch are through.
+        """
         with self._wrapper.no_sync():
             yield
 
     def rebuild(self) -> None:
-        """Let the reducer rebuild its buckets now, if that is due: all ranks do so at the same place.
+        """Let the reducer rebuild its buckets now, if that is due.
 
-        It is due at the first forward after the first step; left to that, a rank that runs alone would wait for ever.
+        All ranks do so at the same place.
+
+        It is due at the first forward after the first step; left to that, a rank that runs alone
+        would wait for ever.
         """
         self._wrapper.reducer._rebuild_buckets()
 
@@ -307,7 +363,11 @@ class Replicated:
     def alone(self) -> Iterator[None]:
         """Let forward and backward talk to no other rank."""
         wrapper = self._wrapper
-        quiet = {"require_backward_grad_sync": False, "require_forward_param_sync": False, _ENQUEUED: True}
+        quiet = {
+            "require_backward_grad_sync": False,
+            "require_forward_param_sync": False,
+            _ENQUEUED: True,
+        }
         before = {name: getattr(wrapper, name, None) for name in quiet}
         vars(wrapper).update(quiet)
         try:
@@ -315,13 +375,19 @@ class Replicated:
                 yield
         finally:
             vars(wrapper).update(before)
-            if wrapper.find_unused_parameters:  # else what was used now counts as used in the next step
+            # Else what was used now counts as used in the next step
+            if wrapper.find_unused_parameters:
                 wrapper.reducer._reset_state()
 
 
 @contextlib.contextmanager
 def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    held = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    held = [
+        hooks
+        for p in parameters
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
+        if hooks
+    ]
     kept = [dict(hooks) for hooks in held]
     for hooks in held:
         hooks.clear()

@@ -52,8 +52,19 @@ class Said:
 
     def numbers(self, loss: float, items: float) -> list[float]:
         """Return the row, with the loss and the items of this rank."""
-        flags = self.stop, self.save, self.refused, self.repeats, self.failed, self.between, self.forward, self.guard
-        return [float(number) for number in (self.kind, self.number, items, loss, *flags, *self.place)]
+        flags = (
+            self.stop,
+            self.save,
+            self.refused,
+            self.repeats,
+            self.failed,
+            self.between,
+            self.forward,
+            self.guard,
+        )
+        return [
+            float(number) for number in (self.kind, self.number, items, loss, *flags, *self.place)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +91,9 @@ class Rows:
 
     @property
     def failed(self) -> bool:
-        """Return whether a rank could not make this attempt, and knew it before its loss was there."""
+        """Return whether a rank could not make this attempt, and knew it before its loss was
+        there.
+        """
         return any(self.which_failed())
 
     def which_failed(self) -> list[bool]:
@@ -88,7 +101,10 @@ class Rows:
         return [bool(row[8]) for row in self.each]
 
     def suspects(self) -> list[int]:
-        """Return the ranks that NaN or Inf may come from: those whose own loss is not finite, or else all."""
+        """Return the ranks that NaN or Inf may come from.
+
+        Those whose own loss is not finite, or else all.
+        """
         bad = [rank for rank, row in enumerate(self.each) if not math.isfinite(row[3])]
         return bad or list(range(len(self.each)))
 
@@ -102,25 +118,38 @@ class Rows:
             return
         raise RankError(
             self._difference(),
-            limit="all ranks make the same steps with the same batches, since each of them waits for all gradients",
-            fix="let the loaders of all ranks yield equally many batches, as holdfast.DataLoader does by itself, and "
-            "call guard.step on all ranks, of several guards in one order, or on none; where one rank has to skip a "
-            "batch, let all skip it (all_reduce the decision).",
+            limit=(
+                "all ranks make the same steps with the same batches, since each of them waits for"
+                " all gradients"
+            ),
+            fix=(
+                "let the loaders of all ranks yield equally many batches, as holdfast.DataLoader"
+                " does by itself, and call guard.step on all ranks, of several guards in one order,"
+                " or on none; where one rank has to skip a batch, let all skip it (all_reduce the"
+                " decision)."
+            ),
             rule="H116",
         )
 
     def _difference(self) -> str:
-        """Return a sentence about how the ranks differ: in guard, kind, number or batch, whichever comes first."""
+        """Return a sentence about how the ranks differ.
+
+        In guard, kind, number or batch, whichever comes first.
+        """
         guards = [row[11] for row in self.each]
         if len({*guards}) > 1:
             return (
-                f"the ranks are at guards {', '.join(f'{guard:.0f}' for guard in guards)}, counted as they were made"
+                f"the ranks are at guards {', '.join(f'{guard:.0f}' for guard in guards)}, counted"
+                " as they were made"
             )
         places = self.places()
         kinds = [row[0] for row in self.each]
         if len({*kinds}) > 1:
             ended, stepping = kinds.index(EPOCH_END), kinds.index(STEP)
-            text = f"the loader of rank {ended} has ended its epoch, and rank {stepping} makes another step"
+            text = (
+                f"the loader of rank {ended} has ended its epoch, and rank {stepping} makes another"
+                " step"
+            )
             has_skipped = places[ended].passed > places[stepping].passed
             return f"{text}; {self._passed_over(ended, stepping)}" if has_skipped else text
         numbers = [row[1] for row in self.each]
@@ -134,8 +163,15 @@ class Rows:
         """Return a sentence about the batches that one rank has skipped and another has not."""
         places = self.places()
         first, other = places[ahead], places[behind]
-        text = f"rank {ahead} is at batch {first.batch} of epoch {first.epoch}, and rank {behind} at batch "
-        text += f"{other.batch}" if first.epoch == other.epoch else f"{other.batch} of epoch {other.epoch}"
+        text = (
+            f"rank {ahead} is at batch {first.batch} of epoch {first.epoch}, and rank {behind} at"
+            " batch "
+        )
+        text += (
+            f"{other.batch}"
+            if first.epoch == other.epoch
+            else f"{other.batch} of epoch {other.epoch}"
+        )
         skipped = first.passed - other.passed
         if skipped <= 0:
             return text
@@ -148,9 +184,12 @@ class Rows:
 
 
 def _must_agree(row: list[float]) -> list[float]:
-    """Return the part of a row that must be equal on all ranks: kind, number, guard and, in a step, the batch.
+    """Return the part of a row that must be equal on all ranks.
 
-    At the end of an epoch the batches may differ: a rank may have skipped an empty last batch, which mixes no steps.
+    Kind, number, guard and, in a step, the batch.
+
+    At the end of an epoch the batches may differ: a rank may have skipped an empty last batch,
+        which mixes no steps.
     """
     return row[:2] + row[11 : 14 if row[0] == STEP else 12]
 

@@ -1,7 +1,9 @@
-"""A model that `fully_shard` has spread: each rank holds some rows of each parameter, its gradient and its moments.
+"""A model that `fully_shard` has spread.
 
-A rank alone can run no part of it. One that cannot go on begins what the others begin, as their tapes say, with its
-shards and with gradients of NaN.
+Each rank holds some rows of each parameter, its gradient and its moments.
+
+A rank alone can run no part of it. One that cannot go on begins what the others begin, as their
+tapes say, with its shards and with gradients of NaN.
 """
 
 from __future__ import annotations
@@ -26,8 +28,13 @@ from holdfast.guard.state.trees import copied
 from holdfast.numerics.gradients import local
 
 # The newer name where there is one: torch warns of the other.
-_scatter: Any = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
-_ALONE = "where it came from is not traced, since one rank alone cannot run a model that lies on all of them"
+_scatter: Any = (
+    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+)
+_ALONE = (
+    "where it came from is not traced, since one rank alone cannot run a model that lies on all of"
+    " them"
+)
 
 
 class Sharded:
@@ -40,12 +47,19 @@ class Sharded:
     # What ranks would have to agree about pass by pass.
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"micro_batch_size": ("auto", None)}
     order: ClassVar[list[int]] = []  # of gradients, by which nothing is laid out here
-    # Ranks make equally many passes: none splits a batch. What all recompute, none tries to do without.
-    unobserved: ClassVar[Mapping[str, Any]] = {"diagnose": False, "micro_batch_size": None, "grow_after_steps": 2**31}
+    # Ranks make equally many passes: none splits a batch. What all recompute, none tries to do
+    # without.
+    unobserved: ClassVar[Mapping[str, Any]] = {
+        "diagnose": False,
+        "micro_batch_size": None,
+        "grow_after_steps": 2**31,
+    }
 
     def __init__(self, model: nn.Module) -> None:
         self._root: Any = model
-        self._modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._modules: list[Any] = [
+            module for module in model.modules() if isinstance(module, FSDPModule)
+        ]
         self.group: Any = distributed.group.WORLD
         first = next(p for p in model.parameters() if isinstance(p, DTensor))
         self.device = first.to_local().device
@@ -70,10 +84,15 @@ class Sharded:
             elif groups:
                 gather, scatter = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
                 module.set_custom_all_gather(_Noted(gather, partial(_note, tape, "gather", at)))
-                module.set_custom_reduce_scatter(_Noted(scatter, partial(_note, tape, "scatter", at)))
+                module.set_custom_reduce_scatter(
+                    _Noted(scatter, partial(_note, tape, "scatter", at))
+                )
 
     def begin(self) -> None:
-        """Begin an attempt. An evaluation, whose forward pass no backward follows, leaves whole parameters behind."""
+        """Begin an attempt.
+
+        An evaluation, whose forward pass no backward follows, leaves whole parameters behind.
+        """
         for module in self._modules:
             module.reshard()
         self._tape.begin()
@@ -115,7 +134,8 @@ class Sharded:
         return hindered
 
     def _forget(self) -> None:
-        for parameter in self._root.parameters():  # in the middle of backward those that are whole have gradients
+        # In the middle of backward those that are whole have gradients
+        for parameter in self._root.parameters():
             parameter.grad = None
         if self._root._get_fsdp_state()._is_root:  # None before the first forward pass
             self._root.reset_iter_state()
@@ -146,7 +166,10 @@ class Sharded:
         """Nothing is laid out."""
 
     def norms(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the norms of whole gradients, of those of the shards: torch's own arithmetic, in one collective."""
+        """Return the norms of whole gradients, of those of the shards.
+
+        Torch's own arithmetic, in one collective.
+        """
         squares = torch.stack(list(own)).pow(2)
         self._tape.note(self._shards, "norms", len(own), _name_of(squares.dtype))
         distributed.all_reduce(squares, group=self._shards)
@@ -159,21 +182,37 @@ class Sharded:
             if not isinstance(tensor, DTensor):
                 return tensor if is_first else None  # another rank saves the same
             if (why := _other_than_rows(tensor)) is not None:
-                fix = "use an optimizer whose moments have the shape of their weights, such as AdamW."
-                raise CheckpointError(f"the state {why}", limit="each rank saves some rows", fix=fix, rule="H310")
+                fix = (
+                    "use an optimizer whose moments have the shape of their weights, such as AdamW."
+                )
+                raise CheckpointError(
+                    f"the state {why}", limit="each rank saves some rows", fix=fix, rule="H310"
+                )
             return None if any((tensor.device_mesh.get_coordinate() or ())[:-1]) else local(tensor)
 
-        spread = [component for component in trees if component.partition(".")[0] in ("model", "optimizer")]
-        return {**(trees if is_first else {}), **{component: copied(trees[component], own) for component in spread}}
+        spread = [
+            component
+            for component in trees
+            if component.partition(".")[0] in ("model", "optimizer")
+        ]
+        return {
+            **(trees if is_first else {}),
+            **{component: copied(trees[component], own) for component in spread},
+        }
 
     def shares(self, parts: Parts) -> Callable[[str, str, torch.Size], Share | None]:
-        """Return what says which rows of a saved tensor are for this rank, of component, name and shape.
+        """Return what says which rows of a saved tensor are for this rank, of component, name and
+        shape.
 
         Moments are spread like their parameters, whoever has saved them.
         """
-        weights = {component_of("model", name): model.state_dict() for name, model in parts.models.items()}
+        weights = {
+            component_of("model", name): model.state_dict() for name, model in parts.models.items()
+        }
         moved = {
-            component_of("optimizer", name): [p for group in each.param_groups for p in group["params"]]
+            component_of("optimizer", name): [
+                p for group in each.param_groups for p in group["params"]
+            ]
             for name, each in parts.optimizers.items()
         }
 
@@ -193,11 +232,18 @@ class _Noted:
         self._collective, self._note = collective, note
         self.allocate = collective.allocate
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any = None, **given: Any) -> Any:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any = None, **given: Any
+    ) -> Any:
         if op is None:
             self._note(group)
             return self._collective(output_tensor, input_tensor, group, **given)
-        self._note(group, input_tensor.numel(), _name_of(input_tensor.dtype), op != distributed.ReduceOp.SUM)
+        self._note(
+            group,
+            input_tensor.numel(),
+            _name_of(input_tensor.dtype),
+            op != distributed.ReduceOp.SUM,
+        )
         return self._collective(output_tensor, input_tensor, group, op, **given)
 
 
@@ -214,7 +260,9 @@ def why_unknown(parameter: torch.Tensor, world_size: int) -> str | None:
     if not isinstance(parameter, DTensor):
         return "is sharded in part only" if parameter.requires_grad else None
     size = parameter.device_mesh.size()
-    return f"is spread over {size} of the ranks" if size != world_size else _other_than_rows(parameter)
+    return (
+        f"is spread over {size} of the ranks" if size != world_size else _other_than_rows(parameter)
+    )
 
 
 def _other_than_rows(tensor: DTensor) -> str | None:
@@ -231,7 +279,12 @@ def _rows_of(parameter: DTensor) -> Share:
 
     def whole(own: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(
-            own, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            own,
+            mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
 
     return Share(begin=begin, end=begin + held, whole=whole)

@@ -1,4 +1,7 @@
-"""Weights and moments of one rank for all: those of a rank whose optimizer failed half-way are of no use any more."""
+"""Weights and moments of one rank for all.
+
+Those of a rank whose optimizer failed half-way are of no use any more.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,24 @@ from holdfast.guard.optimizers import has_torch_layout
 from holdfast.guard.ranks.messages import Messages
 
 
-def take_state(optimizer: Optimizer, source: int, messages: Messages, group: Any, device: torch.device) -> None:
-    """Take what the optimizer of a rank holds and moves, on all ranks; H402 if theirs holds other things."""
+def take_state(
+    optimizer: Optimizer, source: int, messages: Messages, group: Any, device: torch.device
+) -> None:
+    """Take what the optimizer of a rank holds and moves, on all ranks.
+
+    H402 if theirs holds other things.
+    """
     if not has_torch_layout(optimizer.state_dict()):
-        raise without_help("the optimizer keeps state of its own, which no other rank can hand over")
-    found = [(p, optimizer.state.get(p, {})) for each in optimizer.param_groups for p in each["params"]]
-    forms = [[[key, list(getattr(state[key], "shape", []))] for key in sorted(state)] for _, state in found]
+        raise without_help(
+            "the optimizer keeps state of its own, which no other rank can hand over"
+        )
+    found = [
+        (p, optimizer.state.get(p, {})) for each in optimizer.param_groups for p in each["params"]
+    ]
+    forms = [
+        [[key, list(getattr(state[key], "shape", []))] for key in sorted(state)]
+        for _, state in found
+    ]
     if any(each != forms for each in messages.exchange("forms of state", forms)):
         raise without_help("the state that the optimizer has on the others has another form")
     hosted: list[tuple[dict[str, Any], str]] = []
@@ -46,7 +61,9 @@ def without_help(why: str) -> OutOfMemoryError:
     return OutOfMemoryError(
         "an optimizer ran out of memory half-way",
         limit=f"weights and moments are half changed, and {why}",
-        fix="leave the optimizer more memory (fused=True, a smaller model or optimizer) and start all ranks again: "
-        "they go on from the newest checkpoint.",
+        fix=(
+            "leave the optimizer more memory (fused=True, a smaller model or optimizer) and start"
+            " all ranks again: they go on from the newest checkpoint."
+        ),
         rule="H402",
     )

@@ -1,12 +1,14 @@
-"""Record the collectives of an attempt, so that a rank whose attempt has failed can begin the same ones by hand.
+"""Record the collectives of an attempt, so that a rank whose attempt has failed can begin the same
+ones by hand.
 
-The other ranks wait for the failed one in collectives whose order is not known beforehand. So each rank keeps a tape:
-a list of the collectives that the guard and the model's wrapper have begun in this attempt. A rank that has failed
-asks for the tapes of the others and follows them. In an undisturbed attempt only a short list is filled, and a thread
-waits.
+The other ranks wait for the failed one in collectives whose order is not known beforehand. So each
+rank keeps a tape: a list of the collectives that the guard and the model's wrapper have begun in
+this attempt. A rank that has failed asks for the tapes of the others and follows them. In an
+undisturbed attempt only a short list is filled, and a thread waits.
 
-Collectives of the loss or the model itself (see ``collectives``) cannot be begun by hand, since their inputs are not
-known. If the failed rank has not begun one that another rank waits in, all ranks end.
+Collectives of the loss or the model itself (see ``collectives``) cannot be begun by hand, since
+their inputs are not known. If the failed rank has not begun one that another rank waits in, all
+ranks end.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Tape:
         self._attempt = 0
         self._entries: list[list[Any]] = []
         self._is_over = True
-        # The number of attempts that failed on some rank. It is the same on all ranks, and names their messages.
+        # The number of attempts that failed on some rank. It is the same on all ranks, and names
+        # their messages.
         self._failed_attempts = 0
         messages.start(self._serve, "holdfast-tape")
 
@@ -65,7 +68,8 @@ class Tape:
         self._is_over = True
 
     def follow(self, begin: Callable[..., None]) -> str | None:
-        """Begin the collectives that other ranks have begun and this one has not, until all have ended the attempt.
+        """Begin the collectives that other ranks have begun and this one has not, until all have
+        ended the attempt.
 
         Args:
             begin: A function that begins a collective by hand. It gets the arguments of `note`.
@@ -74,7 +78,8 @@ class Tape:
             None, or a sentence that says why this rank cannot follow.
 
         Raises:
-            RankError: H114, if another rank does not end the attempt within the timeout of the process group.
+            RankError: H114, if another rank does not end the attempt within the timeout of the
+                process group.
         """
         names = self._request_tapes()
         position = len(self._entries)
@@ -83,7 +88,9 @@ class Tape:
             obstacle = self._obstacle(names)
             if obstacle is not None:
                 return obstacle
-            entry = next(filter(None, (self._messages.said(f"{name}/{position}") for name in names)), None)
+            entry = next(
+                filter(None, (self._messages.said(f"{name}/{position}") for name in names)), None
+            )
             if entry is not None:
                 begin(*json.loads(entry))
                 position += 1
@@ -93,20 +100,25 @@ class Tape:
                 rank: self._messages.said(f"{name}/end")
                 for name, rank in zip(names, self._messages.others, strict=True)
             }
-            late = [rank for rank, length in lengths.items() if length is None or int(length) > position]
+            late = [
+                rank for rank, length in lengths.items() if length is None or int(length) > position
+            ]
             if not late:
                 return self._obstacle(names, all_have_ended=True)
             self._check_timeout(last_entry_time, late[0])
             time.sleep(_POLL_SECONDS)
 
     def wait_for_row(self) -> str | None:
-        """Wait until each other rank has begun to exchange its row, or has failed in this attempt as well.
+        """Wait until each other rank has begun to exchange its row, or has failed in this attempt
+        as well.
 
         Returns:
-            None, or a sentence that says why this rank cannot begin the collective that the others wait in.
+            None, or a sentence that says why this rank cannot begin the collective that the others
+            wait in.
 
         Raises:
-            RankError: H114, if another rank does not get there within the timeout of the process group.
+            RankError: H114, if another rank does not get there within the timeout of the process
+                group.
         """
         names = self._request_tapes()
         start = time.monotonic()
@@ -125,24 +137,32 @@ class Tape:
             time.sleep(_POLL_SECONDS)
 
     def _check_timeout(self, since: float, late_rank: int) -> None:
-        """Raise H114 about a rank if the timeout of the process group has passed since a monotonic time."""
+        """Raise H114 about a rank if the timeout of the process group has passed since a
+        monotonic time.
+        """
         if time.monotonic() > since + self._messages.timeout_seconds:
-            self._messages.lose(late_rank, "has not come to the end of a step, where another rank has failed")
+            self._messages.lose(
+                late_rank, "has not come to the end of a step, where another rank has failed"
+            )
 
     def _request_tapes(self) -> list[str]:
-        """Ask the other ranks for their tapes; return the prefix of the keys under which each of them sends it."""
+        """Ask the other ranks for their tapes.
+
+        Return the prefix of the keys under which each of them sends it.
+        """
         self.end()
         name = f"tape/{self._failed_attempts}"
         self._messages.call(name, str(self._attempt))
         return [f"{name}/{rank}" for rank in self._messages.others]
 
     def _obstacle(self, names: list[str], *, all_have_ended: bool = False) -> str | None:
-        """Return a sentence about a rank that is in a collective of the loss or the model without this rank, or None.
+        """Return a sentence about a rank that is in a collective of the loss or the model without
+        this rank, or None.
 
         Args:
             names: The prefixes of the tapes, in the order of the other ranks.
-            all_have_ended: Whether the counts of the other ranks are final. Then one that has begun fewer
-                collectives than this rank is an obstacle too.
+            all_have_ended: Whether the counts of the other ranks are final. Then one that has begun
+                fewer collectives than this rank is an obstacle too.
         """
         own = self.collectives.begun()
         for name, rank in zip(names, self._messages.others, strict=True):
@@ -150,13 +170,22 @@ class Tape:
             others_count = Counter(json.loads(text or "{}"))
             groups = shared_with(rank)
             if any(others_count[group] > own[group] for group in groups):
-                return f"rank {rank} is in a collective of the loss or the model, which this rank has not come to"
+                return (
+                    f"rank {rank} is in a collective of the loss or the model, which this rank has"
+                    " not come to"
+                )
             if all_have_ended and any(others_count[group] < own[group] for group in groups):
-                return f"rank {rank} does not come to a collective of the loss or the model that this rank has begun"
+                return (
+                    f"rank {rank} does not come to a collective of the loss or the model that this"
+                    " rank has begun"
+                )
         return None
 
     def count_failed_attempt(self) -> None:
-        """Note that all ranks know that this attempt has failed on one of them. All ranks call this equally often."""
+        """Note that all ranks know that this attempt has failed on one of them.
+
+        All ranks call this equally often.
+        """
         self._failed_attempts += 1
 
     def _serve(self, store: Any) -> None:
@@ -187,8 +216,8 @@ class Tape:
                 continue
             is_over = self._is_over or self._attempt > attempt
             new = self._entries[sent:]
-            # Counted after the entries are read and sent before them: a rank that has read an entry then knows all
-            # collectives that were begun before it.
+            # Counted after the entries are read and sent before them: a rank that has read an entry
+            # then knows all collectives that were begun before it.
             begun = self.collectives.begun()
             if begun != collectives:
                 store.set(f"{name}/collectives", json.dumps(begun))

@@ -1,4 +1,6 @@
-"""Tell from the stack whether the main thread waits in a collective that the script has called, not the guard."""
+"""Tell from the stack whether the main thread waits in a collective that the script has called,
+not the guard.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,36 @@ from torch import distributed
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _WRAPPER = "/torch/nn/parallel/distributed.py"
 # A rank returns from these only after all ranks have entered.
-_SYNCHRONIZING = frozenset({
-    "barrier", "monitored_barrier", "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object",
-    "all_gather_into_tensor", "all_gather_single", "all_gather_coalesced", "all_to_all", "all_to_all_single",
-    "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
-})  # fmt: skip
+_SYNCHRONIZING = frozenset(
+    {
+        "barrier",
+        "monitored_barrier",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_gather",
+        "all_gather_object",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "all_gather_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+    }
+)
 # Some ranks, such as the sender, may return from these before others have entered.
-_ONE_SIDED = frozenset({
-    "broadcast", "broadcast_object_list", "scatter", "scatter_object_list", "gather", "gather_object", "reduce",
-})  # fmt: skip
+_ONE_SIDED = frozenset(
+    {
+        "broadcast",
+        "broadcast_object_list",
+        "scatter",
+        "scatter_object_list",
+        "gather",
+        "gather_object",
+        "reduce",
+    }
+)
 
 
 class Collective(NamedTuple):
@@ -41,7 +64,8 @@ def collective_of_main_thread() -> Collective | None:
     frame = None if identity is None else sys._current_frames().get(identity)
     outermost = None
     while frame is not None:
-        # Collectives call each other, as `all_gather_object` calls `all_gather`. The script has called the outermost.
+        # Collectives call each other, as `all_gather_object` calls `all_gather`. The script has
+        # called the outermost.
         outermost = _collective_of(frame) or outermost
         frame = frame.f_back
     return outermost
@@ -66,4 +90,6 @@ def _is_over_all_ranks(frame: FrameType) -> bool:
     group = frame.f_locals.get("group")
     if group is None:
         return True
-    return isinstance(group, distributed.ProcessGroup) and group.size() == distributed.get_world_size()
+    return (
+        isinstance(group, distributed.ProcessGroup) and group.size() == distributed.get_world_size()
+    )

@@ -1,7 +1,10 @@
-"""The loop over batches: where the run continues, when it saves, where it stops, and what goes back after a rollback.
+"""The loop over batches.
 
-A *boundary* is where the body of the caller's loop is finished for one batch: only there is everything that belongs
-to a batch done, also what the caller does after ``step``. Checkpoints are taken at boundaries.
+Where the run continues, when it saves, where it stops, and what goes back after a rollback.
+
+A *boundary* is where the body of the caller's loop is finished for one batch: only there is
+everything that belongs to a batch done, also what the caller does after ``step``. Checkpoints are
+taken at boundaries.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.loader import take_unkept_loaders
 from holdfast.memory.oom import naming_lack_of_memory
 
-# A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the loop, or after so
-# many steps. An evaluation comes after each epoch, or after 500 steps (defaults of Lightning and of the Trainer).
+# A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the
+# loop, or after so many steps. An evaluation comes after each epoch, or after 500 steps (defaults
+# of Lightning and of the Trainer).
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
 _EACH_EPOCH = 100  # of which each has an event; later ones few, so that these never fill the ring
@@ -35,7 +39,9 @@ _EACH_EPOCH = 100  # of which each has an event; later ones few, so that these n
 class Loop:
     """Drives one run over its loader, and knows where its boundaries are."""
 
-    def __init__(self, session: Session, stop: StopRequest, saves: Saves, recovery: Recovery) -> None:
+    def __init__(
+        self, session: Session, stop: StopRequest, saves: Saves, recovery: Recovery
+    ) -> None:
         self._session = session
         self._record = session.record
         self._ranks = session.ranks
@@ -48,13 +54,18 @@ class Loop:
         self._reported_waiting = False
         self._epochs = 0  # whole ones, of this loop
         self._said_what_is_unkept = False
-        self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)  # None: that was said
+        # None: that was said
+        self._unkept_numbers: UnkeptNumbers | None = UnkeptNumbers(session.parts)
         self._reported_loaders = False
         self._under_way: Generator[Any] | None = None  # the last loop of ours
         watch(self)
 
     def begin(
-        self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
+        self,
+        cursor: Cursor,
+        max_epochs: int | None,
+        max_steps: int | None,
+        release: Callable[[End], None],
     ) -> Generator[Any]:
         """Return the batches of a new loop, which `leave` ends."""
         self._under_way = self.batches(cursor, max_epochs, max_steps, release)
@@ -66,7 +77,8 @@ class Loop:
             self._under_way.close()
 
     def end_at_exit(self) -> None:
-        """End a run that is still open when the process ends, because its iterator or its guard is still there.
+        """End a run that is still open when the process ends, because its iterator or its guard is
+        still there.
 
         Later, when Python frees the iterator, nothing can be saved any more.
         """
@@ -83,12 +95,21 @@ class Loop:
         self._session.saving.note_left_steps()
 
     def batches(
-        self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
+        self,
+        cursor: Cursor,
+        max_epochs: int | None,
+        max_steps: int | None,
+        release: Callable[[End], None],
     ) -> Generator[Any]:
-        """Yield batches until a limit is reached or a stop was requested; save where one is due, and at the end."""
+        """Yield batches until a limit is reached or a stop was requested.
+
+        Save where one is due, and at the end.
+        """
         for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
-                raise PolicyError(f"{name}={limit!r}", limit="it counts", fix="pass a whole number.", rule="H105")
+                raise PolicyError(
+                    f"{name}={limit!r}", limit="it counts", fix="pass a whole number.", rule="H105"
+                )
 
         def finished() -> bool:
             enough = max_epochs is not None and cursor.epoch >= max_epochs
@@ -97,9 +118,12 @@ class Loop:
 
         self._state.in_loop = True
         begun = run_events.Loop(
-            resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches, max_epochs=max_epochs,
+            resume_promise=cursor.promise,
+            epoch=cursor.epoch,
+            batches=cursor.batches,
+            max_epochs=max_epochs,
             max_steps=max_steps,
-        )  # fmt: skip
+        )
         self._record.emit(begun)
         self._report_unkept(cursor)
         self._epochs = 0
@@ -116,7 +140,8 @@ class Loop:
             self._honour_stop()
             self._session.save()
             if self._stop.by_signal:
-                # A launcher ends all ranks once the first has exited with a code: not before the checkpoint is whole.
+                # A launcher ends all ranks once the first has exited with a code: not before the
+                # checkpoint is whole.
                 self._ranks.agree("stop", dict)
             self._honour_stop()  # a request that came while it was saved
             how = "finished" if self._stop.reason is None else "stopped"
@@ -128,7 +153,11 @@ class Loop:
             behind = self._ranks.leave(error)
             self._record.left_by(behind or error)
             directory_is_lost = isinstance(error, RunDirectoryError)
-            if isinstance(error, Exception) and self._ranks.world_size == 1 and not directory_is_lost:
+            if (
+                isinstance(error, Exception)
+                and self._ranks.world_size == 1
+                and not directory_is_lost
+            ):
                 self._session.saving.save()  # the loader failed at a boundary: nothing is lost
             if behind is not None:
                 raise behind from error
@@ -148,16 +177,21 @@ class Loop:
                 release(how)
 
     def _save_as_asked(self) -> bool:
-        """Save in a loop that is left between two batches, if a stop was requested; return whether this was done.
+        """Save in a loop that is left between two batches, if a stop was requested.
 
-        The request stays for a loop that follows. Of several ranks none saves, because the others may not do so too.
+        Return whether this was done.
+
+        The request stays for a loop that follows. Of several ranks none saves, because the others
+        may not do so too.
         """
         if self._stop.reason is None or self._ranks.world_size > 1:
             return False
         if not self._session.saving.may_save_more:
             return False  # such as the half of a step that failed
         self.count_batch()
-        self._record.emit(run_events.StopRequested(reason=self._stop.reason, signal=self._stop.signal_name))
+        self._record.emit(
+            run_events.StopRequested(reason=self._stop.reason, signal=self._stop.signal_name)
+        )
         self._session.save()
         return True
 
@@ -172,7 +206,9 @@ class Loop:
             )
             self._record.emit(request)
 
-    def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
+    def _epoch(
+        self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool
+    ) -> Iterator[Any]:
         """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""
         place = {PLACE: [cursor.epoch, cursor.batches]}
         self._ranks.agree("epoch", lambda: place | self._session.parts.settings())
@@ -191,22 +227,28 @@ class Loop:
             yield batch
             self._session.check_averages()
             if self._state.phase is Phase.REWOUND:
-                self._recovery.go_back_again()  # the rest of the loop body ran on state that was restored already
+                # The rest of the loop body ran on state that was restored already
+                self._recovery.go_back_again()
                 return
             cursor.advance(used=self._state.batch_is_used)
             self._state.boundary()
             self._report_unkept_loaders()
-            if self._ranks.world_size > 1 or not cursor.seems_to_end:  # which the first rank has said for all
+            # Which the first rank has said for all
+            if self._ranks.world_size > 1 or not cursor.seems_to_end:
                 self._save_if_due()
             if finished():
                 return
         if (slow := self._ranks.end_epoch()) is not None:
             self._record.emit(slow)
-        batches, size = cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
+        batches, size = cursor.end_epoch(
+            needs_steps=needs_steps, stepped=before != self._progress()
+        )
         self._epochs += is_whole
         if cursor.epoch <= _EACH_EPOCH or (is_whole and self._epochs & (self._epochs - 1) == 0):
             made = self._record.global_step - steps if is_whole else None
-            ended = run_events.EpochEnded(epochs=cursor.epoch, steps=made, batches=batches, batch_size=size)
+            ended = run_events.EpochEnded(
+                epochs=cursor.epoch, steps=made, batches=batches, batch_size=size
+            )
             self._record.emit(ended)
         self._session.schedules.after_epoch(cursor.epoch)
         self._report_unkept_numbers()
@@ -229,33 +271,42 @@ class Loop:
         self._unkept_numbers = None
         holder, attribute = unkept
         why = (
-            f"none for {holder}, because its attribute {attribute} changes in training and its state_dict() does not "
-            "hold it: a resume begins it anew. Return it from state_dict() and take it back in load_state_dict(state)"
+            f"none for {holder}, because its attribute {attribute} changes in training and its"
+            " state_dict() does not hold it: a resume begins it anew. Return it from state_dict()"
+            " and take it back in load_state_dict(state)"
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_unkept_loaders(self) -> None:
         """Report once that the loop advances a loader whose position is in no checkpoint.
 
-        One that is iterated to its end within the body of the loop, as for an evaluation, has no position here.
+        One that is iterated to its end within the body of the loop, as for an evaluation, has no
+        position here.
         """
         if self._reported_loaders or not take_unkept_loaders():
             return
         self._reported_loaders = True
         why = (
-            "none for a second holdfast.DataLoader, because the loop advances it and no checkpoint holds its "
-            'position: a resume starts it from the beginning. Pass it by name: Guard(..., state={"labelled": loader})'
+            "none for a second holdfast.DataLoader, because the loop advances it and no checkpoint"
+            " holds its position: a resume starts it from the beginning. Pass it by name:"
+            ' Guard(..., state={"labelled": loader})'
         )
         self._record.emit(run_events.ResumeMayDiffer(why=why))
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
-        """Report once which schedulers need a metric and were never given one, by no process of the run."""
+        """Report once which schedulers need a metric and were never given one, by no process of
+        the run.
+        """
         if epochs < _EPOCHS_WITHOUT_METRIC or self._session.validated or self._reported_waiting:
             return
         waiting = self._session.schedules.without_metric()
         if waiting:
             self._reported_waiting = True
-            self._record.emit(run_events.SchedulersWait(schedulers=tuple(waiting), fix="call guard.validated(loss)"))
+            self._record.emit(
+                run_events.SchedulersWait(
+                    schedulers=tuple(waiting), fix="call guard.validated(loss)"
+                )
+            )
 
     def _save_if_due(self) -> None:
         with naming_lack_of_memory("saving a checkpoint"):
@@ -274,14 +325,17 @@ class Loop:
                 refused = self._saves.take_refusal()
             elif not self._postponed:
                 self._record.emit(
-                    run_events.SavePostponed(why="loss or gradient norm stand out; until that is settled")
+                    run_events.SavePostponed(
+                        why="loss or gradient norm stand out; until that is settled"
+                    )
                 )
                 self._postponed = True
         if refused is not None:
             self._recovery.after_refused_save(refused)
 
     def _progress(self) -> tuple[int, int]:
-        counters = self._session.counters  # a rollback may bring the global step back to where it was
+        # A rollback may bring the global step back to where it was
+        counters = self._session.counters
         return counters.steps, counters.skipped_steps
 
     def count_batch(self) -> None:
@@ -292,6 +346,9 @@ class Loop:
             self._state.boundary()
 
     def boundary_outside(self) -> None:
-        """Save where it is due, in a loop that is not ours: the next step has begun, so the last one is over."""
+        """Save where it is due, in a loop that is not ours.
+
+        The next step has begun, so the last one is over.
+        """
         self._state.boundary()
         self._save_if_due()

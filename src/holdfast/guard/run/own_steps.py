@@ -1,6 +1,8 @@
-"""Refuse optimizer steps that a loop over `Guard.batches` makes itself instead of through `Guard.step`.
+"""Refuse optimizer steps that a loop over `Guard.batches` makes itself instead of through
+`Guard.step`.
 
-Such a step changes the weights, but the guard does not count it: no checkpoint would be due, and a run that was
+Such a step changes the weights, but the guard does not count it: no checkpoint would be due, and a
+    run that was
 killed would begin again at step 0.
 """
 
@@ -17,17 +19,21 @@ from holdfast.core.errors import BatchError
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import Phase, RunState
 
-# The phases in which `guard.step` runs, whose optimizers may be wrappers that step another optimizer.
+# The phases in which `guard.step` runs, whose optimizers may be wrappers that step another
+# optimizer.
 _PHASES_OF_A_GUARDED_STEP = (Phase.IN_STEP, Phase.COMMITTING, Phase.ROLLING_BACK)
 
-# The states of all guards in this process: a loop that was never closed must not refuse the steps of another guard.
+# The states of all guards in this process: a loop that was never closed must not refuse the steps
+# of another guard.
 _states: weakref.WeakSet[RunState] = weakref.WeakSet()
 
 
 class OwnStepsRefused:
-    """A context in which stepping an optimizer of guarded parameters outside of `Guard.step` raises H212.
+    """A context in which stepping an optimizer of guarded parameters outside of `Guard.step` raises
+    H212.
 
-    Optimizers of other parameters, such as those of a discriminator that the guard does not hold, are not affected.
+    Optimizers of other parameters, such as those of a discriminator that the guard does not hold,
+    are not affected.
 
     Args:
         parts: The models and optimizers of the run.
@@ -35,7 +41,9 @@ class OwnStepsRefused:
         record: A function that is called with the error before it is raised.
     """
 
-    def __init__(self, parts: Parts, state: RunState, record: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, parts: Parts, state: RunState, record: Callable[[BaseException], None]
+    ) -> None:
         self._parts = parts
         self._state = state
         self._record = record
@@ -44,7 +52,8 @@ class OwnStepsRefused:
 
     def __enter__(self) -> None:
         self._parameters = {id(parameter) for _, parameter in self._parts.named_parameters()}
-        # torch keeps the hook until it is removed. A strong reference in it would keep an abandoned run alive.
+        # torch keeps the hook until it is removed. A strong reference in it would keep an abandoned
+        # run alive.
         reference = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -59,7 +68,8 @@ class OwnStepsRefused:
         self._handle.remove()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise H212 if this optimizer is about to move guarded parameters outside of a guarded step.
+        """Raise H212 if this optimizer is about to move guarded parameters outside of a guarded
+        step.
 
         Cost: less than a microsecond in a guarded step.
         """
@@ -83,12 +93,17 @@ class OwnStepsRefused:
 
     def _moves_guarded_parameters(self, optimizer: Optimizer) -> bool:
         return any(
-            id(parameter) in self._parameters for group in optimizer.param_groups for parameter in group["params"]
+            id(parameter) in self._parameters
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         )
 
 
 def _unguarded_step(optimizer: Optimizer, name: str | None) -> BatchError:
-    """Return H212 about a step of an optimizer; its name in the guard is None if the guard does not hold it."""
+    """Return H212 about a step of an optimizer.
+
+    Its name in the guard is None if the guard does not hold it.
+    """
     if name is None:
         subject = f"a {type(optimizer).__name__} that the guard does not hold"
         fix = (
@@ -98,8 +113,9 @@ def _unguarded_step(optimizer: Optimizer, name: str | None) -> BatchError:
     else:
         subject = f"optimizer {name!r}"
         fix = (
-            "replace zero_grad, backward and step with guard.step(batch, loss_fn), where loss_fn returns the loss. "
-            f"To step one of several optimizers: guard.step(batch, loss_fn, optimizer={name!r})."
+            "replace zero_grad, backward and step with guard.step(batch, loss_fn), where loss_fn"
+            " returns the loss. To step one of several optimizers: guard.step(batch, loss_fn,"
+            f" optimizer={name!r})."
         )
     return BatchError(
         f"{subject} was stepped by the loop itself, outside of guard.step",

@@ -1,4 +1,6 @@
-"""An open run directory: what belongs to a run's state, and how everything comes back from its checkpoints.
+"""An open run directory.
+
+What belongs to a run's state, and how everything comes back from its checkpoints.
 
 Does not: write them (see ``saving``).
 """
@@ -62,7 +64,10 @@ from holdfast.recorder.scalars import Found, outlets
 
 _OPEN = contextlib.nullcontext()  # made once: `log` is called in each step
 _MOST_NAMES = 10  # in one event
-_CHANGED = "the weights, buffers or moments were changed without a step, so they are not those of the training"
+_CHANGED = (
+    "the weights, buffers or moments were changed without a step, so they are not those of the"
+    " training"
+)
 
 
 class Session:
@@ -89,13 +94,21 @@ class Session:
         self.ladder = engine.ladder
         self.state = engine.state
         self._store = Store(directory.checkpoints)
-        self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
+        # Of the checkpoints when this object closed the directory
+        self._newest_id: int | None = None
         self.saving = Saving(
-            directory=directory, store=self._store, record=record, policy=policy, clock=clock, run_state=self.state,
-            state=lambda: ranks.share(gather(parts, self.training_state())), must_be_finite=self.must_be_finite,
-            position=self._position, cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
+            directory=directory,
+            store=self._store,
+            record=record,
+            policy=policy,
+            clock=clock,
+            run_state=self.state,
+            state=lambda: ranks.share(gather(parts, self.training_state())),
+            must_be_finite=self.must_be_finite,
+            position=self._position,
+            cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
             writers=ranks.writers,
-        )  # fmt: skip
+        )
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
         engine.spare_memory = self._spare_memory
         self.spikes = SpikeDetector(objective=policy.objective)
@@ -103,11 +116,14 @@ class Session:
         self.validated = False  # a metric was given, for schedulers that need one
         self._settings = parts.settings()  # those that the run began with
         self._groups: int | None = len(parts.rates())  # None: it is said that there are others now
-        # Optimizers whose state has not been checked since their first step, which creates most of it.
+        # Optimizers whose state has not been checked since their first step, which creates most of
+        # it.
         self._new_state = set(parts.optimizers)
         self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
-        self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
-        self._drawn_at: tuple[tuple[int, int], RandomState] | None = None  # belongs to that position for certain
+        # Of a resumed run, until its loader is started
+        self.random_state: RandomState | None = None
+        # Belongs to that position for certain
+        self._drawn_at: tuple[tuple[int, int], RandomState] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -133,19 +149,35 @@ class Session:
         self.state.open()
         self.ranks.open()
         outlets[self] = None
-        guarded.update({id(each): (name, weakref.ref(self.record)) for name, each in self.parts.optimizers.items()})
+        guarded.update(
+            {
+                id(each): (name, weakref.ref(self.record))
+                for name, each in self.parts.optimizers.items()
+            }
+        )
 
     def _describe(self) -> None:
-        """Keep what this run is set to, beside its recording: what is otherwise than usual, and the optimizers."""
-        own = {f"policy.{each.name}": getattr(self.policy, each.name) for each in fields(self.policy)}
+        """Keep what this run is set to, beside its recording.
+
+        What is otherwise than usual, and the optimizers.
+        """
+        own = {
+            f"policy.{each.name}": getattr(self.policy, each.name) for each in fields(self.policy)
+        }
         usual = {f"policy.{each.name}": each.default for each in fields(self.policy)}
         classes = {name: type(each).__name__ for name, each in self.parts.optimizers.items()}
-        found = {name: value for name, value in own.items() if value != usual[name]} | classes | self._settings
+        found = (
+            {name: value for name, value in own.items() if value != usual[name]}
+            | classes
+            | self._settings
+        )
         size = None if self.cursor is None else self.cursor.batch_size
         self.record.describe(found if size is None else {**found, "batch_size": size})
 
     def check_not_in_step(self) -> None:
-        """Raise H209 if a loss function makes a step itself, H105 where averaged weights would move."""
+        """Raise H209 if a loss function makes a step itself, H105 where averaged weights would
+        move.
+        """
         if self.state.phase is Phase.IN_STEP:
             raise called_inside("step")
         self.check_averages()
@@ -153,11 +185,16 @@ class Session:
     def check_averages(self, *, there: bool = False) -> None:
         """Raise H105 if averages are in the models, or if they must be `there` and are not."""
         if self.state.averaged or (there and not self.parts.averages):
-            inside = "a step, a checkpoint or the next batch was asked for inside of guard.averaged()"
+            inside = (
+                "a step, a checkpoint or the next batch was asked for inside of guard.averaged()"
+            )
             raise PolicyError(
                 inside if self.state.averaged else "guard.averaged() without an average",
                 limit="it has the weights of Guard(averaged=...) in the model, for evaluation only",
-                fix="give an average; evaluate inside, and call guard.validated(...) and guard.step(...) after it.",
+                fix=(
+                    "give an average; evaluate inside, and call guard.validated(...) and"
+                    " guard.step(...) after it."
+                ),
                 rule="H105",
             )
 
@@ -171,7 +208,9 @@ class Session:
             )
 
     def close(self, how: End | None = None) -> None:
-        """Finish the save that is under way, end the recording, as `RunRecord.close` says, and give the lock back."""
+        """Finish the save that is under way, end the recording, as `RunRecord.close` says, and
+        give the lock back.
+        """
         try:
             self.saving.finish()
             self.saving.take_refusal()  # whoever opens it again may have repaired the state
@@ -179,7 +218,9 @@ class Session:
                 note_last_step(self._directory.run_id, self.record.global_step)
                 self._newest_id = None
                 with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
-                    self._newest_id = self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
+                    self._newest_id = (
+                        self._store.next_save_id() - 1 if self.ranks.rank == 0 else None
+                    )
                 self.saving.report_loss(left=how == "left")
                 forget_left_steps(self._directory.path)
                 if how == "left":
@@ -194,7 +235,10 @@ class Session:
             self._directory.release()
 
     def recording(self, *, events: bool = True) -> AbstractContextManager[None]:
-        """Return what to record within: after the loop the record is opened once more. H301 as in `log`."""
+        """Return what to record within: after the loop the record is opened once more.
+
+        H301 as in `log`.
+        """
         return _OPEN if self.is_open else self._after_the_loop(events=events)
 
     @contextlib.contextmanager
@@ -209,31 +253,48 @@ class Session:
             yield
 
     def log(self, found: Found, step: int | None = None) -> None:
-        """Record scalars at the present step or at their own; H301 if this is closed and another run goes on."""
+        """Record scalars at the present step or at their own.
+
+        H301 if this is closed and another run goes on.
+        """
         with self.recording(events=False):
             epoch = None if self.cursor is None else self.cursor.epoch
-            self.record.scalars.write(found, self.record.global_step if step is None else step, epoch)
+            self.record.scalars.write(
+                found, self.record.global_step if step is None else step, epoch
+            )
 
     def statistics(self) -> Statistics:
         """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""
         counters, saving, plan = self.counters, self.saving.collected(), self.ladder.plan
         return Statistics(
-            global_step=self.record.global_step, epoch=0 if self.cursor is None else self.cursor.epoch,
-            steps=counters.steps, skipped_steps=counters.skipped_steps, out_of_memory=counters.out_of_memory,
-            rollbacks=counters.rollbacks, resumes=counters.resumes, checkpoints_saved=saving.saved,
-            checkpoints_failed=saving.failed, micro_batch_size=plan.micro_batch_size, recompute=bool(plan.recompute),
+            global_step=self.record.global_step,
+            epoch=0 if self.cursor is None else self.cursor.epoch,
+            steps=counters.steps,
+            skipped_steps=counters.skipped_steps,
+            out_of_memory=counters.out_of_memory,
+            rollbacks=counters.rollbacks,
+            resumes=counters.resumes,
+            checkpoints_saved=saving.saved,
+            checkpoints_failed=saving.failed,
+            micro_batch_size=plan.micro_batch_size,
+            recompute=bool(plan.recompute),
             loss_scale=self._engine.loss_scale.value(),
-        )  # fmt: skip
+        )
 
-    # --- what is saved --------------------------------------------------------------------------------------
+    # --- what is saved
+    # ------------------------------------------------------------------------
 
     @property
     def is_calm(self) -> bool:
-        """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
+        """Return whether the state may be called good.
+
+        A suspicion that is not settled yet puts a save off.
+        """
         return self.policy.spike_action == "off" or self.spikes.is_calm()
 
     def check_new_state(self, names: Sequence[str]) -> None:
-        """Raise H310 or H105 after the first step of an optimizer if no checkpoint can hold its state.
+        """Raise H310 or H105 after the first step of an optimizer if no checkpoint can hold its
+        state.
 
         Otherwise each save would fail, and the whole run would be lost.
         """
@@ -256,7 +317,8 @@ class Session:
     def checkpoint_of_now(self, and_then: Callable[[Entry], None]) -> Entry | None:
         """Return the checkpoint of this very state, made if the run is open; None if there is none.
 
-        `and_then` is called with it by the one rank that chooses; an OSError is an event, and there is none then.
+        `and_then` is called with it by the one rank that chooses; an OSError is an event, and there
+        is none then.
         """
         if self.ranks.has_parted:
             return None
@@ -270,7 +332,9 @@ class Session:
             try:
                 and_then(entry)
             except OSError as error:
-                self.record.emit(run_events.SaveFailed(checkpoint=entry.path.name, error=described(error)))
+                self.record.emit(
+                    run_events.SaveFailed(checkpoint=entry.path.name, error=described(error))
+                )
                 return None
             return entry
 
@@ -281,7 +345,10 @@ class Session:
         self.saving.save_when_due(busy=self._hear_ranks())
 
     def _hear_ranks(self) -> bool:
-        """Learn what a checkpoint holds of each; return whether one of them still writes the last one."""
+        """Learn what a checkpoint holds of each.
+
+        Return whether one of them still writes the last one.
+        """
         self._of_ranks = found = self.states_of_ranks()
         each_rank = [] if found is None else found["each"]
         busy = [rank.pop("busy") for rank in each_rank]
@@ -291,13 +358,20 @@ class Session:
         return any(busy)
 
     def _check_state_is_alike(self) -> None:
-        """Raise H108 on all ranks if their optimizers hold different tensors, since one rank saves for all."""
+        """Raise H108 on all ranks if their optimizers hold different tensors, since one rank
+        saves for all.
+        """
         optimizers = self.parts.optimizers.items()
-        forms = {f"the state of optimizer {name!r}": form_of_state(optimizer) for name, optimizer in optimizers}
+        forms = {
+            f"the state of optimizer {name!r}": form_of_state(optimizer)
+            for name, optimizer in optimizers
+        }
         try:
             self.ranks.agree("the state of optimizers", lambda: forms)
         except PolicyError as error:
-            raise PolicyError(error.what, limit=SPREAD_STATE, fix=WHOLE_STATE, rule="H108") from None
+            raise PolicyError(
+                error.what, limit=SPREAD_STATE, fix=WHOLE_STATE, rule="H108"
+            ) from None
 
     def own_state(self) -> dict[str, Any]:
         """Return what may differ between ranks."""
@@ -306,7 +380,9 @@ class Session:
             "position": None if self.cursor is None else self.cursor.state_dict(),
             "ladder": self.ladder.state_dict(),
             "busy": self.saving.is_busy,
-            "form_of_optimizers": zlib.crc32(repr(list(map(form_of_state, self.parts.optimizers.values()))).encode()),
+            "form_of_optimizers": zlib.crc32(
+                repr(list(map(form_of_state, self.parts.optimizers.values()))).encode()
+            ),
         }
 
     def states_of_ranks(self) -> dict[str, Any] | None:
@@ -316,7 +392,9 @@ class Session:
         )
 
     def _unsaved_buffers(self) -> list[str]:
-        """Return the names of buffers with ``persistent=False`` that steps change, which no `state_dict` holds."""
+        """Return the names of buffers with ``persistent=False`` that steps change, which no
+        `state_dict` holds.
+        """
         changing = self._engine.buffers.now()
         return [
             name
@@ -327,24 +405,39 @@ class Session:
         ]
 
     def _own_trees(self) -> dict[str, dict[str, Any]]:
-        """Return the buffers and the caller's state that may differ between ranks, by kind and name."""
+        """Return the buffers and the caller's state that may differ between ranks, by kind and
+        name.
+        """
         return {"buffers": self._own_tensors(), "states": self._own_states()}
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that no rank broadcasts: buffers, and frozen weights that a wrapper ignores."""
+        """Return the tensors that no rank broadcasts.
+
+        Buffers, and frozen weights that a wrapper ignores.
+        """
         keeper, parts = self._engine.buffers, self.parts
         buffers = keeper.now() | keeper.constant()
         own = {name: buffer for name, buffer in buffers.items() if self.ranks.keeps_apart(name)}
         for model_name, model in parts.models.items():
-            frozen = {f"{model_name}.{key}": p for key, p in model.named_parameters() if not p.requires_grad}
+            frozen = {
+                f"{model_name}.{key}": p
+                for key, p in model.named_parameters()
+                if not p.requires_grad
+            }
             own |= {name: frozen[name] for name in self.ranks.ignored if name in frozen}
-        # Buffers of an average depend on the batches of the rank, even if those of the model are broadcast.
+        # Buffers of an average depend on the batches of the rank, even if those of the model are
+        # broadcast.
         for model_name, average in parts.averages.items():
-            own |= {f"averaged.{model_name}.{key}": buffer for key, buffer in average.module.named_buffers()}
+            own |= {
+                f"averaged.{model_name}.{key}": buffer
+                for key, buffer in average.module.named_buffers()
+            }
         return {name: tensor.detach() for name, tensor in own.items()}
 
     def _own_states(self) -> dict[str, Any]:
-        """Return the state of the caller's objects, without averages, whose weights are equal on all ranks."""
+        """Return the state of the caller's objects, without averages, whose weights are equal on
+        all ranks.
+        """
         averages = {id(average) for average in self.parts.averages.values()}
         own = {}
         for name, stateful in self.parts.states.items():
@@ -369,8 +462,9 @@ class Session:
     def save_the_rest(self, open_again: Callable[[], None]) -> None:
         """Save what no checkpoint holds as a run is closed: steps, or what has changed without one.
 
-        What was done to weights or moments without a step, such as an average put in their place, another type for an
-        export, or statistics of other data, never replaces the state of the training.
+        What was done to weights or moments without a step, such as an average put in their place,
+        another type for an export, or statistics of other data, never replaces the state of the
+        training.
         """
         self.saving.finish()
         if self.ranks.has_parted:
@@ -398,16 +492,24 @@ class Session:
         self.saving.save_again()
 
     def _saved_without_changes(self) -> Entry | None:
-        """Return the checkpoint of this position, if it may be replaced and lacks what has changed without a step."""
+        """Return the checkpoint of this position, if it may be replaced and lacks what has
+        changed without a step.
+        """
         entry = self.saving.saved_as
-        if entry is None or not self.saving.may_save_more or (self.cursor is not None and self.cursor.left_in_batch):
+        if (
+            entry is None
+            or not self.saving.may_save_more
+            or (self.cursor is not None and self.cursor.left_in_batch)
+        ):
             return None  # half of what is done with a batch belongs to no position
         if [each.save_id for each in self._store.entries()[:1]] != [entry.save_id]:
             return None  # another process has continued the run
         return entry if changes_without_a_step(self.parts, entry) else None
 
     def _keep_random_state_of(self, entry: Entry) -> None:
-        """In the middle of an epoch, or before the loop, what the caller draws is no part of the training."""
+        """In the middle of an epoch, or before the loop, what the caller draws is no part of the
+        training.
+        """
         if self.cursor is not None and (self.cursor.batches or self.random_state is not None):
             training = read_components(entry, ["training"])["training"]
             self._drawn_at = self._position(), RandomState.from_tree(training["random_state"])
@@ -434,7 +536,10 @@ class Session:
         self.saving.give_up_buffers()
 
     def _position(self) -> tuple[int, int]:
-        """Return what moves with each step and each batch; the turn of an epoch in itself changes nothing."""
+        """Return what moves with each step and each batch.
+
+        The turn of an epoch in itself changes nothing.
+        """
         return self.record.global_step, 0 if self.cursor is None else self.cursor.trained
 
     def must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -458,25 +563,35 @@ class Session:
         cursor = self.cursor
         of_ranks = {} if self._of_ranks is None else {"ranks": self._of_ranks}
         return of_ranks | {
-            "global_step": self.record.global_step, "counters": asdict(self.counters),
+            "global_step": self.record.global_step,
+            "counters": asdict(self.counters),
             "position": None if cursor is None else cursor.state_dict(),
-            "random_state": self._random_state().to_tree(), "ladder": self.ladder.state_dict(),
-            "loss_scale": self._engine.loss_scale.state_dict(), "spikes": self.spikes.state_dict(),
+            "random_state": self._random_state().to_tree(),
+            "ladder": self.ladder.state_dict(),
+            "loss_scale": self._engine.loss_scale.state_dict(),
+            "spikes": self.spikes.state_dict(),
             "diagnosis": self._engine.diagnosis.state_dict(),
-            "save_costs": [list(pair) for pair in self.saving.chooser.costs], "run": self._directory.run_id,
-            "settings": self._settings, "schedules": self.schedules.state_dict(),
-        }  # fmt: skip
+            "save_costs": [list(pair) for pair in self.saving.chooser.costs],
+            "run": self._directory.run_id,
+            "settings": self._settings,
+            "schedules": self.schedules.state_dict(),
+        }
 
-    # --- restore --------------------------------------------------------------------------------------------
+    # --- restore
+    # ------------------------------------------------------------------------
 
     def resume(self) -> Path | None:
-        """Continue from the newest good checkpoint and return its directory; None at the start of a run."""
+        """Continue from the newest good checkpoint and return its directory.
+
+        None at the start of a run.
+        """
         self.ranks.agree("opening", self._same_for_all)
         entry = self._newest_good()
         if entry is None:
             self._directory.check_not_lost()
             return None
-        # All digests are right, so an error from here on does not show damage, and the files must stay.
+        # All digests are right, so an error from here on does not show damage, and the files must
+        # stay.
         training = self._restore(entry)
         with reading(entry.path):
             self.go_on_from(training)
@@ -488,7 +603,9 @@ class Session:
         self.saving.chooser.costs.extend(costs)
         self.saving.resumed(entry)
         self._compare_settings(training["settings"])
-        self.record.emit(run_events.Resumed(checkpoint=entry.path.name, trained_batches=self._position()[1]))
+        self.record.emit(
+            run_events.Resumed(checkpoint=entry.path.name, trained_batches=self._position()[1])
+        )
         self._report_lost_state_of_ranks(training)
         return entry.path
 
@@ -496,12 +613,17 @@ class Session:
         """Record the state of single ranks in a checkpoint that this resume cannot restore."""
         of_ranks = (training.get("ranks") or {"each": []})["each"]
         names = dict.fromkeys(
-            name for of_rank in of_ranks for kind in ("states", "buffers") for name in of_rank.get(kind, {})
+            name
+            for of_rank in of_ranks
+            for kind in ("states", "buffers")
+            for name in of_rank.get(kind, {})
         )
         if names and len(of_ranks) != self.ranks.world_size:
             self.record.emit(
                 run_events.OwnStateNotKept(
-                    names=tuple(names)[:_MOST_NAMES], ranks_before=len(of_ranks), ranks_now=self.ranks.world_size
+                    names=tuple(names)[:_MOST_NAMES],
+                    ranks_before=len(of_ranks),
+                    ranks_now=self.ranks.world_size,
                 )
             )
         positions = [of_rank["position"] for of_rank in of_ranks if of_rank["position"] is not None]
@@ -509,34 +631,54 @@ class Session:
         if len({*batches}) > 1:
             self.record.emit(
                 run_events.PositionNotKept(
-                    why=f"the ranks were at batches {', '.join(map(str, batches))} when this checkpoint was written, "
-                    "because one of them had skipped a batch. All ranks continue at the position of rank 0"
+                    why=(
+                        f"the ranks were at batches {', '.join(map(str, batches))} when this"
+                        " checkpoint was written, because one of them had skipped a batch. All"
+                        " ranks continue at the position of rank 0"
+                    )
                 )
             )
 
     def report_steps_left_behind(self) -> None:
-        """Report that the run resumes at an earlier step than a previous guard of this process had reached."""
+        """Report that the run resumes at an earlier step than a previous guard of this process
+        had reached.
+        """
         forget_left_steps(self._directory.path)
         previous_step = last_step(self._directory.run_id)
         if previous_step > self.record.global_step:
-            self.record.emit(run_events.StepsLeftBehind(from_step=previous_step, to_step=self.record.global_step))
+            self.record.emit(
+                run_events.StepsLeftBehind(from_step=previous_step, to_step=self.record.global_step)
+            )
 
     def _same_for_all(self) -> dict[str, Any]:
         shapes = {name: list(parameter.shape) for name, parameter in self.parts.named_parameters()}
-        policy = {f"policy.{each.name}": repr(getattr(self.policy, each.name)) for each in fields(self.policy)}
-        facts = {"run directory": self._directory.run_id, "state": list(self.parts.states), "model": shapes}
+        policy = {
+            f"policy.{each.name}": repr(getattr(self.policy, each.name))
+            for each in fields(self.policy)
+        }
+        facts = {
+            "run directory": self._directory.run_id,
+            "state": list(self.parts.states),
+            "model": shapes,
+        }
         return {**facts, **policy, **self.parts.settings()}
 
     def _compare_settings(self, begun_with: dict[str, Any]) -> None:
         given, self._settings = self._settings, begun_with
-        names = [name for name, value in begun_with.items() if name in given and given[name] != value]
+        names = [
+            name for name, value in begun_with.items() if name in given and given[name] != value
+        ]
         if names:
-            changed = tuple(f"{name}: {begun_with[name]!r} stays, not {given[name]!r}" for name in names[:10])
+            changed = tuple(
+                f"{name}: {begun_with[name]!r} stays, not {given[name]!r}" for name in names[:10]
+            )
             self.record.emit(run_events.SettingsKept(changed=changed))
 
     def go_on_from(self, training: Mapping[str, Any]) -> None:
         """Go on counting and judging as the process did that saved this state."""
-        self.counters = Counters(**{name: count(value) for name, value in training["counters"].items()})
+        self.counters = Counters(
+            **{name: count(value) for name, value in training["counters"].items()}
+        )
         self.counters.resumes += 1
         self.ladder.load_state_dict(training["ladder"])
         self.spikes.load_state_dict(training["spikes"])
@@ -545,7 +687,9 @@ class Session:
     def roll_back(
         self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
     ) -> dict[str, Any] | None:
-        """Return to the newest good state: a copy in host memory, else a checkpoint; None if there is none.
+        """Return to the newest good state: a copy in host memory, else a checkpoint.
+
+        None if there is none.
 
         What is returned is what the guard itself had saved in that state.
         """
@@ -554,7 +698,9 @@ class Session:
         if before_step is not None:
             before_step = max(before_step, self._known_good)
         if not rewind_data:
-            kept = self.snapshots.newest(self.record.global_step if before_step is None else before_step)
+            kept = self.snapshots.newest(
+                self.record.global_step if before_step is None else before_step
+            )
         if kept is None and self.policy.save_interval_steps is not None:
             entry = self._newest_good(before_step)
         if kept is None and entry is None:
@@ -588,7 +734,10 @@ class Session:
         self.random_state = RandomState.from_tree(training["random_state"])
 
     def _newest_good(self, before_step: int | None = None) -> Entry | None:
-        """Return the newest checkpoint that verifies, of at most so many steps; damaged ones are moved aside."""
+        """Return the newest checkpoint that verifies, of at most so many steps.
+
+        Damaged ones are moved aside.
+        """
 
         def on_damaged(path: Path, why: str) -> None:
             self.record.emit(run_events.CheckpointDamaged(checkpoint=path.name, why=why))
@@ -604,7 +753,10 @@ class Session:
         )
 
     def _restore(self, entry: Entry, *, in_place: bool = False) -> dict[str, Any]:
-        """Put a checkpoint back. In place, tensors are overwritten as they are read, which needs no memory beside."""
+        """Put a checkpoint back.
+
+        In place, tensors are overwritten as they are read, which needs no memory beside.
+        """
         into = live_tensors(self.parts) if in_place else {}
         shares = {} if self.ranks.shares is None else {"share_of": self.ranks.shares(self.parts)}
         trees = read_components(entry, component_names(self.parts), into, **shares)
@@ -616,13 +768,19 @@ class Session:
 
     def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
         training = self._of_this_rank(trees["training"])
-        load(trees | {f"state.{name}": tree for name, tree in training.get("states", {}).items()}, self.parts)
+        load(
+            trees | {f"state.{name}": tree for name, tree in training.get("states", {}).items()},
+            self.parts,
+        )
         self.load_own_tensors(training)
         self._engine.loss_scale.load_state_dict(training["loss_scale"])
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
-        # Checkpoints of earlier versions hold no counts. Then every step of the run counts for each schedule.
-        self.schedules.load_state_dict(training.get("schedules", {}), default=training["global_step"])
+        # Checkpoints of earlier versions hold no counts. Then every step of the run counts for each
+        # schedule.
+        self.schedules.load_state_dict(
+            training.get("schedules", {}), default=training["global_step"]
+        )
         return training
 
     def load_own_tensors(self, training: Mapping[str, Any]) -> None:
@@ -638,7 +796,10 @@ class Session:
 
 
 def ranks_in(training: Mapping[str, Any]) -> int:
-    """Return the number of ranks that wrote a checkpoint; one process alone adds no state of ranks to it."""
+    """Return the number of ranks that wrote a checkpoint.
+
+    One process alone adds no state of ranks to it.
+    """
     of_ranks = training.get("ranks")
     return 1 if of_ranks is None else len(of_ranks["each"])
 
@@ -651,4 +812,9 @@ def check_own(training: Mapping[str, Any]) -> None:
         check_position(training["position"])
     for name in training.get("schedules", {}):
         count(training["schedules"][name])
-    _ = training["loss_scale"], training["run"], {**training["settings"]}, {**training["schedulers"]}
+    _ = (
+        training["loss_scale"],
+        training["run"],
+        {**training["settings"]},
+        {**training["schedulers"]},
+    )

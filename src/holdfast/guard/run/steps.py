@@ -1,4 +1,7 @@
-"""One whole step of a run: the engine makes it, and here it is counted, recorded, judged, or recovered from."""
+"""One whole step of a run.
+
+The engine makes it, and here it is counted, recorded, judged, or recovered from.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,17 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.splitting import Split
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, naming_lack_of_memory
-from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_nonfinite, decide_after_spike, describe_nonfinite
+from holdfast.numerics.spikes import (
+    GOOD_AFTER,
+    Level,
+    decide_after_nonfinite,
+    decide_after_spike,
+    describe_nonfinite,
+)
 from holdfast.recorder.black_box import StepMark
 
-# Steps beyond a divergence that show that it is over: what led there may take as long as what PaLM passes over.
+# Steps beyond a divergence that show that it is over: what led there may take as long as what PaLM
+# passes over.
 _BEYOND_SPIKES = 100
 
 
@@ -41,7 +51,8 @@ class Recovery:
         self._failed_half_way_at: int | None = None
         session.ranks.spare_memory = self._spare_optimizer_memory
 
-    # --- steps that left no trace -----------------------------------------------------------------------------
+    # --- steps that left no trace
+    # ------------------------------------------------------------------------
 
     def judge(self, series: str, attempt: Attempt) -> Decision | None:
         """Return why an attempt with finite values must not be committed; None: it may."""
@@ -54,7 +65,10 @@ class Recovery:
             return None
         reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
         if level is Level.DIVERGED:
-            reason = f"the loss has run away and stays there ({facts.loss:g}; gradient norm {facts.total:g})"
+            reason = (
+                f"the loss has run away and stays there ({facts.loss:g}; gradient norm"
+                f" {facts.total:g})"
+            )
         decision = decide_after_spike(
             level,
             action=policy.spike_action,
@@ -66,12 +80,17 @@ class Recovery:
         )
         if decision is None:
             usual = spikes.usual_norm(series)
-            spike = run_events.Spike(loss=facts.loss, grad_norm=facts.total, usual_norm=usual, level=level.name)
+            spike = run_events.Spike(
+                loss=facts.loss, grad_norm=facts.total, usual_norm=usual, level=level.name
+            )
             self._record.emit(spike)
         return decision
 
     def after_refused_step(self, outcome: Outcome, batch: Any) -> str:
-        """Carry out what was decided about a step that left no trace; return why it was not committed."""
+        """Carry out what was decided about a step that left no trace.
+
+        Return why it was not committed.
+        """
         self._session.counters.skipped_steps += 1
         if outcome.decision is None:
             return self._after_nonfinite_step(outcome, batch)
@@ -85,7 +104,10 @@ class Recovery:
         if outcome.provenance is not None:
             if not math.isfinite(loss):
                 reason = describe_nonfinite(loss, [], 0)  # every gradient is bad then
-            reason = f"{reason}; {self.report_origin(outcome.provenance, self._dataset_indices(outcome, batch))}"
+            reason = (
+                f"{reason};"
+                f" {self.report_origin(outcome.provenance, self._dataset_indices(outcome, batch))}"
+            )
         if outcome.loss_scale is not None:
             collapsed = outcome.loss_scale < 1.0
             kind = run_events.LossScaleCollapsed if collapsed else run_events.LossScaleLowered
@@ -109,9 +131,14 @@ class Recovery:
             if self._roll_back(spiked=error is DivergenceError):
                 return f"{reason}; rolled back to step {self._record.global_step}"
             if error is DivergenceError:
-                decision = SkipStep(reason=f"{reason}; nothing to return to", promise="changes training")
+                decision = SkipStep(
+                    reason=f"{reason}; nothing to return to", promise="changes training"
+                )
             else:
-                decision = Stop(reason=f"{decision.reason}; no checkpoint to return to", promise=decision.promise)
+                decision = Stop(
+                    reason=f"{decision.reason}; no checkpoint to return to",
+                    promise=decision.promise,
+                )
             self._record.emit(self._placed(decision, error))
         if isinstance(decision, Stop):
             # Whoever starts again has changed something.
@@ -122,25 +149,36 @@ class Recovery:
         return reason
 
     def _roll_back(self, *, spiked: bool = False) -> bool:
-        """Return to the last state from before the first sign of trouble, and pass over the batches since then."""
+        """Return to the last state from before the first sign of trouble, and pass over the
+        batches since then.
+        """
         session, failed_at = self._session, self._record.global_step
         since = session.spikes.suspicious_since() or 0
-        # What led to a divergence may lie some way before its first sign: states are called good later than they are
-        # made. If there is none yet, one is as good as another, and a second rollback will go further back.
+        # What led to a divergence may lie some way before its first sign: states are called good
+        # later than they are made. If there is none yet, one is as good as another, and a second
+        # rollback will go further back.
         surely_good = failed_at - since - GOOD_AFTER
         for before in ([surely_good] if spiked else []) + [failed_at - since, None]:
-            training = session.roll_back(rewind_data=False, before_step=before, trusted=before == surely_good)
+            training = session.roll_back(
+                rewind_data=False, before_step=before, trusted=before == surely_good
+            )
             if training is not None:
                 break
         else:
             return False
-        session.counters.note_rollback(failed_at, _BEYOND_SPIKES if spiked else self._policy.nonfinite_patience or 1)
+        session.counters.note_rollback(
+            failed_at, _BEYOND_SPIKES if spiked else self._policy.nonfinite_patience or 1
+        )
         session.spikes.return_to(training["spikes"])
-        self._record.emit(run_events.RolledBack(from_step=failed_at, to_step=self._record.global_step))
+        self._record.emit(
+            run_events.RolledBack(from_step=failed_at, to_step=self._record.global_step)
+        )
         return True
 
     def after_refused_save(self, why: str) -> None:
-        """Return to a checkpoint, or stop: weights or moments hold NaN or Inf, although every step looked sound.
+        """Return to a checkpoint, or stop.
+
+        Weights or moments hold NaN or Inf, although every step looked sound.
 
         An example is a finite gradient of 1e22: its square, Adam's second moment, is Inf.
         """
@@ -162,20 +200,29 @@ class Recovery:
             return DivergenceError(
                 reason,
                 limit=f"max_rollbacks={self._policy.max_rollbacks} are spent",
-                fix="lower the learning rate, set max_grad_norm, lengthen the warm-up; "
-                'leave spike_action at "warn" if the loss is meant to jump; the newest checkpoint is from before.',
+                fix=(
+                    "lower the learning rate, set max_grad_norm, lengthen the warm-up; leave"
+                    ' spike_action at "warn" if the loss is meant to jump; the newest checkpoint is'
+                    " from before."
+                ),
                 rule="H503",
             )
-        spent = f"nonfinite_patience={self._policy.nonfinite_patience} and max_rollbacks={self._policy.max_rollbacks}"
+        spent = (
+            f"nonfinite_patience={self._policy.nonfinite_patience} and"
+            f" max_rollbacks={self._policy.max_rollbacks}"
+        )
         return NonFiniteError(
             reason,
             limit=f"{spent} are spent",
-            fix="lower the learning rate, set max_grad_norm, check the data of the batches that the events name; the "
-            "newest checkpoint is finite.",
+            fix=(
+                "lower the learning rate, set max_grad_norm, check the data of the batches that the"
+                " events name; the newest checkpoint is finite."
+            ),
             rule="H501",
         )
 
-    # --- samples ----------------------------------------------------------------------------------------------
+    # --- samples
+    # ------------------------------------------------------------------------
 
     def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
         """Record where NaN or Inf came from, and return it as one message.
@@ -187,16 +234,23 @@ class Recovery:
         where = f"{provenance.where}: " if provenance.where else ""
         if provenance.origin is None:
             self._record.emit(run_events.NonfiniteNotTraced(why=where + provenance.problem))
-            return where + (provenance.problem if where else f"its origin is not known: {provenance.problem}")
+            return where + (
+                provenance.problem if where else f"its origin is not known: {provenance.problem}"
+            )
         samples = provenance.samples
         at = _at_places(indices, samples)
         self._record.emit(
-            run_events.NonfiniteOrigin(origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=at)
+            run_events.NonfiniteOrigin(
+                origin=asdict(provenance.origin), bad_samples=samples, dataset_indices=at
+            )
         )
         if not samples:
             return f"{where}{provenance.origin}"
         known = "" if at is None else f" (dataset index {_listed(at)})"
-        return f"{where}{provenance.origin}; without sample {_listed(samples)} of the batch{known} it is finite"
+        return (
+            f"{where}{provenance.origin}; without sample {_listed(samples)} of the batch{known} it"
+            " is finite"
+        )
 
     def dropped(self, outcome: Outcome, batch: Any) -> None:
         """Note that a step with this batch was made without some of its samples."""
@@ -214,26 +268,36 @@ class Recovery:
                 self._record.emit(run_events.QuarantineFull(error=error.what))
 
     def micro_batches_dropped(self, outcome: Outcome, batch: Any) -> None:
-        """Note that micro-batches whose loss was NaN or Inf have no part in a step with this batch."""
+        """Note that micro-batches whose loss was NaN or Inf have no part in a step with this
+        batch.
+        """
         ranges = outcome.attempt.dropped
         indices = self._dataset_indices(outcome, batch)
         if indices is not None:
-            # The attempt was made without these, so its ranges count only the samples that were left.
+            # The attempt was made without these, so its ranges count only the samples that were
+            # left.
             indices = [index for place, index in enumerate(indices) if place not in outcome.dropped]
         at = _at_places(indices, [place for start, end in ranges for place in range(start, end)])
-        self._record.emit(run_events.MicroBatchDropped(samples=tuple(ranges), dataset_indices=at, **self._place()))
+        self._record.emit(
+            run_events.MicroBatchDropped(samples=tuple(ranges), dataset_indices=at, **self._place())
+        )
 
     def _dataset_indices(self, outcome: Outcome, batch: Any) -> list[int] | None:
-        """Return the dataset index of each sample in the batch that a step was made with, None if not known."""
+        """Return the dataset index of each sample in the batch that a step was made with, None
+        if not known.
+        """
         cursor = self._session.cursor
         if cursor is None:
             return None
-        # The outcome counts the samples of its last attempt, which may have been made without some of them.
+        # The outcome counts the samples of its last attempt, which may have been made without some
+        # of them.
         size = None if outcome.size is None else outcome.size + len(outcome.dropped)
         return cursor.sample_indices(batch, size)
 
     def _placed(self, decision: Decision, error: type[HoldfastError]) -> Decision:
-        """Return a decision with the batch that it is about, and a stop with the rule of its error."""
+        """Return a decision with the batch that it is about, and a stop with the rule of its
+        error.
+        """
         rule: dict[str, Any] = {"rule": "H503" if error is DivergenceError else "H501"}
         return replace(decision, **self._place(), **(rule if isinstance(decision, Stop) else {}))
 
@@ -241,13 +305,22 @@ class Recovery:
         cursor = self._session.cursor
         return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
 
-    # --- an optimizer that failed half-way --------------------------------------------------------------------
+    # --- an optimizer that failed half-way
+    # --------------------------------------------------------------------
 
     def after_partial_step(self, partial: PartialOptimizerStep, *, rewind_data: bool) -> str:
-        """Return to the last good state after an optimizer ran out of memory half-way; return why it was undone."""
-        at_step, twice = self._record.global_step, self._failed_half_way_at == self._record.global_step
+        """Return to the last good state after an optimizer ran out of memory half-way.
+
+        Return why it was undone.
+        """
+        at_step, twice = (
+            self._record.global_step,
+            self._failed_half_way_at == self._record.global_step,
+        )
         self._session.counters.out_of_memory += 1
-        hindered = "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
+        hindered = (
+            "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
+        )
         if hindered is not None:
             raise self._no_way_back(f"in the middle of step {at_step + 1} ({partial})", hindered)
         self._failed_half_way_at = at_step
@@ -262,11 +335,16 @@ class Recovery:
         return f"{partial}; returned to step {self._record.global_step}"
 
     def go_back_again(self) -> None:
-        """Return to the checkpoint once more: what followed the failed step ran on a state that was back already."""
+        """Return to the checkpoint once more.
+
+        What followed the failed step ran on a state that was back already.
+        """
         hindered = self._return(rewind_data=True)
         if hindered is not None:
             self._session.state.spoil()
-            raise self._no_way_back(f"in step {self._record.global_step + 1}, which was undone", hindered)
+            raise self._no_way_back(
+                f"in step {self._record.global_step + 1}, which was undone", hindered
+            )
         self._spare_optimizer_memory()
 
     def _return(self, *, rewind_data: bool) -> str | None:
@@ -284,8 +362,13 @@ class Recovery:
         return f"memory does not suffice to read the checkpoint ({found})"
 
     def _updates_many_at_once(self) -> bool:
-        by_itself = self._session.parts.device_type() != "cpu"  # torch then chooses foreach where nobody did
-        groups = [group for optimizer in self._session.parts.optimizers.values() for group in optimizer.param_groups]
+        # Torch then chooses foreach where nobody did
+        by_itself = self._session.parts.device_type() != "cpu"
+        groups = [
+            group
+            for optimizer in self._session.parts.optimizers.values()
+            for group in optimizer.param_groups
+        ]
         chosen = [group.get("foreach", False) for group in groups if not group.get("fused")]
         return any(each or (each is None and by_itself) for each in chosen)
 
@@ -302,8 +385,10 @@ class Recovery:
         return OutOfMemoryError(
             f"the optimizer ran out of memory {when}",
             limit=f"its weights and moments are half changed, and {hindered}",
-            fix="leave the optimizer more memory (fused=True, a smaller model or optimizer) and start again: a "
-            "checkpoint, if there is one, is from before.",
+            fix=(
+                "leave the optimizer more memory (fused=True, a smaller model or optimizer) and"
+                " start again: a checkpoint, if there is one, is from before."
+            ),
             rule="H402",
         )
 
@@ -328,23 +413,33 @@ class Steps:
         self._record = session.record
         self._clock = session.clock
 
-    def step(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None) -> StepResult:
+    def step(
+        self, batch: Any, loss_fn: LossFunction, names: Sequence[str], *, split: Split | None
+    ) -> StepResult:
         """Make a step; see `Guard.step`."""
         state, diagnosis = self.session.state, self.engine.diagnosis
         started = self._clock.monotonic_seconds()
         if not callable(loss_fn):
             raise BatchError(
                 f"loss_fn is a {type(loss_fn).__name__}",
-                limit="it is called with the batch, or with parts of it, as often as the step needs",
-                fix="pass a function: guard.step(batch, lambda batch: ...) computes the loss, and runs no backward.",
+                limit=(
+                    "it is called with the batch, or with parts of it, as often as the step needs"
+                ),
+                fix=(
+                    "pass a function: guard.step(batch, lambda batch: ...) computes the loss, and"
+                    " runs no backward."
+                ),
                 rule="H201",
             )
         # A name for the losses of this function and these optimizers, the same after every restart.
         optimizer = "+".join(names)
         series = f"{optimizer} {self.engine.attempts.safety.describe(loss_fn)}"
-        self._record.step(StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0)
+        self._record.step(
+            StepMark.BEGUN, self.session.ladder.plan.micro_batch_size, None, None, 0.0
+        )
         try:
-            with naming_lack_of_memory("making a step"):  # before what follows here, which saves the weights then
+            # Before what follows here, which saves the weights then
+            with naming_lack_of_memory("making a step"):
                 judge = partial(self.recovery.judge, series)
                 outcome = self.engine.run(batch, loss_fn, names, split=split, judge=judge)
                 if outcome.committed:
@@ -363,15 +458,27 @@ class Steps:
                 state.skipped()
                 reason = self.recovery.after_refused_step(outcome, batch)
             diagnosis.step_ended(outcome, names, reason)
-            facts, mark = outcome.attempt.facts, StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
+            facts, mark = (
+                outcome.attempt.facts,
+                StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED,
+            )
             seconds = self._clock.monotonic_seconds() - started
-            self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds,
-                              "" if len(self.parts.optimizers) == 1 else optimizer)  # fmt: skip
+            self._record.step(
+                mark,
+                outcome.attempt.micro_batch_size,
+                facts.loss,
+                facts.total,
+                seconds,
+                "" if len(self.parts.optimizers) == 1 else optimizer,
+            )
             return outcome.result(reason)
         return self._undone(half_way)
 
     def _undone(self, partial: PartialOptimizerStep) -> StepResult:
-        """Go back after an optimizer ran out of memory half-way; outside of the handler, which keeps its frames."""
+        """Go back after an optimizer ran out of memory half-way.
+
+        Outside of the handler, which keeps its frames.
+        """
         state = self.session.state
         try:
             reason = self.recovery.after_partial_step(partial, rewind_data=state.in_loop)
@@ -383,7 +490,10 @@ class Steps:
         return partial.outcome.result(reason)
 
     def _committed(self, outcome: Outcome, batch: Any, names: Sequence[str], series: str) -> None:
-        """Do all that belongs to a committed step; before the end of it the state is no boundary's."""
+        """Do all that belongs to a committed step.
+
+        Before the end of it the state is no boundary's.
+        """
         session, facts = self.session, outcome.attempt.facts
         self._record.global_step += 1
         if session.policy.spike_action != "off":
@@ -397,7 +507,9 @@ class Steps:
             self._record.emit(run_events.NormOverflowed(total=facts.total))
         session.schedules.after_step(names)
         session.check_new_state(names)
-        larger = session.ladder.decide_after_step(batch_size=outcome.size or 1, attempts=outcome.attempts)
+        larger = session.ladder.decide_after_step(
+            batch_size=outcome.size or 1, attempts=outcome.attempts
+        )
         if larger is not None:
             self._record.emit(larger)
         session.state.committed()

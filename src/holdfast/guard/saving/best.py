@@ -1,7 +1,8 @@
 """The checkpoints that validated best, beside the newest ones, and how long none was better.
 
     best/accuracy/best.json                              values, steps, and which of them are kept
-    best/accuracy/checkpoints/000012-step00000600/       links to the files of a checkpoint, which need no more room
+    best/accuracy/checkpoints/000012-step00000600/       links to the files of a checkpoint, which
+    need no more room
 
 A metric's folder is read by ``holdfast checkpoints`` as a run directory is.
 """
@@ -44,7 +45,10 @@ class Best:
 
 
 def as_metric(value: Any, keep: Any, patience: Any) -> float:
-    """Return what was measured as a number; H105 for what is none, and for numbers of best ones or of patience."""
+    """Return what was measured as a number.
+
+    H105 for what is none, and for numbers of best ones or of patience.
+    """
     counts = {"keep": (keep, 0), "patience": (patience, 1)}.items()
     wrong = [
         f"{name}={each!r}"
@@ -65,30 +69,51 @@ def as_metric(value: Any, keep: Any, patience: Any) -> float:
 class BestOf:
     """What is known of one metric, in this process and in those before it."""
 
-    def __init__(self, run_dir: Path, name: str, mode: Literal["min", "max"], *, writes: bool) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, mode: Literal["min", "max"], *, writes: bool
+    ) -> None:
         if not _NAME.fullmatch(str(name)) or name.startswith(".") or mode not in ("min", "max"):
             raise PolicyError(
                 f"validated with name={name!r} and mode={mode!r}",
-                limit='a name has 1 to 64 letters, digits, "_", "-" and "."; a mode is "min" or "max"',
+                limit=(
+                    'a name has 1 to 64 letters, digits, "_", "-" and "."; a mode is "min" or "max"'
+                ),
                 fix='such as guard.validated(accuracy, name="accuracy", mode="max").',
                 rule="H105",
             )
-        self._folder, self._sign, self._writes = run_dir / "best" / name, 1.0 if mode == "min" else -1.0, writes
+        self._folder, self._sign, self._writes = (
+            run_dir / "best" / name,
+            1.0 if mode == "min" else -1.0,
+            writes,
+        )
         self.kept: list[Best] = []
         """The best first."""
         self._value, self._step = math.nan, -1
         self._since: set[int] = set()  # steps: what is made again after a restart counts once
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        with contextlib.suppress(
+            OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError
+        ):
             self._take(json.loads(read_file(self._folder / _FILE)))
 
     def _take(self, found: dict[str, Any]) -> None:
-        """Take what the file says, all or nothing. A folder that it names is removed one day, and must be ours."""
+        """Take what the file says, all or nothing.
+
+        A folder that it names is removed one day, and must be ours.
+        """
         kept = [
-            Best(value=float(each["value"]), global_step=int(each["global_step"]), path=self._folder / each["path"])
+            Best(
+                value=float(each["value"]),
+                global_step=int(each["global_step"]),
+                path=self._folder / each["path"],
+            )
             for each in found["kept"]
             if _KEPT.fullmatch(each["path"])
         ]
-        value, step, since = float(found["value"]), int(found["step"]), set(map(int, found["since"]))
+        value, step, since = (
+            float(found["value"]),
+            int(found["step"]),
+            set(map(int, found["since"])),
+        )
         self.kept, self._value, self._step, self._since = kept, value, step, since
 
     @property
@@ -97,12 +122,16 @@ class BestOf:
         return len(self._since)
 
     def is_better(self, value: float, global_step: int, most: int) -> bool:
-        """Take in a value; return whether its checkpoint is among the best, so many of which are kept."""
+        """Take in a value; return whether its checkpoint is among the best, so many of which are
+        kept.
+        """
         if math.isfinite(value) and not self._sign * value >= self._sign * self._value:
             self._value, self._step, self._since = value, global_step, set()
         elif global_step > self._step:
             self._since.add(global_step)
-        better = len(self.kept) < most or any(self._sign * value < self._sign * each.value for each in self.kept)
+        better = len(self.kept) < most or any(
+            self._sign * value < self._sign * each.value for each in self.kept
+        )
         return most > 0 and better and math.isfinite(value)
 
     def link(self, entry: Entry) -> None:
@@ -123,7 +152,9 @@ class BestOf:
         return self._folder / "checkpoints" / entry.path.name
 
     def keep(self, value: float, entry: Entry, most: int) -> None:
-        """Count a checkpoint that was linked among the best, and remove what is not among them any more."""
+        """Count a checkpoint that was linked among the best, and remove what is not among them
+        any more.
+        """
         kept = [each for each in self.kept if each.global_step != entry.global_step]
         kept.append(Best(value=value, global_step=entry.global_step, path=self._path_of(entry)))
         kept.sort(key=lambda each: (self._sign * each.value, each.global_step))
@@ -134,17 +165,31 @@ class BestOf:
                 remove(path)
 
     def write(self) -> None:
-        """Write down what is known, if the disk takes it: what it refuses is lost with this process at most."""
+        """Write down what is known, if the disk takes it.
+
+        What it refuses is lost with this process at most.
+        """
         if self._writes:
-            kept = [asdict(each) | {"path": str(each.path.relative_to(self._folder))} for each in self.kept]
-            facts = {"value": self._value, "step": self._step, "since": sorted(self._since), "kept": kept}
+            kept = [
+                asdict(each) | {"path": str(each.path.relative_to(self._folder))}
+                for each in self.kept
+            ]
+            facts = {
+                "value": self._value,
+                "step": self._step,
+                "since": sorted(self._since),
+                "kept": kept,
+            }
             with contextlib.suppress(OSError):
                 make_folder(self._folder.parent.parent, "best", self._folder.name)
                 replace_file(self._folder / _FILE, json.dumps(facts).encode())
 
 
 def best_in(folder: Path) -> int | None:
-    """Return the step of the best checkpoint in a metric's folder, -1 where that is lost; None in another folder."""
+    """Return the step of the best checkpoint in a metric's folder, -1 where that is lost.
+
+    None in another folder.
+    """
     if not (folder / _FILE).exists():
         return None
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):

@@ -1,9 +1,9 @@
 """From live objects to the components of a checkpoint, and back into the same objects.
 
-model, model.<name>            state_dict of each model: plain safetensors with the model's own tensor names
-optimizer, optimizer.<name>    state_dict of each optimizer
-state.<name>                   the caller's further state
-training                       schedulers, scaler, random state, position, memory ladder, counters
+model, model.<name>            state_dict of each model: plain safetensors with the model's own
+tensor names optimizer, optimizer.<name>    state_dict of each optimizer state.<name>
+the caller's further state training                       schedulers, scaler, random state,
+position, memory ladder, counters
 """
 
 from __future__ import annotations
@@ -81,9 +81,11 @@ def check_models_can_be_saved(parts: Parts) -> None:
             raise CheckpointError(
                 error.what,
                 limit=error.limit,
-                fix="keep the values of this tensor as a dense or a sparse COO tensor of floats, integers or "
-                "bools; or make it in __init__, and keep it out of state_dict() with "
-                "register_buffer(..., persistent=False).",
+                fix=(
+                    "keep the values of this tensor as a dense or a sparse COO tensor of floats,"
+                    " integers or bools; or make it in __init__, and keep it out of state_dict()"
+                    " with register_buffer(..., persistent=False)."
+                ),
                 rule=error.rule,
             ) from error
 
@@ -112,7 +114,9 @@ def check_saveable(parts: Parts, names: Collection[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _asking_for_state(part: str, value: Any) -> Iterator[None]:
-    """Turn an exception of ``state_dict()`` of a part into H105, except for those of holdfast and out of memory."""
+    """Turn an exception of ``state_dict()`` of a part into H105, except for those of holdfast
+    and out of memory.
+    """
     try:
         yield
     except Exception as error:
@@ -120,16 +124,22 @@ def _asking_for_state(part: str, value: Any) -> Iterator[None]:
         if not _is_of_the_part(error):
             raise
         raise PolicyError(
-            f"{part}, a {type(value).__name__}, raises {_text_of(error)} when it is asked for its state_dict()",
+            f"{part}, a {type(value).__name__}, raises {_text_of(error)} when it is asked for its"
+            " state_dict()",
             limit="no checkpoint could be saved",
-            fix="let state_dict() work before the first step too, or use another one; "
-            "save_interval_steps=None trains without checkpoints.",
+            fix=(
+                "let state_dict() work before the first step too, or use another one; "
+                "save_interval_steps=None trains without checkpoints."
+            ),
             rule="H105",
         ) from error
 
 
 def _is_of_the_part(error: Exception) -> bool:
-    """Return whether a part of the caller's raised this itself: not holdfast, and not for lack of memory."""
+    """Return whether a part of the caller's raised this itself.
+
+    Not holdfast, and not for lack of memory.
+    """
     return not isinstance(error, HoldfastError) and find_out_of_memory(error) is None
 
 
@@ -138,55 +148,82 @@ def _text_of(error: Exception) -> str:
 
 
 def states_now(parts: Parts) -> dict[str, Any]:
-    """Return the state of models and optimizers as it is now, by component; their tensors are the live ones."""
+    """Return the state of models and optimizers as it is now, by component.
+
+    Their tensors are the live ones.
+    """
     trees: dict[str, Any] = {}
-    trees |= {component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
-    trees |= {component_of("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
+    trees |= {
+        component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()
+    }
+    trees |= {
+        component_of("optimizer", name): each.state_dict()
+        for name, each in parts.optimizers.items()
+    }
     return trees
 
 
 def live_tensors(parts: Parts) -> Groups:
-    """Return the tensors of models and optimizers, by component and by their name in a checkpoint."""
+    """Return the tensors of models and optimizers, by component and by their name in a
+    checkpoint.
+    """
     return encode(copied(states_now(parts), local)).tensors
 
 
 def _kinds(parts: Parts) -> dict[str, str]:
-    described = {f"optimizer {name!r}": type(value).__name__ for name, value in parts.optimizers.items()}
-    described |= {f"scheduler {name!r}": type(value).__name__ for name, value in parts.schedulers.items()}
+    described = {
+        f"optimizer {name!r}": type(value).__name__ for name, value in parts.optimizers.items()
+    }
+    described |= {
+        f"scheduler {name!r}": type(value).__name__ for name, value in parts.schedulers.items()
+    }
     return described | dict.fromkeys((f"state {name!r}" for name in parts.states), "saved")
 
 
-# --- what has changed without a step --------------------------------------------------------------------------
+# --- what has changed without a step
+# ------------------------------------------------------------------------
 
 
 def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
     """Return whether something differs from a checkpoint that may do so between two steps.
 
-    That is the caller's state, schedulers and groups of optimizers. Cost: digests of the caller's state.
+    That is the caller's state, schedulers and groups of optimizers. Cost: digests of the caller's
+    state.
     """
-    trees: dict[str, Any] = {f"state.{name}": each.state_dict() for name, each in parts.states.items()}
+    trees: dict[str, Any] = {
+        f"state.{name}": each.state_dict() for name, each in parts.states.items()
+    }
     for name, optimizer in parts.optimizers.items():
         state = optimizer.state_dict()
         if has_torch_layout(state):
             state = {"param_groups": state["param_groups"]}
         trees[component_of("optimizer", name)] = state
-    trees["training"] = {"schedulers": {name: state_of(each) for name, each in parts.schedulers.items()}}
+    trees["training"] = {
+        "schedulers": {name: state_of(each) for name, each in parts.schedulers.items()}
+    }
     now, then = encode(trees), read_state(entry)
     for component, state in now.state.items():
         saved = then.get(component)
         if not component.startswith("state."):
             saved = {key: saved.get(key) for key in state} if isinstance(saved, dict) else None
-        if saved != json.loads(json.dumps(state)) or not same_tensors(entry, component, now.tensors[component]):
+        if saved != json.loads(json.dumps(state)) or not same_tensors(
+            entry, component, now.tensors[component]
+        ):
             return True
     return False
 
 
 def has_weights_of(parts: Parts, entry: Entry) -> bool:
-    """Return whether weights, buffers and moments are those of a checkpoint. Cost: digests of all tensors."""
+    """Return whether weights, buffers and moments are those of a checkpoint.
+
+    Cost: digests of all tensors.
+    """
     for component, found in live_tensors(parts).items():
         names = {name for name in found if not _is_of_a_group(name)}
         saved = {name for name in saved_names(entry, component) if not _is_of_a_group(name)}
-        if names != saved or not same_tensors(entry, component, {name: found[name] for name in names}):
+        if names != saved or not same_tensors(
+            entry, component, {name: found[name] for name in names}
+        ):
             return False
     return True
 
@@ -196,11 +233,13 @@ def _is_of_a_group(name: str) -> bool:
     return "param_groups" in name.split(".")
 
 
-# --- back into the objects ------------------------------------------------------------------------------------
+# --- back into the objects
+# ------------------------------------------------------------------------
 
 
 def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, where: str) -> None:
-    """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded.
+    """Check that a checkpoint was made by the same models, optimizers and state, before anything is
+    loaded.
 
     Args:
         trees: What was read, by component.
@@ -213,7 +252,9 @@ def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, 
         if component not in trees:
             raise _other_run(f"it holds no model {name!r}", where)
         _check_model(component, trees[component], live[component], where)
-        if not all(isinstance(each, dict) for each in trees["training"]["model_metadata"][name].values()):
+        if not all(
+            isinstance(each, dict) for each in trees["training"]["model_metadata"][name].values()
+        ):
             raise TypeError("what is known of a module is no mapping")
     saved, here = trees["training"]["kinds"], _kinds(parts)
     for name in itertools.chain(saved, here):
@@ -225,7 +266,8 @@ def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, 
             raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
     for name in parts.optimizers:
         component = component_of("optimizer", name)
-        # What lies in the state of a wrapper, such as Lookahead, is checked by its own load_state_dict.
+        # What lies in the state of a wrapper, such as Lookahead, is checked by its own
+        # load_state_dict.
         if has_torch_layout(live[component]):
             _check_groups(name, trees[component], live[component], where)
 
@@ -239,16 +281,22 @@ def _check_groups(name: str, saved: Any, live: Mapping[str, Any], where: str) ->
         raise ValueError("a parameter of the optimizer is there twice")
     now = [len(group["params"]) for group in live["param_groups"]]
     if was != now:
-        raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
+        raise _other_parts(
+            f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where
+        )
 
 
-def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
+def _check_model(
+    component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str
+) -> None:
     for key in itertools.chain(saved, live):
         if key not in live or key not in saved:
             place = "the checkpoint" if key in saved else "the model"
             raise _other_run(f"{component}: tensor {key!r} is only in {place}", where)
         was, now = saved[key], live[key]
-        if isinstance(now, torch.Tensor) > isinstance(was, torch.Tensor) and not key.endswith("_extra_state"):
+        if isinstance(now, torch.Tensor) > isinstance(was, torch.Tensor) and not key.endswith(
+            "_extra_state"
+        ):
             raise TypeError(f"a {type(was).__name__} in place of the tensor {key!r}")
         if isinstance(was, torch.Tensor) and (was.shape != now.shape or was.dtype != now.dtype):
             differs = f"was {was.dtype} {tuple(was.shape)} and is {now.dtype} {tuple(now.shape)}"
@@ -268,16 +316,22 @@ def _other_parts(what: str, where: str) -> HoldfastError:
     return CheckpointError(
         f"{where} does not fit what was given to Guard: {what}",
         limit="every part must find its own state again, or the resume would not be exact",
-        fix="give Guard the same optimizers, schedulers and state as before, or start in a new run directory.",
+        fix=(
+            "give Guard the same optimizers, schedulers and state as before, or start in a new run"
+            " directory."
+        ),
         rule="H313",
     )
 
 
 def load(trees: Mapping[str, Any], parts: Parts) -> None:
-    """Put saved state into the objects, each through its own ``load_state_dict``. `check_fits` was called before.
+    """Put saved state into the objects, each through its own ``load_state_dict``.
+
+    `check_fits` was called before.
 
     Raises:
-        CheckpointError: H313, for an object that raises something. The checkpoint is as good as it was.
+        CheckpointError: H313, for an object that raises something. The checkpoint is as good as it
+            was.
     """
     training = trees["training"]
     for name, model in parts.models.items():
@@ -304,7 +358,8 @@ def _loading(part: str, value: Any) -> Iterator[None]:
         if not _is_of_the_part(error):
             raise
         raise CheckpointError(
-            f"{part}, a {type(value).__name__}, cannot load the state that it saved ({_text_of(error)})",
+            f"{part}, a {type(value).__name__}, cannot load the state that it saved"
+            f" ({_text_of(error)})",
             limit="the checkpoint verifies and was left as it is",
             fix="make its load_state_dict take what its state_dict returns, then start again.",
             rule="H313",

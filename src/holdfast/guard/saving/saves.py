@@ -1,9 +1,12 @@
-"""The checkpoints of an open run: when they are written, in which thread, and what is said about them.
+"""The checkpoints of an open run.
 
-At a boundary the state is copied into host buffers; a thread then looks for NaN and Inf in the copies, writes, reads
-back, commits and prunes, while training goes on. Saves are made in the training thread where one must be finished
-when the call returns (the first, the last, one that was asked for), and where there is no memory for the buffers.
-There is one writer at a time, and whoever looks at the checkpoints waits for it first.
+When they are written, in which thread, and what is said about them.
+
+At a boundary the state is copied into host buffers; a thread then looks for NaN and Inf in the
+copies, writes, reads back, commits and prunes, while training goes on. Saves are made in the
+training thread where one must be finished when the call returns (the first, the last, one that was
+asked for), and where there is no memory for the buffers. There is one writer at a time, and whoever
+looks at the checkpoints waits for it first.
 """
 
 from __future__ import annotations
@@ -35,15 +38,16 @@ from holdfast.guard.saving.unsaved import note_left_steps, note_saved, note_unsa
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 
-# Of the memory that is available, as for the copies that rollbacks return to: the rest belongs to activations,
-# loaders and the caller.
+# Of the memory that is available, as for the copies that rollbacks return to: the rest belongs to
+# activations, loaders and the caller.
 _MOST_MEMORY = 0.25
-# Made and touched where the loop stands: 10 ms (measured: 1.8 s for a GiB in a virtual machine). Larger ones are made
-# ready by a thread.
+# Made and touched where the loop stands: 10 ms (measured: 1.8 s for a GiB in a virtual machine).
+# Larger ones are made ready by a thread.
 _SMALL_BYTES = 4 * 2**20
 _AHEAD_SECONDS = 3.0  # before the first save is due, its memory is made ready
-# Time between two checks at boundaries of whether the lock is still held. A check takes a few microseconds, on a
-# network disk perhaps a millisecond. Before each save the lock is checked as well.
+# Time between two checks at boundaries of whether the lock is still held. A check takes a few
+# microseconds, on a network disk perhaps a millisecond. Before each save the lock is checked as
+# well.
 _HOLD_SECONDS = 5.0
 _SPARE = 1.02  # of the size: text and positions grow a little from save to save
 
@@ -56,7 +60,8 @@ class _Save:
 
     shot: Snapshot  # what is written
     must_be_finite: Named  # tensors to look through before
-    bad: tuple[list[str], int] = ([], 0)  # what was seen of others: names that are not finite, and how many
+    # What was seen of others: names that are not finite, and how many
+    bad: tuple[list[str], int] = ([], 0)
     position: tuple[int, int]  # where the run stood
     started: float  # when, by the clock
     stall_seconds: float | None = None  # how long the loop was held; None if it is until the end
@@ -93,7 +98,8 @@ class Saving:
         )
         self._store = store
         self._record = record
-        self._every = policy.save_interval_steps if writers is not None else None  # None: another rank writes
+        # None: another rank writes
+        self._every = policy.save_interval_steps if writers is not None else None
         self._writers = writers or Writers()
         self._keep_latest_k = policy.keep_latest_k
         self._clock = clock
@@ -105,7 +111,8 @@ class Saving:
         self._saved_at: tuple[int, int] | None = None
         self.saved_as: Entry | None = None  # the checkpoint that holds what is saved
         self._tried_at_step: int | None = None
-        self._held_at = clock.monotonic_seconds()  # when it was last looked whether the directory is still ours
+        # When it was last looked whether the directory is still ours
+        self._held_at = clock.monotonic_seconds()
         self._job: Job[_Save | None] | None = None
         self._buffers: HostBuffers | None = None
         self._in_background = policy.async_save and self._every is not None
@@ -113,28 +120,44 @@ class Saving:
         self._refused: str | None = None
         self.saved = 0
         self.failed = 0
-        self._newest_failure: str | None = None  # why the newest save came to nothing; None: it did not
+        # Why the newest save came to nothing; None: it did not
+        self._newest_failure: str | None = None
 
-    # --- facts ----------------------------------------------------------------------------------------------
+    # --- facts
+    # ------------------------------------------------------------------------
 
     def is_due(self, after_steps: int = 0) -> bool:
-        """Return whether an interval was passed since the last attempt to save, now or after some more steps."""
-        every, step, tried = self._every, self._record.global_step + after_steps, self._tried_at_step
+        """Return whether an interval was passed since the last attempt to save, now or after
+        some more steps.
+        """
+        every, step, tried = (
+            self._every,
+            self._record.global_step + after_steps,
+            self._tried_at_step,
+        )
         if every is None or tried is None:
             return every is not None
-        if step > tried and self.chooser.is_overdue(self._clock.monotonic_seconds(), auto=every == "auto"):
+        if step > tried and self.chooser.is_overdue(
+            self._clock.monotonic_seconds(), auto=every == "auto"
+        ):
             return True
         return isinstance(every, int) and step // every > tried // every
 
     @property
     def has_unsaved(self) -> bool:
-        """Return whether steps were made that no finished checkpoint holds, and that may be saved."""
+        """Return whether steps were made that no finished checkpoint holds, and that may be
+        saved.
+        """
         return self.may_save_more and self._saved_at != self._position()
 
     @property
     def may_save_more(self) -> bool:
         """Return whether this run saves, has begun to, and stands where it may."""
-        return self._every is not None and self._tried_at_step is not None and self._run_state.may_be_saved
+        return (
+            self._every is not None
+            and self._tried_at_step is not None
+            and self._run_state.may_be_saved
+        )
 
     @property
     def global_step(self) -> int:
@@ -152,18 +175,21 @@ class Saving:
         return refused
 
     def report_loss(self, *, left: bool) -> None:
-        """Report at the end of a run that saves have failed, if its newest state is in no checkpoint.
+        """Report at the end of a run that saves have failed, if its newest state is in no
+        checkpoint.
 
-        The process then ends with an exit code of its own, see `unsaved`, unless a later save works. Steps since the
-        newest checkpoint of a loop that was left early count only if a save has failed since; otherwise they are
-        named when the process ends, see `note_left_steps`.
+        The process then ends with an exit code of its own, see `unsaved`, unless a later save
+        works. Steps since the newest checkpoint of a loop that was left early count only if a save
+        has failed since; otherwise they are named when the process ends, see `note_left_steps`.
         """
         error = self._newest_failure
         newest = None if self.saved_as is None else self.saved_as.global_step
         steps_are_lost = self.has_unsaved and (error is not None or not left)
         if not self.failed or (newest is not None and not steps_are_lost):
             return
-        self._record.emit(run_events.NotSaved(newest_checkpoint=newest, failed_saves=self.failed, error=error))
+        self._record.emit(
+            run_events.NotSaved(newest_checkpoint=newest, failed_saves=self.failed, error=error)
+        )
         note_unsaved(self._directory.path, error or "saves have failed")
 
     def note_left_steps(self) -> None:
@@ -180,7 +206,8 @@ class Saving:
             self._record.emit(run_events.StepsNotSaved(from_step=from_step, to_step=to_step))
             note_left_steps(self._directory.path, from_step, to_step)
 
-    # --- save -----------------------------------------------------------------------------------------------
+    # --- save
+    # ------------------------------------------------------------------------
 
     def save_first(self) -> None:
         """Have a state to return to before the first step."""
@@ -190,7 +217,8 @@ class Saving:
     def save(self) -> None:
         """Have a checkpoint of this very state when this returns, unless the state is not whole.
 
-        A save that fails is an event and does not stop training. One of weights that are not finite is refused.
+        A save that fails is an event and does not stop training. One of weights that are not finite
+        is refused.
         """
         started = self._clock.monotonic_seconds()
         self.finish()
@@ -215,7 +243,8 @@ class Saving:
             let_through(error)
             if first:
                 self._tried_at_step = None
-                raise  # a state that can never be saved is the caller's to know before any work is done
+                # A state that can never be saved is the caller's to know before any work is done
+                raise
             self._failed_at_once(error, started)
             return
         named = () if first else self._must_be_finite()
@@ -238,7 +267,9 @@ class Saving:
         return self.collected()._job is not None
 
     def save_when_due(self, *, busy: bool = False) -> None:
-        """Begin a save of this state; the writer goes on beside the training. While one is under way, wait a step.
+        """Begin a save of this state; the writer goes on beside the training.
+
+        While one is under way, wait a step.
 
         So does one whose share another process cannot save yet: `busy`.
         """
@@ -254,7 +285,8 @@ class Saving:
         started = self._clock.monotonic_seconds()
         try:
             begun = False if busy or self._job is not None else self._hand_over(started)
-            if begun is False and self._writers.are_several and not busy:  # the others have begun theirs
+            # The others have begun theirs
+            if begun is False and self._writers.are_several and not busy:
                 self.finish()
                 begun = self._hand_over(started)
         except RunDirectoryError:
@@ -267,7 +299,11 @@ class Saving:
             self.save()
 
     def _is_pointless(self) -> bool:
-        return self._every is None or not self._run_state.may_be_saved or self._saved_at == self._position()
+        return (
+            self._every is None
+            or not self._run_state.may_be_saved
+            or self._saved_at == self._position()
+        )
 
     def _hold_directory(self) -> None:
         """Check that only this run writes into its directory.
@@ -277,7 +313,10 @@ class Saving:
             OSError: If the disk does not answer.
         """
         if self._directory.hold():
-            what = f"{self._directory.path} was removed or moved while the run wrote into it; it is made again"
+            what = (
+                f"{self._directory.path} was removed or moved while the run wrote into it; it is"
+                " made again"
+            )
             self._record.emit(run_events.RecordingMovedAside(what=what))
 
     def _tried(self) -> None:
@@ -290,10 +329,15 @@ class Saving:
         self._newest_failure = described(error)
         with contextlib.suppress(Exception):
             self._writers.all(partial(_raised, error))  # the others wait for what was found here
-        self._record_failure(self._record.global_step, error, self._clock.monotonic_seconds() - started)
+        self._record_failure(
+            self._record.global_step, error, self._clock.monotonic_seconds() - started
+        )
 
     def _hand_over(self, started: float) -> bool | None:
-        """Copy the state and let a thread do the rest; False: its memory is not ready, None: there is none."""
+        """Copy the state and let a thread do the rest.
+
+        False: its memory is not ready, None: there is none.
+        """
         encoded = encode(self._state())
         buffers = self._buffers_for(needed_bytes(encoded.tensors))
         if buffers is None:
@@ -306,17 +350,25 @@ class Saving:
         for name, tensor in self._must_be_finite():
             copy = shot.copy_of(tensor)
             (others if copy is None else copies).append((name, tensor if copy is None else copy))
-        bad = nonfinite_tensors(others)  # what no checkpoint holds, or in another form: now or never
+        # What no checkpoint holds, or in another form: now or never
+        bad = nonfinite_tensors(others)
         stall = self._clock.monotonic_seconds() - started
         save = _Save(
-            shot=shot, must_be_finite=copies, bad=bad, position=self._position(), started=started, stall_seconds=stall
+            shot=shot,
+            must_be_finite=copies,
+            bad=bad,
+            position=self._position(),
+            started=started,
+            stall_seconds=stall,
         )
         if bad[1] and not self._writers.are_several:
             self._refuse(save, *bad)
             self._take_in(save)
         else:
             try:
-                self._job = Job(lambda: self._carry_out(save, nonfinite_copies), self._directory.path)
+                self._job = Job(
+                    lambda: self._carry_out(save, nonfinite_copies), self._directory.path
+                )
             except (MemoryError, RuntimeError) as error:
                 if self._writers.are_several:
                     raise
@@ -324,10 +376,16 @@ class Saving:
                 return None
         return True
 
-    # --- one save, in either thread ---------------------------------------------------------------------------
+    # --- one save, in either thread
+    # ------------------------------------------------------------------------
 
-    def _carry_out(self, save: _Save, find_nonfinite: Callable[[Named], tuple[list[str], int]]) -> _Save:
-        """Look through the state, write it and prune. Nothing is raised: errors are in what is returned."""
+    def _carry_out(
+        self, save: _Save, find_nonfinite: Callable[[Named], tuple[list[str], int]]
+    ) -> _Save:
+        """Look through the state, write it and prune.
+
+        Nothing is raised: errors are in what is returned.
+        """
         step, cpu_began = save.shot.global_step, time.thread_time()
         try:
             found = self._writers.all(lambda: [save.bad, find_nonfinite(save.must_be_finite)])
@@ -343,7 +401,11 @@ class Saving:
             self._record_failure(step, error, save.seconds)
             return save
         try:
-            removed = [] if self._writers.rank else self._store.prune(self._keep_latest_k, known_good=entry)
+            removed = (
+                []
+                if self._writers.rank
+                else self._store.prune(self._keep_latest_k, known_good=entry)
+            )
         except (OSError, HoldfastError) as error:
             removed = []  # the checkpoint is good all the same
             self._record.emit(run_events.PruneFailed(error=str(error)), global_step=step)
@@ -379,10 +441,14 @@ class Saving:
         save.stall_seconds = save.seconds if save.stall_seconds is None else save.stall_seconds
         return save.stall_seconds
 
-    # --- the writer -----------------------------------------------------------------------------------------
+    # --- the writer
+    # ------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """Take in what the writer has finished; H301 if another run has taken the run directory meanwhile."""
+        """Take in what the writer has finished.
+
+        H301 if another run has taken the run directory meanwhile.
+        """
         now = self._clock.monotonic_seconds()
         self.chooser.boundary(now)
         if now - self._held_at > _HOLD_SECONDS:
@@ -391,11 +457,19 @@ class Saving:
                 self._hold_directory()
         if self._job is not None:
             self.collected()
-        if self._in_background and not self._made_ready and self._record.global_step > (self._tried_at_step or 0):
-            # Optimizers have their state now. A run that ends before a save is due needs none of this.
-            self._made_ready = self._every != "auto" or self.chooser.is_overdue(now + _AHEAD_SECONDS, auto=True)
+        if (
+            self._in_background
+            and not self._made_ready
+            and self._record.global_step > (self._tried_at_step or 0)
+        ):
+            # Optimizers have their state now. A run that ends before a save is due needs none of
+            # this.
+            self._made_ready = self._every != "auto" or self.chooser.is_overdue(
+                now + _AHEAD_SECONDS, auto=True
+            )
             if self._made_ready and self._job is None:
-                with contextlib.suppress(Exception):  # it will come again when a save is due, and be judged there
+                # It will come again when a save is due, and be judged there
+                with contextlib.suppress(Exception):
                     self._buffers_for(needed_bytes(encode(self._state()).tensors))
 
     def finish(self) -> None:
@@ -435,17 +509,22 @@ class Saving:
             stall = save.stall_seconds or 0.0
             self.chooser.save_took(stall_seconds=stall, seconds=save.seconds, cpu_seconds=computed)
 
-    # --- its memory -----------------------------------------------------------------------------------------
+    # --- its memory
+    # ------------------------------------------------------------------------
 
     def _buffers_for(self, needed: int) -> HostBuffers | None:
-        """Return memory for copies of so many bytes, or None while it is made ready or where there is none."""
+        """Return memory for copies of so many bytes, or None while it is made ready or where
+        there is none.
+        """
         if self._buffers is not None and self._buffers.size_bytes >= needed:
             return self._buffers
         self._buffers = None
         size = int(_SPARE * needed)
         available = None if size <= _SMALL_BYTES else available_bytes()
         if available is not None and size > _MOST_MEMORY * available:
-            self._stop_background(f"copies of the state take {size} bytes and {available} are available")
+            self._stop_background(
+                f"copies of the state take {size} bytes and {available} are available"
+            )
             return None
         try:
             buffers = HostBuffers(size, cuda=self._cuda)
@@ -464,14 +543,18 @@ class Saving:
         self._record.emit(run_events.SavesSynchronous(why=why))
 
     def give_up_buffers(self) -> None:
-        """Give the memory back for good, since it is needed elsewhere: from now on the loop waits for its saves."""
+        """Give the memory back for good, since it is needed elsewhere.
+
+        From now on the loop waits for its saves.
+        """
         wanted = not self._made_ready and self._record.global_step > (self._tried_at_step or 0)
         if self._in_background and (self._buffers is not None or wanted):
             self.finish()
             self._buffers = None
             self._stop_background("the memory of the copies was given back after out-of-memory")
 
-    # --- the run went elsewhere -----------------------------------------------------------------------------
+    # --- the run went elsewhere
+    # ------------------------------------------------------------------------
 
     def resumed(self, entry: Entry) -> None:
         """Note that this state was just read from a checkpoint."""
@@ -479,7 +562,10 @@ class Saving:
         self._saved_at, self.saved_as = self._position(), entry
 
     def returned(self, *, to_checkpoint: bool) -> None:
-        """Note that the run is at an earlier step again; what was refused was of a state that is gone."""
+        """Note that the run is at an earlier step again.
+
+        What was refused was of a state that is gone.
+        """
         step = self._record.global_step
         self._tried_at_step = step if to_checkpoint else min(self._tried_at_step or 0, step)
         self._refused = None
@@ -490,7 +576,10 @@ def _raised(error: Exception) -> Any:
 
 
 def _for_good(error: Exception | None) -> Exception | None:
-    """Return what the caller must know before any work: no later save could succeed, unlike on a full disk."""
+    """Return what the caller must know before any work.
+
+    No later save could succeed, unlike on a full disk.
+    """
     if not isinstance(error, OSError):
         return error
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -498,7 +587,10 @@ def _for_good(error: Exception | None) -> Exception | None:
     return RunDirectoryError(
         f"the first checkpoint cannot be written ({error})",
         limit="nothing of this run could be saved",
-        fix="make the folder writable, choose another run directory, or set save_interval_steps=None.",
+        fix=(
+            "make the folder writable, choose another run directory, or set"
+            " save_interval_steps=None."
+        ),
         rule="H302",
     )
 

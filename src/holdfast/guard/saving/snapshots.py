@@ -1,4 +1,5 @@
-"""Copies of the last good states in host memory, so that a rollback loses less than the way to a checkpoint.
+"""Copies of the last good states in host memory, so that a rollback loses less than the way to a
+checkpoint.
 
 Two are kept, since the newer one may be of a state that was bad already before anybody noticed.
 
@@ -31,13 +32,16 @@ class Kept:
     """One copy."""
 
     global_step: int  # optimizer steps in it
-    trees: Mapping[str, Any]  # state by component, as ``components.gather`` returns it; tensors on the host
+    # State by component, as ``components.gather`` returns it; tensors on the host
+    trees: Mapping[str, Any]
 
 
 class Snapshots:
     """The copies of one run."""
 
-    def __init__(self, interval_steps: int | None, clock: Clock, available: Callable[[], int | None]) -> None:
+    def __init__(
+        self, interval_steps: int | None, clock: Clock, available: Callable[[], int | None]
+    ) -> None:
         self._interval = interval_steps
         self._clock = clock
         self._available = available
@@ -48,13 +52,22 @@ class Snapshots:
         self._took_seconds = 0.0
 
     def is_due(self, global_step: int) -> bool:
-        """Return whether a multiple of the interval was passed since the last copy, and enough time."""
-        if self._interval is None or global_step // self._interval <= self._last_step // self._interval:
+        """Return whether a multiple of the interval was passed since the last copy, and enough
+        time.
+        """
+        if (
+            self._interval is None
+            or global_step // self._interval <= self._last_step // self._interval
+        ):
             return False
-        return self._took_seconds <= _MOST_TIME * (self._clock.monotonic_seconds() - self._last_seconds)
+        return self._took_seconds <= _MOST_TIME * (
+            self._clock.monotonic_seconds() - self._last_seconds
+        )
 
     def keep(self, global_step: int, read: Callable[[], Mapping[str, Any] | None]) -> bool:
-        """Copy a state, if that fits; return False if it does not, and then no state is asked for again.
+        """Copy a state, if that fits.
+
+        Return False if it does not, and then no state is asked for again.
 
         `read` returns the state, or None if it is not good.
         """
@@ -64,7 +77,11 @@ class Snapshots:
             self._last_step = global_step
             return True
         size = sum(bytes_of(tensor) for tensor in _tensors_in(trees))
-        if size > _SMALL_BYTES and (available := self._available()) is not None and size > _MOST_MEMORY * available:
+        if (
+            size > _SMALL_BYTES
+            and (available := self._available()) is not None
+            and size > _MOST_MEMORY * available
+        ):
             self.give_up()
             return False
         del self._kept[: 1 - _KEPT]  # first, so that there are never more in memory
@@ -75,7 +92,10 @@ class Snapshots:
         return True
 
     def failed(self, global_step: int) -> None:
-        """Note that a state could not be read or copied: it is tried again an interval later, a few times."""
+        """Note that a state could not be read or copied.
+
+        It is tried again an interval later, a few times.
+        """
         self._last_step, self._last_seconds = global_step, self._clock.monotonic_seconds()
         self._failures += 1
         if self._failures == _MOST_FAILURES:
@@ -83,10 +103,15 @@ class Snapshots:
 
     def newest(self, before_step: int) -> Kept | None:
         """Return the newest copy of at most so many steps, or None."""
-        return next((kept for kept in reversed(self._kept) if kept.global_step <= before_step), None)
+        return next(
+            (kept for kept in reversed(self._kept) if kept.global_step <= before_step), None
+        )
 
     def returned_to(self, global_step: int) -> None:
-        """Note that the run is at an earlier step again: newer copies go, the next is due an interval later."""
+        """Note that the run is at an earlier step again.
+
+        Newer copies go, the next is due an interval later.
+        """
         self._kept = [kept for kept in self._kept if kept.global_step <= global_step]
         self._last_step, self._last_seconds = global_step, self._clock.monotonic_seconds()
 

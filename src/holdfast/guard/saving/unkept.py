@@ -1,6 +1,7 @@
 """Numbers that a scheduler or an optimizer counts in, and that its ``state_dict`` leaves out.
 
-A resume would begin them anew, and nothing else would say so: the learning rate goes back to that of the first step.
+A resume would begin them anew, and nothing else would say so: the learning rate goes back to that
+    of the first step.
 """
 
 from __future__ import annotations
@@ -25,21 +26,33 @@ class UnkeptNumbers:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._holders: dict[str, Any] = {f"scheduler {name!r}": value for name, value in parts.schedulers.items()}
+        self._holders: dict[str, Any] = {
+            f"scheduler {name!r}": value for name, value in parts.schedulers.items()
+        }
         self._holders |= {f"optimizer {name!r}": value for name, value in parts.optimizers.items()}
         self._before = {name: _numbers_of(holder) for name, holder in self._holders.items()}
 
     def find(self) -> tuple[str, str] | None:
-        """Return a scheduler or optimizer, and its attribute that has changed and is not saved; None without one.
+        """Return a scheduler or optimizer, and its attribute that has changed and is not saved.
+
+        None without one.
 
         A number counts as saved if the state holds an equal one under any name.
         """
         for name, holder in self._holders.items():
             before = self._before[name]
-            changed = {key: value for key, value in _numbers_of(holder).items() if before.get(key, value) != value}
+            changed = {
+                key: value
+                for key, value in _numbers_of(holder).items()
+                if before.get(key, value) != value
+            }
             if not changed:
                 continue
-            saved = set(_values_in(state_of(holder) if name.startswith("scheduler") else holder.state_dict()))
+            saved = set(
+                _values_in(
+                    state_of(holder) if name.startswith("scheduler") else holder.state_dict()
+                )
+            )
             for key, value in changed.items():
                 if value not in saved:
                     return name, key

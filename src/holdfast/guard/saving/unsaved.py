@@ -1,10 +1,11 @@
 """End the process with exit code 74 if the newest state of a run is in no checkpoint.
 
-When the last save has failed, nothing is raised, because the code after the loop may still write the weights to
-another disk. But if the process would end with exit code 0, it ends with `EXIT_CODE` and prints the reason on stderr.
+When the last save has failed, nothing is raised, because the code after the loop may still write
+the weights to another disk. But if the process would end with exit code 0, it ends with `EXIT_CODE`
+and prints the reason on stderr.
 
-A loop that was left early, as by `break`, saves nothing, as documented. If nobody has saved its last steps when the
-process ends, a line on stderr names them, and the exit code stays.
+A loop that was left early, as by `break`, saves nothing, as documented. If nobody has saved its
+last steps when the process ends, a line on stderr names them, and the exit code stays.
 
 Does not: save anything or record events (see ``saves``).
 """
@@ -28,7 +29,8 @@ EXIT_CODE = 74
 # The reason why the newest state of a run is in no checkpoint, by run directory.
 _unsaved: dict[Path, str] = {}
 
-# The first and the last of the steps that no checkpoint holds since a loop was left early, by run directory.
+# The first and the last of the steps that no checkpoint holds since a loop was left early, by run
+# directory.
 _left_steps: dict[Path, tuple[int, int]] = {}
 
 # Whether the script called `sys.exit` with a status that is not 0.
@@ -36,10 +38,15 @@ _script_failed = False
 
 
 class Run(Protocol):
-    """A run that may still be open when the process ends, because its loop was left and nobody closed it."""
+    """A run that may still be open when the process ends, because its loop was left and nobody
+    closed it.
+    """
 
     def end_at_exit(self) -> None:
-        """Carry out a stop that was requested; note the steps of the run that are in no checkpoint."""
+        """Carry out a stop that was requested.
+
+        Note the steps of the run that are in no checkpoint.
+        """
 
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
@@ -66,13 +73,18 @@ def note_unsaved(run_dir: Path, why: str) -> None:
 
 
 def note_left_steps(run_dir: Path, from_step: int, to_step: int) -> None:
-    """Note that a loop was left early with these steps in no checkpoint, although no save has failed."""
+    """Note that a loop was left early with these steps in no checkpoint, although no save has
+    failed.
+    """
     if not _is_in_a_test():
         _left_steps[run_dir] = from_step, to_step
 
 
 def forget_left_steps(run_dir: Path) -> None:
-    """Forget the steps of a loop that was left: they are saved, or a new guard has reported them."""
+    """Forget the steps of a loop that was left.
+
+    They are saved, or a new guard has reported them.
+    """
     _left_steps.pop(run_dir, None)
 
 
@@ -88,7 +100,9 @@ def _is_in_a_test() -> bool:
 
 
 def _watch_sys_exit() -> None:
-    """Replace `sys.exit` to learn whether the script chose an exit code of its own, which then stays."""
+    """Replace `sys.exit` to learn whether the script chose an exit code of its own, which then
+    stays.
+    """
     original = sys.exit
     if getattr(original, "watched_by_guard", False):
         return
@@ -105,11 +119,15 @@ def _watch_sys_exit() -> None:
 
 def _ends_with_an_exception() -> bool:
     """Return whether an uncaught exception ended the script, so that the exit code is 1."""
-    return getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None
+    return (
+        getattr(sys, "last_exc", None) is not None or getattr(sys, "last_value", None) is not None
+    )
 
 
 def _report_left_steps() -> None:
-    """Name the steps that no checkpoint holds on stderr, unless an uncaught exception has said enough."""
+    """Name the steps that no checkpoint holds on stderr, unless an uncaught exception has said
+    enough.
+    """
     if _ends_with_an_exception():
         return
     for run_dir, (from_step, to_step) in _left_steps.items():
@@ -119,15 +137,17 @@ def _report_left_steps() -> None:
         if from_step == to_step:
             steps, verb = f"step {to_step}", "is"
         text = (
-            f"holdfast: {steps} of {run_dir} {verb} in no checkpoint; call guard.close() after the loop, "
-            "or leave it with guard.request_stop()\n"
+            f"holdfast: {steps} of {run_dir} {verb} in no checkpoint; call guard.close() after the"
+            " loop, or leave it with guard.request_stop()\n"
         )
         with suppress(OSError):
             os.write(2, text.encode(errors="backslashreplace"))
 
 
 def _end_runs() -> None:
-    """Report what is lost when the process ends, and end it with `EXIT_CODE` if saves have failed."""
+    """Report what is lost when the process ends, and end it with `EXIT_CODE` if saves have
+    failed.
+    """
     for run in list(_runs):
         try:
             run.end_at_exit()
@@ -142,18 +162,24 @@ def _set_exit_code() -> None:
     if not _unsaved or _script_failed or _ends_with_an_exception():
         return
     for run_dir, why in _unsaved.items():
-        text = f"holdfast: the newest state of {run_dir} is in no checkpoint: {why}. Exit code {EXIT_CODE}.\n"
+        text = (
+            f"holdfast: the newest state of {run_dir} is in no checkpoint: {why}. Exit code"
+            f" {EXIT_CODE}.\n"
+        )
         with suppress(OSError):
             os.write(2, text.encode(errors="backslashreplace"))
-    # Python has no way to change the exit code at this point: it runs the other atexit functions, flushes its
-    # streams, frees its modules and then calls exit(0) of the C library. That calls the function registered here,
-    # which calls exit again with our code; the second call continues the work of the first, see exit(3) of Linux.
+    # Python has no way to change the exit code at this point: it runs the other atexit functions,
+    # flushes its streams, frees its modules and then calls exit(0) of the C library. That calls the
+    # function registered here, which calls exit again with our code; the second call continues the
+    # work of the first, see exit(3) of Linux.
     library = ctypes.CDLL(None)
-    library.__cxa_atexit(ctypes.cast(library.exit, ctypes.c_void_p), ctypes.c_void_p(EXIT_CODE), None)
+    library.__cxa_atexit(
+        ctypes.cast(library.exit, ctypes.c_void_p), ctypes.c_void_p(EXIT_CODE), None
+    )
 
 
-# Registered on import, because atexit functions run in reverse order: one that the script registers later, such as
-# `guard.close`, runs earlier and may still save.
+# Registered on import, because atexit functions run in reverse order: one that the script registers
+# later, such as `guard.close`, runs earlier and may still save.
 atexit.register(_end_runs)
 os.register_at_fork(after_in_child=_unsaved.clear)
 os.register_at_fork(after_in_child=_left_steps.clear)

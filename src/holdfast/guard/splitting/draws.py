@@ -1,6 +1,9 @@
-"""Random numbers of a loss function: drawn once for all samples, then given again, row by row, to parts of them.
+"""Random numbers of a loss function.
 
-So a random loss is compared as exactly as any other, and one that shares numbers between samples is found out.
+Drawn once for all samples, then given again, row by row, to parts of them.
+
+So a random loss is compared as exactly as any other, and one that shares numbers between samples is
+found out.
 """
 
 from __future__ import annotations
@@ -23,17 +26,25 @@ class NotRepeatableError(Exception):
 
 
 class Draws:
-    """What torch draws in the first call since `start`; each later call, of a part, is given its rows of that.
+    """What torch draws in the first call since `start`.
 
-    Numbers of python and numpy have no rows: they begin alike in each call, as if all samples shared them, or go on
-    from part to part (`in_order`), as if drawn for one sample after the other. A generator that the loss function
-    seeds itself begins alike in each call of training too: nothing is given to it. The inputs of a draw, such as
+    Each later call, of a part, is given its rows of that.
+
+    Numbers of python and numpy have no rows: they begin alike in each call, as if all samples
+        shared them, or go on
+    from part to part (`in_order`), as if drawn for one sample after the other. A generator that the
+    loss function
+    seeds itself begins alike in each call of training too: nothing is given to it. The inputs of a
+        draw, such as
     probabilities, may differ by a `tolerance` between whole and part.
     """
 
-    def __init__(self, devices: Sequence[torch.device], tolerance: float, seed: int, *, in_order: bool) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], tolerance: float, seed: int, *, in_order: bool
+    ) -> None:
         self.drew = False  # whether there was any randomness at all
-        self.shared = False  # whether numbers belong to no sample: parts draw their own, and the variance changes
+        # Whether numbers belong to no sample: parts draw their own, and the variance changes
+        self.shared = False
         self.outside_torch = False  # whether python or numpy drew
         self._devices, self._tolerance = devices, tolerance
         self._seed, self._in_order = seed, in_order
@@ -50,24 +61,30 @@ class Draws:
     def call(self, first: int, samples: int) -> Iterator[None]:
         """Run one call of the loss function, of `samples` samples from the one numbered `first` on.
 
-        `NotRepeatableError` if it asks for other numbers than the call of all samples, or fails with them.
+        `NotRepeatableError` if it asks for other numbers than the call of all samples, or fails
+        with them.
         """
         if not (self._in_order and first):
             seed_cpu(self._seed)
-            torch.default_generator.manual_seed(self._seed + first)  # else each part seems to be seeded by the loss
+            # Else each part seems to be seeded by the loss
+            torch.default_generator.manual_seed(self._seed + first)
         if self._made is None:
             self._made = made = []
             before = capture()
             with _Drawing(self._devices, lambda draw: made.append(draw.copied())):
                 yield
             after = capture()
-            self.outside_torch = before.python is not after.python or before.numpy is not after.numpy
+            self.outside_torch = (
+                before.python is not after.python or before.numpy is not after.numpy
+            )
             self.drew |= bool(made) or self.outside_torch
             self.shared |= self.outside_torch and not self._in_order
             return
         left = iter(self._made)
         try:
-            with _Drawing(self._devices, lambda draw: self._repeat(next(left, None), draw, first, samples)):
+            with _Drawing(
+                self._devices, lambda draw: self._repeat(next(left, None), draw, first, samples)
+            ):
                 yield
         except Exception as error:
             if not self._made or find_out_of_memory(error) is not None:
@@ -77,7 +94,9 @@ class Draws:
             raise NotRepeatableError
 
     def backward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a forward pass that is made again, as of a checkpoint, is given the same."""
+        """Return a context in which a forward pass that is made again, as of a checkpoint, is
+        given the same.
+        """
 
         def again(draw: _Draw) -> None:
             for new, old in zip(draw.drawn, self._given.get(draw.place(), draw.drawn), strict=True):
@@ -90,7 +109,10 @@ class Draws:
             raise NotRepeatableError
         if first and made.place() == draw.place():
             return  # the loss has seeded the generator
-        rows = [self._rows(old, new, first, samples) for old, new in zip(made.inputs, draw.inputs, strict=True)]
+        rows = [
+            self._rows(old, new, first, samples)
+            for old, new in zip(made.inputs, draw.inputs, strict=True)
+        ]
         if not same(rows, draw.inputs, tolerance=self._tolerance):
             raise NotRepeatableError
         for old, new in zip(made.drawn, draw.drawn, strict=True):
@@ -98,8 +120,13 @@ class Draws:
             new.copy_(self._rows(old, new, first, samples))
         self._given[draw.place()] = draw.copied().drawn
 
-    def _rows(self, whole: torch.Tensor, part: torch.Tensor, first: int, samples: int) -> torch.Tensor:
-        """Return what belongs to these samples: along the one dimension that grows with them, else everything."""
+    def _rows(
+        self, whole: torch.Tensor, part: torch.Tensor, first: int, samples: int
+    ) -> torch.Tensor:
+        """Return what belongs to these samples.
+
+        Along the one dimension that grows with them, else everything.
+        """
         if whole.shape == part.shape:
             return whole
         if whole.ndim == part.ndim:
@@ -121,7 +148,8 @@ class _Draw(NamedTuple):
 
     def copied(self) -> _Draw:
         return self._replace(
-            inputs=[each.clone() for each in self.inputs], drawn=[each.clone() for each in self.drawn]
+            inputs=[each.clone() for each in self.inputs],
+            drawn=[each.clone() for each in self.drawn],
         )
 
     def place(self) -> Any:
@@ -145,8 +173,12 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         began = [old for old, new in zip(before, after, strict=True) if not same(old, new)]
         if began:  # attention without dropout, for one, draws nothing
             # The values of what is written, or taken as an example, do not matter.
-            known = list(zip(args, (spec.alias_info for spec in func._schema.arguments), strict=False))
-            given = [each for each, written in known if written is None][func._schema.name.endswith("_like") :]
+            known = list(
+                zip(args, (spec.alias_info for spec in func._schema.arguments), strict=False)
+            )
+            given = [each for each, written in known if written is None][
+                func._schema.name.endswith("_like") :
+            ]
             written = [each for each, written in known if written is not None]
             self._on_draw(_Draw(func, began, _tensors((given, kwargs)), _tensors((found, written))))
         return found

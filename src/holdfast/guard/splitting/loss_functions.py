@@ -1,13 +1,18 @@
-"""What is seen of a loss function from outside: what it may not do, which ones are the same, what one leaves behind.
+"""What is seen of a loss function from outside.
 
-It returns a loss, and leaves backward and the optimizers to the guard; gradients of anything but parameters are free.
+What it may not do, which ones are the same, what one leaves behind.
 
-A lambda in a loop is a new object each time and the same function; two partials of one function with another
-``reduction`` are two. Distinguished are code, and texts and flags that are bound to it. Numbers are not: a step or a
+It returns a loss, and leaves backward and the optimizers to the guard; gradients of anything but
+parameters are free.
+
+A lambda in a loop is a new object each time and the same function; two partials of one function
+with another
+``reduction`` are two. Distinguished are code, and texts and flags that are bound to it. Numbers are
+    not: a step or a
 weight that changes would make each step a new function.
 
-What a call leaves in plain attributes of modules and in the function's own variables is in no checkpoint, and an
-attempt that is made again changes it once more.
+What a call leaves in plain attributes of modules and in the function's own variables is in no
+checkpoint, and an attempt that is made again changes it once more.
 """
 
 from __future__ import annotations
@@ -31,14 +36,20 @@ from holdfast.core.errors import BatchError
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.state.trees import same
 
-# --- what it may not do ---------------------------------------------------------------------------------------
+# --- what it may not do
+# ------------------------------------------------------------------------
 
 Called: TypeAlias = Literal["backward", "step", "zero_grad"]
 _FIX = {
-    "backward": "leave out loss.backward() and return the loss with its graph: guard.step runs backward. For a "
-    "gradient of something else, such as an input, call torch.autograd.grad(loss, x).",
-    "step": "leave out optimizer.step(), and scaler.step() around it: guard.step does that, after a look at the "
-    "gradients. To step one of several optimizers, name it: guard.step(batch, loss_fn, optimizer=...).",
+    "backward": (
+        "leave out loss.backward() and return the loss with its graph: guard.step runs backward."
+        " For a gradient of something else, such as an input, call torch.autograd.grad(loss, x)."
+    ),
+    "step": (
+        "leave out optimizer.step(), and scaler.step() around it: guard.step does that, after a"
+        " look at the gradients. To step one of several optimizers, name it: guard.step(batch,"
+        " loss_fn, optimizer=...)."
+    ),
     "zero_grad": "leave it out: guard.step empties the gradients itself.",
 }
 
@@ -52,8 +63,12 @@ class CalledInsideError(BatchError):
 def called_inside(called: Called) -> CalledInsideError:
     """Return the error about a loss function that does the guard's work."""
     error = CalledInsideError(
-        f"loss_fn {'ran backward into parameters' if called == 'backward' else f'called {called}()'}",
-        limit="it may only return a loss: it can run several times in a step, which must stay one step",
+        "loss_fn"
+        f" {'ran backward into parameters' if called == 'backward' else f'called {called}()'}",
+        limit=(
+            "it may only return a loss: it can run several times in a step, which must stay one"
+            " step"
+        ),
         fix=_FIX[called],
         rule="H209",
     )
@@ -62,7 +77,9 @@ def called_inside(called: Called) -> CalledInsideError:
 
 
 class ReturningALoss:
-    """A context for a loss function, in which optimizers refuse to move and ``.grad`` must stay as it is."""
+    """A context for a loss function, in which optimizers refuse to move and ``.grad`` must stay
+    as it is.
+    """
 
     __slots__ = ("_before", "_optimizers", "_own", "_parameters")
 
@@ -75,8 +92,10 @@ class ReturningALoss:
         self._own: list[tuple[dict[str, Any], Any]] = []
         for optimizer in self._optimizers:
             attributes = vars(optimizer)
-            self._own.append((attributes, attributes.get("step")))  # schedulers put theirs there too
-            # Only `step`: zero_grad is found where it empties something, since frameworks call it in between.
+            # Schedulers put theirs there too
+            self._own.append((attributes, attributes.get("step")))
+            # Only `step`: zero_grad is found where it empties something, since frameworks call it
+            # in between.
             attributes["step"] = _refuse_step
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -96,13 +115,21 @@ def _refuse_step(*_: Any, **__: Any) -> NoReturn:
 
 def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Return which gradients there are, in order, and how often each was changed in place."""
-    return [(id(gradient), gradient._version) for p in parameters if (gradient := p.grad) is not None]
+    return [
+        (id(gradient), gradient._version) for p in parameters if (gradient := p.grad) is not None
+    ]
 
 
 @contextlib.contextmanager
 def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Return a context for forward and backward in which hooks of parameters may look, and must not step."""
-    hooked = [p for p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    """Return a context for forward and backward in which hooks of parameters may look, and must
+    not step.
+    """
+    hooked = [
+        p
+        for p in parameters
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
     before = [p._version for p in hooked]
     yield
     moved = sum(p._version != version for p, version in zip(hooked, before, strict=True))
@@ -110,14 +137,18 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         raise BatchError(
             f"hooks have moved {moved} parameter(s) in backward",
             limit="a step can only be retried, clipped or skipped while its weights have not moved",
-            fix="remove the hooks that call optimizer.step(), give the optimizer to the Guard, and start again: the "
-            "weights of this step cannot be taken back.",
+            fix=(
+                "remove the hooks that call optimizer.step(), give the optimizer to the Guard, and"
+                " start again: the weights of this step cannot be taken back."
+            ),
             rule="H211",
         )
 
 
 class FilledOutside:
-    """Finds gradients that the caller has filled before the first step, which begins without any."""
+    """Finds gradients that the caller has filled before the first step, which begins without
+    any.
+    """
 
     begun = 0  # steps of all guards in this process
 
@@ -127,7 +158,8 @@ class FilledOutside:
 
     def check(self) -> None:
         """Raise H210 the first time, if gradients are there. Cost: if so, host syncs."""
-        others = FilledOutside.begun != self._begun_before  # another guard may have stepped the same parameters
+        # Another guard may have stepped the same parameters
+        others = FilledOutside.begun != self._begun_before
         FilledOutside.begun += 1
         if not self._empty:
             return
@@ -136,14 +168,21 @@ class FilledOutside:
         if filled:
             raise BatchError(
                 f"{len(filled)} parameter(s) had a gradient before the first step",
-                limit="guard.step empties the gradients first: what backward() outside of it has added would be lost",
-                fix="return that loss from loss_fn too, as loss_a + loss_b, and leave out backward() outside; if the "
-                "gradients are not wanted, call optimizer.zero_grad() before.",
+                limit=(
+                    "guard.step empties the gradients first: what backward() outside of it has"
+                    " added would be lost"
+                ),
+                fix=(
+                    "return that loss from loss_fn too, as loss_a + loss_b, and leave out"
+                    " backward() outside; if the gradients are not wanted, call"
+                    " optimizer.zero_grad() before."
+                ),
                 rule="H210",
             )
 
 
-# --- which ones are the same ----------------------------------------------------------------------------------
+# --- which ones are the same
+# ------------------------------------------------------------------------
 
 _DEPTH = 3
 
@@ -203,10 +242,12 @@ def _has_weights(value: Any) -> bool:
     return bool(own.get("_parameters")) or any(map(_has_weights, own.get("_modules", {}).values()))
 
 
-# --- what a call leaves behind ------------------------------------------------------------------------------------
+# --- what a call leaves behind
+# ------------------------------------------------------------------------
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
-_CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)  # to iterate another might do anything
+# To iterate another might do anything
+_CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)
 _LOOKED_AT = 64  # entries of a container; a longer one is known by its length
 _WHOLE = 1 << 20  # elements of a tensor that are compared; a larger one is known by its sum
 _OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
@@ -220,12 +261,16 @@ def find_side_effects(
     known: Sequence[Any] = (),
     logs_too: bool = False,
 ) -> tuple[str, ...]:
-    """Return what another pass over the same samples changes, such as ``"layer.calls"`` or ``"loss_fn: hidden"``.
+    """Return what another pass over the same samples changes, such as ``"layer.calls"`` or
+    ``"loss_fn: hidden"``.
 
-    What a pass only overwrites (the last attention, a cache that is filled once) is the same after the second pass as
-    after the first, and is not named. `forward` runs one, the same each time, and returns the loss. Variables that
-    the loss function takes from outside, or has as an attribute, may be counters or logs: they are named only if the
-    second loss is another one than the first, or if `logs_too`; not those that are `known`, and so put back.
+    What a pass only overwrites (the last attention, a cache that is filled once) is the same after
+    the second pass as after the first, and is not named. `forward` runs one, the same each time,
+    and returns the loss. Variables that
+    the loss function takes from outside, or has as an attribute, may be counters or logs: they are
+        named only if the
+    second loss is another one than the first, or if `logs_too`; not those that are `known`, and so
+    put back.
     """
     own = [*known, *(module for model in models.values() for module in model.modules())]
     losses, seen = [], []
@@ -243,13 +288,17 @@ def find_side_effects(
 
 
 def _changed(once: Mapping[str, Any], twice: Mapping[str, Any]) -> set[str]:
-    changed = {name for name, value in twice.items() if name in once and not same(once[name], value)}
+    changed = {
+        name for name, value in twice.items() if name in once and not same(once[name], value)
+    }
     return changed | (set(once) ^ set(twice))
 
 
 def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
     return {
-        ".".join(part for part in (name if len(models) > 1 else "", prefix, key) if part): _snapshot(value, depth=2)
+        ".".join(
+            part for part in (name if len(models) > 1 else "", prefix, key) if part
+        ): _snapshot(value, depth=2)
         for name, model in models.items()
         for prefix, module in model.named_modules()
         for key, value in vars(module).items()
@@ -258,7 +307,10 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
-    """Return what a function sees outside of itself: free variables, globals, attributes of its object, arguments."""
+    """Return what a function sees outside of itself.
+
+    Free variables, globals, attributes of its object, arguments.
+    """
     found: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         found |= {"argument": [*function.args, *function.keywords.values()]}
@@ -266,7 +318,9 @@ def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
     if isinstance(function, TwoPass):
         return {**_variables(function.outputs, own), **_variables(function.loss, own)}
     owner = getattr(function, "__self__", function)
-    if not isinstance(owner, (nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
+    if not isinstance(
+        owner, (nn.Module, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+    ):
         found |= getattr(owner, "__dict__", {})
     function = getattr(function, "__func__", function)
     if isinstance(function, types.FunctionType):
@@ -281,7 +335,10 @@ def _variables(function: Any, own: Sequence[Any]) -> dict[str, Any]:
 
 
 def _inside(value: Any) -> Any:
-    """Return what an object of the caller's holds, such as a criterion with a counter; all else as it is."""
+    """Return what an object of the caller's holds, such as a criterion with a counter.
+
+    All else as it is.
+    """
     if isinstance(value, nn.Module):
         plain = {name: each for name, each in vars(value).items() if name not in _OF_TORCH}
         return {**plain, **dict(value.named_buffers())}
@@ -290,12 +347,17 @@ def _inside(value: Any) -> Any:
 
 
 def _snapshot(value: Any, depth: int) -> Any:
-    """Return plain values as they are and small tensors as copies, in containers to some depth; all else by type."""
+    """Return plain values as they are and small tensors as copies, in containers to some depth.
+
+    All else by type.
+    """
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
         return (
-            value.detach().clone() if value.numel() <= _WHOLE else [value.shape, float(value.detach().double().sum())]
+            value.detach().clone()
+            if value.numel() <= _WHOLE
+            else [value.shape, float(value.detach().double().sum())]
         )
     if isinstance(value, Mapping) and depth and len(value) <= _LOOKED_AT:
         return {str(key): _snapshot(entry, depth - 1) for key, entry in value.items()}

@@ -1,21 +1,24 @@
 """Detect a loss that selects samples by values that the model has computed.
 
 Examples are hard-example mining (the mean of the largest quarter of the losses), a threshold
-(``loss[loss > 0.7].mean()``) and a mean over sufficiently confident pseudo-labels. While such a loss selects all
-samples, it is a plain mean and passes every trial of splitting. Once the model has learned more, splitting would
-change its gradient.
+(``loss[loss > 0.7].mean()``) and a mean over sufficiently confident pseudo-labels. While such a
+loss selects all samples, it is a plain mean and passes every trial of splitting. Once the model has
+learned more, splitting would change its gradient.
 
-A ``TorchFunctionMode`` traces one call of the loss function. It marks each tensor that depends on parameters, that is
-a loss or depends on one, that is a mask computed from such values, or that depends on a selection. Only selections on
-which the returned loss depends count, so an accuracy for a log does not.
+A ``TorchFunctionMode`` traces one call of the loss function. It marks each tensor that depends on
+parameters, that is a loss or depends on one, that is a mask computed from such values, or that
+depends on a selection. Only selections on which the returned loss depends count, so an accuracy for
+a log does not.
 
-Some selections treat a sample in a part as in the whole batch and do not count: masks computed from the batch alone
-(padding, ``ignore_index``), selections within a sample (the classes of a beam, the pixels of an image), and those
-inside the model (the experts of a token) unless they depend on a loss.
+Some selections treat a sample in a part as in the whole batch and do not count: masks computed from
+    the batch alone
+(padding, ``ignore_index``), selections within a sample (the classes of a beam, the pixels of an
+image), and those inside the model (the experts of a token) unless they depend on a loss.
 
-Values that leave torch as an array or a list cannot be followed. Where entries of a vector of losses are picked by
-position afterwards, the positions may come from there, so that counts as a selection. Single numbers (``.item()``)
-and TorchScript are not traced at all. The checks that are repeated while batches are split cover these.
+Values that leave torch as an array or a list cannot be followed. Where entries of a vector of
+losses are picked by position afterwards, the positions may come from there, so that counts as a
+selection. Single numbers (``.item()``) and TorchScript are not traced at all. The checks that are
+repeated while batches are split cover these.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Functions that select by rank, with the position of their argument `dim` and its default (None: all dimensions).
+# Functions that select by rank, with the position of their argument `dim` and its default (None:
+# all dimensions).
 _BY_RANK: dict[str, tuple[int, int | None]] = {
     "topk": (2, -1),
     "sort": (1, -1),
@@ -50,13 +54,65 @@ _COMPARISONS = frozenset(
     f"{prefix}{name}{suffix}"
     for name in ("gt", "ge", "lt", "le", "eq", "ne")
     for prefix, suffix in (("", ""), ("__", "__"))
-) | {"greater", "greater_equal", "less", "less_equal", "not_equal", "isfinite", "isnan", "isinf", "isclose"}
+) | {
+    "greater",
+    "greater_equal",
+    "less",
+    "less_equal",
+    "not_equal",
+    "isfinite",
+    "isnan",
+    "isinf",
+    "isclose",
+}
 # The result of these functions is a mask if all their marked arguments are masks.
 _KEEP_MASKS = frozenset(
-    {"__and__", "__or__", "__xor__", "__invert__", "__rand__", "__ror__", "__rxor__", "__iand__", "__ior__"}
-    | {"logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not"}
-    | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda"}
-    | {"view", "reshape", "flatten", "ravel", "squeeze", "unsqueeze", "expand", "expand_as", "repeat", "__get__"}
+    {
+        "__and__",
+        "__or__",
+        "__xor__",
+        "__invert__",
+        "__rand__",
+        "__ror__",
+        "__rxor__",
+        "__iand__",
+        "__ior__",
+    }
+    | {
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "logical_not",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+    }
+    | {
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "int",
+        "long",
+        "bool",
+        "cpu",
+        "cuda",
+    }
+    | {
+        "view",
+        "reshape",
+        "flatten",
+        "ravel",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "expand_as",
+        "repeat",
+        "__get__",
+    }
     | {"detach", "clone", "contiguous", "transpose", "permute", "t", "cat", "stack", "any", "all"}
     | {"mul", "__mul__", "__rmul__", "multiply", "__rsub__", "rsub", "ones_like", "zeros_like"}
     | {"sum", "count_nonzero", "nansum", "mean"}
@@ -68,7 +124,9 @@ _BY_MASK = frozenset({"masked_select", "nonzero", "argwhere"})
 # Functions by which several values leave torch, and those that pick entries by position.
 _TO_HOST = frozenset({"numpy", "tolist", "__array__"})
 _BY_POSITION = frozenset({"__getitem__", "index_select", "take", "gather"})
-_LOSSES = frozenset({"cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"})
+_LOSSES = frozenset(
+    {"cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
+)
 MASK = "mask"
 HOST = "positions chosen outside of torch"
 
@@ -77,8 +135,8 @@ class Selection(NamedTuple):
     """One selection that the loss function made.
 
     Attributes:
-        function: The name of the torch function, such as ``"topk"``, `MASK` for any use of a mask, or `HOST` for
-            positions that may have been chosen outside of torch.
+        function: The name of the torch function, such as ``"topk"``, `MASK` for any use of a mask,
+            or `HOST` for positions that may have been chosen outside of torch.
         size: The size of the dimension from which it selected.
     """
 
@@ -118,11 +176,14 @@ class SelectionFinder(TorchFunctionMode):
         self._modules = {id(module) for model in models for module in model.modules()}
         self._marks = WeakTensorKeyDictionary()
         self._selections: list[Selection] = []
-        # Whether several values that depend on parameters or losses were read as an array or a list.
+        # Whether several values that depend on parameters or losses were read as an array or a
+        # list.
         self._values_left_torch = False
 
     def reaching(self, losses: Sequence[torch.Tensor]) -> list[Selection]:
-        """Return the selections on which these losses depend, in the order in which they were made."""
+        """Return the selections on which these losses depend, in the order in which they were
+        made.
+        """
         indices: set[int] = set()
         for loss in losses:
             indices |= self._marks_of(loss).selections
@@ -133,8 +194,12 @@ class SelectionFinder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        argument_marks = [marks for tensor in tensors if (marks := self._marks_of(tensor)) != _NO_MARKS]
+        tensors = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
+        argument_marks = [
+            marks for tensor in tensors if (marks := self._marks_of(tensor)) != _NO_MARKS
+        ]
         if name in _TO_HOST and args[0].ndim and self._selects_for_loss(self._marks_of(args[0])):
             self._values_left_torch = True
         if argument_marks:
@@ -151,17 +216,27 @@ class SelectionFinder(TorchFunctionMode):
         if marks is not None:
             return marks
         # A frozen parameter counts too, since it may belong to an average of the trained weights.
-        return _Marks(parameters=True) if isinstance(tensor, nn.Parameter) or tensor.requires_grad else _NO_MARKS
+        return (
+            _Marks(parameters=True)
+            if isinstance(tensor, nn.Parameter) or tensor.requires_grad
+            else _NO_MARKS
+        )
 
-    def _marks_of_result(self, name: str, args: Any, kwargs: Any, argument_marks: Sequence[_Marks]) -> _Marks:
+    def _marks_of_result(
+        self, name: str, args: Any, kwargs: Any, argument_marks: Sequence[_Marks]
+    ) -> _Marks:
         """Return the marks of a function's result, from those of its arguments that have any."""
-        selections: frozenset[int] = frozenset().union(*(marks.selections for marks in argument_marks))
+        selections: frozenset[int] = frozenset().union(
+            *(marks.selections for marks in argument_marks)
+        )
         selection = self._selection(name, args, kwargs)
         if selection is not None:
             self._selections.append(selection)
             selections |= {len(self._selections) - 1}
         is_mask = name in _KEEP_MASKS and all(marks.is_mask for marks in argument_marks)
-        is_mask = is_mask or (name in _COMPARISONS and any(map(self._selects_for_loss, argument_marks)))
+        is_mask = is_mask or (
+            name in _COMPARISONS and any(map(self._selects_for_loss, argument_marks))
+        )
         is_loss = name in _LOSSES or name.endswith("_loss")
         return _Marks(
             parameters=any(marks.parameters for marks in argument_marks),
@@ -171,7 +246,8 @@ class SelectionFinder(TorchFunctionMode):
         )
 
     def _selects_for_loss(self, marks: _Marks) -> bool:
-        """Return whether a selection by values with these marks belongs to the loss and not to the model.
+        """Return whether a selection by values with these marks belongs to the loss and not to the
+        model.
 
         Inside the model's ``forward``, only values that depend on a loss or a mask count.
         """
@@ -181,7 +257,10 @@ class SelectionFinder(TorchFunctionMode):
         """Return whether the ``forward`` of a module of the models is running."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in self._modules:
+            if (
+                frame.f_code.co_name == "forward"
+                and id(frame.f_locals.get("self")) in self._modules
+            ):
                 return True
             frame = frame.f_back
         return False
@@ -196,9 +275,15 @@ class SelectionFinder(TorchFunctionMode):
         return self._selection_on_host(name, args, kwargs)
 
     def _selection_on_host(self, name: str, args: Any, kwargs: Any) -> Selection | None:
-        """Return a selection from a vector by positions that may have been chosen outside of torch, or None."""
+        """Return a selection from a vector by positions that may have been chosen outside of
+        torch, or None.
+        """
         values = args[0] if args else kwargs.get("input")
-        if not self._values_left_torch or name not in _BY_POSITION or not isinstance(values, torch.Tensor):
+        if (
+            not self._values_left_torch
+            or name not in _BY_POSITION
+            or not isinstance(values, torch.Tensor)
+        ):
             return None
         if values.ndim != 1 or not self._selects_for_loss(self._marks_of(values)):
             return None
@@ -220,7 +305,9 @@ class SelectionFinder(TorchFunctionMode):
         return Selection(name, values.shape[dimension]) if isinstance(dimension, int) else None
 
     def _selecting_mask(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Return a mask by which this call selects, or whose entries it counts over the first dimension."""
+        """Return a mask by which this call selects, or whose entries it counts over the first
+        dimension.
+        """
         if name == "__getitem__":
             candidates = pytree.tree_leaves(args[1:])
         elif name in _BY_MASK or (name == "where" and len(args) + len(kwargs) == 1):

@@ -1,8 +1,8 @@
 """Keep the buffers that a forward pass changes, so that an attempt can be taken back.
 
-Which ones change is learned from the first step, by value, since BatchNorm changes its statistics unseen by
-autograd. From then on only those are copied, into memory that is allocated once; the others are watched through
-their version counters.
+Which ones change is learned from the first step, by value, since BatchNorm changes its statistics
+unseen by autograd. From then on only those are copied, into memory that is allocated once; the
+others are watched through their version counters.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class BufferKeeper:
         """Copy the buffers that may change, and note the state of the others.
 
         Args:
-            earlier: `copies` of an earlier process, which stand for what the buffers of these names hold now.
+            earlier: `copies` of an earlier process, which stand for what the buffers of these names
+                hold now.
 
         Cost: one fused copy of the mutable buffers; no sync.
         """
@@ -83,10 +84,12 @@ class BufferKeeper:
         return {place.name: copy for place, copy in named if copy is not None}
 
     def put_back(self) -> list[str]:
-        """Restore every buffer to what it was at `keep`: the same tensor object, the same values; and all states.
+        """Restore every buffer to what it was at `keep`.
 
-        Return the names of buffers that changed for the first time just now, of which there was no copy, and of
-        states that could not be restored.
+        The same tensor object, the same values; and all states.
+
+        Return the names of buffers that changed for the first time just now, of which there was no
+        copy, and of states that could not be restored.
         """
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer
@@ -100,7 +103,9 @@ class BufferKeeper:
         return late + self.states.put_back()
 
     def learn(self) -> list[str]:
-        """After an attempt that will be committed, note which buffers change; return the names of those that are new.
+        """After an attempt that will be committed, note which buffers change.
+
+        Return the names of those that are new.
 
         Cost: in the first step, a look at the values of all buffers.
         """
@@ -133,11 +138,15 @@ class BufferKeeper:
 
     def now(self) -> dict[str, torch.Tensor]:
         """Return the buffers that may change, by name, as they are."""
-        return {place.name: buffer for place in self._mutable if (buffer := place.now()) is not None}
+        return {
+            place.name: buffer for place in self._mutable if (buffer := place.now()) is not None
+        }
 
     def constant(self) -> dict[str, torch.Tensor]:
         """Return the buffers that no step has changed so far, by name."""
-        return {place.name: buffer for place in self._constant if (buffer := place.now()) is not None}
+        return {
+            place.name: buffer for place in self._constant if (buffer := place.now()) is not None
+        }
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Put values into the buffers of these names."""
@@ -146,11 +155,16 @@ class BufferKeeper:
                 buffer.data.copy_(saved[name])
 
     def mutable_outside_norms(self) -> list[str]:
-        """Return the names of the buffers known to change that are no running statistics of a norm layer."""
+        """Return the names of the buffers known to change that are no running statistics of a
+        norm layer.
+        """
         return [place.name for place in self._mutable if self._known and not place.is_statistic]
 
     def running_statistics(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the statistics of norm layers by name. Other buffers may be infinite on purpose: masks, minima."""
+        """Return the statistics of norm layers by name.
+
+        Other buffers may be infinite on purpose: masks, minima.
+        """
         norms = [place for place in self._mutable if place.is_statistic]
         return [(place.name, buffer) for place in norms if (buffer := place.now()) is not None]
 
@@ -167,20 +181,28 @@ def _version(buffer: torch.Tensor | None) -> int:
 
 def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]) -> None:
     """Copy values unseen by autograd, as BatchNorm does, so that a saved graph stays valid."""
-    both = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None]
+    both = [
+        (t, s) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None
+    ]
     rare = [pair for pair in both if not is_plain(pair[0])]
     for target, source in rare:
         if not has_no_values(target):
             copy_bits(target, source)
     both = [pair for pair in both if is_plain(pair[0])] if rare else both
     pairs = [(target.data, source.data) for target, source in both]
-    for kind in {target.dtype for target, _ in pairs}:  # of several at once a GPU copies each tensor by itself
+    # Of several at once a GPU copies each tensor by itself
+    for kind in {target.dtype for target, _ in pairs}:
         alike = [pair for pair in pairs if pair[0].dtype is kind]
         torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
 
 
-def _once(tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    return [t if t is None or live is None else once(t, live) for t, live in zip(tensors, like, strict=True)]
+def _once(
+    tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    return [
+        t if t is None or live is None else once(t, live)
+        for t, live in zip(tensors, like, strict=True)
+    ]
 
 
 def _room_for(buffer: torch.Tensor) -> torch.Tensor:

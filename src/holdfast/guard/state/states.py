@@ -1,9 +1,10 @@
-"""Keep what the caller has registered, so that an attempt can be taken back although the loss function changes it.
+"""Keep what the caller has registered, so that an attempt can be taken back although the loss
+function changes it.
 
-Frozen parameters are kept too, since a forward pass may move them (a momentum encoder). A small object is copied at
-each step. A large one is copied until the first step has shown that the loss function leaves it alone, and then only
-looked at now and then; one that turns out to change after all is copied from then on, and what could not be put back
-is said.
+Frozen parameters are kept too, since a forward pass may move them (a momentum encoder). A small
+object is copied at each step. A large one is copied until the first step has shown that the loss
+function leaves it alone, and then only looked at now and then; one that turns out to change after
+all is copied from then on, and what could not be put back is said.
 """
 
 from __future__ import annotations
@@ -27,10 +28,16 @@ FROZEN = "frozen parameters"
 
 
 class FrozenParameters:
-    """The parameters that do not require gradients at the beginning of a step, as an object with state."""
+    """The parameters that do not require gradients at the beginning of a step, as an object with
+    state.
+    """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        self._all = [(f"{name}.{key}", p) for name, model in models.items() for key, p in model.named_parameters()]
+        self._all = [
+            (f"{name}.{key}", p)
+            for name, model in models.items()
+            for key, p in model.named_parameters()
+        ]
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
     def choose(self) -> bool:
@@ -52,12 +59,20 @@ class FrozenParameters:
 
 
 def kept_states(parts: Parts) -> dict[str, Stateful]:
-    """Return what a loss function may change and a transaction keeps, by the name that messages use."""
-    return {**{f"state.{name}": each for name, each in parts.states.items()}, FROZEN: FrozenParameters(parts.models)}
+    """Return what a loss function may change and a transaction keeps, by the name that messages
+    use.
+    """
+    return {
+        **{f"state.{name}": each for name, each in parts.states.items()},
+        FROZEN: FrozenParameters(parts.models),
+    }
 
 
 class StateKeeper:
-    """Copies of registered state at the beginning of a step; with `every`, of large objects each time, too."""
+    """Copies of registered state at the beginning of a step.
+
+    With `every`, of large objects each time, too.
+    """
 
     def __init__(self, states: Mapping[str, Stateful], *, every: bool = False) -> None:
         self._kept = [_Kept(name, stateful, every=every) for name, stateful in states.items()]
@@ -80,12 +95,18 @@ class StateKeeper:
             kept.keep(look=look)
 
     def put_back(self) -> list[str]:
-        """Put everything back that is not as it was at `keep`; return the names of what could not be."""
+        """Put everything back that is not as it was at `keep`.
+
+        Return the names of what could not be.
+        """
         with torch.no_grad():
             return [kept.name for kept in self._kept if not kept.put_back()]
 
     def learn(self) -> list[str]:
-        """After an attempt that will be committed, see which large objects change; return those that are new."""
+        """After an attempt that will be committed, see which large objects change.
+
+        Return those that are new.
+        """
         return [kept.name for kept in self._kept if kept.large and kept.learn()]
 
     def now(self) -> dict[str, Any]:
@@ -100,8 +121,11 @@ class _Kept:
         self.name = name
         self.stateful = stateful
         self._every = every
-        # None: not known yet. Frozen weights may be many times what is trained: no copy before they have changed.
-        self._changes: bool | None = False if isinstance(stateful, FrozenParameters) and not every else None
+        # None: not known yet. Frozen weights may be many times what is trained: no copy before they
+        # have changed.
+        self._changes: bool | None = (
+            False if isinstance(stateful, FrozenParameters) and not every else None
+        )
         self.large = False
         self._steps = 0
         self._copy: tuple[Any] | None = None
@@ -119,9 +143,12 @@ class _Kept:
         if isinstance(self.stateful, FrozenParameters) and not self.stateful.choose():
             self._copy = ({},)
             return
-        with contextlib.suppress(Exception):  # an object that cannot say or copy its state: nothing is promised
+        # An object that cannot say or copy its state: nothing is promised
+        with contextlib.suppress(Exception):
             tree = self.stateful.state_dict()
-            self.large = not self._every and not is_small(tree, most_entries=_SMALL_ENTRIES, most_bytes=_SMALL_BYTES)
+            self.large = not self._every and not is_small(
+                tree, most_entries=_SMALL_ENTRIES, most_bytes=_SMALL_BYTES
+            )
             if self.untouched:
                 self._print = fingerprint(tree)
                 return
@@ -137,7 +164,10 @@ class _Kept:
         """Return whether the object is as it was at `keep`, as far as that is known."""
         try:
             if self._copy is None:
-                if self._print is not None and fingerprint(self.stateful.state_dict()) != self._print:
+                if (
+                    self._print is not None
+                    and fingerprint(self.stateful.state_dict()) != self._print
+                ):
                     self._changes = True  # from the next step on there is a copy
                     return False
                 return self.large and not self._changes
@@ -155,7 +185,11 @@ class _Kept:
             return False
         try:
             now = self.stateful.state_dict()
-            self._changes = fingerprint(now) != self._print if self._copy is None else not same(now, self._copy[0])
+            self._changes = (
+                fingerprint(now) != self._print
+                if self._copy is None
+                else not same(now, self._copy[0])
+            )
         except Exception:  # noqa: BLE001 - as in `keep`
             return False
         self._copy = None

@@ -1,7 +1,8 @@
 """Whether the weights in the models are those that training has left there.
 
 Many scripts put an average of the weights into the model for an evaluation, and take it out again
-afterwards. A checkpoint that is written between the two would hold the average as if it had been trained.
+afterwards. A checkpoint that is written between the two would hold the average as if it had been
+trained.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-# An average that was swapped in differs everywhere, so a few numbers of a few parameters show it. They are
-# copied after each step, on the device and without waiting for it.
+# An average that was swapped in differs everywhere, so a few numbers of a few parameters show it.
+# They are copied after each step, on the device and without waiting for it.
 _PARAMETERS_OF_A_MODEL = 2
 _NUMBERS_OF_A_PARAMETER = 16
 
@@ -25,7 +26,9 @@ class TrainedWeights:
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        self._parameters = [parameter for model in models.values() for parameter in _first_and_last(model)]
+        self._parameters = [
+            parameter for model in models.values() for parameter in _first_and_last(model)
+        ]
         self._numbers: list[torch.Tensor] = []
 
     def remember(self) -> None:
@@ -48,14 +51,21 @@ class TrainedWeights:
 
 
 def _first_and_last(model: nn.Module) -> list[nn.Parameter]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and _is_readable(parameter)]
+    trained = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and _is_readable(parameter)
+    ]
     if len(trained) <= _PARAMETERS_OF_A_MODEL:
         return trained
     return [trained[0], trained[-1]]
 
 
 def _is_readable(parameter: nn.Parameter) -> bool:
-    """Return whether numbers of a parameter can be copied and compared; of float8 or sharded ones they cannot."""
+    """Return whether numbers of a parameter can be copied and compared.
+
+    Of float8 or sharded ones they cannot.
+    """
     return (
         type(parameter.data) is torch.Tensor
         and parameter.layout is torch.strided

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.checkpoint.kinds import bits_of, bytes_of, computable, has_no_values, is_plain, parts_of, same_bits
+from holdfast.checkpoint.kinds import (
+    bits_of,
+    bytes_of,
+    computable,
+    has_no_values,
+    is_plain,
+    parts_of,
+    same_bits,
+)
 
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
@@ -72,7 +80,10 @@ def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
 
 
 def fingerprint(tree: Any) -> list[Any]:
-    """Return numbers that are others once the tree has changed, with hardly an exception. Cost: a host sync."""
+    """Return numbers that are others once the tree has changed, with hardly an exception.
+
+    Cost: a host sync.
+    """
     found: list[Any] = []
     left = [tree]
     while left:
@@ -89,7 +100,9 @@ def fingerprint(tree: Any) -> list[Any]:
 
 
 def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
-    """Say whether two trees of state hold the same values, up to a tolerance in relative L2 norm; NaN is like NaN."""
+    """Say whether two trees of state hold the same values, up to a tolerance in relative L2
+    norm; NaN is like NaN.
+    """
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return _same_tensors(first, second, tolerance)
     if type(first) is not type(second):
@@ -100,7 +113,9 @@ def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
         near = abs(float(first) - float(second)) <= tolerance * abs(float(first))
         return near or first == second or (first != first and second != second)
     if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(same(first[k], second[k], tolerance=tolerance) for k in first)
+        return first.keys() == second.keys() and all(
+            same(first[k], second[k], tolerance=tolerance) for k in first
+        )
     if isinstance(first, (list, tuple, collections.deque)):
         return len(first) == len(second) and all(
             same(one, other, tolerance=tolerance) for one, other in zip(first, second, strict=True)

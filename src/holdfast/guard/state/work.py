@@ -20,9 +20,11 @@ class Work:
     loss_fn: Callable[[Any], Any]  # of a micro-batch
     names: Sequence[str]  # optimizers to step
     split: Split  # how the batch is cut
-    size: int | None  # its samples, None if it cannot be cut; of a window, those of its largest batch
+    # Its samples, None if it cannot be cut; of a window, those of its largest batch
+    size: int | None
     parameters: list[torch.Tensor]  # of these optimizers
-    inputs: Callable[[], Sequence[torch.Tensor] | None]  # where gradients may go at that time; None: everywhere
+    # Where gradients may go at that time; None: everywhere
+    inputs: Callable[[], Sequence[torch.Tensor] | None]
     random_state: RandomState  # at the beginning
     tensors: list[torch.Tensor]  # in the batch
     versions: list[int]  # their counters of in-place changes at the beginning
@@ -30,4 +32,5 @@ class Work:
     out_of_memory: int = 0  # how many of them ran out of memory
     prepared: bool = False  # whether the state of the optimizers exists
     measured: bool = False  # whether the last attempt was measured, to see what to recompute
-    lost: list[str] = field(default_factory=list)  # what the loss function has changed and could not be put back
+    # What the loss function has changed and could not be put back
+    lost: list[str] = field(default_factory=list)

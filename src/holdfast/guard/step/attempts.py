@@ -1,4 +1,6 @@
-"""One attempt at a step: forward, backward and a look at the gradients, and the way back to where it began.
+"""One attempt at a step.
+
+Forward, backward and a look at the gradients, and the way back to where it began.
 
 Does not: decide what follows, retry, or move a weight (see ``engine``).
 """
@@ -64,26 +66,37 @@ class Attempts:
         self.buffers = BufferKeeper(parts.models, StateKeeper(kept_states(parts)))
         self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
         self.safety = SplitSafety(parts, policy, self.buffers, record)
-        self._passes = Passes(self.safety, self.loss_scale, parts.device_type(), policy.precision, ranks)
+        self._passes = Passes(
+            self.safety, self.loss_scale, parts.device_type(), policy.precision, ranks
+        )
         self._drops = policy.drop_nonfinite_samples
         self._asked = policy.micro_batch_size
         wanted = policy.recompute
-        self._modules = parts_of(parts.models) if wanted is True else dict(find_blocks(parts.models, wanted or ()))
+        self._modules = (
+            parts_of(parts.models)
+            if wanted is True
+            else dict(find_blocks(parts.models, wanted or ()))
+        )
         self._must_recompute = isinstance(wanted, tuple)
-        self._measured = SavedBytes(self._modules) if wanted is True and not parts.compiled else None
+        self._measured = (
+            SavedBytes(self._modules) if wanted is True and not parts.compiled else None
+        )
         self._was_measured = False  # in the newest attempt
         self._verified = set[str]()
         self._all_parameters = [p for _, p in parts.named_parameters()]
         self._filled_outside = FilledOutside(self._all_parameters)
         self._unlooked = self._all_parameters
         self.observing = observing
-        self._born: dict[str, list[torch.Tensor]] = {}  # by optimizer, whose state was made ahead of time
+        # By optimizer, whose state was made ahead of time
+        self._born: dict[str, list[torch.Tensor]] = {}
         self._stepped_last: list[int] = []
         self._others: list[torch.Tensor] = []  # parameters that the last step did not move
 
     @property
     def compiled(self) -> bool:
-        """Whether something in this process is compiled, so that no forward of a module may be replaced."""
+        """Whether something in this process is compiled, so that no forward of a module may be
+        replaced.
+        """
         return self._parts.compiled or anything_compiled()
 
     def state_was_replaced(self) -> None:
@@ -96,7 +109,12 @@ class Attempts:
         size = self.safety.size_of(batch, split)
         self.buffers.keep()
         tensors = tensors_in(batch)
-        parameters = [p for name in names for g in self._parts.optimizers[name].param_groups for p in g["params"]]
+        parameters = [
+            p
+            for name in names
+            for g in self._parts.optimizers[name].param_groups
+            for p in g["params"]
+        ]
         if len(names) > 1:
             parameters = list(dict.fromkeys(parameters))  # two optimizers may hold the same one
         for parameter in parameters:
@@ -119,7 +137,10 @@ class Attempts:
         key = list(map(id, parameters))
         if key != self._stepped_last:
             mine = set(key)
-            self._stepped_last, self._others = key, [p for p in self._all_parameters if id(p) not in mine]
+            self._stepped_last, self._others = (
+                key,
+                [p for p in self._all_parameters if id(p) not in mine],
+            )
         for other in self._others:
             if other.requires_grad:
                 return [p for p in parameters if p.requires_grad]
@@ -129,7 +150,8 @@ class Attempts:
         """Run forward and backward by a plan, and look at the gradients."""
         self._prepare(work.names)
         work.prepared = True
-        self._passes.watched, self._unlooked = self._unlooked, []  # once: it takes a look at each parameter
+        # Once: it takes a look at each parameter
+        self._passes.watched, self._unlooked = self._unlooked, []
         work.measured = self._was_measured = False
         seeing = self.observing()
         if seeing is None and not work.out_of_memory:
@@ -141,7 +163,11 @@ class Attempts:
         if self._ranks.gathered is not None:
             rows = self._ranks.gathered(work.parameters)
             passed = Passed(
-                passed.loss.new_tensor(rows.loss), rows.items, passed.dropped, passed.counted, passed.extra
+                passed.loss.new_tensor(rows.loss),
+                rows.items,
+                passed.dropped,
+                passed.counted,
+                passed.extra,
             )
         if self.loss_scale.enabled:
             self.loss_scale.unscale(self._parts.optimizers, work.names)
@@ -150,8 +176,10 @@ class Attempts:
             raise BatchError(
                 f"no parameter of {', '.join(work.names)} received a gradient",
                 limit="the loss must depend on the parameters that are stepped",
-                fix="check that the loss uses the right model, that nothing on the way is detached, and that "
-                "optimizer= names the right optimizer.",
+                fix=(
+                    "check that the loss uses the right model, that nothing on the way is detached,"
+                    " and that optimizer= names the right optimizer."
+                ),
                 rule="H202",
             )
         self._let_state_exist(work.names)
@@ -170,12 +198,15 @@ class Attempts:
             extra=passed.extra,
         )
 
-    # --- recomputation ----------------------------------------------------------------------------------------
+    # --- recomputation
+    # ------------------------------------------------------------------------
 
     def _measuring(self, work: Work, plan: Plan) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a pass that shows what to recompute, if memory was short for the one before.
+        """Return the context of a pass that shows what to recompute, if memory was short for the
+        one before.
 
-        What helps exactly is chosen before a batch is split. Its parts are not measured: hooks on saved tensors make
+        What helps exactly is chosen before a batch is split. Its parts are not measured: hooks on
+            saved tensors make
         cycles, so that each part would stay until they are collected.
         """
         if not work.out_of_memory or self._measured is None or self.compiled:
@@ -186,7 +217,10 @@ class Attempts:
         return self._measured.measuring(plan.recompute, work.tensors)
 
     def modules_to_recompute(self, plan: Plan) -> tuple[str, ...]:
-        """Return what should be recomputed after an attempt by this plan: the same, if nothing more would help."""
+        """Return what should be recomputed after an attempt by this plan.
+
+        The same, if nothing more would help.
+        """
         if self.compiled:
             return ()
         if self._measured is None or not self._was_measured:
@@ -194,7 +228,10 @@ class Attempts:
         return self._measured.choose(plan.recompute)
 
     def may_come_of_measuring(self, work: Work, error: Exception) -> bool:
-        """Say whether an error may come of measuring alone: parts of `torch.func` refuse hooks on saved tensors."""
+        """Say whether an error may come of measuring alone.
+
+        Parts of `torch.func` refuse hooks on saved tensors.
+        """
         return work.measured and not isinstance(error, HoldfastError) and not is_sticky(error)
 
     def give_up_measuring(self, failure: Exception) -> None:
@@ -204,11 +241,16 @@ class Attempts:
         self._record.emit(run_events.RecomputeImpossible(why=why[:300]))
 
     def give_up_recomputing(self, plan: Plan, failure: Exception) -> None:
-        """Choose a module no more that cannot be recomputed; all of the plan if it is not known which one it was."""
+        """Choose a module no more that cannot be recomputed.
+
+        All of the plan if it is not known which one it was.
+        """
         block, why = None, "one of them computes another result the second time"
         if isinstance(failure, RecomputeDiffersError):
             block, why = failure.block, failure.why
-        failing = [name for name in plan.recompute if block is None or self._modules.get(name) is block]
+        failing = [
+            name for name in plan.recompute if block is None or self._modules.get(name) is block
+        ]
         if self._measured is not None:
             self._measured.refuse(failing)
         self._record.emit(run_events.RecomputeImpossible(why=why, modules=tuple(failing)))
@@ -218,11 +260,15 @@ class Attempts:
             raise PolicyError(
                 "recompute names modules, and torch.compile is at work in this process",
                 limit="a compiled graph holds its modules as they were when it was compiled",
-                fix="use torch.utils.checkpoint in forward, which is compiled with it, and leave recompute= out.",
+                fix=(
+                    "use torch.utils.checkpoint in forward, which is compiled with it, and leave"
+                    " recompute= out."
+                ),
                 rule="H102",
             )
 
-    # --- forward and backward ---------------------------------------------------------------------------------
+    # --- forward and backward
+    # ------------------------------------------------------------------------
 
     def run(self, work: Work, plan: Plan, *, drops: bool = True, verify: bool = False) -> Passed:
         """Run forward and backward by a plan."""
@@ -234,7 +280,9 @@ class Attempts:
         context: contextlib.AbstractContextManager[None] = _NOTHING
         if active:
             new = [block for name, block in active.items() if verify and name not in self._verified]
-            context = recomputing(list(active.values()), lambda: capture(self._devices), restore, verify=new)
+            context = recomputing(
+                list(active.values()), lambda: capture(self._devices), restore, verify=new
+            )
         with context:
             passed = self._passed(work, plan, drops=drops)
         self._check_recompute()  # again: it may have been compiled just now
@@ -243,7 +291,11 @@ class Attempts:
     def _passed(self, work: Work, plan: Plan, *, drops: bool) -> Passed:
         if isinstance(work.batch, Window):
             return self._over_window(work, work.batch, plan)
-        if work.size is None or plan.micro_batch_size is None or plan.samples(work.size) == work.size:
+        if (
+            work.size is None
+            or plan.micro_batch_size is None
+            or plan.samples(work.size) == work.size
+        ):
             return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
         pieces = self._cut(work.batch, work.size, work.split, plan)
         with self._ranks.apart(by_itself=self._is_learned(plan)):
@@ -259,11 +311,15 @@ class Attempts:
         return self._ranks.shared(passed, work.parameters)
 
     def _is_learned(self, plan: Plan) -> bool:
-        """Return whether batches are cut smaller than the policy says, since memory was short on this rank."""
+        """Return whether batches are cut smaller than the policy says, since memory was short on
+        this rank.
+        """
         return plan.micro_batch_size not in (None, self._asked)
 
     def _cut(self, batch: Any, size: int, split: Split, plan: Plan) -> list[tuple[Any, int]]:
-        return micro_batches(batch, size, plan.samples(size), split, smallest=self.safety.smallest_part())
+        return micro_batches(
+            batch, size, plan.samples(size), split, smallest=self.safety.smallest_part()
+        )
 
     def _over_window(self, work: Work, window: Window, plan: Plan) -> Passed:
         """Run all batches of a window, each whole or cut as the plan says."""
@@ -283,11 +339,15 @@ class Attempts:
                 passed = self._passes.added(cut, work.loss_fn, work.inputs)
             else:
                 samples = sum(samples for _, samples in parts)
-                passed = self._passes.parted(parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False)
+                passed = self._passes.parted(
+                    parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False
+                )
         return self._ranks.shared(passed, work.parameters, added=window.added)
 
     def groups(self, names: Sequence[str]) -> list[Group]:
-        """Return the parameter groups of these optimizers, as far as they have gradients, each parameter once."""
+        """Return the parameter groups of these optimizers, as far as they have gradients, each
+        parameter once.
+        """
         found, seen = [], set[torch.Tensor]()
         for name in names:
             for index, group in enumerate(self._parts.optimizers[name].param_groups):
@@ -298,18 +358,28 @@ class Attempts:
                 found.append(Group(f"{name}.{group.get('name', index)}", name, own))
         return found
 
-    # --- the state of optimizers ------------------------------------------------------------------------------
+    # --- the state of optimizers
+    # ------------------------------------------------------------------------
 
     def _prepare(self, names: Sequence[str]) -> None:
-        """Let all state exist before the first attempt, where a lack of memory can still be helped."""
+        """Let all state exist before the first attempt, where a lack of memory can still be
+        helped.
+        """
         for name in names:
             if name not in self._born:
                 optimizer = self._parts.optimizers[name]
-                trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+                trainable = [
+                    p
+                    for group in optimizer.param_groups
+                    for p in group["params"]
+                    if p.requires_grad
+                ]
                 self._born[name] = _create_state(optimizer, trainable)
 
     def _let_state_exist(self, names: Sequence[str]) -> None:
-        """Make the state of parameters that get their first gradient late, before the step is committed."""
+        """Make the state of parameters that get their first gradient late, before the step is
+        committed.
+        """
         for name in names:
             optimizer = self._parts.optimizers[name]
             held, state = 0, optimizer.state
@@ -322,12 +392,17 @@ class Attempts:
                     _create_state(optimizer, missing)
 
     def drop_unused_state(self, name: str) -> None:
-        """Remove what was made ahead of time for parameters that got no gradient in this optimizer's first step."""
+        """Remove what was made ahead of time for parameters that got no gradient in this
+        optimizer's first step.
+        """
         if self._born[name]:
-            _drop_state(self._parts.optimizers[name], [p for p in self._born[name] if p.grad is None])
+            _drop_state(
+                self._parts.optimizers[name], [p for p in self._born[name] if p.grad is None]
+            )
             self._born[name] = []
 
-    # --- the way back -----------------------------------------------------------------------------------------
+    # --- the way back
+    # ------------------------------------------------------------------------
 
     def restore(self, work: Work) -> None:
         """Put random state and buffers back to the beginning, and empty the gradients."""
@@ -345,11 +420,17 @@ class Attempts:
         self.loss_scale.forget()
 
     def as_promised(self, decision: Decision, work: Work) -> Decision:
-        """Return a decision to repeat an attempt with what it can promise: not everything may have been put back."""
+        """Return a decision to repeat an attempt with what it can promise.
+
+        Not everything may have been put back.
+        """
         lost = [*dict.fromkeys([*work.lost, *self.safety.side_effects(work)])]
         if not lost or isinstance(decision, Stop):
             return decision
-        reason = f"{decision.reason}; the loss function changes what is not put back: {', '.join(lost[:5])}"
+        reason = (
+            f"{decision.reason}; the loss function changes what is not put back:"
+            f" {', '.join(lost[:5])}"
+        )
         return replace(decision, reason=reason, promise="changes training")
 
     def learn(self, work: Work) -> None:
@@ -360,12 +441,16 @@ class Attempts:
 
 
 def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Make the state of parameters that have none, so that it is never born half-way through a step.
+    """Make the state of parameters that have none, so that it is never born half-way through a
+    step.
 
-    Out of memory while Adam allocates its moments leaves an entry that holds only ``step``; every later step then
-    fails with ``KeyError: 'exp_avg'``. torch's optimizers make their state in one place, which is called here ahead
-    of time, with gradients of zeros that take no memory. SGD's momentum is made from the first gradient and not here:
-    for it an out-of-memory in the first step returns to the last good state, like any other inside a step.
+    Out of memory while Adam allocates its moments leaves an entry that holds only ``step``; every
+    later step then
+    fails with ``KeyError: 'exp_avg'``. torch's optimizers make their state in one place, which is
+        called here ahead
+    of time, with gradients of zeros that take no memory. SGD's momentum is made from the first
+    gradient and not here: for it an out-of-memory in the first step returns to the last good state,
+    like any other inside a step.
 
     Returns:
         The parameters that have state now and had none before. If the allocator raises, none have.
@@ -400,7 +485,11 @@ def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> 
         for p in chosen:
             # Of one that is sharded, something of its form: nothing is computed with it.
             is_whole = local(p) is p
-            p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p) if is_whole else p.detach()
+            p.grad = (
+                torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+                if is_whole
+                else p.detach()
+            )
         yield
     finally:
         for p, gradient in zip(everything, before, strict=True):

@@ -1,14 +1,18 @@
 """The step engine: a step commits, or it leaves no trace and says why.
 
     begin      note random state and mutable buffers, empty the gradients
-    attempt    forward and backward of every micro-batch, and one look at the norms. Out of memory → outside the
-               handler: drop the frames, put everything back, ask the ladder, attempt again from the start
+    attempt    forward and backward of every micro-batch, and one look at the norms. Out of memory →
+    outside the
+               handler: drop the frames, put everything back, ask the ladder, attempt again from the
+                   start
     skip       not finite → everything back, replay under a tracer, name the culprit
-    commit     clip, step every optimizer, update the scaler; `state.committed` when all that belongs to it is done
-    take_back  leave no trace, from anywhere before the commit
+    commit     clip, step every optimizer, update the scaler; `state.committed` when all that
+    belongs to it is done take_back  leave no trace, from anywhere before the commit
 
-`run` is the usual way through these for one batch; ``accumulation`` drives them one by one. Inside the commit nothing
-is retried: an optimizer that fails half-way raises `PartialOptimizerStep`, and only an earlier state helps.
+`run` is the usual way through these for one batch; ``accumulation`` drives them one by one. Inside
+the commit nothing
+is retried: an optimizer that fails half-way raises `PartialOptimizerStep`, and only an earlier
+    state helps.
 """
 
 from __future__ import annotations
@@ -41,7 +45,12 @@ from holdfast.loader.splitting import Split, versions_of
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.ladder import MemoryLadder, Remedies
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
-from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky, release_memory
+from holdfast.memory.oom import (
+    clear_exception_frames,
+    find_out_of_memory,
+    is_sticky,
+    release_memory,
+)
 from holdfast.memory.recompute import COMPILED, may_come_of_recomputing
 from holdfast.memory.saved_bytes import NOTHING_SAVES
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
@@ -53,7 +62,12 @@ class StepEngine:
     """Carries out steps on one set of parts."""
 
     def __init__(
-        self, parts: Parts, policy: Policy, record: RunRecord, split: Split, ranks: OneRank | None = None
+        self,
+        parts: Parts,
+        policy: Policy,
+        record: RunRecord,
+        split: Split,
+        ranks: OneRank | None = None,
     ) -> None:
         self.parts, self.policy, self.record = parts, policy, record
         self.ranks = ranks or OneRank()
@@ -64,7 +78,8 @@ class StepEngine:
         self.diagnosis = Diagnosis(parts, policy, record)
         self.attempts = Attempts(parts, policy, record, self.diagnosis.attempt, self.ranks)
         self._safety = self.attempts.safety
-        self._safety.may_copy = self.ranks.world_size == 1  # a copy of one rank would wait for the others
+        # A copy of one rank would wait for the others
+        self._safety.may_copy = self.ranks.world_size == 1
         self._safety.alone = self.ranks.alone
         self.buffers = self.attempts.buffers
         self.loss_scale = self.attempts.loss_scale
@@ -72,7 +87,8 @@ class StepEngine:
         self._replay = Replay(parts, self.attempts)
         self._step_id = 0
         self._reports_no_gain = policy.recompute is True
-        self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
+        # Called when memory is short on the host
+        self.spare_memory: Callable[[], None] = lambda: None
         self._stepped: set[str] = set()  # optimizers whose kernels for whole batches are made
 
     def state_was_replaced(self) -> None:
@@ -119,16 +135,22 @@ class StepEngine:
             return self._outcome(work, attempt, decision=decision)
         return self.commit(work, attempt)
 
-    # --- the seam ---------------------------------------------------------------------------------------------
+    # --- the seam
+    # ------------------------------------------------------------------------
 
-    def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None) -> Work:
+    def begin(
+        self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None
+    ) -> Work:
         """Note everything that an attempt may change, and empty the gradients."""
         work = self.attempts.begin(batch, loss_fn, names, self._split if split is None else split)
         self.state.begin()
         return work
 
     def attempt(self, work: Work) -> Attempt:
-        """Make attempts until one fits into memory; its gradients are there. An error takes the step back."""
+        """Make attempts until one fits into memory; its gradients are there.
+
+        An error takes the step back.
+        """
         try:
             return self._attempt_until_it_fits(work)
         except BaseException as error:
@@ -140,7 +162,9 @@ class StepEngine:
         self.attempts.take_back(work)
         self.state.take_back()
 
-    def keep(self, work: Work, attempt: Attempt) -> tuple[dict[torch.Tensor, torch.Tensor], Outcome]:
+    def keep(
+        self, work: Work, attempt: Attempt
+    ) -> tuple[dict[torch.Tensor, torch.Tensor], Outcome]:
         """End a step without a commit, for one that is made of several batches.
 
         Return the gradients by parameter, which are the caller's now, and how the attempt ended.
@@ -161,26 +185,39 @@ class StepEngine:
         self.loss_scale.update()
         self.take_back(work)
         scale = self.loss_scale.value() if math.isfinite(attempt.facts.loss) else None
-        outcome = self._outcome(work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale)
+        outcome = self._outcome(
+            work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale
+        )
         if not self.policy.provenance or (scale is not None and scale >= 1.0):
             return outcome  # fp16 finds its scale by trying: nothing is wrong
         found = self.ranks.origin(
-            lambda: self._replay.find(work, self.ladder.plan), lambda: self._replay.look_at_batch(work)
+            lambda: self._replay.find(work, self.ladder.plan),
+            lambda: self._replay.look_at_batch(work),
         )
         return replace(outcome, provenance=found)
 
     def without_bad_samples(self, work: Work, outcome: Outcome) -> Any | None:
-        """Return the batch of a skipped step without the samples that NaN came from, if that is known and wanted."""
-        return self._replay.without_samples(work, outcome.provenance) if self.policy.drop_nonfinite_samples else None
+        """Return the batch of a skipped step without the samples that NaN came from, if that is
+        known and wanted.
+        """
+        return (
+            self._replay.without_samples(work, outcome.provenance)
+            if self.policy.drop_nonfinite_samples
+            else None
+        )
 
     def commit(self, work: Work, attempt: Attempt) -> Outcome:
-        """Clip, and step every optimizer. The run is committing until whoever drives it says `state.committed`."""
+        """Clip, and step every optimizer.
+
+        The run is committing until whoever drives it says `state.committed`.
+        """
         try:
             self._clip(attempt.groups, attempt.norms, attempt.facts.total)
             outcome = self._outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
                 self._safety.notice_change(work.loss_fn)
-            self.attempts.learn(work)  # before a weight moves: what fails here can still be taken back
+            # Before a weight moves: what fails here can still be taken back
+            self.attempts.learn(work)
         except BaseException as error:
             self._undo(work, error)
             raise
@@ -188,7 +225,9 @@ class StepEngine:
         try:
             self._step_optimizers(work.names, outcome, work.parameters)
             if self._step_id < _SETTLED_STEP and self.parts.device_type() == "cpu":
-                trim_heap()  # what only the first steps take, such as a copy of the batch, would stay in the heap
+                # What only the first steps take, such as a copy of the batch, would stay in the
+                # heap
+                trim_heap()
             if self.loss_scale.enabled:
                 self.loss_scale.update()
         except RuntimeError as error:
@@ -205,7 +244,8 @@ class StepEngine:
             raise _dead_device(error) from error
         self.take_back(work)
 
-    # --- attempts ---------------------------------------------------------------------------------------------
+    # --- attempts
+    # ------------------------------------------------------------------------
 
     def _attempt_until_it_fits(self, work: Work) -> Attempt:
         ranks = self.ranks
@@ -228,7 +268,9 @@ class StepEngine:
                 found = find_out_of_memory(error)
                 mismatch = bool(self.ladder.plan.recompute) and may_come_of_recomputing(error)
                 unmeasurable = not mismatch and self.attempts.may_come_of_measuring(work, error)
-                if found is None and not (mismatch or unmeasurable or isinstance(error, EmptyPartError)):
+                if found is None and not (
+                    mismatch or unmeasurable or isinstance(error, EmptyPartError)
+                ):
                     raise
                 failure = error
             # Out of the handler: only now can the frames of the failed attempt be dropped.
@@ -265,7 +307,8 @@ class StepEngine:
             release_memory(self._devices)
             if is_onednn_failure(found) and switch_off_if_broken():
                 self.record.emit(run_events.OnednnSwitchedOff())
-                continue  # the same attempt with torch's own kernels: it was not the batch that did not fit
+                # The same attempt with torch's own kernels: it was not the batch that did not fit
+                continue
             work.out_of_memory += 1
             self._decide(work, found)
 
@@ -279,9 +322,16 @@ class StepEngine:
         return attempt
 
     def _samples_of_a_part(self, work: Work) -> int | None:
-        """Return the samples of the parts that the plan cuts a batch into; None if it is not cut."""
+        """Return the samples of the parts that the plan cuts a batch into.
+
+        None if it is not cut.
+        """
         plan = self.ladder.plan
-        if work.size is None or plan.micro_batch_size is None or plan.samples(work.size) == work.size:
+        if (
+            work.size is None
+            or plan.micro_batch_size is None
+            or plan.samples(work.size) == work.size
+        ):
             return None
         return plan.samples(work.size)
 
@@ -291,7 +341,9 @@ class StepEngine:
             self.record.emit(news)
 
     def _check_split(self, work: Work) -> None:
-        """Find out what holds for the loss function, and split no more if the batch may not be cut."""
+        """Find out what holds for the loss function, and split no more if the batch may not be
+        cut.
+        """
         part = self._samples_of_a_part(work)
         tried_here, may_split = self._safety.check(work, part)
         if tried_here:
@@ -300,7 +352,10 @@ class StepEngine:
             self.ladder.without_split()
 
     def _decide(self, work: Work, found: str) -> None:
-        """Ask the ladder what to do about a lack of memory, and record it; raise H401 if nothing is left."""
+        """Ask the ladder what to do about a lack of memory, and record it.
+
+        Raise H401 if nothing is left.
+        """
         plan = self.ladder.plan
         size = work.size or 1
         self.record.emit(
@@ -312,18 +367,33 @@ class StepEngine:
             )
         )
         remedies = self._remedies(work)
-        if self._reports_no_gain and work.prepared and work.out_of_memory > 1 and not remedies.recompute:
+        if (
+            self._reports_no_gain
+            and work.prepared
+            and work.out_of_memory > 1
+            and not remedies.recompute
+        ):
             self._reports_no_gain = False
             self.record.emit(
-                run_events.RecomputeImpossible(why=COMPILED if self.attempts.compiled else NOTHING_SAVES)
+                run_events.RecomputeImpossible(
+                    why=COMPILED if self.attempts.compiled else NOTHING_SAVES
+                )
             )
-        decision = self.ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, remedies=remedies)
+        decision = self.ladder.decide_after_oom(
+            batch_size=size, failures=work.out_of_memory, remedies=remedies
+        )
         decision = self.attempts.as_promised(decision, work)
         self.record.emit(replace(decision, rule="H401") if isinstance(decision, Stop) else decision)
         if isinstance(decision, Stop):
             raise self._does_not_fit(work, found, decision.reason)
-        makes_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(work.names)
-        if makes_kernels and self.parts.device_type() == "cpu" and switch_off_if_unsafe(self.parts.models.values()):
+        makes_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(
+            work.names
+        )
+        if (
+            makes_kernels
+            and self.parts.device_type() == "cpu"
+            and switch_off_if_unsafe(self.parts.models.values())
+        ):
             self.record.emit(run_events.OnednnSwitchedOff())
 
     def _does_not_fit(self, work: Work, error: str, reason: str) -> OutOfMemoryError:
@@ -331,15 +401,16 @@ class StepEngine:
         if work.size is None:
             batch = "the batch"
             fix = (
-                "pass split= with the batch dimension of each part, for instance split={'frames': 1, 'mask': None, "
-                "'targets': 'items'}, so that the batch can be split; or free memory, use a smaller batch or model; "
+                "pass split= with the batch dimension of each part, for instance split={'frames':"
+                " 1, 'mask': None, 'targets': 'items'}, so that the batch can be split; or free"
+                " memory, use a smaller batch or model; "
             )
         else:
             batch = f"a batch of {work.size} samples"
             fix = (
-                "free memory, use a smaller batch or model, or return Loss(mean, items) if samples are "
-                "independent, TwoPass(outputs, loss) if the loss compares them, or allow what was refused by "
-                "Policy(allow_split_with=...); "
+                "free memory, use a smaller batch or model, or return Loss(mean, items) if samples"
+                " are independent, TwoPass(outputs, loss) if the loss compares them, or allow what"
+                " was refused by Policy(allow_split_with=...); "
             )
         return OutOfMemoryError(
             f"{batch} does not fit, in {work.attempts} attempts ({error})",
@@ -350,19 +421,23 @@ class StepEngine:
 
     def _remedies(self, work: Work) -> Remedies:
         if not work.prepared:
-            return Remedies(no_split="the state of the optimizer does not fit, whatever the micro-batch")
+            return Remedies(
+                no_split="the state of the optimizer does not fit, whatever the micro-batch"
+            )
         if work.out_of_memory == 1 and not self.ladder.on_trial:
             return Remedies()  # the first remedy changes nothing, so nothing has to be found out
         if self.ranks.why_only_retry is not None:
             return Remedies(no_split=self.ranks.why_only_retry)
-        exact = self.parts.device_type() == "cpu"  # kernels of accelerators may add in another order each time
+        # Kernels of accelerators may add in another order each time
+        exact = self.parts.device_type() == "cpu"
         modules = self.attempts.modules_to_recompute(self.ladder.plan)
         remedies = self._safety.remedies(work)
         self.attempts.restore(work)
         promise: Promise = "bit-exact" if exact else "equal up to rounding"
         return replace(remedies, recompute=modules, recompute_promise=promise)
 
-    # --- the end of a step ------------------------------------------------------------------------------------
+    # --- the end of a step
+    # ------------------------------------------------------------------------
 
     def _outcome(self, work: Work, attempt: Attempt, **facts: Any) -> Outcome:
         return Outcome(
@@ -377,16 +452,25 @@ class StepEngine:
         limit = self.policy.max_grad_norm
         # Well below the limit every factor is exactly 1.
         if limit is not None and total > 0.99 * limit - 1e-5:
-            clip(groups, norms, limit, self.policy.clip_by, self._model_order.of(groups, norms.device))
+            clip(
+                groups,
+                norms,
+                limit,
+                self.policy.clip_by,
+                self._model_order.of(groups, norms.device),
+            )
 
-    def _step_optimizers(self, names: Sequence[str], outcome: Outcome, moved: Sequence[torch.Tensor]) -> None:
+    def _step_optimizers(
+        self, names: Sequence[str], outcome: Outcome, moved: Sequence[torch.Tensor]
+    ) -> None:
         for name in names:
             try:
                 self.diagnosis.before_step(name, outcome.attempt)
                 self.parts.optimizers[name].step()
                 self.diagnosis.after_step(name)
                 self.attempts.drop_unused_state(name)
-                if self.parts.averages and name == names[-1]:  # here, since what fails half-way is undone
+                # Here, since what fails half-way is undone
+                if self.parts.averages and name == names[-1]:
                     self.parts.update_averages(moved)
                 continue
             except Exception as error:
@@ -410,7 +494,9 @@ def _dead_device(error: BaseException) -> DeviceError:
     said = str(error).strip().splitlines()[0][:200]
     first = ""
     if "assert" in said:  # which the same batch would meet again
-        first = "find the index or label outside its range (the same batch on the CPU names it), then "
+        first = (
+            "find the index or label outside its range (the same batch on the CPU names it), then "
+        )
     return DeviceError(
         f"the device reports {said!r}",
         limit="its context is dead and nothing on it can be retried or saved",
@@ -420,10 +506,12 @@ def _dead_device(error: BaseException) -> DeviceError:
 
 
 class _ModelOrder:
-    """The order in which a bare loop adds up norms: that of the model's parameters, not of optimizer groups.
+    """The order in which a bare loop adds up norms.
 
-    ``clip_grad_norm_(model.parameters(), ...)`` takes the norm of the norms in that order. With parameters in several
-    groups another order gives another last bit, and so another run.
+    That of the model's parameters, not of optimizer groups.
+
+    ``clip_grad_norm_(model.parameters(), ...)`` takes the norm of the norms in that order. With
+    parameters in several groups another order gives another last bit, and so another run.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -431,9 +519,12 @@ class _ModelOrder:
         self._known: dict[tuple[int, ...], torch.Tensor | None] = {}
 
     def of(self, groups: Sequence[Group], device: torch.device) -> torch.Tensor | None:
-        """Return where in the groups the parameters lie, in the model's order; None if they lie in that order.
+        """Return where in the groups the parameters lie, in the model's order.
 
-        Cost: that of a look-up by the sizes of the groups, after the first time; parameters that get a gradient
+        None if they lie in that order.
+
+        Cost: that of a look-up by the sizes of the groups, after the first time; parameters that
+            get a gradient
         now and then, as many as before, may be added up in the order of then.
         """
         if len(groups) < 2:

@@ -1,4 +1,7 @@
-"""Forward and backward over a batch, in one pass or several that add up to the same gradient; the scale of fp16."""
+"""Forward and backward over a batch, in one pass or several that add up to the same gradient.
+
+The scale of fp16.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ _Parts: TypeAlias = Sequence[tuple[Any, int]]
 
 
 class EmptyPartError(Exception):
-    """A part, from `place` on, declares no items and has a loss all the same: that has to be tried out."""
+    """A part, from `place` on, declares no items and has a loss all the same.
+
+    That has to be tried out.
+    """
 
     def __init__(self, place: int) -> None:
         super().__init__("a part without items has a loss")
@@ -51,7 +57,8 @@ class Passes:
         self._device_type = device_type
         self._precision: Precision = precision
         self._devices = safety.parts.devices()
-        self.watched: Sequence[torch.Tensor] = ()  # parameters whose hooks are looked at in backward
+        # Parameters whose hooks are looked at in backward
+        self.watched: Sequence[torch.Tensor] = ()
 
     def whole(self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run one pass, with no arithmetic of ours: bit-identical to a bare loop."""
@@ -75,8 +82,10 @@ class Passes:
     ) -> Passed:
         """Run several passes, each weighted by its share of the items.
 
-        Items are known only after each forward pass, so weights are relative to an estimate, and the gradients are
-        corrected once at the end. Of several terms that is impossible, since they share ``.grad``: the items of
+        Items are known only after each forward pass, so weights are relative to an estimate, and
+        the gradients are
+        corrected once at the end. Of several terms that is impossible, since they share ``.grad``:
+            the items of
         all parts are counted first, by a forward pass without a graph.
 
         Returns:
@@ -94,9 +103,15 @@ class Passes:
                 self._ranks.check_parts()
             terms = self._forward(part, samples, loss_fn)
             self._ranks.check_terms(terms)
-            weights = tally.weigh(terms, part, samples, partial(self._counted, parts[index + 1 :], loss_fn))
+            weights = tally.weigh(
+                terms, part, samples, partial(self._counted, parts[index + 1 :], loss_fn)
+            )
             if weights is not None:
-                loss = sum(mean * weight for mean, weight in zip(terms.means, weights, strict=True) if weight)
+                loss = sum(
+                    mean * weight
+                    for mean, weight in zip(terms.means, weights, strict=True)
+                    if weight
+                )
                 assert isinstance(loss, torch.Tensor)
                 tally.add(loss.detach())
                 extra.append((samples, terms.extra))
@@ -104,7 +119,10 @@ class Passes:
         return Passed(*tally.finish(parameters)[:4], put_together(extra))
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
-        """Run several batches whose losses add up as they are; parts of one batch by their share in its mean."""
+        """Run several batches whose losses add up as they are.
+
+        Parts of one batch by their share in its mean.
+        """
         losses, samples = [], 0
         for parts in batches:
             weights = shares(self._safety.weighting(loss_fn), parts) if len(parts) > 1 else (1.0,)
@@ -112,8 +130,11 @@ class Passes:
                 terms, samples = self._forward(part, size, loss_fn), samples + size
                 if terms.declared:
                     raise BatchError(
-                        "loss_fn declares the items of its mean, for a window of batches that are added as they are",
-                        limit="what each of them weighs is either declared or settled by the caller",
+                        "loss_fn declares the items of its mean, for a window of batches that are"
+                        " added as they are",
+                        limit=(
+                            "what each of them weighs is either declared or settled by the caller"
+                        ),
                         fix="return the bare loss, or make the window without added=True.",
                         rule="H203",
                     )
@@ -143,17 +164,25 @@ class Passes:
         return terms
 
     def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
-        """Return the items of each term in the parts that are still to come; all is left as it is."""
+        """Return the items of each term in the parts that are still to come.
+
+        All is left as it is.
+        """
         random_state, buffers = capture(self._devices), self._safety.keeper()
         buffers.keep()
         read = without_graph(
-            lambda: [self._forward(part, samples, loss_fn, needs_graph=False).read() for part, samples in parts]
+            lambda: [
+                self._forward(part, samples, loss_fn, needs_graph=False).read()
+                for part, samples in parts
+            ]
         )
         buffers.put_back()
         restore(random_state)
         return [counts for means, counts in read if not _is_bad(means, counts)]
 
-    def _forward(self, part: Any, samples: int | None, loss_fn: LossFunction, *, needs_graph: bool = True) -> Terms:
+    def _forward(
+        self, part: Any, samples: int | None, loss_fn: LossFunction, *, needs_graph: bool = True
+    ) -> Terms:
         return read_loss(self._call(loss_fn, loss_fn, part), samples, needs_graph=needs_graph)
 
     def _call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
@@ -191,13 +220,18 @@ class LossScale:
         return self._scaler.scale(loss)
 
     def unscale(self, optimizers: Mapping[str, Optimizer], names: Sequence[str]) -> None:
-        """Divide the gradients of these optimizers by the scale, if there is one, once in a step."""
+        """Divide the gradients of these optimizers by the scale, if there is one, once in a
+        step.
+        """
         self._unscaled = True
         for name in names:
             self._scaler.unscale_(optimizers[name])
 
     def update(self) -> None:
-        """Move the scale after a step: down if a gradient was not finite, up after many that were."""
+        """Move the scale after a step.
+
+        Down if a gradient was not finite, up after many that were.
+        """
         if self.enabled:
             self._scaler.update()
             self._unscaled = False
@@ -227,7 +261,9 @@ class LossScale:
 class _Tally:
     """The items, the loss and what was dropped, while the parts of a batch go by."""
 
-    def __init__(self, weighting: Weighting, size: int, *, drops: bool, empty_is_tried: bool) -> None:
+    def __init__(
+        self, weighting: Weighting, size: int, *, drops: bool, empty_is_tried: bool
+    ) -> None:
         self._weighting = weighting
         self._empty_is_tried = empty_is_tried
         self._size = size
@@ -246,7 +282,9 @@ class _Tally:
         """Return the weight of each term of a part, or None if the part is to be left out."""
         start, self._seen = self._seen, self._seen + samples
         if not terms.declared:
-            terms = Terms(means=terms.means, items=(self._weighting.count(part, samples),), declared=False)
+            terms = Terms(
+                means=terms.means, items=(self._weighting.count(part, samples),), declared=False
+            )
         means, counts = terms.read()
         empty = [mean for mean, count in zip(means, counts, strict=True) if not count]
         to_try = not self._empty_is_tried and any(mean and math.isfinite(mean) for mean in empty)
@@ -261,14 +299,24 @@ class _Tally:
         if not self._estimates:
             self._estimate(terms, counts, samples, count_rest)
         if len(counts) != len(self._estimates):
-            raise _uneven(f"{len(self._estimates)} terms for one part of the batch and {len(counts)} for another")
+            raise _uneven(
+                f"{len(self._estimates)} terms for one part of the batch and {len(counts)} for"
+                " another"
+            )
         if to_try:
             raise EmptyPartError(start)
         self._items = [total + count for total, count in zip(self._items, counts, strict=True)]
-        return [count / estimate if count else 0.0 for count, estimate in zip(counts, self._estimates, strict=True)]
+        return [
+            count / estimate if count else 0.0
+            for count, estimate in zip(counts, self._estimates, strict=True)
+        ]
 
     def _estimate(
-        self, terms: Terms, counts: list[float], samples: int, count_rest: Callable[[], list[list[float]]]
+        self,
+        terms: Terms,
+        counts: list[float],
+        samples: int,
+        count_rest: Callable[[], list[list[float]]],
     ) -> None:
         self._items = [0.0] * len(counts)
         self._declared, self._several = terms.declared, len(counts) > 1
@@ -295,11 +343,15 @@ class _Tally:
             return Passed(self._bad, self._size)
         factor = self._estimates[0] / self._items[0] if self._is_mean else 1.0
         if self._several and self._items != self._estimates:
-            raise _uneven(f"items of {self._estimates} in one forward pass and of {self._items} in the next")
+            raise _uneven(
+                f"items of {self._estimates} in one forward pass and of {self._items} in the next"
+            )
         if factor != 1.0:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
         good = self._size - sum(end - start for start, end in self._dropped)
-        return Passed(self._loss * factor, self._items[0] if self._declared else good, tuple(self._dropped))
+        return Passed(
+            self._loss * factor, self._items[0] if self._declared else good, tuple(self._dropped)
+        )
 
 
 def _is_bad(means: Sequence[float], counts: Sequence[float]) -> bool:
@@ -309,7 +361,13 @@ def _is_bad(means: Sequence[float], counts: Sequence[float]) -> bool:
 def _uneven(what: str) -> BatchError:
     return BatchError(
         f"loss_fn returned {what}",
-        limit="the terms of a loss must be the same for each part, and their items for each pass over it",
-        fix="return the same terms each time, with items=0 where there are none; count them from the batch.",
+        limit=(
+            "the terms of a loss must be the same for each part, and their items for each pass"
+            " over it"
+        ),
+        fix=(
+            "return the same terms each time, with items=0 where there are none; count them from"
+            " the batch."
+        ),
         rule="H203",
     )

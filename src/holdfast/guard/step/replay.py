@@ -1,6 +1,9 @@
-"""A step that held NaN or Inf, made again under a tracer: which operation, which module, which samples.
+"""A step that held NaN or Inf, made again under a tracer.
 
-It starts from where the failed step began, and leaves no trace either. It runs only after a failure.
+Which operation, which module, which samples.
+
+It starts from where the failed step began, and leaves no trace either. It runs only after a
+failure.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from holdfast.numerics.eager import eager
 from holdfast.numerics.provenance import NeedsOtherRanksError, UntraceableError, find_nan, trace
 
 _FINITE = (
-    "a replay of the same step is finite: a race, the hardware, compiled code, or randomness that is not torch's"
+    "a replay of the same step is finite: a race, the hardware, compiled code, or randomness that"
+    " is not torch's"
 )
 
 
@@ -41,7 +45,9 @@ class Replay:
         Never raises for what the replay itself meets: training has to go on.
         """
         if versions_of(work.tensors) != work.versions:
-            return Provenance(problem="loss_fn changes its batch in place, so the step cannot be replayed")
+            return Provenance(
+                problem="loss_fn changes its batch in place, so the step cannot be replayed"
+            )
         try:
             with eager():  # the sizes that it tries are compiled for otherwise, and stay
                 return self._search(work, plan)
@@ -62,7 +68,11 @@ class Replay:
 
     def _search(self, work: Work, plan: Plan) -> Provenance:
         mine = {id(p) for p in work.parameters}
-        named = [(name, p) for name, p in self._parts.named_parameters() if p.requires_grad and id(p) in mine]
+        named = [
+            (name, p)
+            for name, p in self._parts.named_parameters()
+            if p.requires_grad and id(p) in mine
+        ]
 
         def run_once() -> torch.Tensor:
             self._attempts.restore(work)
@@ -72,15 +82,22 @@ class Replay:
             origin = trace(run_once, self._parts.models, named, _batch_tensors(work), work.size)
             if origin is None:
                 return Provenance(problem=_FINITE)
-            return Provenance(origin=origin, samples=self._samples_unless_shared(work, plan, origin.samples))
+            return Provenance(
+                origin=origin, samples=self._samples_unless_shared(work, plan, origin.samples)
+            )
         except UntraceableError as error:
             return Provenance(problem=str(error))
         finally:
             self._attempts.take_back(work)
             release_memory(self._parts.devices())  # a replay takes more than a step: give it back
 
-    def _samples_unless_shared(self, work: Work, plan: Plan, hint: Sequence[int]) -> tuple[int, ...]:
-        """Return the samples without which the step is finite; none where only all ranks together could try that."""
+    def _samples_unless_shared(
+        self, work: Work, plan: Plan, hint: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Return the samples without which the step is finite.
+
+        None where only all ranks together could try that.
+        """
         try:
             return self._samples(work, plan, hint)
         except NeedsOtherRanksError as error:
@@ -98,18 +115,29 @@ class Replay:
 
         def is_bad(chosen: Sequence[int]) -> bool:
             # BatchNorm cannot take one sample; the same one twice is as good or bad as once.
-            indices = list(chosen) * -(-smallest // len(chosen)) if len(chosen) < smallest else list(chosen)
+            indices = (
+                list(chosen) * -(-smallest // len(chosen))
+                if len(chosen) < smallest
+                else list(chosen)
+            )
             part = replace(work, batch=selected(work.batch, indices, work.split), size=len(indices))
             self._attempts.restore(work)
             loss = self._attempts.run(part, plan, drops=False).loss
             gradients = [p.grad for p in work.parameters if p.grad is not None]
-            return not bool(torch.isfinite(loss)) or not all(bool(_finite(gradient)) for gradient in gradients)
+            return not bool(torch.isfinite(loss)) or not all(
+                bool(_finite(gradient)) for gradient in gradients
+            )
 
         return tuple(find_bad_samples(is_bad, size, hint))
 
     def without_samples(self, work: Work, provenance: Provenance | None) -> Any | None:
         """Return the batch of a step without its bad samples, or None if that is not possible."""
-        if provenance is None or not provenance.samples or work.size is None or callable(work.split):
+        if (
+            provenance is None
+            or not provenance.samples
+            or work.size is None
+            or callable(work.split)
+        ):
             return None
         bad = set(provenance.samples)
         kept = [index for index in range(samples_of(work.batch, work.split)) if index not in bad]
@@ -119,7 +147,9 @@ class Replay:
 
 
 def _batch_tensors(work: Work) -> list[tuple[str, torch.Tensor]]:
-    return [(f"batch tensor {number}", tensor) for number, tensor in enumerate(tensors_in(work.batch))]
+    return [
+        (f"batch tensor {number}", tensor) for number, tensor in enumerate(tensors_in(work.batch))
+    ]
 
 
 def _finite(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Checkpoint files of Lightning that are whole or not there, that verify, and of which a good one is always left.
+"""Checkpoint files of Lightning that are whole or not there, that verify, and of which a good one
+is always left.
 
 Beside ``name.ckpt`` lies ``name.ckpt.manifest.json`` with its digest, which is written last.
 
@@ -33,7 +34,9 @@ NAME = re.compile(r"[^.].*\.ckpt")
 
 def folder_of(trainer: Any) -> Path | None:
     """Return where the trainer's ``ModelCheckpoint`` saves; None without one."""
-    folders = [each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
+    folders = [
+        each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)
+    ]
     return Path(folders[0]) if folders else None
 
 
@@ -44,10 +47,14 @@ def save_stopped(trainer: Any) -> None:
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO):
-    """Writes and reads Lightning's checkpoints; local files only, others are Lightning's own affair.
+    """Writes and reads Lightning's checkpoints.
 
-    A save of weights or optimizer state with NaN or Inf is refused, and one that the disk refuses does not end
-    training: both are said in the log. A file that does not verify is not loaded; the newest one beside it that does
+    Local files only, others are Lightning's own affair.
+
+    A save of weights or optimizer state with NaN or Inf is refused, and one that the disk refuses
+    does not end
+    training: both are said in the log. A file that does not verify is not loaded; the newest one
+        beside it that does
     is taken instead. The last file that verifies is never removed.
 
     Args:
@@ -60,7 +67,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def __init__(self, emit: Emit | None = None) -> None:
         self.emit = emit
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         """Write a file, flush it, and seal it."""
         target = _local(path)
         if target is None or storage_options is not None:
@@ -71,14 +80,20 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             why = f"{len(bad)} tensor(s) hold NaN or Inf: {', '.join(bad[:5])}"
             (self.emit or log_event)(run_events.SaveRefused(checkpoint=target.name, why=why))
             return
-        draft, plain = target.with_name(f".tmp-{target.name}-{os.getpid()}"), super().save_checkpoint
+        draft, plain = (
+            target.with_name(f".tmp-{target.name}-{os.getpid()}"),
+            super().save_checkpoint,
+        )
         step = int(checkpoint.get("global_step", 0))
 
         def write() -> None:
             plain(checkpoint, draft)
             seal(draft, global_step=step, unix_seconds=time.time())
             manifest_beside(target).unlink(missing_ok=True)  # without one it was never finished
-            for source, final in ((draft, target), (manifest_beside(draft), manifest_beside(target))):
+            for source, final in (
+                (draft, target),
+                (manifest_beside(draft), manifest_beside(target)),
+            ):
                 source.replace(final)
                 fsync_path(target.parent)
 
@@ -95,7 +110,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         return found
 
     def verified(self, path: Any) -> Any:
-        """Return a file if it verifies, or the newest beside it that does; H307, if one cannot be read now.
+        """Return a file if it verifies, or the newest beside it that does.
+
+        H307, if one cannot be read now.
 
         H312, if there is none, or if it is a link to a disk that is not there.
         """
@@ -104,23 +121,32 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             given = target.resolve() if target.is_file() else target
 
             def refused(each: Path, why: str) -> None:
-                (self.emit or log_event)(run_events.CheckpointDamaged(checkpoint=each.name, why=why))
+                (self.emit or log_event)(
+                    run_events.CheckpointDamaged(checkpoint=each.name, why=why)
+                )
 
             good = newest_good([given, *_others(given)], refused)
             if good is not None and good != given:
-                (self.emit or log_event)(run_events.CheckpointInstead(checkpoint=good.name, of=target.name))
+                (self.emit or log_event)(
+                    run_events.CheckpointInstead(checkpoint=good.name, of=target.name)
+                )
             path = good
         return path
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, unless it is the last one that verifies; hidden ones are for the moment and always go."""
+        """Remove a file, unless it is the last one that verifies.
+
+        Hidden ones are for the moment and always go.
+        """
         target = _local(path)
         if target is None or not target.is_file() or target.is_symlink():
             super().remove_checkpoint(path)
             return
         passing = target.name.startswith(".")  # of Lightning's Tuner, which goes back to it once
         if not passing and is_sealed(target) and not any(map(_verifies, _others(target))):
-            kept = run_events.CheckpointKept(checkpoint=target.name, why="no other in its folder verifies")
+            kept = run_events.CheckpointKept(
+                checkpoint=target.name, why="no other in its folder verifies"
+            )
             (self.emit or log_event)(kept)
             return
         super().remove_checkpoint(path)
@@ -151,9 +177,12 @@ def _local(path: Any) -> Path | None:
 
 
 def _spoiled(checkpoint: dict[str, Any]) -> list[str]:
-    # A state dict does not say which are buffers, and masks and minima among them may be infinite on purpose.
+    # A state dict does not say which are buffers, and masks and minima among them may be infinite
+    # on purpose.
     weights = {
-        name: each for name, each in checkpoint.get("state_dict", {}).items() if isinstance(each, torch.Tensor)
+        name: each
+        for name, each in checkpoint.get("state_dict", {}).items()
+        if isinstance(each, torch.Tensor)
     }
     bad, _ = nonfinite_tensors(weights.items(), most=len(weights))
     moments, _ = nonfinite_tensors(_moments_of(checkpoint))

@@ -1,9 +1,11 @@
 """The steps of one ``fit`` of Lightning's, as transactions: between its hooks and a guard.
 
-automatic optimization    the closure that Lightning gives to the optimizer is the loss function of the guard's step:
-                          it runs ``training_step`` on the batch, or on a part of it, with its hooks, and no backward
-accumulation              the batches before the last one have a closure without an optimizer: their part of the step
-                          is made inside its ``training_step``
+automatic optimization    the closure that Lightning gives to the optimizer is the loss function of
+the guard's step:
+                          it runs ``training_step`` on the batch, or on a part of it, with its
+                          hooks, and no backward
+accumulation              the batches before the last one have a closure without an optimizer: their
+                          part of the step is made inside its ``training_step``
 manual optimization       `TrainerSteps.manual`
 """
 
@@ -31,11 +33,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E40
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
 
-_KEPT = ("_computed", "_forward_cache", "_update_count", "_update_called", "has_reset")  # of a metric
+# Of a metric
+_KEPT = ("_computed", "_forward_cache", "_update_count", "_update_called", "has_reset")
 
 
 class TrainerSteps:
-    """Makes the steps of one trainer; `forward` runs ``training_step`` as Lightning's own strategy does."""
+    """Makes the steps of one trainer.
+
+    `forward` runs ``training_step`` as Lightning's own strategy does.
+    """
 
     def __init__(
         self,
@@ -54,7 +60,9 @@ class TrainerSteps:
         self.accumulation = Accumulation(guard, self._attempt_begins)
         self._logs = StepLogs(module, self._trainer)
         self._hooks = [each.register_step_pre_hook(self._before_optimizer) for each in optimizers]
-        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._takes_index = is_param_in_hook_signature(
+            module.training_step, "batch_idx", min_args=2
+        )
         self._batch: Any = None
         self._rest: tuple[Any, ...] = ()
         self._closure: Callable[[], Any] | None = None  # of the optimizer step that is being made
@@ -63,21 +71,30 @@ class TrainerSteps:
         self._part: Any = None
         self._loss: torch.Tensor | None = None
         self._result: Any = None
-        self._manual: bool | None = None  # whether manual optimization is guarded; None: nobody looked
+        # Whether manual optimization is guarded; None: nobody looked
+        self._manual: bool | None = None
         self.skipped = False
         """Whether the last step has left the weights as they were."""
 
     @property
     def automatic(self) -> bool:
-        """Return whether Lightning optimizes: not the module itself, nor a callback that only looks at batches.
+        """Return whether Lightning optimizes.
 
-        StochasticWeightAveraging has batches run through the averaged weights, for BatchNorm, and no backward pass.
+        Not the module itself, nor a callback that only looks at batches.
+
+        StochasticWeightAveraging has batches run through the averaged weights, for BatchNorm, and
+        no backward pass.
         """
-        return bool(self._module.automatic_optimization) and not self._trainer.fit_loop._skip_backward
+        return (
+            bool(self._module.automatic_optimization) and not self._trainer.fit_loop._skip_backward
+        )
 
     @property
     def _divisor(self) -> int:
-        """Return the batches of a step; GradientAccumulationScheduler changes them between epochs."""
+        """Return the batches of a step.
+
+        GradientAccumulationScheduler changes them between epochs.
+        """
         return int(self._trainer.accumulate_grad_batches)
 
     def close(self) -> None:
@@ -89,10 +106,14 @@ class TrainerSteps:
         """Keep the batch: a step may need it several times."""
         self._batch, self._rest = batch, (batch_idx,) if self._takes_index else ()
         if batch_idx % self._divisor == 0:
-            self.accumulation.forget()  # as Lightning empties gradients; a module's own optimizer_step may leave some
+            # As Lightning empties gradients; a module's own optimizer_step may leave some
+            self.accumulation.forget()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step``, with the backward pass of a batch that only adds to a step; free the graph."""
+        """Run ``training_step``, with the backward pass of a batch that only adds to a step.
+
+        Free the graph.
+        """
         if self.passing:
             found = self._forward(self._part, *args[1:], **kwargs)
             self._loss = found.get("loss") if isinstance(found, Mapping) else found
@@ -101,7 +122,10 @@ class TrainerSteps:
         return {**kept, "loss": result.loss} if isinstance(kept, Mapping) else result.loss
 
     def optimizer_step(self, closure: Callable[[], Any]) -> Any:
-        """Make the step that ends with this batch; the closure runs ``training_step`` and hooks, and no backward."""
+        """Make the step that ends with this batch.
+
+        The closure runs ``training_step`` and hooks, and no backward.
+        """
         self._closure = closure
         try:
             result, kept = self._make(self.accumulation.step)
@@ -152,7 +176,8 @@ class TrainerSteps:
             raise excluded(
                 "training_step returned None",
                 "a guarded step needs a loss",
-                "return one, and leave batches out in the loader; steps with NaN are skipped by themselves.",
+                "return one, and leave batches out in the loader; steps with NaN are skipped by"
+                " themselves.",
             )
         return divided(self._loss, self._divisor)
 
@@ -168,10 +193,18 @@ class TrainerSteps:
                 yield False
 
     def _call_closure(self, closure: Callable[[], Any]) -> None:
-        """Call the closure, but keep the gradients of earlier parts: it empties them, as before any backward pass."""
+        """Call the closure, but keep the gradients of earlier parts.
+
+        It empties them, as before any backward pass.
+        """
         parameters: list[torch.Tensor] = []
         if self._logs.parts:
-            parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+            parameters = [
+                p
+                for each in self._optimizers
+                for group in each.param_groups
+                for p in group["params"]
+            ]
         kept = [p.grad for p in parameters]
         closure()
         for parameter, gradient in zip(parameters, kept, strict=True):
@@ -216,10 +249,18 @@ class TrainerSteps:
         call._call_callback_hooks(self._trainer, name, *args)
         call._call_lightning_module_hook(self._trainer, name, *args)
 
-    def manual(self, batch: Any, loss_fn: LossFunction, optimizer: Any, split: Split | None) -> StepResult:
+    def manual(
+        self, batch: Any, loss_fn: LossFunction, optimizer: Any, split: Split | None
+    ) -> StepResult:
         """Make one step; see `HoldfastStrategy.guarded_step`."""
         wrappers = self._trainer.strategy._lightning_optimizers
-        wanted = wrappers if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
+        wanted = (
+            wrappers
+            if optimizer is None
+            else [optimizer]
+            if not isinstance(optimizer, Sequence)
+            else optimizer
+        )
         raw = [getattr(each, "optimizer", each) for each in wanted]
         chosen = [i for i, each in enumerate(self._optimizers) if any(each is one for one in raw)]
         names = names_of(self._optimizers)
@@ -244,8 +285,11 @@ class TrainerSteps:
             self._manual = False
             self._guard.emit(
                 run_events.OwnSteps(
-                    why="training_step optimizes by itself, and its first batch called no guarded_step; such steps "
-                    "are not guarded. Fix: self.trainer.strategy.guarded_step(batch, loss_fn, optimizer=...)"
+                    why=(
+                        "training_step optimizes by itself, and its first batch called no"
+                        " guarded_step; such steps are not guarded. Fix:"
+                        " self.trainer.strategy.guarded_step(batch, loss_fn, optimizer=...)"
+                    )
                 )
             )
 
@@ -267,15 +311,26 @@ class _Watched:
 
 
 def _without_graph(found: Any) -> Any:
-    """Return what ``training_step`` returned, with a loss that holds no graph: the guard frees it when it must."""
+    """Return what ``training_step`` returned, with a loss that holds no graph.
+
+    The guard frees it when it must.
+    """
     if isinstance(found, Mapping):
-        return {**found, "loss": found["loss"].detach()} if isinstance(found.get("loss"), torch.Tensor) else found
+        return (
+            {**found, "loss": found["loss"].detach()}
+            if isinstance(found.get("loss"), torch.Tensor)
+            else found
+        )
     return found.detach() if isinstance(found, torch.Tensor) else found
 
 
 def names_of(optimizers: Sequence[Any]) -> list[str]:
     """Return what the guard calls these optimizers."""
-    return ["optimizer"] if len(optimizers) == 1 else [f"optimizer_{i}" for i in range(len(optimizers))]
+    return (
+        ["optimizer"]
+        if len(optimizers) == 1
+        else [f"optimizer_{i}" for i in range(len(optimizers))]
+    )
 
 
 def clips_itself(module: Any) -> bool:
@@ -285,11 +340,12 @@ def clips_itself(module: Any) -> bool:
 
 
 class StepLogs:
-    """What ``self.log`` and torchmetrics hold during a step, so that a step is logged once, as a whole.
+    """What ``self.log`` and torchmetrics hold during a step, so that a step is logged once, as a
+    whole.
 
-    An attempt that is taken back leaves nothing in them. Of a batch that was cut, the values logged for each step are
-    the mean over its parts, weighted by their samples; those that Lightning gathers over an epoch weigh each part by
-    its own samples, as Lightning does with whole batches.
+    An attempt that is taken back leaves nothing in them. Of a batch that was cut, the values logged
+    for each step are the mean over its parts, weighted by their samples; those that Lightning
+    gathers over an epoch weigh each part by its own samples, as Lightning does with whole batches.
     """
 
     def __init__(self, module: nn.Module, trainer: Any) -> None:
@@ -345,7 +401,9 @@ class StepLogs:
     def end_part(self, samples: int) -> None:
         """Take in what was logged of a part of so many samples."""
         logged = self._trainer._results or {}
-        seen = {key: value for key, item in logged.items() if (value := _step_value(item)) is not None}
+        seen = {
+            key: value for key, item in logged.items() if (value := _step_value(item)) is not None
+        }
         self._parts.append((samples, seen))
 
     def whole(self, batch: Any) -> None:
@@ -359,12 +417,18 @@ class StepLogs:
                 values = [(samples, seen[key]) for samples, seen in self._parts if key in seen]
                 if values and _step_value(item) is not None:
                     total = sum(samples for samples, _ in values)
-                    item._forward_cache = sum(value * (samples / total) for samples, value in values)
+                    item._forward_cache = sum(
+                        value * (samples / total) for samples, value in values
+                    )
 
 
 def _step_value(item: Any) -> torch.Tensor | None:
     """Return what is logged for this step, if a mean of it says something."""
-    value = item._forward_cache if item.meta.on_step and item.is_tensor and item.meta.is_mean_reduction else None
+    value = (
+        item._forward_cache
+        if item.meta.on_step and item.is_tensor and item.meta.is_mean_reduction
+        else None
+    )
     return value if isinstance(value, torch.Tensor) else None
 
 

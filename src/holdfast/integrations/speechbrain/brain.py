@@ -40,19 +40,21 @@ _RECOVERABLE = "holdfast"
 
 
 class HoldfastMixin(Framework):  # type: ignore[misc]
-    """Put before ``sb.Brain`` among the bases, it makes each step a transaction and each checkpoint verified.
+    """Put before ``sb.Brain`` among the bases, it makes each step a transaction and each checkpoint
+    verified.
 
     Args:
         *positional: Of ``Brain``.
         holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file; None:
-            ``holdfast_policy`` of ``hparams``, else the defaults. Clipping, precision and patience are the Brain's.
-        holdfast_run_dir: Where it is recorded; None: ``holdfast_run_dir`` of ``hparams``, else ``holdfast`` in its
-            ``output_folder`` or beside the checkpoints.
+            ``holdfast_policy`` of ``hparams``, else the defaults. Clipping, precision and patience
+            are the Brain's.
+        holdfast_run_dir: Where it is recorded; None: ``holdfast_run_dir`` of ``hparams``, else
+            ``holdfast`` in its ``output_folder`` or beside the checkpoints.
         **named: Of ``Brain``.
 
     Raises:
-        PolicyError: H101 or H102 for the policy; in ``fit``, H108 for several processes, H109 for a policy that
-            contradicts the options.
+        PolicyError: H101 or H102 for the policy; in ``fit``, H108 for several processes, H109 for a
+            policy that contradicts the options.
     """
 
     holdfast_guard: HostedGuard | None = None
@@ -67,7 +69,11 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     ) -> None:
         super().__init__(*positional, **named)
         hparams = getattr(self, "hparams", None)
-        given = getattr(hparams, "holdfast_policy", None) if holdfast_policy is None else holdfast_policy
+        given = (
+            getattr(hparams, "holdfast_policy", None)
+            if holdfast_policy is None
+            else holdfast_policy
+        )
         self._holdfast_policy = Policy.of(given)
         self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
         self._holdfast_steps: Accumulation | None = None
@@ -77,11 +83,16 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_warned = False
         self._holdfast_position: dict[str, Any] | None = None  # that the loader goes on from
         self._holdfast_batches: int | None = None  # of an epoch
-        self._holdfast_seen: tuple[Any, Any] | None = None  # the last part of a batch, and its outputs
+        # The last part of a batch, and its outputs
+        self._holdfast_seen: tuple[Any, Any] | None = None
         if self.checkpointer is not None:
             sealed(self.checkpointer)
             self.checkpointer.add_recoverable(
-                _RECOVERABLE, self, custom_save_hook=_save, custom_load_hook=_load, optional_load=True
+                _RECOVERABLE,
+                self,
+                custom_save_hook=_save,
+                custom_load_hook=_load,
+                optional_load=True,
             )
 
     def fit(self, *positional: Any, **named: Any) -> None:
@@ -103,7 +114,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         """Do as ``Brain`` does, which restores everything, and open the run directory."""
         super().on_fit_start()
         for several in ("distributed_launch", "data_parallel_backend"):
-            check_one_process(2 if getattr(self, several, False) else 1, f"{several}: processes or devices")
+            check_one_process(
+                2 if getattr(self, several, False) else 1, f"{several}: processes or devices"
+            )
         optimizers = self._holdfast_optimizers()
         if not optimizers:
             return  # gradients are only looked at
@@ -115,7 +128,11 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             self._holdfast_directory(),
             policy=self._holdfast_settings(),
             scaler=self.scaler,
-            saves_in=None if self.checkpointer is None else (Path(self.checkpointer.checkpoints_dir), NAME),
+            saves_in=(
+                None
+                if self.checkpointer is None
+                else (Path(self.checkpointer.checkpoints_dir), NAME)
+            ),
             carried=carried,
             resumed=resumed,
             model=self.modules,
@@ -125,12 +142,17 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         if self.checkpointer is not None:
             self.checkpointer.emit, self.checkpointer.may_save = guard.emit, lambda: may_save(guard)
         if type(self).fit_batch is not HoldfastMixin.fit_batch:
-            guard.emit(run_events.OwnFitBatch(why="it is not guarded, but for what goes through guarded_step"))
+            guard.emit(
+                run_events.OwnFitBatch(
+                    why="it is not guarded, but for what goes through guarded_step"
+                )
+            )
         if carried is None:
             return
         self._holdfast_position = carried_tree(carried, "loader")
         if carried["in_epoch"]:
-            self._holdfast_within_epoch = carried  # the loader draws from the random state until its first batch
+            # The loader draws from the random state until its first batch
+            self._holdfast_within_epoch = carried
         else:
             restore_random_state(carried)
 
@@ -141,7 +163,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         return {} if found is None else {"optimizer": found}
 
     def _holdfast_settings(self) -> Policy:
-        clips = not self.max_grad_norm < 0  # a limit of 0, which would multiply every gradient by 0, is H102
+        # A limit of 0, which would multiply every gradient by 0, is H102
+        clips = not self.max_grad_norm < 0
         chosen = hosted_policy(
             self._holdfast_policy,
             host="the options of the Brain",
@@ -169,11 +192,14 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_loader = train_set if isinstance(train_set, DataLoader) else None
         if not self._holdfast_warned:
             self._holdfast_warned = True
-            warn_of_kept_workers(train_set, None if self.holdfast_guard is None else self.holdfast_guard.emit)
+            warn_of_kept_workers(
+                train_set, None if self.holdfast_guard is None else self.holdfast_guard.emit
+            )
         position, self._holdfast_position = self._holdfast_position, None
         if self._holdfast_loader is not None and position is not None:
             self._holdfast_loader.load_state_dict(position)
-            self._holdfast_loader.set_epoch(position["epoch"])  # SpeechBrain goes on with it, also if nothing is left
+            # SpeechBrain goes on with it, also if nothing is left
+            self._holdfast_loader.set_epoch(position["epoch"])
         carried, self._holdfast_within_epoch = self._holdfast_within_epoch, None
         super()._fit_train(train_set=_Begun(train_set, carried), epoch=epoch, enable=enable)
 
@@ -183,10 +209,14 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         if steps is None:
             found: torch.Tensor = super().fit_batch(batch)
             return found
-        should_step = self.step % self.grad_accumulation_factor == 0 or self.step == self._holdfast_batches
+        should_step = (
+            self.step % self.grad_accumulation_factor == 0 or self.step == self._holdfast_batches
+        )
         self.on_fit_batch_start(batch, should_step)
         make = steps.step if should_step else steps.add
-        result = make(batch, self._holdfast_loss, optimizer=self._holdfast_active(), split=split_of(batch))
+        result = make(
+            batch, self._holdfast_loss, optimizer=self._holdfast_active(), split=split_of(batch)
+        )
         self.nonfinite_count += result.skipped and not bool(torch.isfinite(result.loss))
         self.optimizer_step += should_step and not result.skipped
         part, outputs = self._holdfast_seen or (batch, None)
@@ -238,8 +268,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         Args:
             batch: What `loss_fn` takes; after out-of-memory, parts of it.
             loss_fn: As ``Guard.step`` takes it; autocast is on.
-            optimizer: Keys of ``optimizers_dict``; None: all that are not frozen. Gradients reach only their
-                parameters.
+            optimizer: Keys of ``optimizers_dict``; None: all that are not frozen. Gradients reach
+                only their parameters.
 
         Returns:
             What happened; ``skipped`` if the weights are what they were.
@@ -252,7 +282,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
 
 
 class _Begun:
-    """A loader whose first batch is made under the random state that the checkpoint was left with."""
+    """A loader whose first batch is made under the random state that the checkpoint was left
+    with.
+    """
 
     def __init__(self, loader: Any, carried: dict[str, Any] | None) -> None:
         self._loader, self._carried = loader, carried
@@ -299,8 +331,12 @@ def split_of(batch: Any) -> Split:
 
 
 def cut_padded(batch: Any, size: int) -> list[Any]:
-    """Cut a ``PaddedBatch`` into parts of so many samples; padding and relative lengths stay as they are."""
-    name = next(name for name in vars(batch) if name.endswith("__keys"))  # private, as its length is
+    """Cut a ``PaddedBatch`` into parts of so many samples.
+
+    Padding and relative lengths stay as they are.
+    """
+    # Private, as its length is
+    name = next(name for name in vars(batch) if name.endswith("__keys"))
     length = name.removesuffix("keys") + "length"
     parts = []
     for start in range(0, len(batch), size):

@@ -1,7 +1,9 @@
-"""SpeechBrain's checkpointer, with folders that are sealed when they are whole and verified before they are loaded.
+"""SpeechBrain's checkpointer, with folders that are sealed when they are whole and verified before
+they are loaded.
 
-SpeechBrain writes ``CKPT.yaml`` first and the files after it, so an interrupted save looks like a finished one. Here
-the folder is marked as unfinished before that; one that does not verify becomes ``damaged-CKPT+...``.
+SpeechBrain writes ``CKPT.yaml`` first and the files after it, so an interrupted save looks like a
+finished one. Here the folder is marked as unfinished before that; one that does not verify becomes
+``damaged-CKPT+...``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from typing import Any
 
 from holdfast.checkpoint.seal import begin, check, is_unfinished, seal
 from holdfast.core.files import remove
-from holdfast.integrations.protocol import Emit, Framework, attempt_save, checkpoints_in, newest_checkpoint
+from holdfast.integrations.protocol import (
+    Emit,
+    Framework,
+    attempt_save,
+    checkpoints_in,
+    newest_checkpoint,
+)
 
 NAME = re.compile(r"CKPT.*")
 
@@ -30,7 +38,9 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
     _refused = False
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save and seal; a state that is not finite is refused, and a disk that refuses does not end training."""
+        """Save and seal; a state that is not finite is refused, and a disk that refuses does not
+        end training.
+        """
         there, found = set(self.folders()), []
         plain = super().save_checkpoint
 
@@ -51,14 +61,17 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         SpeechBrain keeps one within an epoch: were it damaged, there would be none to go back to.
         """
         if not self._refused:
-            kwargs["num_to_keep"] = kwargs.get("num_to_keep", 1) and max(2, kwargs.get("num_to_keep", 1))
+            kwargs["num_to_keep"] = kwargs.get("num_to_keep", 1) and max(
+                2, kwargs.get("num_to_keep", 1)
+            )
             super().delete_checkpoints(**kwargs)
 
     def find_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Return the best checkpoint that verifies; those before it that do not are moved aside.
 
         Raises:
-            CheckpointError: H312, if one was whole and none verifies, or if one is a link that leads nowhere.
+            CheckpointError: H312, if one was whole and none verifies, or if one is a link that
+                leads nowhere.
             RunDirectoryError: H307, if one cannot be read now.
         """
         others = [path for path in self.folders() if is_unfinished(path) or not path.exists()]
@@ -91,7 +104,9 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
 
 
 def sealed(checkpointer: Any) -> Any:
-    """Let a checkpointer that exists seal and verify from now on, as recipes make theirs in YAML; return it."""
+    """Let a checkpointer that exists seal and verify from now on, as recipes make theirs in
+    YAML; return it.
+    """
     kind = type(checkpointer)
     if not issubclass(kind, SealedCheckpoints):
         checkpointer.__class__ = type(f"Sealed{kind.__name__}", (SealedCheckpoints, kind), {})

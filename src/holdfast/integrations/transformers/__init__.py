@@ -1,17 +1,23 @@
-"""Guarded training in Hugging Face's Trainer: each optimizer step is a transaction, each checkpoint is verified.
+"""Guarded training in Hugging Face's Trainer.
+
+Each optimizer step is a transaction, each checkpoint is verified.
 
     from holdfast.integrations.transformers import HoldfastTrainer      # or HoldfastSeq2SeqTrainer
-    trainer = HoldfastTrainer(model, args, train_dataset=..., holdfast_policy={"drop_nonfinite_samples": True})
-    trainer.train(resume_from_checkpoint=True)
+    trainer = HoldfastTrainer(model, args, train_dataset=...,
+    holdfast_policy={"drop_nonfinite_samples": True}) trainer.train(resume_from_checkpoint=True)
 
     class MyTrainer(HoldfastMixin, SFTTrainer): ...                     # any other Trainer
 
-A ``get_train_dataloader`` of your own may return a `holdfast.DataLoader`, which is not to be prepared: workers that
-die are replaced, samples are quarantined by their index in the dataset, and training resumes in its order.
+A ``get_train_dataloader`` of your own may return a `holdfast.DataLoader`, which is not to be
+    prepared: workers that
+die are replaced, samples are quarantined by their index in the dataset, and training resumes in its
+order.
 
-The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. What happens between the first forward
-pass of a step and its optimizer is the guard's. The micro-batches of ``gradient_accumulation_steps`` are gathered,
-and trained at the last of them: ``on_substep_end`` comes before, ``on_pre_optimizer_step`` after the step is made.
+The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. What happens between
+the first forward pass of a step and its optimizer is the guard's. The micro-batches of
+``gradient_accumulation_steps`` are gathered,
+and trained at the last of them: ``on_substep_end`` comes before, ``on_pre_optimizer_step`` after
+    the step is made.
 """
 
 from __future__ import annotations
@@ -34,5 +40,7 @@ def __getattr__(name: str) -> Any:
     if name not in _BUILT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     about = {"__module__": __name__, "__doc__": HoldfastMixin.__doc__}
-    globals()[name] = type(name, (HoldfastMixin, getattr(load("transformers"), _BUILT[name])), about)
+    globals()[name] = type(
+        name, (HoldfastMixin, getattr(load("transformers"), _BUILT[name])), about
+    )
     return globals()[name]

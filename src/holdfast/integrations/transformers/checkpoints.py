@@ -1,7 +1,10 @@
-"""The checkpoint folders of a Hugging Face Trainer: sealed when they are written, verified before one is resumed.
+"""The checkpoint folders of a Hugging Face Trainer.
 
-The Trainer writes ``checkpoint-500`` in place. Here the folder is marked as unfinished before that, and sealed
-afterwards. One that does not verify becomes ``damaged-checkpoint-500``, where the Trainer does not look.
+Sealed when they are written, verified before one is resumed.
+
+The Trainer writes ``checkpoint-500`` in place. Here the folder is marked as unfinished before that,
+and sealed afterwards. One that does not verify becomes ``damaged-checkpoint-500``, where the
+Trainer does not look.
 """
 
 from __future__ import annotations
@@ -18,7 +21,14 @@ from typing import Any
 from holdfast.checkpoint.seal import begin, check, seal
 from holdfast.core.durable import write_file
 from holdfast.core.files import remove
-from holdfast.integrations.protocol import Emit, attempt_save, checkpoints_in, load, newest_checkpoint, on_all
+from holdfast.integrations.protocol import (
+    Emit,
+    attempt_save,
+    checkpoints_in,
+    load,
+    newest_checkpoint,
+    on_all,
+)
 
 _log = logging.getLogger("holdfast")
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -34,11 +44,15 @@ def _number(path: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def last_good_checkpoint(folder: str | os.PathLike[str], run_dir: str | os.PathLike[str] | None = None) -> str | None:
-    """Return the newest checkpoint of an output directory that verifies; those that do not are moved aside.
+def last_good_checkpoint(
+    folder: str | os.PathLike[str], run_dir: str | os.PathLike[str] | None = None
+) -> str | None:
+    """Return the newest checkpoint of an output directory that verifies.
 
-    It stands in for ``transformers.trainer_utils.get_last_checkpoint``, which takes the largest number whatever is in
-    the folder. Not while another process trains there.
+    Those that do not are moved aside.
+
+    It stands in for ``transformers.trainer_utils.get_last_checkpoint``, which takes the largest
+    number whatever is in the folder. Not while another process trains there.
 
     Args:
         folder: ``TrainingArguments.output_dir``.
@@ -48,15 +62,21 @@ def last_good_checkpoint(folder: str | os.PathLike[str], run_dir: str | os.PathL
         Its path, or None if there is none at all, or none that was ever finished.
 
     Raises:
-        CheckpointError: H312, if one was whole, or is said to have been saved, and none verifies or is found.
+        CheckpointError: H312, if one was whole, or is said to have been saved, and none verifies or
+            is found.
         RunDirectoryError: H307, if one cannot be read now.
     """
-    good = newest_checkpoint(_newest_first(Path(folder)), run_dir=Path(run_dir or Path(folder, "holdfast")))
+    good = newest_checkpoint(
+        _newest_first(Path(folder)), run_dir=Path(run_dir or Path(folder, "holdfast"))
+    )
     return None if good is None else str(good)
 
 
 def resumable(trainer: Any, asked: Any, run_dir: str | None = None) -> Any:
-    """Return what the Trainer shall resume from, verified; it is asked for as ``resume_from_checkpoint``."""
+    """Return what the Trainer shall resume from, verified.
+
+    It is asked for as ``resume_from_checkpoint``.
+    """
     if not asked:
         return asked
     if not trainer.is_world_process_zero():
@@ -83,11 +103,18 @@ def _resumable(asked: Any, output_dir: str, run_dir: str | None) -> Any:
 
 
 def save_sealed(
-    trainer: Any, folder: Path, write: Callable[[], None], carried: Mapping[str, Any] | None, emit: Emit | None
+    trainer: Any,
+    folder: Path,
+    write: Callable[[], None],
+    carried: Mapping[str, Any] | None,
+    emit: Emit | None,
 ) -> bool:
-    """Have a Trainer write a checkpoint between the mark and the seal; older ones go only after that.
+    """Have a Trainer write a checkpoint between the mark and the seal.
 
-    All processes write their part; the first one marks, seals and deletes. Return whether it was saved; `carried` is
+    Older ones go only after that.
+
+    All processes write their part; the first one marks, seals and deletes. Return whether it was
+    saved; `carried` is
     for `carried_in`, None: nothing.
     """
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
@@ -128,6 +155,8 @@ def carried_in(checkpoint: Any) -> dict[str, Any] | None:
 
 
 def check_best(state: Any) -> None:
-    """Verify the checkpoint of the best model before it is loaded, unless it was written without holdfast."""
+    """Verify the checkpoint of the best model before it is loaded, unless it was written without
+    holdfast.
+    """
     if state.best_model_checkpoint is not None:
         check(Path(state.best_model_checkpoint))

@@ -20,7 +20,9 @@ def learning_rules() -> Mapping[str, LearningRule]:
 
 def judge(facts: Facts, tier: Tier, ignore: Collection[str] = ()) -> list[Finding]:
     """Judge facts by the rules of a tier, but for those that shall be silent."""
-    rules = [rule for name, rule in learning_rules().items() if rule.tier == tier and name not in ignore]
+    rules = [
+        rule for name, rule in learning_rules().items() if rule.tier == tier and name not in ignore
+    ]
     return [finding for rule in rules for finding in rule.findings(facts)]
 
 
@@ -36,7 +38,8 @@ class Findings:
     def add(self, contracts: Iterable[Finding], windows: list[Finding] | None) -> None:
         """Add what was found by exact rules, and by statistical ones if they were judged.
 
-        Contracts stay; of windows the last count, since a slow start may have been mistaken for a fault.
+        Contracts stay; of windows the last count, since a slow start may have been mistaken for a
+        fault.
         """
         for found in contracts:
             self._contracts.setdefault((found.rule, found.where), found)

@@ -1,9 +1,9 @@
 """How a rule about learning is registered.
 
-A rule is a pure function from `Facts` to findings. With ``each="models"`` it is called for each model, with its name
-and its facts too. *Contracts* are exact and are judged during the first steps; *windows* are statistical and are
-judged rarely, and at the end. About facts that are not known a rule is silent. What each rule means stands in
-``explain/learning_rules.md``.
+A rule is a pure function from `Facts` to findings. With ``each="models"`` it is called for each
+model, with its name and its facts too. *Contracts* are exact and are judged during the first steps;
+*windows* are statistical and are judged rarely, and at the end. About facts that are not known a
+rule is silent. What each rule means stands in ``explain/learning_rules.md``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Tier = Literal["contract", "window"]
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Makes findings of one rule, with the rule's severity and confidence unless a finding says otherwise."""
+    """Makes findings of one rule, with the rule's severity and confidence unless a finding says
+    otherwise.
+    """
 
     rule: str
     severity: Severity
@@ -78,7 +80,9 @@ REGISTERED: dict[str, LearningRule] = {}
 def checks(
     *, rule: str, tier: Tier, severity: Severity, kind: Kind, confidence: float, each: str = ""
 ) -> Callable[[Check], Check]:
-    """Register a function as the check of a rule, of all facts or of `each` optimizer, model, loss and so on."""
+    """Register a function as the check of a rule, of all facts or of `each` optimizer, model,
+    loss and so on.
+    """
 
     def register(check: Check) -> Check:
         REGISTERED[rule] = LearningRule(tier, Say(rule, severity, kind, confidence), check, each)

@@ -1,4 +1,7 @@
-"""Windows on the signal: what comes in, what goes out, where it is lost in the layers, and who wins among players."""
+"""Windows on the signal.
+
+What comes in, what goes out, where it is lost in the layers, and who wins among players.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,20 @@ _BATCHES, _EXAMINED = 20, 12
 _FEWEST_UTTERANCES, _PLAYED = 8, 30  # the latter: losses and gradients of each player
 
 
-@checks(rule="H830", tier="window", severity="advice", kind="symptom", confidence=0.85, each="inputs")
+@checks(
+    rule="H830", tier="window", severity="advice", kind="symptom", confidence=0.85, each="inputs"
+)
 def _output_ignores_input(_: Facts, say: Say, name: str, given: InputFacts) -> Iterator[Finding]:
     if given.answers >= _EXAMINED and given.same_answers > 0.8 * given.answers:
         what = (
-            f"the model gave the same answer to every sample of {given.same_answers} of {given.answers} batches, "
-            "though the samples differ"
+            f"the model gave the same answer to every sample of {given.same_answers} of"
+            f" {given.answers} batches, though the samples differ"
         )
-        yield say(what, "look for a path that is cut: a multiplication by 0, dead units, an unused argument.", name)
+        yield say(
+            what,
+            "look for a path that is cut: a multiplication by 0, dead units, an unused argument.",
+            name,
+        )
 
 
 @checks(rule="H843", tier="window", severity="advice", kind="cause", confidence=0.85, each="losses")
@@ -30,7 +39,10 @@ def _sorted_labels(facts: Facts, say: Say, place: str, site: LossFacts) -> Itera
     expected, seen = site.expected_labels or 0.0, site.distinct_labels or 0.0
     few = expected >= 1.8 and 0 < seen < 0.6 * expected
     if facts.minimizes_one_loss and site.labelled_calls >= _EXAMINED and few:
-        what = f"a batch holds {seen:.1f} different labels, where {expected:.1f} are expected of shuffled data"
+        what = (
+            f"a batch holds {seen:.1f} different labels, where {expected:.1f} are expected of"
+            " shuffled data"
+        )
         yield say(what, "shuffle: DataLoader(..., shuffle=True).", place)
 
 
@@ -38,13 +50,21 @@ def _sorted_labels(facts: Facts, say: Say, place: str, site: LossFacts) -> Itera
 def _nothing_to_learn(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, given in facts.inputs.items():
         if given.examined >= _EXAMINED and given.constant > 0.95 * given.examined:
-            what = f"all samples of a batch are the same, in {given.constant} of {given.examined} observed batches"
+            what = (
+                f"all samples of a batch are the same, in {given.constant} of {given.examined}"
+                " observed batches"
+            )
             yield say(what, "look at the loading and the normalising of the data.", name)
     if not facts.minimizes_one_loss:
         return
     for place, site in facts.losses.items():
-        # A loss may be called once for positives and once for negatives: only all calls together are one target.
-        alike = {other.constant_target for other in facts.losses.values() if other.function == site.function}
+        # A loss may be called once for positives and once for negatives: only all calls together
+        # are one target.
+        alike = {
+            other.constant_target
+            for other in facts.losses.values()
+            if other.function == site.function
+        }
         if len(alike) == 1 and None not in alike and site.calls >= _BATCHES and site.values:
             # Contrastive losses name the first of their scores for ever, but it stays a task.
             trivial = site.values[-1] < 0.02 * max(site.values[0], 1e-9)
@@ -73,8 +93,14 @@ def _dead_units(facts: Facts, say: Say) -> Iterator[Finding]:
     if bad:
         worst = max(bad, key=lambda name: bad[name])
         severe = bad[worst] > 0.98 or (bad[worst] > 0.7 and progress_of(facts).failing)
-        what = f"{bad[worst]:.0%} of the units of {worst} were not active once in several windows of observed steps"
-        fix = "lower the learning rate, look at the bias and the scale of the inputs, or use LeakyReLU."
+        what = (
+            f"{bad[worst]:.0%} of the units of {worst} were not active once in several windows of"
+            " observed steps"
+        )
+        fix = (
+            "lower the learning rate, look at the bias and the scale of the inputs, or use"
+            " LeakyReLU."
+        )
         yield say(what, fix, worst, severity=advice_if(severe))
 
 
@@ -85,15 +111,16 @@ _Lost = tuple[str, str]  # what is said, and where
 def _depth_profile(facts: Facts, say: Say) -> Iterator[Finding]:
     progress = progress_of(facts)
     lost = progress.failing or facts.broken
-    # What explodes is the surer cause; the others may as well follow from a learning rate that is too high.
+    # What explodes is the surer cause; the others may as well follow from a learning rate that is
+    # too high.
     found = [
         (0.85, lost, _exploding(facts) if lost else None),
         (0.7, progress.failing, _vanishing(facts)),
         (0.7, progress.poor, _saturated(facts)),
     ]
     fix = (
-        "use ReLU-like activations or gates with a matching initialisation, normalisation, residual paths; clip the "
-        "gradient of recurrent networks."
+        "use ReLU-like activations or gates with a matching initialisation, normalisation, residual"
+        " paths; clip the gradient of recurrent networks."
     )
     for confidence, loud, signal in found:
         if signal is not None:
@@ -126,11 +153,15 @@ def _vanishing_within(facts: Facts, prefix: str) -> _Lost | None:
 
 
 def _saturated(facts: Facts) -> _Lost | None:
-    bad = {name: share for name, share in facts.saturated.items() if share > 0.7}  # half: SageMaker Debugger
+    # Half: SageMaker Debugger
+    bad = {name: share for name, share in facts.saturated.items() if share > 0.7}
     if not bad:
         return None
     where = max(bad, key=lambda name: bad[name])
-    return f"{bad[where]:.0%} of the values of {where} sit at its bounds, where no gradient passes", where
+    return (
+        f"{bad[where]:.0%} of the values of {where} sit at its bounds, where no gradient passes",
+        where,
+    )
 
 
 def _exploding(facts: Facts) -> _Lost | None:
@@ -167,8 +198,9 @@ def _alignment_failed(facts: Facts, say: Say) -> Iterator[Finding]:
     at_end = alignment.get("share_at_max_decoder", 0.0)
     if alignment["diagonality"] < 0.5 or alignment["sharpness"] < 0.2 or at_end > 0.2:
         what = (
-            f"the attention is not aligned: diagonality {alignment['diagonality']:.2f}, sharpness "
-            f"{alignment['sharpness']:.2f}, {at_end:.0%} of the utterances end at the decoder's limit"
+            f"the attention is not aligned: diagonality {alignment['diagonality']:.2f}, sharpness"
+            f" {alignment['sharpness']:.2f}, {at_end:.0%} of the utterances end at the decoder's"
+            " limit"
         )
         fix = "guided attention loss, trimmed silence, a larger weight of the stop token's loss."
         yield say(what, fix)
@@ -187,11 +219,15 @@ def _player_has_won(facts: Facts, say: Say) -> Iterator[Finding]:
                 continue
             first, last = middle(theirs[:8]), middle(theirs[-15:])
             left = middle(norms[-15:]) / middle(norms[:8]) if middle(norms[:8]) else 1.0
-            # With the loss that does not saturate the loser's gradient stays, and its loss climbs without an end.
+            # With the loss that does not saturate the loser's gradient stays, and its loss climbs
+            # without an end.
             if left < 0.05 or last > 3 * abs(first):
                 what = (
-                    f"{winner} has won (loss {middle(losses[-15:]):.2g}): {loser}'s loss went from {first:.2g} to "
-                    f"{last:.2g}, its gradient to {left:.1%}"
+                    f"{winner} has won (loss {middle(losses[-15:]):.2g}): {loser}'s loss went from"
+                    f" {first:.2g} to {last:.2g}, its gradient to {left:.1%}"
                 )
-                fix = "make the winner weaker or slower: lower learning rate, R1 penalty, label smoothing."
+                fix = (
+                    "make the winner weaker or slower: lower learning rate, R1 penalty, label"
+                    " smoothing."
+                )
                 yield say(what, fix, winner)

@@ -1,8 +1,10 @@
-"""What the host of a loader calls its epochs, where it says so, as it would to torch's DistributedSampler.
+"""What the host of a loader calls its epochs, where it says so, as it would to torch's
+DistributedSampler.
 
-A position behind the last batch of an epoch can be read in two ways. A host that saved there may go on with that
-epoch, of which nothing is left, as with torchdata's StatefulDataLoader; or it may count it as done and iterate the
-next one, as Lightning does. The number that it gives to the epoch distinguishes them.
+A position behind the last batch of an epoch can be read in two ways. A host that saved there may go
+on with that epoch, of which nothing is left, as with torchdata's StatefulDataLoader; or it may
+count it as done and iterate the next one, as Lightning does. The number that it gives to the epoch
+distinguishes them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from holdfast.loader.weak_calls import WeakCall
 
 
 class HostEpochs:
-    """The number that the host gives to the epoch of a loader, at whose samplers it looks for ``set_epoch``.
+    """The number that the host gives to the epoch of a loader, at whose samplers it looks for
+    ``set_epoch``.
 
     The loader may count others: a short one that is repeated has several in one epoch of its host.
     """
@@ -35,17 +38,25 @@ class HostEpochs:
                     each.set_epoch = WeakCall(loader, "set_epoch")
 
     def placed(self, current: int) -> None:
-        """Note that the loader was brought to an epoch of this number; what was named before is void."""
+        """Note that the loader was brought to an epoch of this number.
+
+        What was named before is void.
+        """
         self.current, self.named = current, None
 
     def moved(self, by: int) -> None:
         """Note that the loader has gone on by so many epochs."""
         self.current = None if self.current is None else self.current + by
 
-    def follow(self, epoch: int, on_sampler: int | None, emit: Callable[[EventData], None], *, begun: bool) -> int:
-        """Return the epoch to iterate: the loader's next, or what the host has set on a sampler of the user's.
+    def follow(
+        self, epoch: int, on_sampler: int | None, emit: Callable[[EventData], None], *, begun: bool
+    ) -> int:
+        """Return the epoch to iterate.
 
-        `begun`: batches of this epoch were handed out before a restart; then only a later one is followed.
+        The loader's next, or what the host has set on a sampler of the user's.
+
+        `begun`: batches of this epoch were handed out before a restart; then only a later one is
+            followed.
         """
         if on_sampler is not None and begun:
             self.named = on_sampler

@@ -1,10 +1,11 @@
 """Orders: which sample is at which position of an epoch.
 
-An order is a function of (seed, epoch) that can be asked for any stretch of positions and makes no more of the epoch
-than the blocks it touches. So a run resumes in the middle of any data set at once, and with whatever number of
-workers, batch size or number of ranks.
+An order is a function of (seed, epoch) that can be asked for any stretch of positions and makes no
+more of the epoch than the blocks it touches. So a run resumes in the middle of any data set at
+once, and with whatever number of workers, batch size or number of ranks.
 
-What an order returns for a seed is part of what a saved position means: a change is a new version in its identity.
+What an order returns for a seed is part of what a saved position means: a change is a new version
+    in its identity.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from numpy.typing import ArrayLike, NDArray
 from holdfast.core.errors import LoaderError
 from holdfast.loader.seeds import derive_seed, random_bits
 
-_BLOCK = 4096  # positions; from here on the cost of a call no longer shows in the cost of a position
+# Positions; from here on the cost of a call no longer shows in the cost of a position
+_BLOCK = 4096
 _LARGEST_GROUP, _LARGEST_WINDOW = 256, 8192
-# Measured with 100,000 log-normal lengths (speech of 0.5 to 17 s, sigma 0.6): of batches of 32, 0.6 % is padding, of
-# batches of 48 5 % (they span groups), shuffled 62 %. A window of 4096 has 1.1 % and 5 %; groups of 128 have 9 % at
-# 48, groups of 512 3 %, but lengths then rise over twice as many batches.
+# Measured with 100,000 log-normal lengths (speech of 0.5 to 17 s, sigma 0.6): of batches of 32, 0.6
+# % is padding, of batches of 48 5 % (they span groups), shuffled 62 %. A window of 4096 has 1.1 %
+# and 5 %; groups of 128 have 9 % at 48, groups of 512 3 %, but lengths then rise over twice as many
+# batches.
 _LEAST_WINDOWS = 4  # with one window for all samples, the same ones would meet in each epoch
 _CHUNK = 2**20  # numbers that are digested at a time, so that no second copy of all is made
 
@@ -57,7 +60,10 @@ class Order(ABC):
         return len(self)
 
     def identity(self) -> dict[str, Any]:
-        """Return, as JSON values, what must be equal for a position to mean the same sample: no seed, no sizes."""
+        """Return, as JSON values, what must be equal for a position to mean the same sample.
+
+        No seed, no sizes.
+        """
         return {"kind": self._kind, "version": 1, "length": len(self)}
 
     def __iter__(self) -> Iterator[int]:
@@ -67,11 +73,15 @@ class Order(ABC):
 
     @abstractmethod
     def _block(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return what is at the positions of one block: those between two multiples of the block's size."""
+        """Return what is at the positions of one block.
+
+        Those between two multiples of the block's size.
+        """
 
     @final
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[int]:
-        """Return the indices of the samples at the positions from `start` to `stop` of an epoch, as in a slice.
+        """Return the indices of the samples at the positions from `start` to `stop` of an epoch, as
+        in a slice.
 
         The cost grows with the positions asked for, not with the epoch.
         """
@@ -90,7 +100,9 @@ class Order(ABC):
             if made == asked:
                 return values
         first = number * self._block_size
-        values = self._block(seed, epoch, np.arange(first, min(first + self._block_size, len(self)), dtype=np.int64))
+        values = self._block(
+            seed, epoch, np.arange(first, min(first + self._block_size, len(self)), dtype=np.int64)
+        )
         self._newest = ((asked, values), *self._newest[:1])
         return values
 
@@ -127,17 +139,20 @@ class Shuffled(Order):
 class LengthBucketed(Order):
     """Each sample once an epoch, at random places, but with neighbours of about the same length.
 
-    The epoch is shuffled and cut into windows; each window is sorted by length and cut into groups, whose order is
-    random again. So batches need little padding, and lengths do not rise over more than one group. Neither depends
+    The epoch is shuffled and cut into windows; each window is sorted by length and cut into groups,
+    whose order is random again. So batches need little padding, and lengths do not rise over more
+    than one group. Neither depends
     on the batch size: batches that divide the group never span two of them.
 
     Args:
         lengths: One per sample, finite and at least 0, in any unit; shape ``(samples,)``.
-        window: Positions among which samples are sorted. More need less padding; with fewer, samples meet others in
-            each epoch. By default a quarter of the samples, but at most 8192.
-        group: Positions that stay sorted. With a multiple of the batch size that divides the window no batch spans
-            two groups; otherwise at least four times the batch size keeps the padding low. By default 256, and a
-            smaller power of two where the window has not two such groups.
+        window: Positions among which samples are sorted. More need less padding; with fewer,
+            samples meet others in each epoch. By default a quarter of the samples, but at most
+            8192.
+        group: Positions that stay sorted. With a multiple of the batch size that divides the window
+            no batch spans two groups; otherwise at least four times the batch size keeps the
+            padding low. By default 256, and a smaller power of two where the window has not two
+            such groups.
 
     Raises:
         LoaderError: H605 for lengths or sizes that cannot be used.
@@ -145,12 +160,16 @@ class LengthBucketed(Order):
 
     _kind = "length_bucketed"
 
-    def __init__(self, lengths: ArrayLike, *, window: int | None = None, group: int | None = None) -> None:
+    def __init__(
+        self, lengths: ArrayLike, *, window: int | None = None, group: int | None = None
+    ) -> None:
         self.lengths = _numbers(lengths)
         super().__init__(len(self.lengths))
         if min(1 if size is None else size for size in (window, group)) < 1:
             what = f"window={window} and group={group} positions"
-            raise _unusable(what, "they have at least 1", "leave them out, or pass sizes such as 8192 and 256.")
+            raise _unusable(
+                what, "they have at least 1", "leave them out, or pass sizes such as 8192 and 256."
+            )
         span = min(_LARGEST_WINDOW, len(self) // _LEAST_WINDOWS) if window is None else window
         self._group = group or min(_LARGEST_GROUP, 2 ** max(0, (span // 2).bit_length() - 1))
         self._block_size = window or max(1, span // self._group) * self._group
@@ -178,10 +197,14 @@ def _numbers(lengths: ArrayLike) -> NDArray[Any]:
     array = np.asarray(lengths).copy()
     fix = "pass a list or array with one number per sample."
     if array.ndim != 1 or (array.size and array.dtype.kind not in "biuf"):
-        raise _unusable(f"lengths of shape {array.shape} and type {array.dtype}", "there is one per sample", fix)
+        raise _unusable(
+            f"lengths of shape {array.shape} and type {array.dtype}", "there is one per sample", fix
+        )
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if len(wrong):
-        raise _unusable(f"lengths[{wrong[0]}]={array[wrong[0]]}", "they have to be finite and at least 0", fix)
+        raise _unusable(
+            f"lengths[{wrong[0]}]={array[wrong[0]]}", "they have to be finite and at least 0", fix
+        )
     return array
 
 
@@ -197,28 +220,36 @@ def _digest(numbers: NDArray[Any]) -> str:
     return digest.hexdigest()
 
 
-# --- a keyed bijection of range(n) with random access ----------------------------------------------------
+# --- a keyed bijection of range(n) with random access
+# ----------------------------------------------------
 
-# Only integers modulo 2**64 and a stable sort are used: the values are the same for every numpy and every machine,
-# which the positions in checkpoints rely on. Statistically random, not secret: no cryptography.
+# Only integers modulo 2**64 and a stable sort are used: the values are the same for every numpy and
+# every machine, which the positions in checkpoints rely on. Statistically random, not secret: no
+# cryptography.
 _SORTED_UP_TO = 4096
-# Below it the range is shuffled by sorting hashes, which makes all orders equally likely; a Feistel network on so
-# few values repeats itself. 4096 sorted hashes cost as much as 4096 values of the network, and 32 KiB.
+# Below it the range is shuffled by sorting hashes, which makes all orders equally likely; a Feistel
+# network on so few values repeats itself. 4096 sorted hashes cost as much as 4096 values of the
+# network, and 32 KiB.
 _ROUNDS = 8
-# Four rounds of random functions are a pseudorandom permutation in both directions (Luby, Rackoff 1988); more are
-# for the small halves, which are 6 bits at 4096. NIST SP 800-38G takes 8 (FF3) and 10 (FF1).
+# Four rounds of random functions are a pseudorandom permutation in both directions (Luby, Rackoff
+# 1988); more are for the small halves, which are 6 bits at 4096. NIST SP 800-38G takes 8 (FF3) and
+# 10 (FF1).
 
 
 def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Return what is at some positions of a shuffled ``range(n)``, ``1 <= n <= 2**62``; shape ``(k,)``, int64.
+    """Return what is at some positions of a shuffled ``range(n)``, ``1 <= n <= 2**62``.
 
-    Above 4096 this is a Feistel network on pairs of digits (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002): the value is ``left * base + right``, and each round adds a hash of one digit to the other. The
-    pairs are at most ``sqrt(n)`` more than the values, and the few that are too large go through again. `key` says
-    which of the permutations, modulo 2**64.
+    Shape ``(k,)``, int64.
+
+    Above 4096 this is a Feistel network on pairs of digits (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002): the value is ``left * base + right``, and each round adds a
+    hash of one digit to the other. The pairs are at most ``sqrt(n)`` more than the values, and the
+    few that are too large go through again. `key` says which of the permutations, modulo 2**64.
     """
     assert 1 <= n <= 2**62, n
-    assert not len(positions) or (positions.min() >= 0 and positions.max() < n), "a position outside of the range"
+    assert not len(positions) or (positions.min() >= 0 and positions.max() < n), (
+        "a position outside of the range"
+    )
     if n <= _SORTED_UP_TO:
         return _sorted_hashes(n, key)[positions]
     values = _network(positions.astype(np.uint64), n, key)
@@ -229,19 +260,27 @@ def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64
 
 @functools.lru_cache(maxsize=64)  # 2 MiB at most; batches are asked for one after another
 def _sorted_hashes(n: int, key: int) -> NDArray[np.int64]:
-    return np.argsort(random_bits(np.arange(n, dtype=np.uint64), key), kind="stable").astype(np.int64)
+    return np.argsort(random_bits(np.arange(n, dtype=np.uint64), key), kind="stable").astype(
+        np.int64
+    )
 
 
 def _network(values: NDArray[np.uint64], n: int, key: int) -> NDArray[np.uint64]:
-    """Return a permutation of ``range(bases[0] * bases[1])``, the smallest such range of near squares above n."""
+    """Return a permutation of ``range(bases[0] * bases[1])``, the smallest such range of near
+    squares above n.
+    """
     base = math.isqrt(n - 1) + 1
     bases = (np.uint64(-(-n // base)), np.uint64(base))
     left = values // bases[1]
     digits = [left, values - left * bases[1]]
-    for number, round_key in enumerate(random_bits(np.arange(_ROUNDS, dtype=np.uint64), key).tolist()):
+    for number, round_key in enumerate(
+        random_bits(np.arange(_ROUNDS, dtype=np.uint64), key).tolist()
+    ):
         side = number % 2
-        added = random_bits(digits[1 - side], round_key) >> np.uint64(2)  # so that the sum does not overflow
+        # So that the sum does not overflow
+        added = random_bits(digits[1 - side], round_key) >> np.uint64(2)
         total = digits[side] + added
-        digits[side] = total - total // bases[side] * bases[side]  # numpy divides faster than it takes remainders
+        # Numpy divides faster than it takes remainders
+        digits[side] = total - total // bases[side] * bases[side]
     pairs: NDArray[np.uint64] = digits[0] * bases[1] + digits[1]
     return pairs

@@ -1,4 +1,7 @@
-"""Which rank this is, and which positions of a step belong to which rank. Nothing here talks to another rank."""
+"""Which rank this is, and which positions of a step belong to which rank.
+
+Nothing here talks to another rank.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
 def rank_positions(
     first: int, count: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
 ) -> range | None:
-    """Return which positions of the step that begins at `first`, any of `count`, belong to a rank; None at the end.
+    """Return which positions of the step that begins at `first`, any of `count`, belong to a rank;
+    None at the end.
 
-    The step takes ``batch_size * world_size`` positions. Those of a shorter last step are divided among all ranks,
-    with sizes that differ by at most 1, since a rank that made no step would leave the others waiting for it: where
+    The step takes ``batch_size * world_size`` positions. Those of a shorter last step are divided
+    among all ranks,
+    with sizes that differ by at most 1, since a rank that made no step would leave the others
+        waiting for it: where
     fewer are left than ranks, some are taken twice. With
     `drop_last` a step that is not full is left out.
     """
@@ -30,7 +36,11 @@ def rank_positions(
     return range(first + left * rank // world_size, first + left * (rank + 1) // world_size)
 
 
-def steps_left(first: int, count: int, batch_size: int, world_size: int, *, drop_last: bool = False) -> int:
-    """Return how many steps `rank_positions` gives every rank from a position to the end of the epoch."""
+def steps_left(
+    first: int, count: int, batch_size: int, world_size: int, *, drop_last: bool = False
+) -> int:
+    """Return how many steps `rank_positions` gives every rank from a position to the end of the
+    epoch.
+    """
     left, size = max(0, count - first), batch_size * world_size
     return left // size if drop_last else -(-left // size)

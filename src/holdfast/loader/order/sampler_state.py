@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-# The attributes under which samplers hold the dataset, which is not part of their state and may be large.
+# The attributes under which samplers hold the dataset, which is not part of their state and may be
+# large.
 _DATA_ATTRIBUTES = ("data_source", "dataset")
 
 # The attributes that `HostEpochs` adds to samplers.
@@ -29,7 +30,8 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         digest: Equal for equal attributes.
-        is_complete: False if the digest leaves a value out, such as an iterator, whose state cannot be read.
+        is_complete: False if the digest leaves a value out, such as an iterator, whose state cannot
+            be read.
     """
 
     digest: bytes
@@ -37,10 +39,11 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
-    """Return the fingerprint of samplers, without their dataset and the generators that are seeded for each epoch.
+    """Return the fingerprint of samplers, without their dataset and the generators that are seeded
+    for each epoch.
 
-    Only fingerprints of one process can be compared. Equal ones mean equal attributes; different ones usually mean
-    that an attribute has changed.
+    Only fingerprints of one process can be compared. Equal ones mean equal attributes; different
+    ones usually mean that an attribute has changed.
     """
     digester = _Digester(dataset)
     for sampler in samplers:
@@ -55,13 +58,18 @@ def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
 
 
 def copy_sampler(sampler: Any, dataset: Any) -> Any | None:
-    """Return a deep copy of a sampler that shares its dataset and its models; None if it cannot be copied."""
+    """Return a deep copy of a sampler that shares its dataset and its models.
+
+    None if it cannot be copied.
+    """
     shared = [dataset]
     inner = sampler
     for _ in range(_MOST_LEVELS):
         attributes = getattr(inner, "__dict__", {})
         for name, value in attributes.items():
-            if name in (*_DATA_ATTRIBUTES, *_ADDED_ATTRIBUTES) or isinstance(value, torch.nn.Module):
+            if name in (*_DATA_ATTRIBUTES, *_ADDED_ATTRIBUTES) or isinstance(
+                value, torch.nn.Module
+            ):
                 shared.append(value)
         inner = attributes.get("sampler")
     try:
@@ -72,12 +80,20 @@ def copy_sampler(sampler: Any, dataset: Any) -> Any | None:
 
 def same_state(first: Any, second: Any) -> bool:
     """Return whether two values of ``state_dict()`` are equal."""
-    if isinstance(first, (torch.Tensor, np.ndarray)) or isinstance(second, (torch.Tensor, np.ndarray)):
-        if type(first) is not type(second) or first.dtype != second.dtype or first.shape != second.shape:
+    if isinstance(first, (torch.Tensor, np.ndarray)) or isinstance(
+        second, (torch.Tensor, np.ndarray)
+    ):
+        if (
+            type(first) is not type(second)
+            or first.dtype != second.dtype
+            or first.shape != second.shape
+        ):
             return False
         return bool((first == second).all())
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(same_state(value, second[key]) for key, value in first.items())
+        return first.keys() == second.keys() and all(
+            same_state(value, second[key]) for key, value in first.items()
+        )
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
         return len(first) == len(second) and all(map(same_state, first, second))
     return bool(first == second)
@@ -105,7 +121,9 @@ def from_ranges(ranges: Iterable[Iterable[int]]) -> list[int]:
 
 
 def _state_attributes(value: Any, dataset: Any) -> dict[str, Any]:
-    """Return the attributes of an object without the dataset, what holdfast has added, and the seeded generator."""
+    """Return the attributes of an object without the dataset, what holdfast has added, and the
+    seeded generator.
+    """
     attributes = getattr(value, "__dict__", {})
     return {
         name: attribute
@@ -126,7 +144,8 @@ class _Digester:
         self.digest = hashlib.blake2b(digest_size=16)
         self.is_complete = True
         self._dataset = dataset
-        # By id. The references keep the objects alive, so that no other object gets one of these ids.
+        # By id. The references keep the objects alive, so that no other object gets one of these
+        # ids.
         self._visited: dict[int, Any] = {}
 
     def visit_attributes(self, value: Any) -> None:
@@ -146,10 +165,13 @@ class _Digester:
             self._visit_once(value, lambda: self._visit_all([*value.keys(), *value.values()]))
         elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
             self._visit_once(value, lambda: self._visit_all(value))
-        elif isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        elif isinstance(
+            value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+        ):
             self._visit_generator(value)
         elif isinstance(value, torch.nn.Module):
-            # torch counts the in-place changes of a tensor. A sampler that uses the model changes with every step.
+            # torch counts the in-place changes of a tensor. A sampler that uses the model changes
+            # with every step.
             self._add(repr([tensor._version for tensor in value.parameters()]))
         elif isinstance(value, (type, FunctionType, MethodType, ModuleType)):
             self._add(repr(getattr(value, "__qualname__", "a module")))
@@ -193,4 +215,6 @@ class _Digester:
 
 def _is_flat(value: Any) -> bool:
     """Return whether a value is a container of nothing but numbers and strings."""
-    return type(value) in (list, tuple, set, frozenset, range) and _PLAIN_TYPES.issuperset(map(type, value))
+    return type(value) in (list, tuple, set, frozenset, range) and _PLAIN_TYPES.issuperset(
+        map(type, value)
+    )

@@ -1,10 +1,12 @@
-"""The items of a stream, each with random numbers of its own, and the state with which they go on after any of them.
+"""The items of a stream, each with random numbers of its own, and the state with which they go on
+after any of them.
 
-What an iterator draws as it begins, such as the order of an epoch in the head of a generator's ``__iter__``, belongs
-to the call that gives its first item. It has to come out alike wherever the stream goes on, so that this call is made
-with the seed of the epoch's first item; and since nothing shows where the head ends and the item begins, the item
-that comes with it is then one that was handed out before, and dropped. Where the first item draws nothing, the head
-has drawn nothing either, and no item is read twice.
+What an iterator draws as it begins, such as the order of an epoch in the head of a generator's
+``__iter__``, belongs to the call that gives its first item. It has to come out alike wherever the
+stream goes on, so that this call is made with the seed of the epoch's first item; and since nothing
+shows where the head ends and the item begins, the item that comes with it is then one that was
+handed out before, and dropped. Where the first item draws nothing, the head has drawn nothing
+either, and no item is read twice.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ def behind(items: int, state: Any) -> dict[str, Any]:
 
 
 def quietly(board: Board | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context that leaves training's random state alone; in a worker there is none to leave alone."""
+    """Return a context that leaves training's random state alone.
+
+    In a worker there is none to leave alone.
+    """
     return isolated() if board is None else contextlib.nullcontext()
 
 
@@ -43,17 +48,24 @@ class StreamError(Exception):
 
 
 class Items:
-    """The items of a stream, and their count. Their random numbers depend on `parts` and an item's number."""
+    """The items of a stream, and their count.
 
-    def __init__(self, dataset: Any, parts: tuple[Any, ...], board: Board | None, *, keeps_state: bool) -> None:
+    Their random numbers depend on `parts` and an item's number.
+    """
+
+    def __init__(
+        self, dataset: Any, parts: tuple[Any, ...], board: Board | None, *, keeps_state: bool
+    ) -> None:
         self._dataset = dataset
         self._parts = parts
         self._board = board
         self._keeps_state = keeps_state
         self._iterator: Iterator[Any] = iter(())
         self._head_draws: bool | None = None  # None: no item of this iterator has been read
-        self._first_seed: int | None = None  # of the call that lets the iterator begin, where it is not the item's
-        self._kept: tuple[int, Any] = (0, None)  # a place to go on from, at the last item or before it
+        # Of the call that lets the iterator begin, where it is not the item's
+        self._first_seed: int | None = None
+        # A place to go on from, at the last item or before it
+        self._kept: tuple[int, Any] = (0, None)
         self.show: Callable[[], None] = lambda: None
         self.number = 0
         self.ended = False
@@ -76,7 +88,10 @@ class Items:
             self.show()
 
     def remember(self) -> None:
-        """Keep the place before the next item to go on from; not before the first, where many have none."""
+        """Keep the place before the next item to go on from.
+
+        Not before the first, where many have none.
+        """
         if self._keeps_state and self._head_draws is not False and self.number > self._kept[0]:
             self._kept = self.number, self._own_state()
 
@@ -95,7 +110,9 @@ class Items:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Leave training's random state alone, and raise what the dataset raises as a `StreamError`."""
+        """Leave training's random state alone, and raise what the dataset raises as a
+        `StreamError`.
+        """
         try:
             with quietly(self._board):
                 yield
@@ -125,4 +142,8 @@ class Items:
 
 def _differs(one: RandomState, other: RandomState) -> bool:
     # An object that nothing was drawn from is the same one.
-    return one.python is not other.python or one.numpy is not other.numpy or not torch.equal(one.cpu, other.cpu)
+    return (
+        one.python is not other.python
+        or one.numpy is not other.numpy
+        or not torch.equal(one.cpu, other.cpu)
+    )

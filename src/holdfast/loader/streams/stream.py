@@ -1,10 +1,16 @@
-"""Iterable datasets: their batches dealt out to workers and ranks, each item once, in the order of one process.
+"""Iterable datasets.
 
-not sharded by itself    every worker reads the whole stream and makes every so many-th batch of it; there
-                         ``get_worker_info()`` is None, as in one process, unless you pass ``sharded=False``
-sharded by itself        its code asks ``get_worker_info()``, or you say so: what it yields in a worker is its own
+Their batches dealt out to workers and ranks, each item once, in the order of one process.
 
-With ``state_dict`` and ``load_state_dict`` the dataset keeps its own position; without, the items before the position
+not sharded by itself    every worker reads the whole stream and makes every so many-th batch of it;
+there
+                         ``get_worker_info()`` is None, as in one process, unless you pass
+                         ``sharded=False``
+sharded by itself        its code asks ``get_worker_info()``, or you say so: what it yields in a
+worker is its own
+
+With ``state_dict`` and ``load_state_dict`` the dataset keeps its own position; without, the items
+before the position
 are read again and dropped. Bad items are not quarantined: an iterator that has raised is over.
 """
 
@@ -45,7 +51,8 @@ def keeps_state(dataset: Any) -> bool:
 class StreamPosition:
     """How far a stream, or one worker's part of it, was handed out.
 
-    Where its iterator had ended, many a dataset's state is already that of the next epoch's beginning.
+    Where its iterator had ended, many a dataset's state is already that of the next epoch's
+    beginning.
     """
 
     items: int = 0
@@ -54,9 +61,12 @@ class StreamPosition:
 
 
 class Beginning:
-    """The state that a dataset had before this process first read it: where an epoch begins after one that was left.
+    """The state that a dataset had before this process first read it.
 
-    Else that epoch, here or in workers that are forked then, would begin where the other one was left. It is asked
+    Where an epoch begins after one that was left.
+
+    Else that epoch, here or in workers that are forked then, would begin where the other one was
+    left. It is asked
     for once: what many a dataset returns later is where its last epoch ended.
     """
 
@@ -69,13 +79,16 @@ class Beginning:
         """Return a position with the state to load there."""
         if begin.state is not None or self._state is None or not self.was_left:
             return begin
-        return replace(begin, state=behind(begin.items, self._state) if begin.items else self._state)
+        return replace(
+            begin, state=behind(begin.items, self._state) if begin.items else self._state
+        )
 
     def is_read(self, dataset: Any) -> None:
         """Note that this process begins to read the dataset."""
         if not self._is_known and keeps_state(dataset):
             self._is_known = True
-            with isolated(), contextlib.suppress(Exception):  # one that has no state before it is read
+            # One that has no state before it is read
+            with isolated(), contextlib.suppress(Exception):
                 self._state = copy.deepcopy(dataset.state_dict())
         self.was_left = True
 
@@ -100,7 +113,8 @@ class StreamPlan:
 class Stream(IterableDataset[Any]):
     """Batches with reports from an iterable dataset, for one worker or this process.
 
-    Positions are by worker if the dataset divides its items itself, else under 0. Then `turn` is the worker whose
+    Positions are by worker if the dataset divides its items itself, else under 0. Then `turn` is
+    the worker whose
     turn it is: torch begins with worker 0, so those before it pass.
     """
 
@@ -120,7 +134,8 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches, each with its report, from the position on."""
         plan, beginning = self._plan, self._plan.beginning
-        info = None if self._board is None else get_worker_info()  # else in the worker of another loader
+        # Else in the worker of another loader
+        info = None if self._board is None else get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         shard, parts = (worker, 1) if plan.sharded else (0, workers)
         begin = self._positions.get(shard, StreamPosition())
@@ -134,7 +149,9 @@ class Stream(IterableDataset[Any]):
         if (yield from self._batches(worker, parts, shard, begin)):
             beginning.was_left = False
 
-    def _batches(self, worker: int, parts: int, shard: int, begin: StreamPosition) -> Generator[Any, None, bool]:
+    def _batches(
+        self, worker: int, parts: int, shard: int, begin: StreamPosition
+    ) -> Generator[Any, None, bool]:
         """Yield the batches; return whether these were all."""
         plan = self._plan
         seed = (plan.seed, plan.epoch, "stream", shard if plan.sharded else 0)
@@ -142,7 +159,8 @@ class Stream(IterableDataset[Any]):
         cells = None if self._board is None else self._board.of(worker)
         items.show = lambda: _show(cells, items.number, 0)
         if not plan.sharded and not plan.certain and cells is not None:
-            _torch_worker._worker_info = None  # else a dataset that asks which worker it is in would divide as well
+            # Else a dataset that asks which worker it is in would divide as well
+            _torch_worker._worker_info = None
         turn, size = 0, (plan.batch_size or 1) * plan.world_size
         try:
             items.open(begin.items, begin.state)
@@ -178,10 +196,14 @@ class Stream(IterableDataset[Any]):
                 group.append(item)
         return group
 
-    def _made(self, group: list[Any], size: int, worker: int, cells: Cells, items: Items, began: float) -> Any:
+    def _made(
+        self, group: list[Any], size: int, worker: int, cells: Cells, items: Items, began: float
+    ) -> Any:
         """Return the batch of this rank's part of the items of one step, with its report."""
         plan, each = self._plan, size // self._plan.world_size
-        share = rank_positions(0, len(group), each, plan.rank, plan.world_size, drop_last=plan.drop_last)
+        share = rank_positions(
+            0, len(group), each, plan.rank, plan.world_size, drop_last=plan.drop_last
+        )
         if share is None:
             return None, tuple(Report(-1, state=_LEFT_OUT))
         batch = group[share.start : share.stop]
@@ -205,9 +227,14 @@ def _show(cells: Cells, number: int, offset: int) -> None:
 
 
 class StreamSource(Source):
-    """The rest of an epoch of an iterable dataset; positions and turn as `Stream`, brought up to date."""
+    """The rest of an epoch of an iterable dataset.
 
-    def __init__(self, plan: StreamPlan, positions: dict[int, StreamPosition], turn: int, workers: int) -> None:
+    Positions and turn as `Stream`, brought up to date.
+    """
+
+    def __init__(
+        self, plan: StreamPlan, positions: dict[int, StreamPosition], turn: int, workers: int
+    ) -> None:
         self._plan = plan
         self._workers = workers
         self.positions = positions
@@ -234,13 +261,19 @@ class StreamSource(Source):
             self.turn = (report.number + 1) % self._workers
 
     def is_short(self) -> bool:
-        """Return False: nobody knows the length. H610 if there was no item, unless this rank may have none."""
+        """Return False: nobody knows the length.
+
+        H610 if there was no item, unless this rank may have none.
+        """
         several_ranks = ranks_now((0, 1))[1] > 1 or os.environ.get("WORLD_SIZE", "1") != "1"
         if self._has_items or (several_ranks and divides_among_ranks(self._plan.dataset)):
             return False
         raise LoaderError(
             f"{type(self._plan.dataset).__name__} has no items",
             limit="an epoch needs at least one",
-            fix="check its path and its filters; if it can be read only once, let its __iter__ begin anew.",
+            fix=(
+                "check its path and its filters; if it can be read only once, let its __iter__"
+                " begin anew."
+            ),
             rule="H610",
         ) from None

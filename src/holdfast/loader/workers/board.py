@@ -1,6 +1,9 @@
-"""A board in shared memory on which each worker shows what it is doing: so a stuck one is known from a slow one.
+"""A board in shared memory on which each worker shows what it is doing.
 
-Three numbers for each worker: batch, place in it, and how many batches it has finished. Written without a lock by its
+So a stuck one is known from a slow one.
+
+Three numbers for each worker: batch, place in it, and how many batches it has finished. Written
+    without a lock by its
 worker alone; a reader may see numbers of two moments, which a second look puts right.
 """
 
@@ -16,7 +19,10 @@ Cells: TypeAlias = memoryview | None
 
 
 class Showing(NamedTuple):
-    """What a worker was doing: the batch, the place in it or a state as above, and batches finished."""
+    """What a worker was doing.
+
+    The batch, the place in it or a state as above, and batches finished.
+    """
 
     number: int
     offset: int
@@ -44,7 +50,10 @@ class Showing(NamedTuple):
 
 
 class Board:
-    """The board of one pool of workers, of a multiprocessing context; it travels to them as an argument."""
+    """The board of one pool of workers, of a multiprocessing context.
+
+    It travels to them as an argument.
+    """
 
     def __init__(self, context: Any, workers: int) -> None:
         self._cells = context.RawArray("q", _FIELDS * workers)
@@ -52,8 +61,13 @@ class Board:
             self.of(worker)[PLACE] = STARTING
 
     def of(self, worker: int) -> memoryview[int]:
-        """Return a worker's numbers, for it to write. A view and no methods: a place is written for each sample."""
-        return memoryview(self._cells).cast("B").cast("q")[_FIELDS * worker : _FIELDS * (worker + 1)]
+        """Return a worker's numbers, for it to write.
+
+        A view and no methods: a place is written for each sample.
+        """
+        return (
+            memoryview(self._cells).cast("B").cast("q")[_FIELDS * worker : _FIELDS * (worker + 1)]
+        )
 
     def look(self, worker: int) -> Showing:
         """Return what a worker shows."""

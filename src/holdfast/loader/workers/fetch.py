@@ -1,8 +1,11 @@
-"""What a worker does for one batch: fetch its samples with their own random numbers, replace bad ones, collate.
+"""What a worker does for one batch.
 
-Whatever goes wrong with a sample comes back as a *report* beside the batch, never as an exception that ends an epoch
-(``StopIteration``), that cannot be pickled (the parent would wait for ever, pytorch#142884) or that loses the index.
-What is done about it is decided in ``recovery`` and ``map_source``.
+Fetch its samples with their own random numbers, replace bad ones, collate.
+
+Whatever goes wrong with a sample comes back as a *report* beside the batch, never as an exception
+that ends an epoch (``StopIteration``), that cannot be pickled (the parent would wait for ever,
+pytorch#142884) or that loses the index. What is done about it is decided in ``recovery`` and
+``map_source``.
 """
 
 from __future__ import annotations
@@ -45,13 +48,17 @@ class Report(NamedTuple):
 
     Args:
         number: Of the entry.
-        indices: Dataset indices of the samples that are in the batch; None where they are those of the entry.
+        indices: Dataset indices of the samples that are in the batch; None where they are those of
+            the entry.
         failures: Samples that are not in it.
-        fatal: Why there is no batch at all: an error of collating, or nothing left to replace a sample with.
-        shortage: What the machine was short of: ``"shared memory"``, ``"file descriptors"``, ``"memory"``, or None.
+        fatal: Why there is no batch at all: an error of collating, or nothing left to replace a
+            sample with.
+        shortage: What the machine was short of: ``"shared memory"``, ``"file descriptors"``,
+            ``"memory"``, or None.
         seconds: Time to make it.
         state: Of an iterable dataset, after this batch.
-        draws: As `LazySeeding`: whether this batch, or one before it, has drawn from python's or numpy's generator.
+        draws: As `LazySeeding`: whether this batch, or one before it, has drawn from python's or
+            numpy's generator.
     """
 
     number: int
@@ -100,29 +107,43 @@ def as_error(failure: Failure, report: Report) -> Exception:
     if report.failures:
         first = report.failures[0]
         error.add_note(
-            f"None of {len(report.failures)} samples in a row could be read: is a folder or a drive missing? "
-            f"The first was sample {first.index!r}: {last_line(first.text)}"
+            f"None of {len(report.failures)} samples in a row could be read: is a folder or a drive"
+            f" missing? The first was sample {first.index!r}: {last_line(first.text)}"
         )
     error.add_note(f"In holdfast.DataLoader, while making the batch of {which}:\n{failure.text}")
     return error
 
 
 def shortage_in(error: BaseException) -> str | None:
-    """Return what the machine is short of, if that is what an error says; such an error is not the sample's fault."""
+    """Return what the machine is short of, if that is what an error says.
+
+    Such an error is not the sample's fault.
+    """
     try:
-        text, number, name = str(error), getattr(error, "errno", None), str(getattr(error, "filename", None) or "")
+        text, number, name = (
+            str(error),
+            getattr(error, "errno", None),
+            str(getattr(error, "filename", None) or ""),
+        )
     except Exception:  # noqa: BLE001 - as above
         return None
     number = number if isinstance(number, int) else None
-    systems = text if isinstance(error, (OSError, RuntimeError)) else ""  # else a text of the sample's, such as a key
-    torchs = text if isinstance(error, RuntimeError) else ""  # an OSError's may be the path of a sample
+    # Else a text of the sample's, such as a key
+    systems = text if isinstance(error, (OSError, RuntimeError)) else ""
+    # An OSError's may be the path of a sample
+    torchs = text if isinstance(error, RuntimeError) else ""
     if number in _OUT_OF_DESCRIPTORS or "Too many open files" in systems or "ancdata" in torchs:
         return "file descriptors"
     if "shared memory" in torchs or "</torch_" in torchs:
         return "shared memory"
-    if number == errno.ENOSPC:  # with a name it is a disk that is full, which fewer workers do not cure
+    # With a name it is a disk that is full, which fewer workers do not cure
+    if number == errno.ENOSPC:
         return "shared memory" if not name or name.startswith("/dev/shm/") else None  # noqa: S108 - no file is made
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or "can't allocate memory" in torchs:
+    if (
+        isinstance(error, MemoryError)
+        or number == errno.ENOMEM
+        or "can't allocate memory" in torchs
+    ):
         return "memory"
     return None
 
@@ -130,8 +151,9 @@ def shortage_in(error: BaseException) -> str | None:
 class Fetcher(Dataset[Any]):
     """A map-style dataset whose keys are entries and whose items are batches with reports.
 
-    With epoch and index the seed decides the random numbers of a sample. A bad one is tried again and then replaced
-    (`replaces`); else its exception ends the batch. `draws` is as in `LazySeeding`.
+    With epoch and index the seed decides the random numbers of a sample. A bad one is tried again
+    and then replaced (`replaces`); else its exception ends the batch. `draws` is as in
+    `LazySeeding`.
     """
 
     def __init__(
@@ -155,7 +177,9 @@ class Fetcher(Dataset[Any]):
 
     def __getitem__(self, fields: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         if not fields:
-            raise TypeError("indices that cannot be pickled cannot be sent to a worker; pass num_workers=0")
+            raise TypeError(
+                "indices that cannot be pickled cannot be sent to a worker; pass num_workers=0"
+            )
         entry = Entry(*fields)
         cells = self._cells()
         if cells is not None:
@@ -163,7 +187,8 @@ class Fetcher(Dataset[Any]):
             if entry.control is not None and not Showing(*cells).has_worked:
                 self._show_that_it_works(entry, entry.control, cells)
         began = time.perf_counter()
-        before = None if cells is not None else capture()  # in a worker the random state is nobody's
+        # In a worker the random state is nobody's
+        before = None if cells is not None else capture()
         try:
             batch, report = self._make(entry, cells)
         finally:
@@ -181,7 +206,10 @@ class Fetcher(Dataset[Any]):
         return self._own_cells
 
     def _show_that_it_works(self, entry: Entry, place: int, cells: memoryview[int]) -> None:
-        """Read a sample that nobody suspects: who is lost after that is lost to the sample that it was at."""
+        """Read a sample that nobody suspects.
+
+        Who is lost after that is lost to the sample that it was at.
+        """
         cells[PLACE] = place
         with contextlib.suppress(Exception, SystemExit):
             self._read(entry, place, (*entry.indices, *entry.spares)[place])
@@ -200,26 +228,35 @@ class Fetcher(Dataset[Any]):
                 cells[PLACE] = COLLATING
             try:
                 if self.collate not in _DRAW_NOTHING:
-                    self._lazy.seed(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
+                    self._lazy.seed(
+                        derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1])
+                    )
                 batch = self.collate(samples[0] if entry.alone else samples)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
+            # Reported, and raised in the main process.
+            except (Exception, SystemExit) as error:  # noqa: BLE001
                 let_through(error)
                 shortage = shortage_in(error) if cells is not None else None
                 fatal = None if shortage else failure_of(None, error)
                 report = Report(entry.number, entry.indices, report.failures, fatal, shortage)
         if self._lazy.was_drawn(before):
-            return self._make(entry, cells)  # with samples that are new too: collating may have changed these
+            # With samples that are new too: collating may have changed these
+            return self._make(entry, cells)
         return batch, report
 
     def _read_all(self, entry: Entry, cells: Cells) -> list[Any]:
-        """Return the samples up to the first one that cannot be used. Nothing is done here that need not be."""
+        """Return the samples up to the first one that cannot be used.
+
+        Nothing is done here that need not be.
+        """
         samples: list[Any] = []
         if entry.bad:
             return samples
         if entry.first is None:
             seeds = self._seeds.all(entry.epoch, entry.indices)
         else:
-            seeds = [self._seed_of(entry, place, index) for place, index in enumerate(entry.indices)]
+            seeds = [
+                self._seed_of(entry, place, index) for place, index in enumerate(entry.indices)
+            ]
         try:
             for place, index in enumerate(entry.indices):
                 if cells is not None:
@@ -231,13 +268,17 @@ class Fetcher(Dataset[Any]):
         return samples
 
     def _read_rest(self, entry: Entry, cells: Cells, samples: list[Any]) -> Report:
-        """Add the samples from the first one on that cannot be used, with others in the place of bad ones."""
+        """Add the samples from the first one on that cannot be used, with others in the place of
+        bad ones.
+        """
         tried = -1 if entry.bad else len(samples)
         found, failures = list(entry.indices[: len(samples)]), list[Failure]()
         bad = set(map(key_of, entry.bad))
         for place, index in enumerate(entry.indices[len(samples) :], start=len(samples)):
             last: Failure | None = None
-            following = itertools.chain(entry.indices[place:], entry.spares) if self.replaces else (index,)
+            following = (
+                itertools.chain(entry.indices[place:], entry.spares) if self.replaces else (index,)
+            )
             for other, candidate in enumerate(following, start=place):
                 if key_of(candidate) in bad:
                     continue
@@ -246,7 +287,8 @@ class Fetcher(Dataset[Any]):
                 # A drive that stumbles gets a second chance.
                 tries = 2 if self.replaces and other != tried else 1
                 sample, last, shortage = self._try(entry, other, candidate, tries)
-                if shortage is not None and cells is not None:  # with fewer workers there may be enough
+                # With fewer workers there may be enough
+                if shortage is not None and cells is not None:
                     return Report(entry.number, failures=tuple(failures), shortage=shortage)
                 if last is None:
                     found.append(candidate)
@@ -261,7 +303,9 @@ class Fetcher(Dataset[Any]):
                 return Report(entry.number, entry.indices, tuple(failures), fatal)
         return Report(entry.number, tuple(found), tuple(failures))
 
-    def _try(self, entry: Entry, place: int, index: Any, tries: int) -> tuple[Any, Failure | None, str | None]:
+    def _try(
+        self, entry: Entry, place: int, index: Any, tries: int
+    ) -> tuple[Any, Failure | None, str | None]:
         """Return a sample, or why it cannot be used, with what the machine was short of."""
         failure: Failure | None = None
         shortage: str | None = None
@@ -274,7 +318,9 @@ class Fetcher(Dataset[Any]):
         return None, failure, shortage
 
     def _seed_of(self, entry: Entry, place: int, index: Any) -> int:
-        return self._seeds.of(entry.epoch, index if entry.first is None else (index, entry.first + place))
+        return self._seeds.of(
+            entry.epoch, index if entry.first is None else (index, entry.first + place)
+        )
 
     def _read(self, entry: Entry, place: int, index: Any) -> Any:
         """Return a sample that draws its own random numbers."""

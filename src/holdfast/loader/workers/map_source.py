@@ -1,4 +1,6 @@
-"""Where batches come from, as the recovery of workers sees it, and the source that a map-style dataset is."""
+"""Where batches come from, as the recovery of workers sees it, and the source that a map-style
+dataset is.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from holdfast.loader.workers.fetch import Fetcher, Report
 
 
 class Source:
-    """The rest of an epoch. What is written out here is that of a source that nobody can look into, as a stream."""
+    """The rest of an epoch.
+
+    What is written out here is that of a source that nobody can look into, as a stream.
+    """
 
     needs_all_workers = False
     """Whether the number of workers decides which sample comes when."""
@@ -24,7 +29,10 @@ class Source:
         raise NotImplementedError
 
     def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Any]:
-        """Yield what is not handed out yet; `again`: workers were lost meanwhile, one of them at `suspect`."""
+        """Yield what is not handed out yet.
+
+        `again`: workers were lost meanwhile, one of them at `suspect`.
+        """
         del again, suspect
         return iter(())
 
@@ -45,7 +53,10 @@ class Source:
         return False
 
     def sample_at(self, showing: Showing) -> Any:
-        """Return the index of the sample that a worker shows; None where no sample can be left out."""
+        """Return the index of the sample that a worker shows.
+
+        None where no sample can be left out.
+        """
         del showing
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
@@ -53,7 +64,10 @@ class Source:
 
 
 class MapSource(Source):
-    """The rest of an epoch of a map-style dataset: what is out, what was handed out, which sample is suspect."""
+    """The rest of an epoch of a map-style dataset.
+
+    What is out, what was handed out, which sample is suspect.
+    """
 
     def __init__(
         self,
@@ -71,7 +85,8 @@ class MapSource(Source):
         self._emit = emit
         self._bad = ledger.bad(epoch)
         self._planned = plan.entries(epoch, start, self._bad)
-        self._out: dict[int, tuple[Entry, int]] = {}  # that workers have: by number, with the position after it
+        # That workers have: by number, with the position after it
+        self._out: dict[int, tuple[Entry, int]] = {}
         self._exhausted = False
         self._losses = 0
 
@@ -84,8 +99,12 @@ class MapSource(Source):
         self._losses += again
         for number in sorted(self._out):
             entry, after = self._out[number]
-            bad = tuple(index for index in (*entry.indices, *entry.spares) if key_of(index) in self._bad)
-            entry = entry._replace(bad=bad, control=self._control(entry, suspect) if again else None)
+            bad = tuple(
+                index for index in (*entry.indices, *entry.spares) if key_of(index) in self._bad
+            )
+            entry = entry._replace(
+                bad=bad, control=self._control(entry, suspect) if again else None
+            )
             self._out[number] = entry, after
             yield entry
         for entry, after in self._planned:
@@ -94,20 +113,31 @@ class MapSource(Source):
         self._exhausted = True
 
     def _control(self, entry: Entry, suspect: Any) -> int | None:
-        """Return the place of a sample to read first, another one each time, that is not known to be bad."""
+        """Return the place of a sample to read first, another one each time, that is not known
+        to be bad.
+        """
         avoided = self._bad | {key_of(suspect)}
         indices = enumerate((*entry.indices, *entry.spares))
         others = [place for place, index in indices if key_of(index) not in avoided]
         return others[self._losses % len(others)] if others else None
 
     def complete(self, report: Report) -> Report:
-        """Return a report with the batch's indices, which a worker leaves out where they are those of the entry."""
-        return report if report.indices is not None else report._replace(indices=self._out[report.number][0].indices)
+        """Return a report with the batch's indices, which a worker leaves out where they are
+        those of the entry.
+        """
+        return (
+            report
+            if report.indices is not None
+            else report._replace(indices=self._out[report.number][0].indices)
+        )
 
     def delivered(self, report: Report) -> None:
-        """Note that a batch is handed out, and quarantine what was bad in it; H612 if these are too many.
+        """Note that a batch is handed out, and quarantine what was bad in it.
 
-        Where no sample could stand in, none is: a drive that is away must not cost a run all that it may do without.
+        H612 if these are too many.
+
+        Where no sample could stand in, none is: a drive that is away must not cost a run all that
+            it may do without.
         """
         _, self.position = self._out.pop(report.number)
         if report.fatal is None or report.fatal.index is None:

@@ -1,4 +1,7 @@
-"""One pool of workers: a torch loader, its processes and the watch over them; made, asked, dropped."""
+"""One pool of workers: a torch loader, its processes and the watch over them.
+
+Made, asked, dropped.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ class WorkersLostError(Exception):
 class WorkerSettings:
     """How workers are run now; their recovery changes it.
 
-    The loop may wait `timeout_seconds` for a batch; 0 for no limit. `share_by_file`: tensors are shared through named
+    The loop may wait `timeout_seconds` for a batch; 0 for no limit. `share_by_file`: tensors are
+    shared through named
     files, which takes no file descriptors. `keep`: workers are kept from one epoch to the next.
     """
 
@@ -66,7 +70,10 @@ class _Entries:
 
 
 class _Starting:
-    """The user's ``worker_init_fn``; after it, a worker that waits for its first batch does not count as busy."""
+    """The user's ``worker_init_fn``.
+
+    After it, a worker that waits for its first batch does not count as busy.
+    """
 
     def __init__(self, board: Board, given: Callable[[int], Any] | None) -> None:
         self._board = board
@@ -84,7 +91,10 @@ class _Starting:
 
 
 class WorkerPool:
-    """Makes batches in worker processes, or in this one if there are none; as `Watch` has it, with these limits."""
+    """Makes batches in worker processes, or in this one if there are none.
+
+    As `Watch` has it, with these limits.
+    """
 
     def __init__(
         self,
@@ -102,18 +112,29 @@ class WorkerPool:
         self._board: Board | None = None
         options = settings.options
         if self.num_workers:
-            context = recording_context(settings.method, self._processes, share_by_file=settings.share_by_file)
+            context = recording_context(
+                settings.method, self._processes, share_by_file=settings.share_by_file
+            )
             self._board = Board(context, self.num_workers)
-            options = {**options, "num_workers": self.num_workers, "multiprocessing_context": context}
+            options = {
+                **options,
+                "num_workers": self.num_workers,
+                "multiprocessing_context": context,
+            }
             options["worker_init_fn"] = _Starting(self._board, options.get("worker_init_fn"))
         else:
             single = ("generator", "pin_memory", "pin_memory_device")
             options = {name: value for name, value in options.items() if name in single}
         dataset = make_dataset(self._board)
-        self._may_end = isinstance(dataset, IterableDataset)  # a worker whose part of a stream is over
+        # A worker whose part of a stream is over
+        self._may_end = isinstance(dataset, IterableDataset)
         sampler = None if self._may_end else self._entries
         with ignoring(UserWarning):  # of the number of workers: the outer loader has given it
-            self._inner = [TorchDataLoader(dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options)]
+            self._inner = [
+                TorchDataLoader(
+                    dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options
+                )
+            ]
         self._iterator: list[Any] = []
         self._asked = False  # for a batch that has not come, of which half may have been received
 
@@ -124,16 +145,24 @@ class WorkerPool:
 
     @property
     def can_go_on(self) -> bool:
-        """Return whether its workers may be kept: all were started, nothing is half done, and it is not over."""
+        """Return whether its workers may be kept.
+
+        All were started, nothing is half done, and it is not over.
+        """
         return self._watch is not None and bool(self._inner) and not self._asked
 
     @property
     def lost_at(self) -> float | None:
-        """Return when the loss was noticed, on the monotonic clock, or None if it was not the watch that noticed."""
+        """Return when the loss was noticed, on the monotonic clock, or None if it was not the
+        watch that noticed.
+        """
         return self._watch.lost_at if self._watch is not None and self._watch.lost else None
 
     def begin(self, entries: Iterator[Any]) -> None:
-        """Start with the entries of the rest of an epoch; `WorkersLostError` if that is not possible."""
+        """Start with the entries of the rest of an epoch.
+
+        `WorkersLostError` if that is not possible.
+        """
         self._entries.source = map(tuple, entries)  # quicker to pickle
         if self._watch is not None and self._watch.lost:  # between two epochs
             raise WorkersLostError(self._watch.loss())
@@ -141,10 +170,14 @@ class WorkerPool:
             self._iterator[:] = [self._of_torch(lambda: iter(self._inner[0]))]
         if self._board is not None and self._watch is None:
             self._watch = Watch(self._processes, self._board, may_end=self._may_end, **self._limits)
-            weakref.finalize(self, self._watch.end).atexit = False  # a loader that is dropped leaves no thread
+            # A loader that is dropped leaves no thread
+            weakref.finalize(self, self._watch.end).atexit = False
 
     def next(self) -> tuple[Any, Report]:
-        """Return the next batch and its report; `WorkersLostError` if there will be no more from these workers."""
+        """Return the next batch and its report.
+
+        `WorkersLostError` if there will be no more from these workers.
+        """
         self._asked = True
         try:
             batch, fields = self._of_torch(lambda: _ask(self._iterator[0]))
@@ -155,7 +188,9 @@ class WorkerPool:
         return batch, Report(*fields)
 
     def _of_torch(self, call: Callable[[], Any]) -> Any:
-        """Return what torch's loader answers, with whatever goes wrong with the workers as a `WorkersLostError`."""
+        """Return what torch's loader answers, with whatever goes wrong with the workers as a
+        `WorkersLostError`.
+        """
         watch = self._watch
         if not self.num_workers:
             return call()
@@ -179,7 +214,10 @@ class WorkerPool:
         raise WorkersLostError(loss)  # here, so that nothing holds the iterator that was cut short
 
     def abandon(self) -> None:
-        """Kill the workers and forget them: they may have died holding a lock, so nothing of theirs is used again."""
+        """Kill the workers and forget them.
+
+        They may have died holding a lock, so nothing of theirs is used again.
+        """
         with undisturbed():
             if self._watch is not None:
                 self._watch.end()
@@ -206,11 +244,16 @@ class WorkerPool:
 
 
 def _ask(iterator: Any) -> Any:
-    """Return the next item of a torch iterator; without the mark for profilers, if none is there to see it.
+    """Return the next item of a torch iterator.
 
-    That mark takes 10 microseconds, and 100 where a step lies between two batches, so that nothing of it is cached.
+    Without the mark for profilers, if none is there to see it.
+
+    That mark takes 10 microseconds, and 100 where a step lies between two batches, so that nothing
+    of it is cached.
     """
-    found = None if torch._C._autograd._profiler_enabled() else getattr(iterator, "_next_data", None)
+    found = (
+        None if torch._C._autograd._profiler_enabled() else getattr(iterator, "_next_data", None)
+    )
     return next(iterator) if found is None else found()
 
 
@@ -220,10 +263,15 @@ def _kept_from_starting(error: Exception) -> bool:
 
 
 def _broken(error: Exception, watch: Watch) -> Loss:
-    """Return the loss behind an exception of torch's machinery: a death, a shortage, or something unknown."""
+    """Return the loss behind an exception of torch's machinery.
+
+    A death, a shortage, or something unknown.
+    """
     shortage = shortage_in(error)
     found = watch.loss(patience_seconds=_PATIENCE_SECONDS) if shortage is None else None
     if found is None or found.kind == "machinery":
         short = "" if shortage is None else f"no {shortage} left here: "
-        return Loss(cause=f"{short}{type(error).__name__}: {error}", kind="machinery", shortage=shortage)
+        return Loss(
+            cause=f"{short}{type(error).__name__}: {error}", kind="machinery", shortage=shortage
+        )
     return found

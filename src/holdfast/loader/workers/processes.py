@@ -1,8 +1,10 @@
-"""Worker processes that die with their parent, whose death is known at once, and that are dropped without waiting.
+"""Worker processes that die with their parent, whose death is known at once, and that are dropped
+without waiting.
 
-torch starts them through a multiprocessing context; ours notes each process and lets it begin with what an orphan
-must not be without. When one of them ends, torch raises an exception in the main thread *wherever that is*, in the
-middle of an optimizer step if it must be; here it is raised only while the loop waits for a batch.
+torch starts them through a multiprocessing context; ours notes each process and lets it begin with
+what an orphan must not be without. When one of them ends, torch raises an exception in the main
+thread *wherever that is*, in the middle of an optimizer step if it must be; here it is raised only
+while the loop waits for a batch.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ from holdfast.recorder.run_files import OBSERVE_VARIABLE, STACKS_SIGNAL
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1.0
 _left: list[list[Any]] = []  # iterators that no thread could be had for
-# A terminal, a scheduler or Slurm's --signal sends these to all processes of a job. The parent decides what comes of
-# them; until then workers, and programs that read samples for them, go on. SIGTERM ends a worker, as always.
+# A terminal, a scheduler or Slurm's --signal sends these to all processes of a job. The parent
+# decides what comes of them; until then workers, and programs that read samples for them, go on.
+# SIGTERM ends a worker, as always.
 _OF_THE_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LOOKS, _LOOK_SECONDS = 50, 0.01  # half a second: a process whose sentinel fires is dead already
 
@@ -52,7 +55,8 @@ _LOOKS, _LOOK_SECONDS = 50, 0.01  # half a second: a process whose sentinel fire
 class WorkerLostError(BaseException):
     """A worker ended, or was ended, while the loop waited for a batch.
 
-    Not an `Exception`, for which torch's loader opens ten temporary files to see whether descriptors are left.
+    Not an `Exception`, for which torch's loader opens ten temporary files to see whether
+    descriptors are left.
     """
 
 
@@ -65,13 +69,16 @@ class UnreadableError(BaseException):
 
 
 class Started(list[Any]):
-    """Worker processes of ours, known from before they run, so that torch never raises about one of them."""
+    """Worker processes of ours, known from before they run, so that torch never raises about one
+    of them.
+    """
 
     __hash__ = object.__hash__  # type: ignore[assignment] # so that a weak set can hold it
     __eq__ = object.__eq__
 
 
-# --- the signal of a child's end ----------------------------------------------------------------------------------
+# --- the signal of a child's end
+# ------------------------------------------------------------------------
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _started: weakref.WeakSet[Started] = weakref.WeakSet()
@@ -79,16 +86,21 @@ _previous: Any = None
 _closing = 0
 
 
-@atexit.register  # before that of multiprocessing, which would wait for ever for a worker that is stopped
+# Before that of multiprocessing, which would wait for ever for a worker that is stopped
+@atexit.register
 def _kill_all() -> None:
     for each in list(_alive):
         each.end(kills=True)
 
 
 def _on_child(number: int, frame: Any) -> None:
-    """Wake who waits for a batch of a lost worker; let torch raise about workers that are not ours."""
+    """Wake who waits for a batch of a lost worker.
+
+    Let torch raise about workers that are not ours.
+    """
     for each in list(_alive):
-        # This runs in the main thread: if that is not the one that waits, it must not be interrupted.
+        # This runs in the main thread: if that is not the one that waits, it must not be
+        # interrupted.
         if each.lost and not each.called and each.waiter == threading.get_ident() and not _closing:
             each.called = True
             raise WorkerLostError
@@ -104,7 +116,10 @@ def _on_child(number: int, frame: Any) -> None:
 
 
 def wake_on_loss(watch: Any) -> None:
-    """Let a lost worker interrupt the waiting of a `Watch`. Without effect outside the main thread, as with torch."""
+    """Let a lost worker interrupt the waiting of a `Watch`.
+
+    Without effect outside the main thread, as with torch.
+    """
     _alive.add(watch)
 
 
@@ -112,7 +127,8 @@ def wake_on_loss(watch: Any) -> None:
 def undisturbed() -> Generator[None]:
     """Have a loss wait until the end of the block.
 
-    A dropped loader is closed wherever it is collected, also where the main thread waits for another one's batch.
+    A dropped loader is closed wherever it is collected, also where the main thread waits for
+    another one's batch.
     """
     global _closing
     counts = threading.current_thread() is threading.main_thread()  # nobody else is interrupted
@@ -124,16 +140,22 @@ def undisturbed() -> Generator[None]:
 
 
 def _handle_children() -> None:
-    """Have our handler of SIGCHLD around torch's, which raises even in a queue, and so locks it for ever."""
+    """Have our handler of SIGCHLD around torch's, which raises even in a queue, and so locks it
+    for ever.
+    """
     global _previous
     if threading.current_thread() is not threading.main_thread() or _previous is not None:
         return  # once: a handler that is set after ours may call ours, and must not be called by it
-    signal_handling._set_SIGCHLD_handler()  # else it would be set around ours when the first workers start
+    # Else it would be set around ours when the first workers start
+    signal_handling._set_SIGCHLD_handler()
     _previous = signal.signal(signal.SIGCHLD, _on_child) or signal.SIG_DFL
 
 
 def silence_torch() -> None:
-    """Let torch's handler, which ours calls, raise about no worker any more: the process was asked to end."""
+    """Let torch's handler, which ours calls, raise about no worker any more.
+
+    The process was asked to end.
+    """
     global _previous
     if callable(_previous):
         _previous = signal.SIG_DFL
@@ -145,7 +167,8 @@ def wake_main_thread() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
 
 
-# --- starting -----------------------------------------------------------------------------------------------------
+# --- starting
+# ------------------------------------------------------------------------
 
 
 def recording_context(method: str | None, started: Started, *, share_by_file: bool = False) -> Any:
@@ -174,7 +197,9 @@ def _recording(kind: Any) -> Any:
         started: Started
         how: _Beginning
 
-        def Process(self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any) -> Any:  # noqa: N802
+        def Process(  # noqa: N802
+            self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any
+        ) -> Any:
             parcel = (target, args) if self.get_start_method() == "fork" else _Parcel(target, args)
             process = kind.Process(target=_begin, args=(self.how, parcel), **options)
             self.started.append(process)
@@ -187,9 +212,11 @@ def _recording(kind: Any) -> Any:
 
 
 class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it runs
-    """A queue that pickles in a thread of its own, as every other, but whose reader hears of what cannot be pickled.
+    """A queue that pickles in a thread of its own, as every other, but whose reader hears of what
+    cannot be pickled.
 
-    Else it would only be printed, and the loop wait for ever (pytorch#142884). ``concurrent.futures`` has this hook.
+    Else it would only be printed, and the loop wait for ever (pytorch#142884).
+    ``concurrent.futures`` has this hook.
     """
 
     def get(self, *args: Any, **named: Any) -> Any:
@@ -207,7 +234,12 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
             case (number, (batch, tuple(fields))) if batch is not None:
                 shortage = shortage_in(error)
                 fatal = None if shortage else failure_of(None, error)
-                self.put((number, (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage)))))
+                self.put(
+                    (
+                        number,
+                        (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage))),
+                    )
+                )
             case (number, tuple(fields)) if len(fields) == len(Entry._fields):
                 self.put((number, ()))
             case _:  # what torch itself sends, such as an error: raising here would end the thread
@@ -217,7 +249,8 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
 class _Parcel:
     """What a worker that is not forked gets, which arrives as a tuple of both.
 
-    It lies in a file: a pipe is full after 64 KiB, and who writes more waits for ever for a reader that has died.
+    It lies in a file: a pipe is full after 64 KiB, and who writes more waits for ever for a reader
+        that has died.
     """
 
     def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -225,7 +258,8 @@ class _Parcel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         file = os.memfd_create("holdfast-worker")
-        weakref.finalize(self, os.close, file)  # it is needed until the worker is started, and this is then dropped
+        # It is needed until the worker is started, and this is then dropped
+        weakref.finalize(self, os.close, file)
         left = memoryview(ForkingPickler.dumps(self._content))
         while left:  # no more than 2 GiB are written at once
             left = left[os.write(file, left) :]
@@ -241,11 +275,15 @@ def _unpacked(file: Any) -> Any:
         os.close(descriptor)
 
 
-# --- in the worker ------------------------------------------------------------------------------------------------
+# --- in the worker
+# ------------------------------------------------------------------------
 
 
 class _Beginning(NamedTuple):
-    """How a worker begins: what it must not outlive (None if a server forks it), how it shares tensors."""
+    """How a worker begins.
+
+    What it must not outlive (None if a server forks it), how it shares tensors.
+    """
 
     parent: int | None
     dies_with_thread: bool
@@ -253,10 +291,14 @@ class _Beginning(NamedTuple):
 
 
 def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
-    """Start as a worker: no orphan, no handler of the parent's, and deaf to signals that are meant for the parent."""
+    """Start as a worker.
+
+    No orphan, no handler of the parent's, and deaf to signals that are meant for the parent.
+    """
     parent = how.parent
     if how.dies_with_thread:
-        # The signal comes when the *thread* that forked ends, so only the main thread may ask for it.
+        # The signal comes when the *thread* that forked ends, so only the main thread may ask for
+        # it.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is None:
         _leave_server_alone()
@@ -273,8 +315,8 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
             faulthandler.register(STACKS_SIGNAL)
     if how.share_by_file:
         set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    # Loaders of the parent that nobody has collected yet must not be collected here: on their way out they would make
-    # the parent's other workers end.
+    # Loaders of the parent that nobody has collected yet must not be collected here: on their way
+    # out they would make the parent's other workers end.
     gc.freeze()
     target, args = parcel
     del parcel
@@ -282,7 +324,8 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when the parent's end of the pipe between them closes, whatever it is doing.
+    """Have the kernel kill this process when the parent's end of the pipe between them closes,
+    whatever it is doing.
 
     A forked worker holds copies of those ends of workers before it, so the last one dies first.
     """
@@ -295,18 +338,24 @@ def _die_with_parent() -> None:
 
 
 def _leave_server_alone() -> None:
-    """Close what keeps the server of forks alive: it would wait for its workers, which die with it."""
+    """Close what keeps the server of forks alive.
+
+    It would wait for its workers, which die with it.
+    """
     held = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
     if held is not None:
         forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
         os.close(held)
 
 
-# --- ending -------------------------------------------------------------------------------------------------------
+# --- ending
+# ------------------------------------------------------------------------
 
 
 def _keeps_files(pid: int) -> bool:
-    """Return whether a process is torch's keeper of shared files, which ends by itself when nobody needs it."""
+    """Return whether a process is torch's keeper of shared files, which ends by itself when
+    nobody needs it.
+    """
     try:
         return "torch_shm_manager".startswith(Path(f"/proc/{pid}/comm").read_text().strip() or "-")
     except OSError:
@@ -314,13 +363,18 @@ def _keeps_files(pid: int) -> bool:
 
 
 def _offspring(pid: int) -> list[int]:
-    """Return the processes that a process has started, and these; the main process needs a keeper of files."""
+    """Return the processes that a process has started, and these.
+
+    The main process needs a keeper of files.
+    """
     found = []
     with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):  # that thread has; others go on
                 found += [int(child) for child in (thread / "children").read_text().split()]
-    return [each for child in found if not _keeps_files(child) for each in (child, *_offspring(child))]
+    return [
+        each for child in found if not _keeps_files(child) for each in (child, *_offspring(child))
+    ]
 
 
 def strike(process: Any) -> None:
@@ -347,23 +401,31 @@ def kill(processes: Sequence[Any]) -> None:
 
 
 def drop(iterator: list[Any]) -> None:
-    """Drop the last reference to a torch iterator, in a list that is emptied, without waiting for it for long.
+    """Drop the last reference to a torch iterator, in a list that is emptied, without waiting for
+    it for long.
 
-    Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that nobody needs.
+    Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that
+    nobody needs.
     """
-    if sys.is_finalizing():  # no thread can be started any more, and torch does nothing more on its way out
+    # No thread can be started any more, and torch does nothing more on its way out
+    if sys.is_finalizing():
         iterator.clear()
         return
     try:
-        thread = threading.Thread(target=iterator.clear, daemon=True, name="holdfast-loader-cleanup")
+        thread = threading.Thread(
+            target=iterator.clear, daemon=True, name="holdfast-loader-cleanup"
+        )
         start_thread(thread, _GRACE_SECONDS / 4)
-        thread.join(_GRACE_SECONDS / 4)  # mostly a matter of milliseconds, and frees descriptors for the next ones
+        # Mostly a matter of milliseconds, and frees descriptors for the next ones
+        thread.join(_GRACE_SECONDS / 4)
     except (MemoryError, RuntimeError):
         _left.append(iterator)
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of memory since the machine started, 0 if unknown."""
+    """Return how many processes the kernel has killed for want of memory since the machine
+    started, 0 if unknown.
+    """
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -377,7 +439,8 @@ def exit_code(process: Any) -> int | None:
         process.join(_LOOK_SECONDS)
         if process.exitcode is not None:
             break
-        time.sleep(_LOOK_SECONDS)  # another thread, mostly torch's own, is reaping it and has not written it down yet
+        # Another thread, mostly torch's own, is reaping it and has not written it down yet
+        time.sleep(_LOOK_SECONDS)
     code: int | None = process.exitcode
     return code
 

@@ -1,12 +1,15 @@
-"""What is done when a pool of workers is lost: a new one goes on where the last batch was handed out.
+"""What is done when a pool of workers is lost.
+
+A new one goes on where the last batch was handed out.
 
 Which remedy, when it happens again at the same place:
 
 a sample that kills or blocks its worker twice, while other workers do well      it is quarantined
-workers that are new after a loss                                                each reads another sample first
-all workers are blocked (a lock that was held at the fork)                       none are used
-file descriptors run out                                                         tensors are shared through files
-memory or shared memory runs out, or workers die and no sample is to blame       half as many workers, at last none
+workers that are new after a loss                                                each reads another
+sample first all workers are blocked (a lock that was held at the fork)                       none
+are used file descriptors run out                                                         tensors
+are shared through files memory or shared memory runs out, or workers die and no sample is to blame
+half as many workers, at last none
 """
 
 from __future__ import annotations
@@ -27,11 +30,15 @@ from holdfast.loader.workers.pool import WorkerPool, WorkerSettings, WorkersLost
 from holdfast.loader.workers.watch import Loss
 
 _LIMIT_SECONDS = 60.0
-"""Least time at one sample after which a worker is called stuck: the watchdog's floor of 30 s, doubled since a sample
-may lie on a cold network drive. It is doubled again each time that the same place is stuck."""
+"""Least time at one sample after which a worker is called stuck.
+
+The watchdog's floor of 30 s, doubled since a sample
+may lie on a cold network drive. It is doubled again each time that the same place is stuck.
+"""
 _STRIKES = 2
 _CONTROLS = 3
-"""So many pools have to be blocked at different samples; one may have met a bad sample by chance."""
+"""So many pools have to be blocked at different samples; one may have met a bad sample by chance.
+"""
 
 
 class WorkerRecovery:
@@ -123,7 +130,8 @@ class WorkerRecovery:
 
     def _replace(self, lost: WorkerPool, loss: Loss, source: Source) -> WorkerPool:
         """Kill what is left of a pool, decide what has to change, and start the next."""
-        noticed = max(lost.lost_at or 0.0, self._asked_at)  # what training took until it asked is no part of it
+        # What training took until it asked is no part of it
+        noticed = max(lost.lost_at or 0.0, self._asked_at)
         self._longest = max(self._longest, lost.longest_seconds)
         lost.abandon()
         self._in_a_row += 1
@@ -136,8 +144,8 @@ class WorkerRecovery:
         remedy = self._decide(loss, index, source)
         if source.needs_all_workers and self.settings.workers != before:
             raise _no_way_on(
-                f"{loss.cause}, {self._in_a_row} times in a row, and a dataset that divides its items among workers "
-                f"itself needs all {before}"
+                f"{loss.cause}, {self._in_a_row} times in a row, and a dataset that divides its"
+                f" items among workers itself needs all {before}"
             )
         pool = self._start(source)
         event = run_events.LoaderHealed(
@@ -173,12 +181,16 @@ class WorkerRecovery:
         at_work = loss.kind == "died" and loss.showing is not None and loss.showing.is_at_work
         if settings.workers == 1 and at_work and not loss.from_outside:
             raise _no_way_on(
-                f"{loss.cause}, {self._in_a_row} times at the same place, which would end this process too"
+                f"{loss.cause}, {self._in_a_row} times at the same place, which would end this"
+                " process too"
             )
         return self._fewer()
 
     def _raise_limit_of_descriptors(self) -> None:
-        """Let this process open as many files as it may, and say so: it stays that way after the loader."""
+        """Let this process open as many files as it may, and say so.
+
+        It stays that way after the loader.
+        """
         before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         if before != most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -187,11 +199,19 @@ class WorkerRecovery:
 
     def _blocked(self, loss: Loss, showing: Showing) -> str:
         if not showing.is_starting:
-            raise _no_way_on(f"the workers were stuck at batch {showing.number} {self._in_a_row} times: {loss.cause}")
+            raise _no_way_on(
+                f"the workers were stuck at batch {showing.number} {self._in_a_row} times:"
+                f" {loss.cause}"
+            )
         self.settings.workers = 0
-        unset = "" if self.settings.options.get("worker_init_fn") is None else "; worker_init_fn is not called then"
+        unset = (
+            ""
+            if self.settings.options.get("worker_init_fn") is None
+            else "; worker_init_fn is not called then"
+        )
         return (
-            f"no workers from now on: they are blocked from the start, as by a lock that was held at the fork{unset}"
+            "no workers from now on: they are blocked from the start, as by a lock that was held"
+            f" at the fork{unset}"
         )
 
     def _suspect(self, loss: Loss, index: Any, source: Source, *, repeated: bool) -> str:
@@ -200,15 +220,19 @@ class WorkerRecovery:
         again = key in self._strikes
         strikes = self._strikes.setdefault(key, 0)
         has_worked = loss.showing is not None and loss.showing.has_worked
-        if loss.others_fine or (again and has_worked):  # workers that start after a loss read another sample first
+        # Workers that start after a loss read another sample first
+        if loss.others_fine or (again and has_worked):
             self._strikes[key] = strikes + 1
             if strikes + 1 >= _STRIKES:
                 del self._strikes[key]
                 self._in_a_row = 0
-                source.quarantine(index, "hung" if loss.kind == "hung" else "killed its worker", loss.cause)
+                source.quarantine(
+                    index, "hung" if loss.kind == "hung" else "killed its worker", loss.cause
+                )
                 return "the sample is quarantined"
             if loss.shortage is not None:
-                return self._fewer(least=1)  # never none: the sample would do to this process what it did to them
+                # Never none: the sample would do to this process what it did to them
+                return self._fewer(least=1)
             return "new workers; the sample is tried again"
         if loss.shortage is not None:
             return self._fewer(least=0 if again else 1)
@@ -218,7 +242,10 @@ class WorkerRecovery:
             if self._in_a_row < _CONTROLS:
                 return "new workers"
             self.settings.workers = 0
-            return "no workers from now on: all of them are blocked, as by a lock that was held at the fork"
+            return (
+                "no workers from now on: all of them are blocked, as by a lock that was held at the"
+                " fork"
+            )
         return self._fewer()
 
     def _fewer(self, least: int = 0) -> str:

@@ -1,4 +1,6 @@
-"""Copy what a run records to sinks, while it goes on or after its end, with names that outlive restarts."""
+"""Copy what a run records to sinks, while it goes on or after its end, with names that outlive
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from holdfast.report.sources import Source
 from holdfast.report.watching import Watched
 
 POLL_SECONDS = 1.0
-_SIZES = ("host_memory_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes")  # of a sample
+# Of a sample
+_SIZES = (
+    "host_memory_bytes",
+    "device_allocated_bytes",
+    "device_reserved_bytes",
+    "device_peak_bytes",
+)
 _log = logging.getLogger("holdfast")
 
 
@@ -29,8 +37,9 @@ _log = logging.getLogger("holdfast")
 class Point:
     """What one process measured at one step; what was not read is not among the values.
 
-    Names of values such as "loss/critic" end with the optimizer that stepped, where there are several. `scalar`: the
-    script logged the value, whose name comes after ``logged/`` in `values`. `process` is "rank 3", or "trainer" where
+    Names of values such as "loss/critic" end with the optimizer that stepped, where there are
+    several. `scalar`: the script logged the value, whose name comes after ``logged/`` in `values`.
+    `process` is "rank 3", or "trainer" where
     there are no ranks: the same in every attempt, which count from 0.
     """
 
@@ -67,7 +76,9 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """What sinks were given (steps as points), which failed and why, and which steps are not recorded any more."""
+    """What sinks were given (steps as points), which failed and why, and which steps are not
+    recorded any more.
+    """
 
     points: int
     events: int
@@ -75,11 +86,15 @@ class Copied:
     gone: tuple[str, ...] = ()
 
 
-def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS) -> Copied:
-    """Copy everything recorded so far, then what is new every second, until the run ends; then close the sinks.
+def follow(
+    run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS
+) -> Copied:
+    """Copy everything recorded so far, then what is new every second, until the run ends.
 
-    `stop` ends it too, after a last look; set already, one copy is made. Never raises for what a sink does: one that
-    fails is closed, with a line in the log.
+    Then close the sinks.
+
+    `stop` ends it too, after a last look; set already, one copy is made. Never raises for what a
+    sink does: one that fails is closed, with a line in the log.
     """
     watched, naming = Watched(run, SystemClock()), _Naming()
     working, failures = list(sinks), list[str]()
@@ -115,7 +130,9 @@ def _look(watched: Watched, failures: list[str], *, last: bool) -> RunSnapshot:
     try:
         return watched.look(hold_back=not last)
     except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the next look may succeed
-        failure = f"the run directory cannot be read: {type(error).__name__}: {sanitise(error, most=300)}"
+        failure = (
+            f"the run directory cannot be read: {type(error).__name__}: {sanitise(error, most=300)}"
+        )
         if failure not in failures:
             failures.append(failure)
             _log.warning("%s", failure)
@@ -144,7 +161,10 @@ class _Naming:
         self._observed = False
 
     def points(self, news: News) -> list[Point]:
-        """Return the points of a source; no steps of a guard whose process is observed, which says more."""
+        """Return the points of a source.
+
+        No steps of a guard whose process is observed, which says more.
+        """
         source, recorded = news.source, list[StepSample | Scalar](news.scalars)
         self._observed = self._observed or (source.kind == "process" and bool(news.samples))
         if source.kind == "process" or not self._observed:
@@ -153,18 +173,26 @@ class _Naming:
         several = dict(enumerate(names, start=1)) if len(names) > 1 else {}
         return [
             Point(
-                process=self._name(source), rank=source.rank, attempt=source.attempt, step=each.step,
-                unix_seconds=each.unix_seconds, scalar=each if isinstance(each, Scalar) else None,
-                values={f"logged/{each.name}": each.value} if isinstance(each, Scalar)
-                else _values(each, several.get(each.optimizer)),
+                process=self._name(source),
+                rank=source.rank,
+                attempt=source.attempt,
+                step=each.step,
+                unix_seconds=each.unix_seconds,
+                scalar=each if isinstance(each, Scalar) else None,
+                values=(
+                    {f"logged/{each.name}": each.value}
+                    if isinstance(each, Scalar)
+                    else _values(each, several.get(each.optimizer))
+                ),
             )
             for each in recorded
-        ]  # fmt: skip
+        ]
 
     def _name(self, source: Source) -> str:
         if source.directory not in self._names:
             name = "trainer" if source.rank is None else f"rank {source.rank}"
-            key = source.attempt, source.kind, name  # a guard's are those of the process that it is in
+            # A guard's are those of the process that it is in
+            key = source.attempt, source.kind, name
             number = self._taken[key] = self._taken.get(key, 0) + 1
             self._names[source.directory] = name if number == 1 else f"{name} ({number})"
         return self._names[source.directory]
@@ -173,9 +201,13 @@ class _Naming:
 def _values(sample: StepSample, optimizer: str | None) -> dict[str, float]:
     often_unread = ("loss", "grad_norm", "learning_rate")
     of = "" if optimizer is None else f"/{sanitise(optimizer, most=60)}"
-    values: dict[str, float] = {name + of: v for name in often_unread if (v := getattr(sample, name)) is not None}
+    values: dict[str, float] = {
+        name + of: v for name in often_unread if (v := getattr(sample, name)) is not None
+    }
     if sample.seconds >= 0:
         values["step_seconds"] = sample.seconds
     if sample.seconds > 0 and sample.wait_seconds >= 0:
         values["wait_share"] = min(sample.wait_seconds / sample.seconds, 1.0)
-    return values | {name: float(count) for name, count in zip(_SIZES, sample[7:11], strict=True) if count}
+    return values | {
+        name: float(count) for name, count in zip(_SIZES, sample[7:11], strict=True) if count
+    }

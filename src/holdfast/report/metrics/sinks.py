@@ -18,7 +18,9 @@ _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
 
 
 def open_sinks(wanted: Mapping[str, str], run: Path) -> list[Sink]:
-    """Open all sinks, of targets by kind such as ``{"tensorboard": "tb", "jsonl": "-"}``, for a run directory.
+    """Open all sinks, of targets by kind such as ``{"tensorboard": "tb", "jsonl".
+
+    "-"}``, for a run directory.
 
     H742 if a client is not installed, H743 if a target cannot be used.
     """

@@ -1,1 +1,4 @@
-"""The directory that is put on ``PYTHONPATH`` of a supervised command. Holds ``sitecustomize`` and nothing else."""
+"""The directory that is put on ``PYTHONPATH`` of a supervised command.
+
+Holds ``sitecustomize`` and nothing else.
+"""

@@ -1,10 +1,14 @@
-"""Imported by Python when it starts, since this directory comes first on ``PYTHONPATH``: begins to observe.
+"""Imported by Python when it starts, since this directory comes first on ``PYTHONPATH``.
 
-Then the ``sitecustomize`` that would have been imported without us is, in the way that Python does it. Whatever goes
-wrong with ours is noted in the run directory, and the script runs as if we were not there.
+Begins to observe.
+
+Then the ``sitecustomize`` that would have been imported without us is, in the way that Python does
+it. Whatever goes wrong with ours is noted in the run directory, and the script runs as if we were
+not there.
 
 Written for any Python 3, which need not be one that can import holdfast.
 """
+
 # ruff: noqa: PTH100, PTH118, PTH120 - pathlib takes 5 ms to import, in every Python that a command starts
 
 import os
@@ -12,7 +16,8 @@ import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _RUN = "OBSERVED_BY_HOLDFAST"  # as recorder.run_files says; holdfast is not imported yet
-_ANOTHER = "OBSERVER_OF_HOLDFAST"  # MODULE:DIRECTORY: another module whose `start` observes, of ``holdfast chaos``
+# MODULE:DIRECTORY: another module whose `start` observes, of ``holdfast chaos``
+_ANOTHER = "OBSERVER_OF_HOLDFAST"
 _NAME = "sitecustomize"
 
 
@@ -22,7 +27,9 @@ def _leave_path() -> None:
 
 
 def _import_holdfast() -> None:
-    """Import holdfast from where the script would, or else from here, without a look at what else lies here."""
+    """Import holdfast from where the script would, or else from here, without a look at what
+    else lies here.
+    """
     import importlib.util
 
     found = importlib.util.find_spec("holdfast")
@@ -41,7 +48,10 @@ def _import_holdfast() -> None:
 
 def _observe() -> None:
     other, _, directory = os.environ.get(_ANOTHER, "").partition(":")
-    for name, run in ((other, directory), ("holdfast.supervise.observe.observer", os.environ.get(_RUN))):
+    for name, run in (
+        (other, directory),
+        ("holdfast.supervise.observe.observer", os.environ.get(_RUN)),
+    ):
         if not run:
             continue
         try:
@@ -55,9 +65,12 @@ def _observe() -> None:
 
 
 def _print_whole_lines() -> None:
-    """Let each line go out when it is printed, not after 8 KiB of them: what waits is lost if the process is killed.
+    """Let each line go out when it is printed, not after 8 KiB of them.
 
-    Not ``PYTHONUNBUFFERED``, which cuts lines into pieces, so that those of several ranks would be mixed.
+    What waits is lost if the process is killed.
+
+    Not ``PYTHONUNBUFFERED``, which cuts lines into pieces, so that those of several ranks would be
+    mixed.
     """
     if "PYTHONUNBUFFERED" not in os.environ and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
@@ -71,15 +84,21 @@ def _note(run: str) -> None:
         if os.path.islink(folder):  # noqa: PTH114 - before anything is imported
             return  # it leads out of the run directory
         name = os.path.join(folder, f"failed-{os.getpid()}.txt")
-        safely = os.O_NOFOLLOW | os.O_NONBLOCK  # as holdfast.core.files, which may be what cannot be imported
-        with open(name, "a", opener=lambda path, flags: os.open(path, flags | safely, 0o600)) as file:
+        # As holdfast.core.files, which may be what cannot be imported
+        safely = os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(
+            name, "a", opener=lambda path, flags: os.open(path, flags | safely, 0o600)
+        ) as file:
             traceback.print_exc(file=file)
     except OSError:
         pass  # the run directory is what fails: there is nowhere to say so
 
 
 def _import_theirs() -> None:
-    """Import the next ``sitecustomize``; ImportError if there is none, as without us: Python goes on in silence."""
+    """Import the next ``sitecustomize``.
+
+    ImportError if there is none, as without us: Python goes on in silence.
+    """
     import importlib.util
 
     for finder in sys.meta_path:

@@ -1,4 +1,7 @@
-"""One attempt of a supervised command: wait for it, serve its output, pass signals on, end it and what it leaves."""
+"""One attempt of a supervised command.
+
+Wait for it, serve its output, pass signals on, end it and what it leaves.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,10 @@ from holdfast.supervise.launch.signals import ASKING_TO_END, PASSED_ON, TO_HANDL
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
 
 _TICK_SECONDS = 1.0
-_LEFTOVER_SECONDS = 0.4  # after the command itself has ended; no process is left 1 s after any death
-_KILL_SECONDS = 5.0  # SIGKILL takes milliseconds, unless the kernel waits for a device or a network disk
+# After the command itself has ended; no process is left 1 s after any death
+_LEFTOVER_SECONDS = 0.4
+# SIGKILL takes milliseconds, unless the kernel waits for a device or a network disk
+_KILL_SECONDS = 5.0
 _QUIET_SECONDS = 0.1  # a terminal passes its last bytes on through a work queue of the kernel
 _FLUSH_SECONDS = 5.0  # for a slow reader of our own output
 _MOST_ASKED = 3  # whoever asks a third time means it, and who presses Ctrl-C a second time
@@ -42,7 +47,8 @@ class End:
     seconds: float  # how long it ran
     # The signal by which the user or a scheduler asked us to end, or None; see `Attempt._asked_by`.
     asked: int | None
-    sent: int | None  # the last signal that we sent on our own account, after a hang or a time of grace, or None
+    # The last signal that we sent on our own account, after a hang or a time of grace, or None
+    sent: int | None
     hang: Hang | None  # that it was ended for, or None
     elsewhere: str | None = None  # why another host had ended the attempt before, or None
 
@@ -87,7 +93,8 @@ class Attempt:
     def serve(self) -> End:
         """Wait until the command has ended, end what it leaves, and return how it went."""
         self.signals.attach(self.child.pid)
-        # Without taking its status: while it is not waited for, its number cannot become another process's.
+        # Without taking its status: while it is not waited for, its number cannot become another
+        # process's.
         while os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             while not self._wait_once(_TICK_SECONDS):
                 continue  # only output, of which there may be much
@@ -99,7 +106,9 @@ class Attempt:
         seconds = time.monotonic() - self._started
         status = self.child.wait()
         self._end_leftovers(status)
-        self.copier.drain(quiet_seconds=_QUIET_SECONDS, flush_seconds=max(self.grace_seconds, _FLUSH_SECONDS))
+        self.copier.drain(
+            quiet_seconds=_QUIET_SECONDS, flush_seconds=max(self.grace_seconds, _FLUSH_SECONDS)
+        )
         self._say_lines()
         return End(
             status=status,
@@ -113,8 +122,9 @@ class Attempt:
     def _asked_by(self, status: int) -> int | None:
         """Return the signal that asked the command to end, given how it ended; None if none did.
 
-        SIGINT and SIGTERM ask whatever it does then. After SIGHUP the terminal is gone, so that nobody sees another
-        start. The others may mean anything, and asked if the command ended of one of them.
+        SIGINT and SIGTERM ask whatever it does then. After SIGHUP the terminal is gone, so that
+        nobody sees another start. The others may mean anything, and asked if the command ended of
+        one of them.
         """
         if self._asked:
             return self._asked[0]
@@ -124,7 +134,10 @@ class Attempt:
         return number if number in self._passed_on else None
 
     def _wait_once(self, seconds: float) -> bool:
-        """Serve output; return whether there is more to do: somebody woke us, or it is so many seconds later."""
+        """Serve output; return whether there is more to do.
+
+        Somebody woke us, or it is so many seconds later.
+        """
         now = time.monotonic()
         until = min(self._last_look + seconds, self._deadline)
         poll = select.poll()
@@ -165,7 +178,9 @@ class Attempt:
         if len(self._asked) == 1:
             at_once = ", or at once after a second one" if number == signal.SIGINT else ""
             name = signal.Signals(number).name
-            self.copier.say(f"{name} passed on; what still runs in {self.grace_seconds:g} s is killed{at_once}")
+            self.copier.say(
+                f"{name} passed on; what still runs in {self.grace_seconds:g} s is killed{at_once}"
+            )
 
     def _limit(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
@@ -205,7 +220,9 @@ class Attempt:
         self._limit(self.grace_seconds)
 
     def _look_at_hosts(self) -> None:
-        """Where another host has ended the attempt, give the ranks here time to end by themselves."""
+        """Where another host has ended the attempt, give the ranks here time to end by
+        themselves.
+        """
         if self.hosts is None or self._elsewhere is not None or self._asked:
             return
         self._elsewhere = self.hosts.why_end(self.copier.say)
@@ -248,15 +265,20 @@ class Attempt:
         self._reap()
 
     def _trainers(self) -> set[int] | None:
-        """Return the pids of the attempt's processes that train; None if none of its processes is observed."""
+        """Return the pids of the attempt's processes that train.
+
+        None if none of its processes is observed.
+        """
         observed = [info for _, info in read_processes(self.run) if info.attempt == self.number]
         return {info.pid for info in observed if info.role == "trainer"} if observed else None
 
     def _wait_for_told(self, status: int) -> None:
-        """Let processes that were told to save do so: the command above them, such as a shell, died of the signal.
+        """Let processes that were told to save do so.
 
-        They are not asked once more, since a second signal ends a guard at once. A scheduler or a terminal has told
-        them itself where the command ended of what these send to all.
+        The command above them, such as a shell, died of the signal.
+
+        They are not asked once more, since a second signal ends a guard at once. A scheduler or a
+        terminal has told them itself where the command ended of what these send to all.
         """
         told = set(self.signals.told)
         if _signal_of(status) in TO_HANDLERS | {signal.SIGHUP}:
@@ -274,5 +296,7 @@ class Attempt:
 
 
 def _signal_of(status: int) -> int:
-    """Return the signal that ended a command, also as a shell reports it, or a number that is none."""
+    """Return the signal that ended a command, also as a shell reports it, or a number that is
+    none.
+    """
     return -status if status < 0 else status - _SHELL

@@ -1,9 +1,10 @@
 """The first moments of a supervised command: a program that sets the stage and becomes the command.
 
-``python -I -S child_start.py <pid of the supervisor> <file to execute> COMMAND...`` runs in a session of its own. It
-asks the kernel to be killed when the supervisor dies, undoes what the interpreter did to signals, and executes the
-command in its place. A program, since no code should run between fork and exec of a process that has threads; it
-does not import holdfast, since each millisecond here is one that the user waits.
+``python -I -S child_start.py <pid of the supervisor> <file to execute> COMMAND...`` runs in a
+session of its own. It asks the kernel to be killed when the supervisor dies, undoes what the
+interpreter did to signals, and executes the command in its place. A program, since no code should
+run between fork and exec of a process that has threads; it does not import holdfast, since each
+millisecond here is one that the user waits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != supervisor:  # it died before the kernel was asked
         os._exit(NOT_EXECUTABLE)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # the interpreter ignores these two, and that is inherited
+    # The interpreter ignores these two, and that is inherited
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execv(program, command)  # noqa: S606 - no shell is the point

@@ -1,4 +1,7 @@
-"""How a supervised command is started: what is executed, in which environment, with which streams."""
+"""How a supervised command is started.
+
+What is executed, in which environment, with which streams.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ _MINIMAL = (sys.executable, "-I", "-S")  # no site-packages, no sitecustomize: 1
 
 
 class CommandError(PolicyError):
-    """A command cannot be executed; `status` is what a shell would exit with: 127 if there is none, else 126."""
+    """A command cannot be executed.
+
+    `status` is what a shell would exit with: 127 if there is none, else 126.
+    """
 
     status = child_start.NOT_FOUND
 
@@ -41,7 +47,10 @@ def find_program(command: Sequence[str]) -> str:
         error = CommandError(
             f"{command[0]!r} is not executable",
             limit="the first word after -- is executed as it is, without a shell",
-            fix="write `python` before a script, or name a program, such as ./a.out after `chmod +x`.",
+            fix=(
+                "write `python` before a script, or name a program, such as ./a.out after `chmod"
+                " +x`."
+            ),
             rule="H721",
         )
         error.status = child_start.NOT_EXECUTABLE
@@ -62,28 +71,40 @@ def make_environment(
     if observe:
         found = observing(found, run, attempt)
     else:
-        found.setdefault("PYTHONUNBUFFERED", "1")  # or what it printed last would be lost when it is killed
+        # Or what it printed last would be lost when it is killed
+        found.setdefault("PYTHONUNBUFFERED", "1")
     above = found.get(MARK_VARIABLE)
     found[MARK_VARIABLE] = f"{above},{mark}" if above else mark
     return found
 
 
 def observing(environment: Mapping[str, str], run: Path, attempt: int) -> dict[str, str]:
-    """Return an environment in which every Python process, children included, records into a run directory.
+    """Return an environment in which every Python process, children included, records into a run
+    directory.
 
     That exists. A ``PYTHONPATH`` of the command's comes after ours.
     """
-    theirs = environment.get("PYTHONPATH", "")  # if empty nothing, whereas an empty entry is the current directory
-    entries = [entry for entry in theirs.split(os.pathsep) if entry != str(_INJECTED)] if theirs else []
+    # If empty nothing, whereas an empty entry is the current directory
+    theirs = environment.get("PYTHONPATH", "")
+    entries = (
+        [entry for entry in theirs.split(os.pathsep) if entry != str(_INJECTED)] if theirs else []
+    )
     path = os.pathsep.join([str(_INJECTED), *entries])
-    ours = {"PYTHONPATH": path, OBSERVE_VARIABLE: str(run.absolute()), ATTEMPT_VARIABLE: str(attempt)}
+    ours = {
+        "PYTHONPATH": path,
+        OBSERVE_VARIABLE: str(run.absolute()),
+        ATTEMPT_VARIABLE: str(attempt),
+    }
     return {**environment, **ours}
 
 
 def start(
     program: str, command: Sequence[str], environment: Mapping[str, str], streams: Streams
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; it is killed when the thread that calls this ends."""
+    """Start a command in a session of its own.
+
+    It is killed when the thread that calls this ends.
+    """
     out, err = streams.theirs
     return subprocess.Popen(  # noqa: S603 - the user's own command is the point
         [*_MINIMAL, child_start.__file__, str(os.getpid()), program, *command],
@@ -96,7 +117,10 @@ def start(
 
 
 def _may_read_stdin() -> bool:
-    """Return whether our stdin may be the command's: a job in the background must not read what is typed."""
+    """Return whether our stdin may be the command's.
+
+    A job in the background must not read what is typed.
+    """
     try:
         fcntl.fcntl(0, fcntl.F_GETFD)
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()

@@ -1,8 +1,9 @@
 """Several hosts that run one training: they begin each attempt together, and end it together.
 
-Each host's supervisor keeps one small file in a folder that all of them see, and reads those of the others once a
-second. Host 0 gives the word to begin when all are ready. Without it a host that is quick to start again meets the
-store of the attempt that is still ending elsewhere, and both then wait for ever.
+Each host's supervisor keeps one small file in a folder that all of them see, and reads those of the
+others once a second. Host 0 gives the word to begin when all are ready. Without it a host that is
+quick to start again meets the store of the attempt that is still ending elsewhere, and both then
+wait for ever.
 
 Clocks of hosts differ, so no time is compared: who is alive is seen by its file changing.
 """
@@ -27,7 +28,10 @@ _MOST_WAIT_SECONDS = 900.0  # as torchrun waits for nodes of a static rendezvous
 
 
 def find_host(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of this host and how many there are, as the launcher's options say; (0, 1) if they do not."""
+    """Return the number of this host and how many there are, as the launcher's options say.
+
+    (0, 1) if they do not.
+    """
     count = _option(command, environment, ("--nnodes", "--num-machines"), "PET_NNODES")
     number = _option(command, environment, ("--node-rank", "--machine-rank"), "PET_NODE_RANK")
     return (0, 1) if count is None or number is None or number >= count else (number, count)
@@ -45,7 +49,9 @@ def _option(
 
 
 class Hosts:
-    """What this host tells the others, in the run directory that all share, and what they tell (H722: unwritable)."""
+    """What this host tells the others, in the run directory that all share, and what they tell
+    (H722: unwritable).
+    """
 
     def __init__(self, run: Path, number: int, count: int) -> None:
         self._folder = run / HOSTS_FOLDER
@@ -54,7 +60,8 @@ class Hosts:
         self._beats = 0
         self._last_beat = 0.0
         self._first: dict[int, dict[str, Any]] = {}  # what was there before we came
-        self._changed: dict[int, tuple[dict[str, Any], float]] = {}  # what each says, and since when
+        # What each says, and since when
+        self._changed: dict[int, tuple[dict[str, Any], float]] = {}
         self._silent: set[int] = set()
         self._joined: set[int] = set()  # who was seen to make the newest attempt
         try:
@@ -71,7 +78,8 @@ class Hosts:
     def begin(self, wait: Callable[[float], bool], say: Callable[[str], None]) -> str | None:
         """Wait until all hosts are ready, and begin; return None, or why there is nothing to begin.
 
-        `wait` sleeps so many seconds, and returns false if a signal asks to end; `say` prints a line.
+        `wait` sleeps so many seconds, and returns false if a signal asks to end; `say` prints a
+        line.
         """
         ticket = f"{os.getpid()}-{time.time_ns()}"
         before = self._own.get("go")  # what all began together the last time
@@ -94,16 +102,28 @@ class Hosts:
             for number, its in others.items():
                 if (count := its.get("count")) != self._count:
                     return f"host {number} is told of {count} hosts, and this one of {self._count}"
-                if its["state"] in ("stopped", "done") and before is not None and its.get("go") == before:
+                if (
+                    its["state"] in ("stopped", "done")
+                    and before is not None
+                    and its.get("go") == before
+                ):
                     title = its.get("title") or ""
-                    return f"host {number} has ended for good: {title}{title and '; '}{its.get('why', '')}"
+                    return (
+                        f"host {number} has ended for good:"
+                        f" {title}{title and '; '}{its.get('why', '')}"
+                    )
             waited = time.monotonic() - began
-            missing = sorted({str(number) for number in range(self._count)} - set(ready) - {str(self._number)})
+            missing = sorted(
+                {str(number) for number in range(self._count)} - set(ready) - {str(self._number)}
+            )
             if waited > _MOST_WAIT_SECONDS:
                 return f"hosts {', '.join(missing)} were not ready after {waited:.0f} s"
             if waited > 10 and not told:
                 told = True
-                say(f"waiting for hosts {', '.join(missing)}, for {_MOST_WAIT_SECONDS / 60:.0f} minutes at most")
+                say(
+                    f"waiting for hosts {', '.join(missing)}, for {_MOST_WAIT_SECONDS / 60:.0f}"
+                    " minutes at most"
+                )
             if not wait(0.2):
                 return "a signal asked to end"
             self._beat()
@@ -115,11 +135,15 @@ class Hosts:
         go = self._own.get("go", {})
         for number, its in self._others().items():
             same = its.get("ticket") == go.get(str(number))
-            over = its["state"] in ("ended", "stopped") if same else number in self._joined  # else seen late
+            # Else seen late
+            over = its["state"] in ("ended", "stopped") if same else number in self._joined
             if same:
                 self._joined.add(number)
             if over:
-                return f"host {number} has ended: {its.get('title') or its.get('why') or 'started anew'}"
+                return (
+                    f"host {number} has ended:"
+                    f" {its.get('title') or its.get('why') or 'started anew'}"
+                )
             silent = self._is_silent(number)
             if silent and number not in self._silent:
                 say(f"host {number} has not been heard of for {_SILENT_SECONDS:.0f} s")
@@ -127,7 +151,10 @@ class Hosts:
         return None
 
     def ended(self, *, cause: str, title: str, follows: bool) -> None:
-        """Tell that the attempt has ended here, and why; `follows`: only because it had ended elsewhere."""
+        """Tell that the attempt has ended here, and why.
+
+        `follows`: only because it had ended elsewhere.
+        """
         self._say("ended", cause=cause, title=title, follows=follows, **self._of("ticket", "go"))
 
     def stopped(self, why: str, *, well: bool) -> None:
@@ -140,7 +167,8 @@ class Hosts:
 
     def _say(self, state: str, **facts: Any) -> None:
         self._own = {"state": state, **facts}
-        with suppress(OSError):  # a disk that is full or away for a while: the others say that this host is silent
+        # A disk that is full or away for a while: the others say that this host is silent
+        with suppress(OSError):
             self._write()
 
     def _beat(self) -> bool:

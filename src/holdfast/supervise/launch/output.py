@@ -1,7 +1,8 @@
 """What a supervised command prints: copied to our own streams, and kept in a file of bounded size.
 
-A stream of the command is a pseudo-terminal exactly where our own is a terminal, so that progress bars work there and
-a log file stays a log file. Nothing waits for the end of a stream, since an orphan may hold it open for ever.
+A stream of the command is a pseudo-terminal exactly where our own is a terminal, so that progress
+bars work there and a log file stays a log file. Nothing waits for the end of a stream, since an
+orphan may hold it open for ever.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from holdfast.core.files import close_descriptor, created, open_file, opened
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
 _READ_BYTES = 1 << 16
-_WRITE_BYTES = select.PIPE_BUF  # poll says "writable" when this much goes into a pipe without waiting
-# After a line or two a rest: a command that prints hundreds of lines a second would be read as often, for nothing.
+# Poll says "writable" when this much goes into a pipe without waiting
+_WRITE_BYTES = select.PIPE_BUF
+# After a line or two a rest: a command that prints hundreds of lines a second would be read as
+# often, for nothing.
 _FEW_BYTES, _REST_SECONDS = 4096, 0.02
 _MOST_PENDING = 1 << 20
 _HEAD_SHARE, _NEWEST_SHARE = 4, 2  # of a full log: its first quarter and its newest half are kept
@@ -33,9 +36,12 @@ Polled = list[tuple[int, int]]
 
 
 class OutputLog:
-    """Append what was printed to a file, or continue it; of more than `most_bytes` keep the head and the newest part.
+    """Append what was printed to a file, or continue it.
 
-    While it is cut, a second file of up to three quarters of that exists. OSError if the file cannot be opened.
+    Of more than `most_bytes` keep the head and the newest part.
+
+    While it is cut, a second file of up to three quarters of that exists. OSError if the file
+    cannot be opened.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
@@ -60,7 +66,9 @@ class OutputLog:
         self.write(self._attempt)
 
     def write(self, data: bytes) -> None:
-        """Append; a disk that is full loses data and no more, and where it was lost is said once there is space."""
+        """Append; a disk that is full loses data and no more, and where it was lost is said once
+        there is space.
+        """
         self._at_line_start = data.endswith(b"\n")
         if self._size + len(data) > self._most:
             try:
@@ -111,7 +119,8 @@ class OutputLog:
         if resumes <= head:
             return
         middle = b"\n--- holdfast: %d bytes left out ---\n" % (resumes - head)
-        if head <= self._attempt_at < resumes:  # whoever reads the log must know whose output follows
+        # Whoever reads the log must know whose output follows
+        if head <= self._attempt_at < resumes:
             self._attempt_at = head + len(middle)
             middle += self._attempt
         elif self._attempt_at >= resumes:
@@ -135,8 +144,8 @@ class OutputLog:
 class Sink:
     """One of our own streams, written to only as fast as it takes the data.
 
-    Data for a terminal that takes nothing (Ctrl-S) is dropped, since it is in the log. A pipe that takes nothing
-    holds the command up, as it would without us.
+    Data for a terminal that takes nothing (Ctrl-S) is dropped, since it is in the log. A pipe that
+    takes nothing holds the command up, as it would without us.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -161,7 +170,10 @@ class Sink:
                 self.pending[:] = b"\r\n--- holdfast: output left out here, see output.log ---\r\n"
 
     def pass_on(self, data: bytes) -> None:
-        """Take data and write what goes at once: the common case, without another round of the loop."""
+        """Take data and write what goes at once.
+
+        The common case, without another round of the loop.
+        """
         self.add(data)
         while self.pending and _poll([(self.descriptor, select.POLLOUT)], 0.0, select.POLLOUT):
             self.flush_ready()
@@ -195,7 +207,10 @@ class Copier:
             self._sources[source] = self._sinks.setdefault(target, Sink(target))
 
     def say(self, text: str) -> None:
-        """Print a line of ours to stderr, without waiting for it; what is not printable becomes a question mark."""
+        """Print a line of ours to stderr, without waiting for it.
+
+        What is not printable becomes a question mark.
+        """
         if not self._quiet:
             text = "holdfast: " + "".join(each if each.isprintable() else "?" for each in text)
             self.begin_line(2)
@@ -204,7 +219,11 @@ class Copier:
     def begin_line(self, descriptor: int) -> None:
         """End a line that the command has left unfinished there, such as a progress bar."""
         own = self._sinks.setdefault(descriptor, Sink(descriptor))
-        same = [each for each in self._sinks.values() if each is own or _same_file((each.descriptor, descriptor))]
+        same = [
+            each
+            for each in self._sinks.values()
+            if each is own or _same_file((each.descriptor, descriptor))
+        ]
         if not all(each.at_line_start for each in same):
             own.pass_on(b"\n")
             for each in same:
@@ -212,8 +231,12 @@ class Copier:
 
     def wishes(self) -> Polled:
         """Return descriptors to poll with the events to wait for."""
-        reading = [(source, select.POLLIN) for source, sink in self._sources.items() if not sink.full]
-        return reading + [(sink.descriptor, select.POLLOUT) for sink in self._sinks.values() if sink.pending]
+        reading = [
+            (source, select.POLLIN) for source, sink in self._sources.items() if not sink.full
+        ]
+        return reading + [
+            (sink.descriptor, select.POLLOUT) for sink in self._sinks.values() if sink.pending
+        ]
 
     def serve(self, ready: Sequence[tuple[int, int]]) -> None:
         """Do what `poll` has found possible."""
@@ -241,10 +264,12 @@ class Copier:
             time.sleep(_REST_SECONDS)
 
     def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
-        """After the end of the command: read what is left without waiting for the end of streams, and pass it on.
+        """After the end of the command.
 
-        A stream that gives nothing for `quiet_seconds` gives nothing more, since whoever holds it is an orphan; our
-        own streams may take `flush_seconds`.
+        Read what is left without waiting for the end of streams, and pass it on.
+
+        A stream that gives nothing for `quiet_seconds` gives nothing more, since whoever holds it
+        is an orphan; our own streams may take `flush_seconds`.
         """
         deadline = time.monotonic() + flush_seconds
         while (wishes := self.wishes()) and (left := deadline - time.monotonic()) > 0:
@@ -262,7 +287,11 @@ def _poll(wishes: Polled, seconds: float, wanted: int = -1) -> Polled:
     poll = select.poll()
     for descriptor, events in wishes:
         poll.register(descriptor, events)
-    return [(descriptor, events) for descriptor, events in poll.poll(max(0.0, seconds) * 1e3) if events & wanted]
+    return [
+        (descriptor, events)
+        for descriptor, events in poll.poll(max(0.0, seconds) * 1e3)
+        if events & wanted
+    ]
 
 
 class Streams:
@@ -278,7 +307,8 @@ class Streams:
         for each in ours:
             if os.isatty(each):
                 self.theirs.append(self._open_terminal(each))
-            elif pipe >= 0 and _same_file(ours):  # as after 2>&1: the order of what is printed is kept
+            # As after 2>&1: the order of what is printed is kept
+            elif pipe >= 0 and _same_file(ours):
                 self.theirs.append(os.dup(pipe))
             else:
                 reading, pipe = os.pipe()
@@ -312,7 +342,9 @@ class Streams:
 
 
 def open_missing_streams() -> None:
-    """Open what was closed of the first three descriptors (``>&-``), lest a file of ours is taken for one of them."""
+    """Open what was closed of the first three descriptors (``>&-``), lest a file of ours is
+    taken for one of them.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

@@ -1,4 +1,6 @@
-"""Whether a command is started again: pure rules over the verdict, what came before, and the budgets.
+"""Whether a command is started again.
+
+Pure rules over the verdict, what came before, and the budgets.
 
 the command ended well, or nothing can be helped    stop
 a user's error                                      stop
@@ -18,16 +20,21 @@ from holdfast.explain.signature import Restart as Kind
 from holdfast.explain.verdict import Verdict
 
 LONG_SECONDS = 600.0
-"""An attempt that ran so long got somewhere: kubelet forgets its back-off after 10 minutes without a crash."""
+"""An attempt that ran so long got somewhere.
+
+Kubelet forgets its back-off after 10 minutes without a crash.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
     """How often and how fast."""
 
-    max_restarts: int = 3  # not counting preemptions: the default of torch's ``LaunchConfig.max_restarts``
+    # Not counting preemptions: the default of torch's ``LaunchConfig.max_restarts``
+    max_restarts: int = 3
     max_preemptions: int = 10  # a machine that is taken back every hour of a night
-    least_steps: int = 10  # progress below this between two failures of one cause is none: no checkpoint keeps it
+    # Progress below this between two failures of one cause is none: no checkpoint keeps it
+    least_steps: int = 10
     first_delay_seconds: float = 10.0  # as the kubelet's ``CrashLoopBackOff``, doubled each time
     most_delay_seconds: float = 300.0  # as the kubelet's
 
@@ -45,7 +52,9 @@ class Past:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """Start the command again, after a delay and with some environment variables changed from now on."""
+    """Start the command again, after a delay and with some environment variables changed from
+    now on.
+    """
 
     cause: str
     why: str
@@ -73,7 +82,11 @@ def decide_restart(
         if len(preempted) > budgets.max_preemptions:
             return Stop(why=f"all {budgets.max_preemptions} restarts after a preemption are used")
         delay = _delay_seconds(preempted, budgets)
-        return Again(cause=verdict.cause, why="it was stopped from outside and can go on", delay_seconds=delay)
+        return Again(
+            cause=verdict.cause,
+            why="it was stopped from outside and can go on",
+            delay_seconds=delay,
+        )
     changes = new_changes(environment, dict(verdict.changes))
     if verdict.restart == "remedy" and not changes:
         return Stop(why="there is nothing left to change that would help")
@@ -107,7 +120,10 @@ def _repeats(failures: Sequence[Past], budgets: Budgets) -> str | None:
 
 
 def _delay_seconds(failures: Sequence[Past], budgets: Budgets) -> float:
-    """Return the delay after the newest of these: doubled for each since the last attempt that ran long."""
+    """Return the delay after the newest of these.
+
+    Doubled for each since the last attempt that ran long.
+    """
     row = 0
     for past in failures:
         row = 1 if past.seconds >= LONG_SECONDS else row + 1
@@ -118,7 +134,8 @@ def _delay_seconds(failures: Sequence[Past], budgets: Budgets) -> float:
 def new_changes(environment: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
     """Return what of these variables would really change, merged with what is set.
 
-    The allocator's settings are a list of ``key:value``: the keys that are not named keep their values.
+    The allocator's settings are a list of ``key:value``: the keys that are not named keep their
+    values.
     """
     found = {}
     for name, value in changes.items():
@@ -130,7 +147,8 @@ def new_changes(environment: Mapping[str, str], changes: Mapping[str, str]) -> d
 
 def _merge(present: str, wanted: str) -> str:
     entries = {}
-    for entry in re.split(r",(?![^\[]*\])", f"{present},{wanted}"):  # a value may be a list in brackets
+    # A value may be a list in brackets
+    for entry in re.split(r",(?![^\[]*\])", f"{present},{wanted}"):
         key, colon, value = entry.strip().partition(":")
         if key:
             entries[key] = f"{colon}{value}"

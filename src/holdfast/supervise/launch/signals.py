@@ -1,10 +1,15 @@
-"""Signals to the supervisor: passed on to the command as a terminal or a scheduler would send them, exactly once.
+"""Signals to the supervisor.
 
-The command has a session of its own, so no signal of the terminal reaches it by itself. SIGINT, SIGQUIT and SIGHUP go
-to its process group, as a terminal sends them. SIGTERM goes to the command alone: a loader worker without a handler
+Passed on to the command as a terminal or a scheduler would send them, exactly once.
+
+The command has a session of its own, so no signal of the terminal reaches it by itself. SIGINT,
+SIGQUIT and SIGHUP go
+to its process group, as a terminal sends them. SIGTERM goes to the command alone: a loader worker
+    without a handler
 would die of it, and the trainer of the worker's death, while it saves.
 
-SIGUSR1 and SIGUSR2 go to whoever can use them. That is the command if it handles them, else the processes below it
+SIGUSR1 and SIGUSR2 go to whoever can use them. That is the command if it handles them, else the
+processes below it
 that do: torchrun and shells would end of a signal that the ranks take for "save and stop".
 """
 
@@ -24,21 +29,27 @@ TO_COMMAND = frozenset({signal.SIGTERM})
 TO_HANDLERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 PASSED_ON = TO_GROUP | TO_COMMAND | TO_HANDLERS
 ASKING_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
-"""After these the command has its time of grace. A process that handles another one may well go on."""
+"""After these the command has its time of grace. A process that handles another one may well go on.
+"""
 
 
 class Signals:
     """Pass signals on while the context lasts; what came is read with `take`.
 
-    A signal that is ignored when we start stays so, for the command too: that is what ``nohup`` asks for.
+    A signal that is ignored when we start stays so, for the command too: that is what ``nohup``
+        asks for.
     """
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self.command: int | None = None
-        """Pid of the command, which leads its process group; None while there is none, or when it has ended."""
+        """Pid of the command, which leads its process group; None while there is none, or when it
+        has ended."""
         self.told: set[int] = set()
-        """Pids below the command to which a signal was passed on by itself: they may save now, and then end."""
+        """Pids below the command to which a signal was passed on by itself.
+
+        They may save now, and then end.
+        """
         self._received: deque[int] = deque()
         self._waiting: list[int] = []  # received, and not passed on, since there was no command
         self._previous: dict[int, Any] = {}
@@ -49,18 +60,25 @@ class Signals:
         self._wakeup_before = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
         for number in (*PASSED_ON, signal.SIGWINCH, signal.SIGCHLD, signal.SIGTSTP):
             before = signal.getsignal(number)
-            if before is not signal.SIG_IGN or number == signal.SIGCHLD:  # ignoring it would lose exit statuses
+            # Ignoring it would lose exit statuses
+            if before is not signal.SIG_IGN or number == signal.SIGCHLD:
                 self._previous[number] = before
-                signal.signal(number, self._suspend if number == signal.SIGTSTP else self._on_signal)
+                signal.signal(
+                    number, self._suspend if number == signal.SIGTSTP else self._on_signal
+                )
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, before in self._previous.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         signal.set_wakeup_fd(self._wakeup_before)
-        waking, self._waking = self._waking, -1  # a thread that is late must not write to another file
+        # A thread that is late must not write to another file
+        waking, self._waking = self._waking, -1
         os.close(self.wake)
         os.close(waking)
 
@@ -115,7 +133,9 @@ class Signals:
 
 
 def find_handlers(command: int, number: int) -> set[int]:
-    """Return the uppermost processes of a command's tree that handle a signal, and none below these."""
+    """Return the uppermost processes of a command's tree that handle a signal, and none below
+    these.
+    """
     children: dict[int, list[int]] = {}
     for process in read_table().values():
         children.setdefault(process.ppid, []).append(process.pid)

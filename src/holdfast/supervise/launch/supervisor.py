@@ -1,4 +1,7 @@
-"""Run a command to its end: attempt after attempt, each judged, until it ended well or nothing can be helped."""
+"""Run a command to its end.
+
+Attempt after attempt, each judged, until it ended well or nothing can be helped.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,13 @@ from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    LOST_FILE,
+    OUTPUT_FILE,
+    VERDICT_FILE,
+    read_processes,
+)
 from holdfast.supervise.launch.attempt import Attempt, End
 from holdfast.supervise.launch.commands import Sentinel, make_environment, start
 from holdfast.supervise.launch.hosts import Hosts, find_host
@@ -43,7 +52,8 @@ class Plan:
     command: tuple[str, ...]  # its words
     program: str  # the file that the first word means
     run: Path  # the run directory
-    shared: bool = False  # whether it is the same one on all hosts, where the command runs on several
+    # Whether it is the same one on all hosts, where the command runs on several
+    shared: bool = False
     budgets: Budgets = field(default_factory=Budgets)  # of restarts
     limits: HangLimits | None = field(default_factory=HangLimits)  # of hangs; None: nobody watches
     observe: bool = True  # whether Python processes record themselves
@@ -64,14 +74,17 @@ class Outcome:
 
 
 class Supervisor:
-    """Run a command to its end, from the main thread of this process (H722 to H724 before anything is started)."""
+    """Run a command to its end, from the main thread of this process (H722 to H724 before
+    anything is started).
+    """
 
     def __init__(self, plan: Plan, *, quiet: bool = False) -> None:
         open_missing_streams()
         self._plan = plan
         self._environment = dict(os.environ)
         self._history: list[Past] = []
-        self._stopped_by: str | None = None  # the signal upon which the newest attempt stopped, or None
+        # The signal upon which the newest attempt stopped, or None
+        self._stopped_by: str | None = None
         self._lock = threading.Lock()
         number, count = find_host(plan.command, self._environment) if plan.shared else (0, 1)
         self._folder = RunFolder(plan.run if count == 1 else plan.run / f"host-{number}")
@@ -85,7 +98,8 @@ class Supervisor:
                 self._log = OutputLog(self.run_path / OUTPUT_FILE, plan.most_log_bytes)
             except OSError as error:
                 raise self._folder.unusable(error) from error
-            self._hosts = Hosts(plan.run.expanduser(), number, count) if count > 1 else None  # the lock is ours
+            # The lock is ours
+            self._hosts = Hosts(plan.run.expanduser(), number, count) if count > 1 else None
             opened.pop_all()
         self._copier = Copier(self._log, quiet=quiet)
         self._log.on_loss = self._say_output_is_lost
@@ -113,8 +127,14 @@ class Supervisor:
                 self._hosts.stopped(alone.why, well=False)
                 raise RunDirectoryError(
                     f"this host has not begun: {alone.why}",
-                    limit="the hosts of one training begin together, and exchange files in the run directory",
-                    fix="start the command on every host, with the same --run-dir on a disk that all of them see.",
+                    limit=(
+                        "the hosts of one training begin together, and exchange files in the run"
+                        " directory"
+                    ),
+                    fix=(
+                        "start the command on every host, with the same --run-dir on a disk that"
+                        " all of them see."
+                    ),
                     rule="H725",
                 )
             while True:
@@ -133,12 +153,19 @@ class Supervisor:
             if self._hosts is not None:
                 self._hosts.stopped(decision.why, well=end.status == 0)
         return Outcome(
-            status=end.status if end.status >= 0 else 128 - end.status, attempts=self._number - first + 1,
-            seconds=time.monotonic() - started, why=decision.why, verdict=verdict, run=self.run_path,
-        )  # fmt: skip
+            status=end.status if end.status >= 0 else 128 - end.status,
+            attempts=self._number - first + 1,
+            seconds=time.monotonic() - started,
+            why=decision.why,
+            verdict=verdict,
+            run=self.run_path,
+        )
 
     def begin_line(self, descriptor: int) -> None:
-        """End a line that the command has left unfinished on one of our own streams; after the run."""
+        """End a line that the command has left unfinished on one of our own streams.
+
+        After the run.
+        """
         self._copier.begin_line(descriptor)
 
     def emit(self, data: EventData) -> None:
@@ -146,13 +173,16 @@ class Supervisor:
         now, step = time.time(), getattr(data, "step", None)
         step = self._most("step") or 0 if step is None else step
         with self._lock:
-            self._box.event(Event(kind=data.kind, global_step=step, unix_seconds=now, data=data.facts()))
+            self._box.event(
+                Event(kind=data.kind, global_step=step, unix_seconds=now, data=data.facts())
+            )
 
     def _say_output_is_lost(self, error: OSError) -> None:
         why = error.strerror or str(error)
         self.emit(process_events.OutputLost(error=why))
         self._copier.say(
-            f"{OUTPUT_FILE} cannot be written ({why}); the command goes on, and what it prints is lost there"
+            f"{OUTPUT_FILE} cannot be written ({why}); the command goes on, and what it prints is"
+            " lost there"
         )
 
     def _attempt(self, mark: str, tree: Tree, sentinel: Sentinel, signals: Signals) -> End:
@@ -161,25 +191,42 @@ class Supervisor:
         with suppress(OSError):  # that of the attempt before: nobody may take it for this one's
             (self.run_path / VERDICT_FILE).unlink(missing_ok=True)
         oom_kills = count_oom_kills()
-        self.emit(process_events.AttemptStarted(attempt=number, argv=tuple(without_secrets(plan.command))))
-        environment = make_environment(self._environment, self.run_path, number, mark, observe=plan.observe)
+        self.emit(
+            process_events.AttemptStarted(attempt=number, argv=tuple(without_secrets(plan.command)))
+        )
+        environment = make_environment(
+            self._environment, self.run_path, number, mark, observe=plan.observe
+        )
         streams = Streams()
         self._copier.take(streams.sources)
         child = start(plan.program, plan.command, environment, streams)
         streams.close_theirs()
         sentinel.guard_session(child.pid)
         attempt = Attempt(
-            number=number, run=self.run_path, child=child, tree=tree, streams=streams, copier=self._copier,
-            signals=signals, grace_seconds=plan.grace_seconds, emit=self.emit, hosts=self._hosts,
-        )  # fmt: skip
+            number=number,
+            run=self.run_path,
+            child=child,
+            tree=tree,
+            streams=streams,
+            copier=self._copier,
+            signals=signals,
+            grace_seconds=plan.grace_seconds,
+            emit=self.emit,
+            hosts=self._hosts,
+        )
         with ExitStack() as watched:
-            if plan.limits is not None and plan.observe:  # without boards there is nothing to look at
+            # Without boards there is nothing to look at
+            if plan.limits is not None and plan.observe:
                 from holdfast.supervise.watch.watching import watching
 
                 look = watching(
-                    self.run_path, number, plan.limits, emit=self.emit, on_hang=attempt.take_hang,
+                    self.run_path,
+                    number,
+                    plan.limits,
+                    emit=self.emit,
+                    on_hang=attempt.take_hang,
                     say=attempt.take_line,
-                )  # fmt: skip
+                )
                 watched.enter_context(look)
             end = attempt.serve()
         sentinel.guard_session(0)  # its number may be a stranger's from now on
@@ -187,14 +234,22 @@ class Supervisor:
         killed = None if oom_kills is None or after is None else after - oom_kills
         self.emit(process_events.ProcessEnded(pid=child.pid, status=end.status, oom_kills=killed))
         ended = process_events.AttemptEnded(
-            attempt=number, status=end.status, oom_kills=killed, seconds=round(end.seconds, 3),
-            steps=self._most("made"), signal_sent_by_us=end.sent, asked_by=end.asked,
-        )  # fmt: skip
+            attempt=number,
+            status=end.status,
+            oom_kills=killed,
+            seconds=round(end.seconds, 3),
+            steps=self._most("made"),
+            signal_sent_by_us=end.sent,
+            asked_by=end.asked,
+        )
         self.emit(ended)
         return end
 
     def _most(self, what: Literal["step", "made"]) -> int | None:
-        """Return the most that a process of this attempt shows of its steps, see `Standing`; None if it has none."""
+        """Return the most that a process of this attempt shows of its steps, see `Standing`.
+
+        None if it has none.
+        """
         trainers = [
             folder
             for folder, info in read_processes(self.run_path)
@@ -225,7 +280,9 @@ class Supervisor:
         except OSError as error:  # the disk is full or the directory gone: the event below has it
             with suppress(OSError):
                 path.unlink(missing_ok=True)  # that of an attempt before
-            self.emit(process_events.NotWritten(file=VERDICT_FILE, error=error.strerror or str(error)))
+            self.emit(
+                process_events.NotWritten(file=VERDICT_FILE, error=error.strerror or str(error))
+            )
         self.emit(process_events.Verdict(attempt=self._number, verdict=verdict.as_json()))
         return verdict
 
@@ -234,18 +291,26 @@ class Supervisor:
         steps = self._most("made")
         at_step = self._most("step") if verdict.step is None else verdict.step
         self._history.append(
-            Past(cause=verdict.cause, kind=verdict.restart, at_step=at_step, steps=steps, seconds=end.seconds)
+            Past(
+                cause=verdict.cause,
+                kind=verdict.restart,
+                at_step=at_step,
+                steps=steps,
+                seconds=end.seconds,
+            )
         )
         if end.asked is not None:
             return Stop(why=f"{signal.Signals(end.asked).name} asked to end")
         asked_by_us = end.sent is not None or end.elsewhere is not None
-        if self._stopped_by is not None and not asked_by_us:  # known from the run: its exit code may be any
+        # Known from the run: its exit code may be any
+        if self._stopped_by is not None and not asked_by_us:
             return Stop(why=f"{self._stopped_by} asked the training to stop")
         if end.status == 0 and end.hang is None:
             return Stop(why="the command has ended with exit code 0")
         if end.hang is not None and end.hang.remedy == "end":
             return Stop(why="the training was over, and only its end hung")
-        if self._hosts is not None and self._follows(end, verdict):  # whether it goes on is for the other host to say
+        # Whether it goes on is for the other host to say
+        if self._hosts is not None and self._follows(end, verdict):
             budgets = self._plan.budgets
             if len(self._history) > budgets.max_restarts + budgets.max_preemptions:
                 return Stop(why="all restarts are used")
@@ -254,14 +319,21 @@ class Supervisor:
         return decide_restart(verdict, self._history, self._plan.budgets, self._environment)
 
     def _goes_on(self, decision: Again, verdict: Verdict, signals: Signals) -> bool:
-        """Wait until the command is started again; return False if a signal asks to end meanwhile."""
+        """Wait until the command is started again.
+
+        Return False if a signal asks to end meanwhile.
+        """
         restart = process_events.Restart(
-            attempt=self._number + 1, cause=decision.cause, why=decision.why,
-            delay_seconds=decision.delay_seconds, changes=dict(decision.changes),
-        )  # fmt: skip
+            attempt=self._number + 1,
+            cause=decision.cause,
+            why=decision.why,
+            delay_seconds=decision.delay_seconds,
+            changes=dict(decision.changes),
+        )
         self.emit(restart)
         self._environment.update(decision.changes)
-        start = "started" if self._hosts is None else "to be started"  # the others have a word in it
+        # The others have a word in it
+        start = "started" if self._hosts is None else "to be started"
         self._copier.say(
             f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; {start} "
             f"again in {decision.delay_seconds:g} s: {decision.why}"
@@ -311,27 +383,38 @@ def _board(path: Path) -> Standing | None:
 
 def _no_verdict(why: str) -> Verdict:
     return Verdict(
-        cause="H1600", family="unknown", title="unknown",
+        cause="H1600",
+        family="unknown",
+        title="unknown",
         summary="Why the command ended could not be found out, since the judgement itself failed.",
-        fix="Read the end of output.log in the run directory.", confidence=0.0,
+        fix="Read the end of output.log in the run directory.",
+        confidence=0.0,
         missing=(f"the judgement failed with {why}",),
-    )  # fmt: skip
+    )
 
 
-# --- what a kernel, a container or a user without the right denies, without an error --------------------
+# --- what a kernel, a container or a user without the right denies, without an error
+# --------------------
 
 
 def become_subreaper() -> None:
     """Let every orphaned descendant become a child of this process, so that none is lost."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+        # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)
 
 
 def count_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes of our own control group the kernel has killed for memory; None if it does not say.
+    """Return how many processes of our own control group the kernel has killed for memory.
+
+    None if it does not say.
 
     Only the innermost group that counts is read: those above it count the kills of other jobs too.
     """
     names = ("memory.events", "memory.oom_control")  # versions 2 and 1
-    counts = (fields_of(each / name).get("oom_kill") for each in group_folders(root, "memory") for name in names)
+    counts = (
+        fields_of(each / name).get("oom_kill")
+        for each in group_folders(root, "memory")
+        for name in names
+    )
     return next((count for count in counts if count is not None), None)

@@ -1,6 +1,8 @@
-"""From an object to the name that holds it, against the direction of references, and to the line that makes it grow.
+"""From an object to the name that holds it, against the direction of references, and to the line
+that makes it grow.
 
-Nothing of the script is called: not even `isinstance`, which asks the object. Lines come from the text of its files.
+Nothing of the script is called: not even `isinstance`, which asks the object. Lines come from the
+    text of its files.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ from holdfast.core.text import sanitise
 
 OURS = str(Path(__file__).parents[2]) + os.sep
 _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
-_INSTALLED = tuple(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in _LIBRARIES)
+_INSTALLED = tuple(
+    f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in _LIBRARIES
+)
 _MOST_LEVELS, _MOST_WIDE, _MOST_TEXT = 40, 24, 200
 _CACHE = "_lru_cache_wrapper"
 _OF_TENSORS = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks", "grad"})
 _MOST_BYTES, _MOST_CODE, _MOST_FILES = 4 * 2**20, 160, 500
-# As `ast.unparse` writes statements. A part of what a name holds: subscripts, attributes, calls that return one.
+# As `ast.unparse` writes statements. A part of what a name holds: subscripts, attributes, calls
+# that return one.
 _SUBSCRIPT = r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]"
 _PART = rf"(?:{_SUBSCRIPT}|\.\w+(?:\((?:[^()]|\([^()]*\))*\))?)*"
 _ADDS = (
@@ -41,7 +46,10 @@ _ADDS = (
 _HOOK = r"\bregister_\w*hook\w*\("
 _OPERATOR = r"(?:[-+*/%@&|^]|//|\*\*|<<|>>)"
 HOOKS = re.compile(r"_\w*hooks\w*$")  # tables of hooks of torch
-_EMPTY = re.compile(r"[\[\](){}, ]*|None|-?[\d.e]+|'.*'|(?:list|dict|set|deque|tuple|OrderedDict|Counter|object)\(\)")
+_EMPTY = re.compile(
+    r"[\[\](){},"
+    r" ]*|None|-?[\d.e]+|'.*'|(?:list|dict|set|deque|tuple|OrderedDict|Counter|object)\(\)"
+)
 
 
 def is_a(each: Any, *kinds: type) -> bool:
@@ -52,24 +60,31 @@ def is_a(each: Any, *kinds: type) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Return whether a source file belongs to the script, as far as its place shows."""
-    packaged = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file  # Debian's
+    # Debian's
+    packaged = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
     return bool(file) and not packaged and not file.startswith(("<", OURS, *_INSTALLED))
 
 
 def file_of(owner: object) -> str:
-    """Return the source file of a class, or of a loaded module by its name; an empty text if it is not known."""
+    """Return the source file of a class, or of a loaded module by its name.
+
+    An empty text if it is not known.
+    """
     name = vars(owner).get("__module__") if is_a(owner, type) else owner
     file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
     return file if isinstance(file, str) else ""
 
 
 def locals_of(frame: types.FrameType) -> dict[str, Any]:
-    """Return a copy of the locals of a function, and leave no snapshot in its frame that would keep them alive."""
+    """Return a copy of the locals of a function, and leave no snapshot in its frame that would
+    keep them alive.
+    """
     if not frame.f_code.co_flags & inspect.CO_NEWLOCALS:
         return {}
     snapshot = frame.f_locals
     found = dict(snapshot)
-    # Before Python 3.13 it is kept in the frame. If the script has called locals(), it holds it too, and keeps it.
+    # Before Python 3.13 it is kept in the frame. If the script has called locals(), it holds it
+    # too, and keeps it.
     if type(snapshot) is dict and sys.getrefcount(snapshot) <= 3:
         snapshot.clear()
     return found
@@ -87,7 +102,8 @@ def object_dict(holder: Any) -> dict[str, Any] | None:
 class Step:
     """One link on the way from a name to an object."""
 
-    kind: str  # global, local, cell, default, attribute, entry (of a container), traceback, cache or other
+    # Global, local, cell, default, attribute, entry (of a container), traceback, cache or other
+    kind: str
     name: str = ""  # the identifier or key
     owner: str = ""  # module, function or class that it belongs to
     file: str = ""
@@ -95,7 +111,10 @@ class Step:
 
 
 def _steps_of(chain: list[Any]) -> list[Step]:
-    """Return the steps of a chain of references: the object first, then what refers to it, and so on."""
+    """Return the steps of a chain of references.
+
+    The object first, then what refers to it, and so on.
+    """
     if len(chain) < 2:
         return []
     used, step = _read(chain)
@@ -107,22 +126,36 @@ def _read(chain: list[Any]) -> tuple[int, Step]:
     held, holder, above, function = (*chain[:4], None, None)[:4]
     if is_a(holder, types.CellType) and is_a(function, types.FunctionType):
         code = function.__code__
-        return 3, _of_code("cell", _name(zip(code.co_freevars, function.__closure__, strict=False), holder), code)
+        return 3, _of_code(
+            "cell", _name(zip(code.co_freevars, function.__closure__, strict=False), holder), code
+        )
     if is_a(above, types.FunctionType) and is_a(holder, tuple, dict):
         code, defaults = above.__code__, above.__defaults__ or ()
-        named = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=False)
+        named = zip(
+            code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount],
+            defaults,
+            strict=False,
+        )
         if name := _name([*named, *(above.__kwdefaults__ or {}).items()], held):
             return 2, _of_code("default", name, code)
     if is_a(holder, dict) and (is_a(above, type) or object_dict(above) is holder):
         return 2, _of_class(above if is_a(above, type) else type(above), _name(holder, held))
-    return (2, _single(above, holder)) if type(above).__name__ == _CACHE else (1, _single(holder, held))
+    return (
+        (2, _single(above, holder))
+        if type(above).__name__ == _CACHE
+        else (1, _single(holder, held))
+    )
 
 
 def _single(holder: Any, held: Any) -> Step:
     kind = type(holder)
     if kind.__name__ == _CACHE:
         code = getattr(getattr(holder, "__wrapped__", None), "__code__", None)
-        return _of_code("cache", code.co_name, code) if isinstance(code, types.CodeType) else Step("cache")
+        return (
+            _of_code("cache", code.co_name, code)
+            if isinstance(code, types.CodeType)
+            else Step("cache")
+        )
     if is_a(holder, dict, list, tuple, set, frozenset) or kind.__name__ == "deque":
         return Step("entry", _name(holder, held) if is_a(holder, dict) else "", kind.__name__)
     if is_a(holder, types.TracebackType, BaseException):
@@ -161,12 +194,16 @@ def text_of(steps: Iterable[Step]) -> str:
     """Return the steps of a path as a program would write it, such as ``holder.losses[...]``."""
     text = ""
     for step in reversed([*steps]):
-        if step.kind == "attribute" and step.name != "_modules":  # its entries are attributes to a script
+        # Its entries are attributes to a script
+        if step.kind == "attribute" and step.name != "_modules":
             text = f"{text or step.owner or '?'}.{step.name}"
         elif step.kind == "entry":
             text += f"[{step.name!r}]" if step.name else "[...]"
         elif step.kind in ("global", "local", "cell", "default"):
-            where = {"cell": f" (closure of {step.owner})", "default": f" (default of {step.owner})"}
+            where = {
+                "cell": f" (closure of {step.owner})",
+                "default": f" (default of {step.owner})",
+            }
             text += f"{text and ' '}{step.name}{where.get(step.kind, '')}"
         elif step.kind in ("cache", "traceback") and not text.endswith("(traceback)"):
             text += f"cache of {step.name}" if step.kind == "cache" else " (traceback)"
@@ -174,33 +211,41 @@ def text_of(steps: Iterable[Step]) -> str:
 
 
 class Holders:
-    """Follows objects back to what holds them, at one moment: nothing may be imported or run in between.
+    """Follows objects back to what holds them, at one moment.
 
-    `frames` are those of running functions, which are no referrers to the collector before Python 3.12; `until` is
-    when to give up, on the clock of `time.thread_time`.
+    Nothing may be imported or run in between.
+
+    `frames` are those of running functions, which are no referrers to the collector before Python
+    3.12; `until` is when to give up, on the clock of `time.thread_time`.
     """
 
     def __init__(self, frames: Sequence[types.FrameType], until: float) -> None:
         self._until = until
         names = [*sys.modules, "__main__"]  # a script may be known under two names
         self._modules = {
-            id(vars(sys.modules[name])): name for name in names if is_a(sys.modules[name], types.ModuleType)
+            id(vars(sys.modules[name])): name
+            for name in names
+            if is_a(sys.modules[name], types.ModuleType)
         }
         self._running = {id(frame) for frame in frames}
         self._locals: dict[int, tuple[str, types.CodeType]] = {}
-        for frame in sorted(frames, key=lambda each: not is_users(each.f_code.co_filename)):  # the script's names win
+        # The script's names win
+        for frame in sorted(frames, key=lambda each: not is_users(each.f_code.co_filename)):
             for name, each in locals_of(frame).items():
                 if name.isidentifier():
                     self._locals.setdefault(id(each), (name, frame.f_code))
 
-    def path_of(self, target: object, own: set[int], growing: frozenset[int]) -> tuple[str, tuple[Step, ...]]:
+    def path_of(
+        self, target: object, own: set[int], growing: frozenset[int]
+    ) -> tuple[str, tuple[Step, ...]]:
         """Return where the shortest path to an object begins, and its steps, the innermost first.
 
-        It begins at a ``"name"``; nowhere, in a ``"cycle"`` that nothing outside refers to; at a ``"container"`` that
-        is known to grow; or it is ``"unknown"``. `own` and `growing` are ids: of what of ours holds the object, and
-        of such containers.
+        It begins at a ``"name"``; nowhere, in a ``"cycle"`` that nothing outside refers to; at a
+        ``"container"`` that is known to grow; or it is ``"unknown"``. `own` and `growing` are ids:
+        of what of ours holds the object, and of such containers.
         """
-        chains: dict[int, list[Any]] = {id(target): [target]}  # from the target to each object that was met
+        # From the target to each object that was met
+        chains: dict[int, list[Any]] = {id(target): [target]}
         closing: list[list[Any]] = []  # chains that lead back to what was met before
         frontier, cut = [target], False
         for _ in range(_MOST_LEVELS):
@@ -223,12 +268,20 @@ class Holders:
                 break
         if frontier or cut or not closing:
             return "unknown", ()
-        starts = [next(index for index, each in enumerate(chain) if each is chain[-1]) for chain in closing]
-        circles = [tuple(_steps_of(chain[start:])) for start, chain in zip(starts, closing, strict=True)]
+        starts = [
+            next(index for index, each in enumerate(chain) if each is chain[-1])
+            for chain in closing
+        ]
+        circles = [
+            tuple(_steps_of(chain[start:])) for start, chain in zip(starts, closing, strict=True)
+        ]
         return "cycle", max(circles, key=lambda steps: sum(bool(step.name) for step in steps))
 
     def _at_root(self, chain: list[Any]) -> list[Step]:
-        """Return the steps of a chain if it ends where a walk does: at a local, a module, a function or a class."""
+        """Return the steps of a chain if it ends where a walk does.
+
+        At a local, a module, a function or a class.
+        """
         last = chain[-1]
         if named := self._locals.get(id(last)):
             return [*_steps_of(chain), _of_code("local", *named)]
@@ -266,21 +319,32 @@ class _Source:
             pass
         finally:
             warnings.showwarning = shown
-        self.functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        self._statements = [node for node in nodes if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+        self.functions = [
+            node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
+        self._statements = [
+            node for node in nodes if isinstance(node, ast.stmt) and not hasattr(node, "body")
+        ]
 
     def function_at(self, number: int) -> str:
         """Return the name of the function around a line."""
-        around = [each.name for each in self.functions if each.lineno <= number <= (each.end_lineno or 0)]
+        around = [
+            each.name for each in self.functions if each.lineno <= number <= (each.end_lineno or 0)
+        ]
         return around[-1] if around else "<module>"
 
     def changes(self, step: Step) -> Iterator[tuple[int, bool]]:
-        """Yield statements that change a name: line, and whether it builds on what the name holds."""
+        """Yield statements that change a name.
+
+        Line, and whether it builds on what the name holds.
+        """
         own = step.kind in ("local", "default") and step.lines != (0, 0)
         word = "register_" if HOOKS.match(step.name) else step.name
         for node in self._statements:
             inside = not own or step.lines[0] <= node.lineno <= step.lines[1]
-            if inside and any(word in line for line in self.lines[node.lineno - 1 : node.end_lineno]):
+            if inside and any(
+                word in line for line in self.lines[node.lineno - 1 : node.end_lineno]
+            ):
                 text = ast.unparse(node)
                 if (builds := _builds_on(step, text)) is not None:
                     yield node.lineno, builds
@@ -294,15 +358,18 @@ class Lines:
         self._source = functools.cache(_Source)
 
     def keeping(self, steps: Sequence[Step]) -> str:
-        """Return the line that most likely makes grow what the names on a path hold, or an empty text.
+        """Return the line that most likely makes grow what the names on a path hold, or an empty
+        text.
 
-        A statement of the script comes before one of a library, one that builds on a name before one that only binds
-        it, and a name nearer to the object before one further away.
+        A statement of the script comes before one of a library, one that builds on a name before
+        one that only binds it, and a name nearer to the object before one further away.
         """
         for step in steps:
             if step.kind == "cache" and step.file:
                 return self._describe(step.file, step.lines[0])
-        last = max((index for index, step in enumerate(steps) if step.kind == "traceback"), default=-1)
+        last = max(
+            (index for index, step in enumerate(steps) if step.kind == "traceback"), default=-1
+        )
         steps = steps[last + 1 :] or steps  # the names in the frames of an exception do not hold it
         found: list[tuple[tuple[Any, ...], str, int]] = []
         named = [step for step in steps if step.name.isidentifier() and step.kind != "other"]
@@ -314,7 +381,9 @@ class Lines:
                     function = source.function_at(line)
                     if builds or function != "<module>":
                         works = function not in ("__init__", "<module>", "reset", "clear")
-                        found.append(((is_users(file), builds, -order, works, -place, -line), file, line))
+                        found.append(
+                            ((is_users(file), builds, -order, works, -place, -line), file, line)
+                        )
         return self._describe(*max(found)[1:]) if found else ""
 
     def _describe(self, file: str, number: int) -> str:
@@ -324,18 +393,28 @@ class Lines:
 
 
 def _builds_on(step: Step, text: str) -> bool | None:
-    """Return whether a statement builds on a name (True), binds it to something (False), or neither (None)."""
+    """Return whether a statement builds on a name (True), binds it to something (False), or
+    neither (None).
+    """
     if HOOKS.match(step.name):
         return re.search(_HOOK, text) is not None or None
     before = {"attribute": r"\.", "entry": r"\.", "local": r"(?<![\w.])", "default": r"(?<![\w.])"}
     name = before.get(step.kind, r"\b") + re.escape(step.name) + r"\b"
     builds = (
-        rf"{name}{_PART}{_ADDS}", rf"setattr\(.*, '{re.escape(step.name)}', ",
-        rf"{name}{_PART}{_SUBSCRIPT} {_OPERATOR}?= ", rf"{name} {_OPERATOR}= ",
-    )  # fmt: skip
+        rf"{name}{_PART}{_ADDS}",
+        rf"setattr\(.*, '{re.escape(step.name)}', ",
+        rf"{name}{_PART}{_SUBSCRIPT} {_OPERATOR}?= ",
+        rf"{name} {_OPERATOR}= ",
+    )
     if re.search("|".join(builds), text):
         return True
     bound = re.match(rf"\(?[^=(]*?{name}(?:[,:)][^=]*)? = (?P<value>.+)", text, re.DOTALL)
     if bound is None:
         return None
-    return True if re.search(name, bound["value"]) else None if _EMPTY.fullmatch(bound["value"]) else False
+    return (
+        True
+        if re.search(name, bound["value"])
+        else None
+        if _EMPTY.fullmatch(bound["value"])
+        else False
+    )

@@ -1,7 +1,11 @@
-"""What holds memory that grows: looked for inside the process, during a few steps, when somebody outside has asked.
+"""What holds memory that grows.
 
-Four looks at all objects, one after each step, show what grows every time. What still grows at the fifth is followed
-back to what holds it, and to the line that makes it grow. It reads only: no random state or gradient is touched.
+Looked for inside the process, during a few steps, when somebody outside has asked.
+
+Four looks at all objects, one after each step, show what grows every time. What still grows at the
+fifth is followed
+back to what holds it, and to the line that makes it grow. It reads only: no random state or
+    gradient is touched.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from holdfast.supervise.leaks.holders import (
     locals_of,
     object_dict,
     text_of,
-)  # fmt: skip
+)
 
 Key = tuple[Any, ...]
 Frames = list[types.FrameType]
@@ -48,8 +52,10 @@ _MOST_NODES, _MOST_WEIGHED = 20_000, 2_000
 _LOOKS = 4
 _MOST_EMITTED, _MOST_FOLLOWED, _MOST_NEWEST = 3, 24, 32  # the last: entries of a container
 _LEAST_SHARE = 0.05  # of the bytes of the largest leak
-_LEAST_BYTES = 256  # a step; a curve that is plotted has less, and is emitted only if it is all that grows
-_NODE_BYTES = 512  # a node of a graph with what it keeps of its own; what it saves of tensors comes on top
+# A step; a curve that is plotted has less, and is emitted only if it is all that grows
+_LEAST_BYTES = 256
+# A node of a graph with what it keeps of its own; what it saves of tensors comes on top
+_NODE_BYTES = 512
 _GRAPH_BYTES = 65_536  # stands for the activations behind a tensor, which only C++ knows
 _MOST_SECONDS = 8.0  # of processor time, for walks
 
@@ -67,8 +73,9 @@ class Weight:
 class Census:
     """The sizes of everything at several looks; what did not grow in between is dropped.
 
-    A key is ``("length", id)`` of a container, ``("number", class, ...)`` of objects of one class (tensors also of
-    one shape and type), or ``("size" or "nodes", id of the holder, name)`` of a value that has a name.
+    A key is ``("length", id)`` of a container, ``("number", class, ...)`` of objects of one class
+    (tensors also of one shape and type), or ``("size" or "nodes", id of the holder, name)`` of a
+    value that has a name.
     """
 
     def __init__(self) -> None:
@@ -98,12 +105,23 @@ class Census:
             self.grown = {key: (size, size) for key, size in sizes.items()}
         else:
             before = self.grown.items()
-            self.grown = {key: (first, sizes[key]) for key, (first, last) in before if sizes.get(key, 0) > last}
-        self.members = {key: [*self.members.get(key, ()), ids] for key, ids in members.items() if key in self.grown}
+            self.grown = {
+                key: (first, sizes[key])
+                for key, (first, last) in before
+                if sizes.get(key, 0) > last
+            }
+        self.members = {
+            key: [*self.members.get(key, ()), ids]
+            for key, ids in members.items()
+            if key in self.grown
+        }
         self.looks += 1
 
     def measured(self, frames: Frames) -> Iterator[tuple[Key, int, Any]]:
-        """Yield key, size and object: of everything at the first look, then of what has grown so far."""
+        """Yield key, size and object.
+
+        Of everything at the first look, then of what has grown so far.
+        """
         for each in _all_objects():
             kind = type(each)
             role: Any = self._roles.get(kind)
@@ -112,7 +130,13 @@ class Census:
             if role is types.CellType:
                 yield from self._values(id(each), (("", found) for found in gc.get_referents(each)))
             elif role is _COUNTED:
-                if self._wants(key := ("number", kind, *(self.shape_of(each) if is_a(each, self._tensor) else ()))):
+                if self._wants(
+                    key := (
+                        "number",
+                        kind,
+                        *(self.shape_of(each) if is_a(each, self._tensor) else ()),
+                    )
+                ):
                     yield key, 1, each
                 if is_users(file_of(kind)) and (attributes := object_dict(each)) is not None:
                     yield from self._container(attributes, dict)
@@ -142,7 +166,9 @@ class Census:
             if size <= _MOST_NAMED if module is None else is_users(file_of(module)):
                 yield from self._values(id(each), list(each.items()))
 
-    def _values(self, holder: int, named: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Key, int, Any]]:
+    def _values(
+        self, holder: int, named: Iterable[tuple[Any, Any]]
+    ) -> Iterator[tuple[Key, int, Any]]:
         for name, each in named:
             is_array = issubclass(type(each), self._arrays)
             if type(name) is not str or not (is_array or type(each) in _SIZED):
@@ -155,25 +181,37 @@ class Census:
     def shape_of(self, each: Any) -> Key:
         """Return shape and type of a tensor or an array, nothing of anything else."""
         try:
-            return (tuple(each.shape), str(each.dtype)) if issubclass(type(each), self._arrays) else ()
+            return (
+                (tuple(each.shape), str(each.dtype)) if issubclass(type(each), self._arrays) else ()
+            )
         except Exception:  # noqa: BLE001 - a class of the script's
             return ()
 
     def _memory(self, each: Any) -> tuple[int, int]:
-        """Return a number of the memory of a tensor or an array, which views of it share, and its bytes."""
+        """Return a number of the memory of a tensor or an array, which views of it share, and
+        its bytes.
+        """
         try:
             storage = each.untyped_storage() if is_a(each, self._tensor) else None
-            return (id(each), each.nbytes) if storage is None else (storage.data_ptr(), storage.nbytes())
+            return (
+                (id(each), each.nbytes)
+                if storage is None
+                else (storage.data_ptr(), storage.nbytes())
+            )
         except Exception:  # noqa: BLE001 - it has none, or its class is the script's
             return id(each), 0
 
     def weigh(self, target: Any, counted: set[int]) -> Weight:
-        """Return what an object keeps, without memory that was counted before; what is counted now is added."""
+        """Return what an object keeps, without memory that was counted before.
+
+        What is counted now is added.
+        """
         found, most, seen, todo = Weight(), 0, {id(target)}, [target]
         while todo and len(seen) < _MOST_WEIGHED:
             each = todo.pop()
             kind = type(each)
-            names = [base.__name__ for base in kind.__mro__]  # torch's modules are the model, which stays anyway
+            # Torch's modules are the model, which stays anyway
+            names = [base.__name__ for base in kind.__mro__]
             if issubclass(kind, self._arrays):
                 place, size = self._memory(each)
                 if issubclass(kind, self._tensor) and size >= most:
@@ -184,7 +222,11 @@ class Census:
             elif not issubclass(kind, _NOT_WEIGHED) and "Module" not in names:
                 found.bytes += sys.getsizeof(each) if kind in _PLAIN else kind.__basicsize__
                 found.traceback = found.traceback or is_a(each, types.TracebackType)
-                inside = locals_of(each).values() if is_a(each, types.FrameType) else gc.get_referents(each)
+                inside = (
+                    locals_of(each).values()
+                    if is_a(each, types.FrameType)
+                    else gc.get_referents(each)
+                )
                 new = [inner for inner in inside if id(inner) not in seen]
                 seen.update(map(id, new))
                 todo += new
@@ -192,13 +234,20 @@ class Census:
 
 
 def _all_objects() -> Iterator[Any]:
-    """Yield every object that the collector knows, and dicts that it does not track: they hold only plain values."""
+    """Yield every object that the collector knows, and dicts that it does not track.
+
+    They hold only plain values.
+    """
     known = gc.get_objects()
     if len(known) > _MOST_OBJECTS:
         raise MemoryError(f"{len(known)} objects; a trace looks at {_MOST_OBJECTS} at most")
     yield from known
     for each in known:
-        yield from [inner for inner in gc.get_referents(each) if type(inner) is dict and not gc.is_tracked(inner)]
+        yield from [
+            inner
+            for inner in gc.get_referents(each)
+            if type(inner) is dict and not gc.is_tracked(inner)
+        ]
 
 
 def _count_nodes(tensor: Any, most: int = _MOST_NODES) -> int:
@@ -212,7 +261,9 @@ def _count_nodes(tensor: Any, most: int = _MOST_NODES) -> int:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
-            todo += [each for each, _ in node.next_functions if each is not None and each not in seen]
+            todo += [
+                each for each, _ in node.next_functions if each is not None and each not in seen
+            ]
     return len(seen)
 
 
@@ -226,7 +277,10 @@ class LeakTracer:
         self._seconds = 0.0
 
     def after_step(self, requested: int) -> None:
-        """Go on with a trace, or begin one; each request is answered once. An error in a look ends the trace."""
+        """Go on with a trace, or begin one; each request is answered once.
+
+        An error in a look ends the trace.
+        """
         if self._census is not None:
             self._steps += 1
         elif requested != self._answered:
@@ -241,7 +295,8 @@ class LeakTracer:
         gc.disable()  # so that no destructor of the script's runs within
         frames = _running_frames()
         try:
-            with sys.modules["torch"]._C.DisableTorchFunctionSubclass():  # attributes are read without their code
+            # Attributes are read without their code
+            with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
                 if census.looks < _LOOKS:
                     census.look(frames)
                 else:
@@ -259,7 +314,15 @@ class LeakTracer:
             for _, leak in found or ():
                 self._emit(leak)
             spent, request = round(self._seconds, 3), self._answered
-            self._emit(LeakTrace(found=len(found or ()), steps=self._steps, seconds=spent, request=request, why=why))
+            self._emit(
+                LeakTrace(
+                    found=len(found or ()),
+                    steps=self._steps,
+                    seconds=spent,
+                    request=request,
+                    why=why,
+                )
+            )
 
 
 def _running_frames() -> Frames:
@@ -278,25 +341,46 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[tuple[float, 
     found = sorted(_growing(census, frames, steps, targets), key=lambda each: -each[0])
     best: dict[str, tuple[float, Leak]] = {}
     for rank, index, kind, facts, weight in found[:_MOST_FOLLOWED]:
-        root, path = holders.path_of(targets[index], {id(targets)}, frozenset() if kind == "length" else growing)
+        root, path = holders.path_of(
+            targets[index], {id(targets)}, frozenset() if kind == "length" else growing
+        )
         form = _form(kind, root, path, weight)
         if root in ("container", "unknown") or any(step.file.startswith(OURS) for step in path):
             continue
         last, line = path[-1], lines.keeping(path)
-        held = f"{'a cycle: ' if root == 'cycle' else ''}{text_of(path)}{'[...]' if kind == 'length' else ''}"
+        prefix = "a cycle: " if root == "cycle" else ""
+        suffix = "[...]" if kind == "length" else ""
+        held = f"{prefix}{text_of(path)}{suffix}"
         if root == "name" and last.file:
-            held += f" in {Path(last.file).name}" + (f", {last.owner}()" if last.kind == "local" else "")
+            held += f" in {Path(last.file).name}" + (
+                f", {last.owner}()" if last.kind == "local" else ""
+            )
         signature = signature_of(form, on_host=weight.device == "cpu")
-        leak = Leak(form=form, device=weight.device, held_by=held, retained_at=line, signature=signature, **facts)
-        best.setdefault("cycle" if form == "cycle" else line or held, (rank, leak))  # once, by its heaviest object
+        leak = Leak(
+            form=form,
+            device=weight.device,
+            held_by=held,
+            retained_at=line,
+            signature=signature,
+            **facts,
+        )
+        # Once, by its heaviest object
+        best.setdefault("cycle" if form == "cycle" else line or held, (rank, leak))
     targets.clear()
     most = max((rank for rank, _ in best.values()), default=0.0)
-    leaks = [each for each in best.values() if each[0] >= max(_LEAST_SHARE * most, min(_LEAST_BYTES, most))]
+    leaks = [
+        each
+        for each in best.values()
+        if each[0] >= max(_LEAST_SHARE * most, min(_LEAST_BYTES, most))
+    ]
     return leaks[:_MOST_EMITTED][::-1]
 
 
-def _growing(census: Census, frames: Frames, steps: int, targets: list[Any]) -> list[tuple[Any, ...]]:
-    """Add objects that have gone on growing, of a growing class one that was made lately, and describe them.
+def _growing(
+    census: Census, frames: Frames, steps: int, targets: list[Any]
+) -> list[tuple[Any, ...]]:
+    """Add objects that have gone on growing, of a growing class one that was made lately, and
+    describe them.
 
     Of each: its rank, its index among the targets, kind of key, first facts and weight.
     """
@@ -305,7 +389,11 @@ def _growing(census: Census, frames: Frames, steps: int, targets: list[Any]) -> 
     for key, size, target in list(census.measured(frames)):
         kind, (first, last) = key[0], census.grown[key]
         is_kept = id(target) in wanted[key] if kind == "number" else size > last
-        if not is_kept or key in seen or (kind != "length" and ("length", id(target)) in census.grown):
+        if (
+            not is_kept
+            or key in seen
+            or (kind != "length" and ("length", id(target)) in census.grown)
+        ):
             continue
         seen.add(key)
         count, what = (last - first) / steps, _describe(target, census)
@@ -317,10 +405,18 @@ def _growing(census: Census, frames: Frames, steps: int, targets: list[Any]) -> 
             what += _describe(entries[0], census)
             unit = sum(each.bytes for each in weights) / len(weights)
         else:
-            unit = {"number": weight.bytes, "nodes": _NODE_BYTES, "size": 8 if is_a(target, list, tuple) else 1}[kind]
+            unit = {
+                "number": weight.bytes,
+                "nodes": _NODE_BYTES,
+                "size": 8 if is_a(target, list, tuple) else 1,
+            }[kind]
             what = f"graph behind {what}" if kind == "nodes" else what
         graphs = {"nodes": 1.0, "size": 0.0}.get(kind, count if weight.graph else 0.0)
-        facts = {"what": what, "count_per_step": round(count, 3), "bytes_per_step": round(count * unit)}
+        facts = {
+            "what": what,
+            "count_per_step": round(count, 3),
+            "bytes_per_step": round(count * unit),
+        }
         found.append((count * unit + _GRAPH_BYTES * graphs, len(targets), kind, facts, weight))
         targets.append(target)
     return found
@@ -335,7 +431,10 @@ def _newest_of(container: Any, count: int) -> list[Any]:
 
 
 def _describe(each: Any, census: Census) -> str:
-    """Return class, shape and type of an object in words; of a class of the script's nothing is asked."""
+    """Return class, shape and type of an object in words.
+
+    Of a class of the script's nothing is asked.
+    """
     text, shape = type(each).__qualname__, census.shape_of(each)
     if shape:
         text += f" {shape[0]} {shape[1].removeprefix('torch.')}"

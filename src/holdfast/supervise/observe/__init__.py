@@ -1,1 +1,4 @@
-"""Acts inside every Python process of a supervised command: shows where it stands, and changes nothing in it."""
+"""Acts inside every Python process of a supervised command.
+
+Shows where it stands, and changes nothing in it.
+"""

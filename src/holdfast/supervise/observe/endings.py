@@ -1,7 +1,7 @@
 """How a process ends: uncaught exceptions, of threads too, ``sys.exit``, and leaving as such.
 
-Every hook of the script's is called as it would be without us, and one that the script sets later replaces ours:
-then what Python keeps of the last exception is read when the interpreter leaves.
+Every hook of the script's is called as it would be without us, and one that the script sets later
+replaces ours: then what Python keeps of the last exception is read when the interpreter leaves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class Endings:
     """Watch for the end of this process."""
 
     def __init__(
-        self, emit: Callable[[EventData], None], leaves: Callable[[str, int | None, str], None], watch: ImportWatch
+        self,
+        emit: Callable[[EventData], None],
+        leaves: Callable[[str, int | None, str], None],
+        watch: ImportWatch,
     ) -> None:
         self._emit, self._leaves = emit, leaves
         self._begin()
@@ -58,7 +61,9 @@ class Endings:
         previous = sys.excepthook
 
         @wraps(previous)
-        def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        def excepthook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
             self._is_fatal(error, traceback, "MainThread")
             previous(kind, error, traceback)
 
@@ -69,9 +74,13 @@ class Endings:
             self._fatal, self._how = error, "exception"
             self._record(error, traceback, thread, fatal=True)
 
-    def _record(self, error: BaseException, traceback: TracebackType | None, thread: str, *, fatal: bool) -> None:
-        with suppress(Exception):  # `emit` notes what goes wrong, and the script's own hook must be called
-            from holdfast.core.events.process_events import ExceptionRaised  # not at every start of a process
+    def _record(
+        self, error: BaseException, traceback: TracebackType | None, thread: str, *, fatal: bool
+    ) -> None:
+        # `emit` notes what goes wrong, and the script's own hook must be called
+        with suppress(Exception):
+            # Not at every start of a process
+            from holdfast.core.events.process_events import ExceptionRaised
 
             facts = describe_exception(error, traceback, without=_OURS)
             self._emit(ExceptionRaised(**facts, thread=thread, fatal=fatal))
@@ -87,7 +96,8 @@ class Endings:
             previous(args)
 
         threading.excepthook = excepthook
-        # Before threads are waited for, which may take for ever; where Python has it, it has it under this name.
+        # Before threads are waited for, which may take for ever; where Python has it, it has it
+        # under this name.
         getattr(threading, "_register_atexit", lambda _: None)(self._leave)
 
     def _wrap_exit(self) -> None:
@@ -102,25 +112,36 @@ class Endings:
         sys.exit = exit
 
     def _exits(self, status: Any) -> None:
-        self._how, self._status = "sys.exit", status if isinstance(status, int) else int(status is not None)
+        self._how, self._status = (
+            "sys.exit",
+            status if isinstance(status, int) else int(status is not None),
+        )
         self._said = printable(status) if type(status) is str else ""
 
     def _leave(self) -> None:
-        """Record the end, each time that it is met: at the first, some things are still to be waited for."""
+        """Record the end, each time that it is met.
+
+        At the first, some things are still to be waited for.
+        """
         last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(last, BaseException):  # of a script whose own hook has replaced ours
             self._is_fatal(last, last.__traceback__, "MainThread")
         self._leaves(self._how, self._status, self._said)
 
     def _on_traceback(self, traceback: Any) -> None:
-        """Hook into the end of a child of multiprocessing from Python 3.13 on: its finalizers run too late there."""
+        """Hook into the end of a child of multiprocessing from Python 3.13 on.
+
+        Its finalizers run too late there.
+        """
         previous = traceback.print_exc
 
         @wraps(previous)
         def print_exc(*args: Any, **named: Any) -> None:
             error, caller = sys.exc_info()[1], sys._getframe(1)
             if error is not None and caller.f_globals.get("__name__") == "multiprocessing.process":
-                self._is_fatal(error, error.__traceback__, caller.f_globals["current_process"]().name)
+                self._is_fatal(
+                    error, error.__traceback__, caller.f_globals["current_process"]().name
+                )
             previous(*args, **named)
 
         traceback.print_exc = print_exc
@@ -132,7 +153,8 @@ class Endings:
     def _finalize(self, util: ModuleType) -> None:
         """Hook into the end of a child of multiprocessing.
 
-        It leaves by ``os._exit``, after finalizers that run while its exception is the current one up to Python 3.12.
+        It leaves by ``os._exit``, after finalizers that run while its exception is the current one
+        up to Python 3.12.
         """
         inherited = sys.exc_info()[1]  # of a parent that forked while it handled one
 

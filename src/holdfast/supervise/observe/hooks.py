@@ -1,9 +1,13 @@
-"""Hooks in torch, set when the script has imported it: its own global ones where it has them, thin wrappers else.
+"""Hooks in torch, set when the script has imported it.
 
-Every wrapper keeps name, signature, result and exception of what it wraps, and steps aside where torch traces a
+Its own global ones where it has them, thin wrappers else.
+
+Every wrapper keeps name, signature, result and exception of what it wraps, and steps aside where
+torch traces a
 function to compile it: a hook that is traced becomes nothing, and no graph breaks because of us.
 
-Does not: decide what a step is (``steps`` does). Reads no random state and changes no mode of torch.
+Does not: decide what a step is (``steps`` does). Reads no random state and changes no mode of
+    torch.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from holdfast.recorder.progress import Phase
 from holdfast.supervise.observe.steps import Observed, Steps
 
 Function = Callable[..., Any]
-# Who saves in the thread that trains; `torch.save` besides. Each is wrapped when the script imports its module.
+# Who saves in the thread that trains; `torch.save` besides. Each is wrapped when the script imports
+# its module.
 _SAVERS = {
     "holdfast.checkpoint.saver": ("snapshot", "write"),
     "safetensors.torch": ("save_file",),
@@ -32,20 +37,29 @@ def install(torch: ModuleType, observer: Observed) -> Steps:
     steps = Steps(observer, torch, partial(_was_made, torch.optim.Optimizer))
     hooks = _Hooks(torch, observer, steps)
     acts: dict[str, Callable[[Any], None]] = {
-        "torch.optim.optimizer": hooks.optimizers, "torch.autograd": hooks.autograd,
-        "torch.nn.utils.clip_grad": hooks.clipping, "torch.nn.modules.module": hooks.modules,
-        "torch.amp.grad_scaler": hooks.scaler, "torch.serialization": hooks.serialization,
-        "torch.utils.data.dataloader": hooks.loader, "torch.utils.data._utils.worker": hooks.workers,
-        "torch._dynamo.callback": hooks.compiler, "holdfast.loader.loader": hooks.own_loader,
+        "torch.optim.optimizer": hooks.optimizers,
+        "torch.autograd": hooks.autograd,
+        "torch.nn.utils.clip_grad": hooks.clipping,
+        "torch.nn.modules.module": hooks.modules,
+        "torch.amp.grad_scaler": hooks.scaler,
+        "torch.serialization": hooks.serialization,
+        "torch.utils.data.dataloader": hooks.loader,
+        "torch.utils.data._utils.worker": hooks.workers,
+        "torch._dynamo.callback": hooks.compiler,
+        "holdfast.loader.loader": hooks.own_loader,
         **{name: partial(hooks.savers, functions) for name, functions in _SAVERS.items()},
-    }  # fmt: skip
-    for name, act in acts.items():  # each by itself: what another version of torch has not is not observed
+    }
+    # Each by itself: what another version of torch has not is not observed
+    for name, act in acts.items():
         observer.watch.when_imported(name, act)
     return steps
 
 
 def _was_made(kind: Any) -> bool:
-    """Return whether an optimizer of this class or one below was made: torch then marks the method of its class."""
+    """Return whether an optimizer of this class or one below was made.
+
+    Torch then marks the method of its class.
+    """
     below: Iterable[Any] = kind.__subclasses__()
     return getattr(vars(kind).get("step"), "hooked", False) or any(map(_was_made, below))
 
@@ -119,7 +133,8 @@ class _Hooks:
 
     def loader(self, module: Any) -> None:
         _wrap(module._BaseDataLoaderIter, "__next__", self._waiting)
-        _wrap(module.DataLoader, "__iter__", partial(self._aside, Phase.DATA_WAIT))  # workers are started
+        # Workers are started
+        _wrap(module.DataLoader, "__iter__", partial(self._aside, Phase.DATA_WAIT))
 
         def begins(_iterator: Any, loader: Any) -> None:
             if self._torch.is_grad_enabled() and get_ident() == self._steps.thread:
@@ -134,7 +149,8 @@ class _Hooks:
         steps, trains = self._steps, self._torch.is_grad_enabled
 
         def __next__(iterator: Any) -> Any:  # noqa: N807
-            if steps.waits or get_ident() != steps.thread:  # a loader within a loader, or one that is read ahead
+            # A loader within a loader, or one that is read ahead
+            if steps.waits or get_ident() != steps.thread:
                 return original(iterator)
             steps.waits = True
             try:

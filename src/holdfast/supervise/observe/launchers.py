@@ -11,9 +11,12 @@ from collections.abc import Sequence
 
 _PROGRAMS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed"})
 _MODULES = (
-    "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch",
-    "accelerate.commands.accelerate_cli", "deepspeed.launcher",
-)  # fmt: skip
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    "deepspeed.launcher",
+)
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*\Z")
 _OF_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 _LOOKED_AT = 4  # words: `uv run torchrun`, `env A=1 torchrun`
@@ -32,10 +35,11 @@ def find_launcher_name(argv: Sequence[str]) -> str | None:
 
 
 def leave_signals_to_ranks() -> None:
-    """Ignore in this process, a launcher, the signals that only its ranks can use, unless it handles them.
+    """Ignore in this process, a launcher, the signals that only its ranks can use, unless it
+    handles them.
 
-    Slurm sends ``--signal=USR1@60`` to all processes of a step. torchrun would end of it, and take the ranks with it
-    while they save.
+    Slurm sends ``--signal=USR1@60`` to all processes of a step. torchrun would end of it, and take
+    the ranks with it while they save.
     """
     for number in _OF_RANKS:
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -55,7 +59,9 @@ def _of_python(words: Sequence[str]) -> str | None:
             return None
         elif not word.startswith("-"):
             name = _base(word)
-            return name if name in _PROGRAMS and (name != "accelerate" or "launch" in words) else None
+            return (
+                name if name in _PROGRAMS and (name != "accelerate" or "launch" in words) else None
+            )
     return None
 
 

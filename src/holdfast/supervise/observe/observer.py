@@ -1,4 +1,6 @@
-"""The observer of one Python process: its folder in the run directory, its board, and what becomes of them at a fork.
+"""The observer of one Python process.
+
+Its folder in the run directory, its board, and what becomes of them at a fork.
 
 It costs what its imports cost, and nothing more happens until torch is imported.
 """
@@ -29,7 +31,7 @@ from holdfast.recorder.run_files import (
     on_recording,
     write_process,
     write_settings,
-)  # fmt: skip
+)
 from holdfast.recorder.scalars import Found, Scalars, outlets
 from holdfast.supervise.observe import logged
 from holdfast.supervise.observe.endings import Endings
@@ -41,20 +43,31 @@ if TYPE_CHECKING:
     from holdfast.recorder.black_box import EventRing
     from holdfast.supervise.observe.steps import Steps
 
-# torch reads the first of each; the others are what Slurm and Open MPI set, where nobody sets those.
+# torch reads the first of each; the others are what Slurm and Open MPI set, where nobody sets
+# those.
 _RANKS = {
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
     "local_rank": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
 }
 # Who imports one of these trains by reward, so that the loss need not fall.
-_ENVIRONMENTS = ("gymnasium", "gym", "pettingzoo", "dm_env", "stable_baselines3", "torchrl", "ray.rllib")
+_ENVIRONMENTS = (
+    "gymnasium",
+    "gym",
+    "pettingzoo",
+    "dm_env",
+    "stable_baselines3",
+    "torchrl",
+    "ray.rllib",
+)
 _MOST_NOTES = 20
 _observer: Observer | None = None
 
 
 def start(run: str) -> None:
-    """Observe this process from now on, if the run directory is there; once. OSError if it cannot be written.
+    """Observe this process from now on, if the run directory is there; once.
+
+    OSError if it cannot be written.
 
     Called by ``injected/sitecustomize.py``.
     """
@@ -65,7 +78,10 @@ def start(run: str) -> None:
 
 
 class Observer:
-    """Observes this process, and those that are forked from it. OSError if its folder cannot be made or written."""
+    """Observes this process, and those that are forked from it.
+
+    OSError if its folder cannot be made or written.
+    """
 
     def __init__(self, run: Path, attempt: int) -> None:
         self._run, self._attempt = run, attempt
@@ -102,7 +118,9 @@ class Observer:
 
     @cached_property
     def board(self) -> ProgressBoard:
-        """The board of this process, which is made with its folder if a fork has left it without: most never do."""
+        """The board of this process, which is made with its folder if a fork has left it
+        without: most never do.
+        """
         try:
             return self._open()
         except OSError as error:  # in a forked process: it goes on unseen
@@ -111,11 +129,16 @@ class Observer:
 
     def _open(self) -> ProgressBoard:
         with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - of the system
-            ticks = int(file.read().rpartition(b")")[2].split()[19])  # field 22; the name before may hold anything
+            # Field 22; the name before may hold anything
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
         self._info = ProcessInfo(
-            pid=os.getpid(), ticks=ticks, ppid=os.getppid(), attempt=self._attempt, started=time.time(),
+            pid=os.getpid(),
+            ticks=ticks,
+            ppid=os.getppid(),
+            attempt=self._attempt,
+            started=time.time(),
             argv=without_secrets([printable(word) for word in sys.orig_argv]),
-        )  # fmt: skip
+        )
         folder = make_folder(self._run, PROCESSES_FOLDER, self._info.folder)
         board = ProgressBoard(folder / BOARD_FILE)
         self._stacks.open(folder)
@@ -126,12 +149,21 @@ class Observer:
     def _describe(self) -> None:
         """Write what is known of this process now."""
         if self._info is not None:
-            ranks: dict[str, Any] = {name: _number(*names) for name, names in _RANKS.items()} | _initialized_ranks()
-            ranks |= {"role": self._role, "torch": self._torch, "stacks_signal": self._stacks.signal}
+            ranks: dict[str, Any] = {
+                name: _number(*names) for name, names in _RANKS.items()
+            } | _initialized_ranks()
+            ranks |= {
+                "role": self._role,
+                "torch": self._torch,
+                "stacks_signal": self._stacks.signal,
+            }
             write_process(self._run, self._info._replace(**ranks))
 
     def samples(self) -> SampleRing:
-        """Return the ring of samples, made when it is first asked for. OSError if it cannot be made."""
+        """Return the ring of samples, made when it is first asked for.
+
+        OSError if it cannot be made.
+        """
         if self._samples is None:
             self._samples = SampleRing(self._own_folder() / SAMPLES_FILE)
         return self._samples
@@ -145,12 +177,14 @@ class Observer:
             raise FileNotFoundError("this process has no folder")
         return self._folder
 
-    # --- what happens: never an error, since nothing of ours may stop the script ------------------------------------
+    # --- what happens: never an error, since nothing of ours may stop the script
+    # ------------------------------------
 
     def emit(self, data: EventData) -> None:
         """Record an event; from any thread."""
         try:
-            # Here, as the classes elsewhere: most processes without torch have no events, and these take 20 ms.
+            # Here, as the classes elsewhere: most processes without torch have no events, and these
+            # take 20 ms.
             from holdfast.core.events.event import Event
             from holdfast.recorder.black_box import EventRing
 
@@ -159,7 +193,12 @@ class Observer:
                     self._events = EventRing(self._own_folder())
                 step = self.board.step
                 self._events.event(
-                    Event(kind=data.kind, global_step=step, unix_seconds=time.time(), data=data.facts())
+                    Event(
+                        kind=data.kind,
+                        global_step=step,
+                        unix_seconds=time.time(),
+                        data=data.facts(),
+                    )
                 )
         except Exception as error:  # noqa: BLE001 - as above
             self.failed(error)
@@ -185,7 +224,8 @@ class Observer:
         with suppress(Exception):  # the run directory may be what fails
             import traceback
 
-            folder = make_folder(self._run, PROCESSES_FOLDER)  # no link that leads out of the run directory
+            # No link that leads out of the run directory
+            folder = make_folder(self._run, PROCESSES_FOLDER)
             with opened_to_write(folder / f"failed-{os.getpid()}.txt", "ab") as file:
                 file.write("".join(traceback.format_exception(error)).encode("utf-8", "replace"))
 
@@ -227,8 +267,10 @@ class Observer:
         try:
             self._forget()
             self._role = "other"
-            if getattr(sys.modules.get("holdfast.core.forked"), "is_copying", False):  # a guard tries something there
-                self.board, self._notes = ProgressBoard(None), _MOST_NOTES  # so that nothing is written
+            # A guard tries something there
+            if getattr(sys.modules.get("holdfast.core.forked"), "is_copying", False):
+                # So that nothing is written
+                self.board, self._notes = ProgressBoard(None), _MOST_NOTES
             self._endings.after_fork()
             if self._steps is not None:
                 self._steps.begin()

@@ -1,7 +1,9 @@
-"""Stacks of all threads, written in C by ``faulthandler``: upon `STACKS_SIGNAL`, and at a signal that kills.
+"""Stacks of all threads, written in C by ``faulthandler``.
 
-A handler of the script's own for that signal, set at any time, takes the place of ours; then the observer shows that
-nobody may send the signal any more.
+Upon `STACKS_SIGNAL`, and at a signal that kills.
+
+A handler of the script's own for that signal, set at any time, takes the place of ours; then the
+observer shows that nobody may send the signal any more.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ class Stacks:
         """The signal that is answered, None if there is none."""
 
     def open(self, folder: Path) -> None:
-        """Write into a folder from now on: of this process, or of one that was forked. OSError if that cannot be."""
+        """Write into a folder from now on: of this process, or of one that was forked.
+
+        OSError if that cannot be.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         file = open_file(folder / FAULTHANDLER_FILE, flags)  # stays open: the handlers write to it
         if self._at_death:
@@ -40,7 +45,10 @@ class Stacks:
             self._register(self.signal, file=file, all_threads=True)
 
     def watch(self) -> None:
-        """Learn when the script handles the signal itself, or wants stacks elsewhere; forked processes follow it."""
+        """Learn when the script handles the signal itself, or wants stacks elsewhere.
+
+        Forked processes follow it.
+        """
 
         def after(original: Callable[..., Any], act: Callable[[Any], None]) -> Callable[..., Any]:
             @wraps(original)
@@ -53,7 +61,9 @@ class Stacks:
 
         signal.signal = after(signal.signal, self._is_taken)
         faulthandler.register = after(faulthandler.register, self._is_taken)
-        faulthandler.enable = after(faulthandler.enable, lambda _: setattr(self, "_at_death", False))
+        faulthandler.enable = after(
+            faulthandler.enable, lambda _: setattr(self, "_at_death", False)
+        )
 
     def _is_taken(self, number: Any) -> None:
         if number == STACKS_SIGNAL and self.signal is not None:

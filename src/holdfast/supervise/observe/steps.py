@@ -1,11 +1,13 @@
 """What a training process is doing, and what a step is, from calls that torch makes anyway.
 
-A step ends when an optimizer has stepped. Several optimizers that step after one backward make one step; where there
-is no optimizer, each backward is a step. The number of a step is the guard's where one has the optimizer; else it
-goes on from what the state of an optimizer counts, as Adam's does. Only one thread is looked at: that which calls
-backward, the main thread until then. Others load, save and evaluate beside it.
+A step ends when an optimizer has stepped. Several optimizers that step after one backward make one
+step; where there is no optimizer, each backward is a step. The number of a step is the guard's
+where one has the optimizer; else it goes on from what the state of an optimizer counts, as Adam's
+does. Only one thread is looked at: that which calls backward, the main thread until then. Others
+load, save and evaluate beside it.
 
-Does not: hook into torch (``hooks`` does), and never raises: what goes wrong is noted, and the script goes on.
+Does not: hook into torch (``hooks`` does), and never raises: what goes wrong is noted, and the
+    script goes on.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ if TYPE_CHECKING:
     from holdfast.recorder.run_files import ProcessRole
 
 P = TypeVarTuple("P")
-# Calls of backward after which they are counted as steps although an optimizer was made: it is compiled, so that its
-# hooks do not run. More than recipes accumulate.
+# Calls of backward after which they are counted as steps although an optimizer was made: it is
+# compiled, so that its hooks do not run. More than recipes accumulate.
 _PATIENCE = 256
 _Value = float | OnItsWay | None
 _NOT_READ = (0, 0, 0, 0)
-# Loss and norm are read at each of so many steps, then once in so many nanoseconds: a NaN that matters stays.
+# Loss and norm are read at each of so many steps, then once in so many nanoseconds: a NaN that
+# matters stays.
 _ALL_READ, _READ_NANOSECONDS = 1000, 2_000_000
-_DATA_WAIT, _OPTIMIZER = Phase.DATA_WAIT, Phase.OPTIMIZER  # an attribute of an enumeration is slow to find
+# An attribute of an enumeration is slow to find
+_DATA_WAIT, _OPTIMIZER = Phase.DATA_WAIT, Phase.OPTIMIZER
 
 
 class Observed(Protocol):
@@ -80,11 +84,14 @@ def _noted(method: Callable[[Steps, *P], None]) -> Callable[[Steps, *P], None]:
 class Steps:
     """Counts the steps of this process and shows its phases."""
 
-    def __init__(self, observer: Observed, torch: ModuleType, finds_optimizer: Callable[[], bool]) -> None:
+    def __init__(
+        self, observer: Observed, torch: ModuleType, finds_optimizer: Callable[[], bool]
+    ) -> None:
         self.observer = observer
         self._values, self._memory = ValueReader(torch), MemoryReadings(torch)
         self._read = self._values.read
-        self.is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling  # one call; `is_compiling`: two
+        # One call; `is_compiling`: two
+        self.is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
         self._finds_optimizer = finds_optimizer
         main = sys.modules["threading"].main_thread().ident
         self._start(main if main is not None else get_ident())
@@ -113,12 +120,14 @@ class Steps:
         self._counted = 0  # which optimizer ended the newest step
         self._numbers: dict[int, int] = {}  # of optimizers in the ring
         self._settings: dict[str, Any] = {}
-        self._patience: int | None = None  # calls of backward until they are steps; None before the first
+        # Calls of backward until they are steps; None before the first
+        self._patience: int | None = None
         self._began = self._wait_began = self._waited = 0
         self._before_aside = self._before_compiling = self._before_optimizer = Phase.STARTING
         self._reads, self._next_read = True, 0  # loss and norm of this step
         self._loss: _Value = None
-        self._loss_before, self._parts = 0.0, list[OnItsWay]()  # of earlier calls of backward in the step
+        # Of earlier calls of backward in the step
+        self._loss_before, self._parts = 0.0, list[OnItsWay]()
         self._norm: _Value = None
         self._scaled: tuple[Any, Any] | None = None
         self._on_their_way: deque[tuple[int, str, OnItsWay, float]] = deque()
@@ -130,7 +139,8 @@ class Steps:
         self._board = self.observer.board
         return self._board
 
-    # --- loader -----------------------------------------------------------------------------------------------
+    # --- loader
+    # ------------------------------------------------------------------------
 
     def wait_begins(self) -> None:
         """The loop asks a loader for something."""
@@ -143,7 +153,9 @@ class Steps:
     def wait_ends(self, phase: Phase | None) -> None:
         """The loop has a batch, or there is none; None: to train with."""
         try:
-            self._waited += (self._board or self._show()).enter(phase or self._training) - self._wait_began
+            self._waited += (self._board or self._show()).enter(
+                phase or self._training
+            ) - self._wait_began
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
@@ -158,14 +170,21 @@ class Steps:
     @_noted
     def evaluates(self) -> None:
         """A module was asked to evaluate, which may be all that is seen of an evaluation."""
-        if self.observer.board.made > 0 and self.observer.board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH):
+        if self.observer.board.made > 0 and self.observer.board.phase in (
+            Phase.FORWARD_BACKWARD,
+            Phase.END_OF_EPOCH,
+        ):
             self.observer.board.enter(Phase.EVALUATION)
 
-    # --- backward ---------------------------------------------------------------------------------------------
+    # --- backward
+    # ------------------------------------------------------------------------
 
     @_noted
     def scales(self, loss: Any, scaled: Any) -> None:
-        """A gradient scaler has multiplied a loss; `scaled` refers weakly to what backward will get."""
+        """A gradient scaler has multiplied a loss.
+
+        `scaled` refers weakly to what backward will get.
+        """
         self._scaled = (loss, scaled)
 
     def backward_begins(self, root: Any) -> None:
@@ -180,7 +199,8 @@ class Steps:
             if self._scaled is not None:
                 loss, scaled = self._scaled
                 self._scaled = None
-                root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
+                # Of a sum of scaled losses, the scale is in it
+                root = loss if scaled() is root else None
             if root is not None and self._reads:
                 if self._loss is not None:
                     self._keep_part(self._loss)
@@ -189,7 +209,10 @@ class Steps:
             self.observer.failed(error)
 
     def _keep_part(self, part: float | OnItsWay) -> None:
-        """Keep what an earlier call of backward began with: the gradients of a step are those of the sum."""
+        """Keep what an earlier call of backward began with.
+
+        The gradients of a step are those of the sum.
+        """
         if not isinstance(part, OnItsWay):
             self._loss_before += part
         elif part.arrived():
@@ -231,10 +254,16 @@ class Steps:
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
-    # --- optimizer --------------------------------------------------------------------------------------------
+    # --- optimizer
+    # ------------------------------------------------------------------------
 
-    def optimizer_begins(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An optimizer is about to step. With a closure, the first argument, it runs forward and backward itself."""
+    def optimizer_begins(
+        self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """An optimizer is about to step.
+
+        With a closure, the first argument, it runs forward and backward itself.
+        """
         if self.is_compiling():
             return
         try:
@@ -242,7 +271,9 @@ class Steps:
             self._optimizes = True
             board = self._board or self._show()
             self._before_optimizer = board.phase
-            if (kwargs or len(args) > 1) and any(each is not None for each in (*args[1:], *kwargs.values())):
+            if (kwargs or len(args) > 1) and any(
+                each is not None for each in (*args[1:], *kwargs.values())
+            ):
                 board.enter(self._training)
             elif board.made > 0:
                 board.enter(_OPTIMIZER)
@@ -261,7 +292,8 @@ class Steps:
                     board.enter(self._before_optimizer)
                     return
                 if board.micro_step and id(optimizer) != self._counted:
-                    self._counted = self._counted or id(optimizer)  # 0: no optimizer was known, backward counted
+                    # 0: no optimizer was known, backward counted
+                    self._counted = self._counted or id(optimizer)
                     board.enter(self._training)
                     return
                 if self._patience is None:  # gradients came by another way than backward
@@ -270,27 +302,39 @@ class Steps:
             self._counted = id(optimizer)
             rate = optimizer.param_groups[0].get("lr")
             # A rate that is a tensor may be on a device.
-            self._end_step(board, float(rate) if isinstance(rate, (int, float)) else None, optimizer)
+            self._end_step(
+                board, float(rate) if isinstance(rate, (int, float)) else None, optimizer
+            )
         except Exception as error:  # noqa: BLE001 - as `_noted`, at each step without a call more
             self.observer.failed(error)
 
     def _makes_state(self, board: ProgressBoard, optimizer: Any) -> bool:
-        """Return whether a step without a backward before it was only made for the state of its optimizer.
+        """Return whether a step without a backward before it was only made for the state of its
+        optimizer.
 
-        So torch.distributed.checkpoint does, with a learning rate of 0, and others, with gradients of 0, before the
+        So torch.distributed.checkpoint does, with a learning rate of 0, and others, with gradients
+        of 0, before the
         training begins. Gradients may come by another way than backward: then they are not 0.
         """
         groups = optimizer.param_groups
         rates = [group.get("lr") for group in groups]
-        if all(self._values.read(rate) == 0 if getattr(rate, "is_cpu", False) else rate == 0.0 for rate in rates):
+        if all(
+            self._values.read(rate) == 0 if getattr(rate, "is_cpu", False) else rate == 0.0
+            for rate in rates
+        ):
             return True
-        gradients = [p.grad for group in groups for p in group.get("params", ()) if p.grad is not None]
+        gradients = [
+            p.grad for group in groups for p in group.get("params", ()) if p.grad is not None
+        ]
         if not gradients:  # one of torch's does nothing then; another may draw its own
             return type(optimizer).__module__.startswith("torch.optim.")
         return board.made == board.micro_step == 0 and self._values.all_zero(gradients)
 
     def _made_before(self, optimizer: Any) -> int:
-        """Return how many steps the state of an optimizer has that has just made one here; 0 if it does not say."""
+        """Return how many steps the state of an optimizer has that has just made one here.
+
+        0 if it does not say.
+        """
         states = getattr(optimizer, "state", None)
         state = next(iter(states.values()), None) if isinstance(states, dict) else None
         count = state.get("step") if isinstance(state, dict) else None
@@ -298,7 +342,9 @@ class Steps:
             count = self._read(count)
         return int(count) - 1 if isinstance(count, (int, float)) and 1 < count < 2**53 else 0
 
-    def _end_step(self, board: ProgressBoard, learning_rate: float | None, optimizer: Any = None) -> None:
+    def _end_step(
+        self, board: ProgressBoard, learning_rate: float | None, optimizer: Any = None
+    ) -> None:
         loss, before, norm, began = self._loss, self._loss_before, self._norm, self._began
         parts, self._parts = self._parts, []
         self._loss, self._loss_before, self._norm = None, 0.0, None
@@ -309,8 +355,10 @@ class Steps:
         counted = guarded.get(id(optimizer))
         record = None if counted is None else counted[1]()
         if made == len(self._numbers) + 1 and record is None and id(optimizer) not in self._numbers:
-            board.step += self._made_before(optimizer)  # until one has made its second: later ones are made anew
-        board.step = step = (board.step if record is None else record.global_step) + 1  # which counts it after this
+            # Until one has made its second: later ones are made anew
+            board.step += self._made_before(optimizer)
+        # Which counts it after this
+        board.step = step = (board.step if record is None else record.global_step) + 1
         if made == 1:
             self._training = Phase.FORWARD_BACKWARD
         self._began = now = board.enter(self._training)
@@ -318,11 +366,16 @@ class Steps:
         memory = _NOT_READ if now < self._memory.next_look else self._memory.look(now)
         if (samples := self._samples or self._open_samples()) is not None:
             number = samples.write(
-                step, micro_steps, loss + before if type(loss) is float else None,
+                step,
+                micro_steps,
+                loss + before if type(loss) is float else None,
                 norm if type(norm) is float else None,
-                learning_rate, (now - began) / 1e9 if began else math.nan, self._waited / 1e9, *memory,
+                learning_rate,
+                (now - began) / 1e9 if began else math.nan,
+                self._waited / 1e9,
+                *memory,
                 optimizer=self._numbers.get(id(optimizer)) or self._name(optimizer, samples),
-            )  # fmt: skip
+            )
             self._ended = number if micro_steps else 0  # else gradients come without backward
             if isinstance(loss, OnItsWay):
                 self._on_their_way.extend((number, "", part, 0.0) for part in parts)
@@ -335,7 +388,8 @@ class Steps:
         self._reads = made < _ALL_READ or now >= self._next_read
         if self._reads:
             self._next_read = now + _READ_NANOSECONDS
-        if memory is not _NOT_READ or self._tracer is not None:  # whoever asks for a trace has seen memory grow
+        # Whoever asks for a trace has seen memory grow
+        if memory is not _NOT_READ or self._tracer is not None:
             requested = board.trace_requested()
             if requested != self._traced or self._tracer is not None:
                 self._trace(requested)
@@ -343,11 +397,15 @@ class Steps:
     def _name(self, optimizer: Any, samples: SampleRing) -> int:
         """Return the number of an optimizer that has not stepped before, 0 of None."""
         if optimizer is not None:
-            name, _ = guarded.get(id(optimizer), (f"{type(optimizer).__name__} {len(self._numbers) + 1}", None))
+            name, _ = guarded.get(
+                id(optimizer), (f"{type(optimizer).__name__} {len(self._numbers) + 1}", None)
+            )
             self._numbers[id(optimizer)] = samples.optimizers[name]
             if id(optimizer) not in guarded:  # its guard keeps that otherwise
                 for index, group in enumerate(optimizer.param_groups):
-                    self._settings |= {f"{name}.{index}.{key}": v for key, v in group.items() if key != "params"}
+                    self._settings |= {
+                        f"{name}.{index}.{key}": v for key, v in group.items() if key != "params"
+                    }
                 self.observer.describe(self._settings)
         return self._numbers.get(id(optimizer), 0)
 
@@ -364,7 +422,9 @@ class Steps:
 
     def _complete(self) -> None:
         """Put what has arrived from a device into the samples that it belongs to."""
-        while self._on_their_way and self._samples is not None and self._on_their_way[0][2].arrived():
+        while (
+            self._on_their_way and self._samples is not None and self._on_their_way[0][2].arrived()
+        ):
             number, name, sent, before = self._on_their_way.popleft()
             if name == "loss":
                 before, self._arrived = before + self._arrived, 0.0
@@ -383,7 +443,8 @@ class Steps:
             self._tracer = LeakTracer(self.observer.emit)
         self._tracer.after_step(requested)
 
-    # --- saving, compiling ------------------------------------------------------------------------------------
+    # --- saving, compiling
+    # ------------------------------------------------------------------------
 
     @_noted
     def aside_begins(self, phase: Phase) -> None:
@@ -407,7 +468,9 @@ class Steps:
     @_noted
     def compile_ends(self) -> None:
         """It is compiled."""
-        self._training = Phase.FIRST_STEP if self.observer.board.made == 0 else Phase.FORWARD_BACKWARD
+        self._training = (
+            Phase.FIRST_STEP if self.observer.board.made == 0 else Phase.FORWARD_BACKWARD
+        )
         if self.observer.board.phase is Phase.FIRST_STEP:
             starts = self._before_compiling is Phase.STARTING
             self.observer.board.enter(Phase.FIRST_STEP if starts else self._before_compiling)

@@ -1,7 +1,9 @@
-"""Numbers out of one-element tensors, and of memory, without a synchronisation or a trace in autograd.
+"""Numbers out of one-element tensors, and of memory, without a synchronisation or a trace in
+autograd.
 
-On the host memory is read as it lies. On a GPU the value is copied to pinned memory, in the stream of the script,
-and read at a later step when it has arrived; nothing waits for it, and CUDA is not started.
+On the host memory is read as it lies. On a GPU the value is copied to pinned memory, in the stream
+of the script, and read at a later step when it has arrived; nothing waits for it, and CUDA is not
+started.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 _SLOTS = 16  # copies under way: far more than a GPU lags behind at one or two for each step
-# A look at /proc costs a system call, and one at the allocator's statistics 0.1 ms for each device: with these pauses
-# both stay far below 1 % of any step.
+# A look at /proc costs a system call, and one at the allocator's statistics 0.1 ms for each device:
+# with these pauses both stay far below 1 % of any step.
 _HOST_NANOSECONDS = 20_000_000
 _DEVICE_NANOSECONDS = 250_000_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -47,7 +49,8 @@ class ValueReader:
             torch.float32: lambda address: ctypes.c_float.from_address(address).value,
             torch.float64: lambda address: ctypes.c_double.from_address(address).value,
             torch.float16: lambda address: _half(address, "<e", b""),
-            torch.bfloat16: lambda address: _half(address, "<f", b"\0\0"),  # the upper half of a float32
+            # The upper half of a float32
+            torch.bfloat16: lambda address: _half(address, "<f", b"\0\0"),
         }
         # Modes of the script that look at every call to torch must not see ours.
         self._unseen: Any = torch._C.DisableTorchFunction
@@ -57,19 +60,22 @@ class ValueReader:
         self._given_up: list[Any] = []
 
     def begin(self, under_way: list[Any]) -> None:
-        """Begin anew in a forked process, which cannot use the GPU of its parent, not even to free what is its."""
+        """Begin anew in a forked process, which cannot use the GPU of its parent, not even to
+        free what is its.
+        """
         self._given_up += [self._free, *under_way]
         self._free = {}
 
     def read(self, tensor: Any) -> float | OnItsWay | None:
         """Return the value of a tensor, or a promise of it.
 
-        A tensor of ``torch.distributed.tensor`` counts as its local part where every rank holds all of it. None for
-        what is no plain tensor of one floating-point element on the host or a CUDA device, and for a value that
-        cannot be had without being seen.
+        A tensor of ``torch.distributed.tensor`` counts as its local part where every rank holds all
+        of it. None for what is no plain tensor of one floating-point element on the host or a CUDA
+        device, and for a value that cannot be had without being seen.
         """
         if type(tensor) is not self._kind and type(tensor := _replicated(tensor)) is not self._kind:
-            return None  # any other subclass may do anything when it is touched, such as talk to the other ranks
+            # Any other subclass may do anything when it is touched, such as talk to the other ranks
+            return None
         if self._is_looked_at():
             with self._unseen():
                 return self.read(tensor)
@@ -80,25 +86,38 @@ class ValueReader:
             if tensor.is_cpu:
                 address = tensor.data_ptr()
                 return reader(address) if address else None
-            if tensor.is_cuda and not self._modes() and not self._torch.cuda.is_current_stream_capturing():
+            if (
+                tensor.is_cuda
+                and not self._modes()
+                and not self._torch.cuda.is_current_stream_capturing()
+            ):
                 return self._send(tensor, reader)
         except (RuntimeError, NotImplementedError):
-            pass  # wrapped by a transform of torch.func, sparse or of another layout: it has no memory
+            # Wrapped by a transform of torch.func, sparse or of another layout: it has no memory
+            pass
         return None
 
     def all_zero(self, tensors: Iterable[Any]) -> bool:
-        """Return whether all elements that lie here are 0; a host sync for each tensor until one is not."""
+        """Return whether all elements that lie here are 0.
+
+        A host sync for each tensor until one is not.
+        """
         with self._unseen():
             try:
-                return not any(bool(getattr(tensor, "_local_tensor", tensor).any()) for tensor in tensors)
-            except (RuntimeError, NotImplementedError):  # such as a sparse tensor, or one without data
+                return not any(
+                    bool(getattr(tensor, "_local_tensor", tensor).any()) for tensor in tensors
+                )
+            # Such as a sparse tensor, or one without data
+            except (RuntimeError, NotImplementedError):
                 return False
 
     def _send(self, tensor: Any, reader: Callable[[int], float]) -> OnItsWay | None:
         free = self._free.get(tensor.dtype)
         if free is None:
             memory = self._torch.empty(_SLOTS, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            free = [(memory[index : index + 1], self._torch.cuda.Event()) for index in range(_SLOTS)]
+            free = [
+                (memory[index : index + 1], self._torch.cuda.Event()) for index in range(_SLOTS)
+            ]
             self._free[tensor.dtype] = free
         if not free:
             return None
@@ -119,7 +138,8 @@ class ValueReader:
 
 
 def _replicated(tensor: Any) -> Any:
-    """Return the local part of a ``DTensor`` that every rank holds whole, as that of FSDP2 for a norm of gradients.
+    """Return the local part of a ``DTensor`` that every rank holds whole, as that of FSDP2 for a
+    norm of gradients.
 
     Its attributes are read and nothing is computed with it, which could talk to the other ranks.
     """
@@ -139,7 +159,9 @@ def _half(address: int, code: str, before: bytes) -> float:
 
 
 class MemoryReadings:
-    """Read the memory of this process and of its devices, as seldom as is enough to see where it goes."""
+    """Read the memory of this process and of its devices, as seldom as is enough to see where it
+    goes.
+    """
 
     def __init__(self, torch: ModuleType) -> None:
         self._cuda: Any = torch.cuda
@@ -151,9 +173,11 @@ class MemoryReadings:
         self.next_look = self._next_device = 0
 
     def look(self, now: int) -> tuple[int, int, int, int]:
-        """Return the resident memory, and of all devices what is allocated, reserved, and was allocated at most.
+        """Return the resident memory, and of all devices what is allocated, reserved, and was
+        allocated at most.
 
-        What was read a short time ago is 0, and so is what the system does not say. `now`: monotonic nanoseconds,
+        What was read a short time ago is 0, and so is what the system does not say. `now`:
+            monotonic nanoseconds,
         not before `next_look`.
         """
         self.next_look = now + _HOST_NANOSECONDS

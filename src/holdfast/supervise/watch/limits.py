@@ -1,4 +1,6 @@
-"""How long each phase of training may stand still: learned from the run above a floor, or as asked for. Pure.
+"""How long each phase of training may stand still.
+
+Learned from the run above a floor, or as asked for. Pure.
 
 A phase may take 8 times the longest that it took lately, and never less than its floor. What counts
 is that something moves: a long evaluation that hands out batches moves with each.
@@ -24,11 +26,17 @@ FLOORS: Mapping[Phase, float] = {
     Phase.END_OF_EPOCH: 600.0,
     Phase.ENDING: 300.0,
 }
-"""Seconds. Steps repeat, so 30 s and what is learned suffice. What comes once or seldom cannot be learned in time:
-reading a data set into memory, compiling a large model, a metric over a whole test set, a checkpoint on a network
-disk take minutes. (NVIDIA's resiliency extension allows 60 minutes before the first step and 45 after it.)"""
+"""Seconds. Steps repeat, so 30 s and what is learned suffice.
 
-_FACTOR = 8.0  # as for the loader's workers: of 1 M heavy-tailed steps none is so much longer than the longest before
+What comes once or seldom cannot be learned in time:
+reading a data set into memory, compiling a large model, a metric over a whole test set, a
+checkpoint on a network disk take minutes. (NVIDIA's resiliency extension allows 60 minutes before
+the first step and 45 after it.)
+"""
+
+# As for the loader's workers: of 1 M heavy-tailed steps none is so much longer than the longest
+# before
+_FACTOR = 8.0
 _ONCE = frozenset({Phase.STARTING, Phase.FIRST_STEP, Phase.ENDING})
 _OTHERS = ("all", "moving")
 _WINDOW_SECONDS, _WINDOW_COUNT = 3600.0, 256
@@ -36,7 +44,11 @@ _WINDOW_SECONDS, _WINDOW_COUNT = 3600.0, 256
 
 def name_of(phase: Phase) -> str:
     """Return the words for a phase, such as ``"data wait"``."""
-    return "forward/backward" if phase is Phase.FORWARD_BACKWARD else phase.name.lower().replace("_", " ")
+    return (
+        "forward/backward"
+        if phase is Phase.FORWARD_BACKWARD
+        else phase.name.lower().replace("_", " ")
+    )
 
 
 _PHASES = {name_of(phase): phase for phase in Phase}
@@ -47,9 +59,10 @@ class HangLimits:
     """How long is too long.
 
     Args:
-        fixed: Limits in seconds that were given for a phase; nothing is learned for these. `math.inf` is never.
-        moving_seconds: How long a process is left alone that stands still but uses a processor, or moves bytes: to
-            end a run that still computes is worse than to wait an hour.
+        fixed: Limits in seconds that were given for a phase; nothing is learned for these.
+            `math.inf` is never.
+        moving_seconds: How long a process is left alone that stands still but uses a processor, or
+            moves bytes: to end a run that still computes is worse than to wait an hour.
     """
 
     fixed: Mapping[Phase, float] = field(default_factory=dict)
@@ -60,11 +73,12 @@ class HangLimits:
         """Return the limits that a command line gives, such as ``["data wait=120", "saving=off"]``.
 
         Args:
-            settings: ``PHASE=SECONDS`` each; ``off`` for no limit. Besides the phases there are ``all`` (each phase
-                that is not named), and ``moving``, as the field of this class.
+            settings: ``PHASE=SECONDS`` each; ``off`` for no limit. Besides the phases there are
+                ``all`` (each phase that is not named), and ``moving``, as the field of this class.
 
         Raises:
-            PolicyError: H726 if there is no ``=``, H727 for an unknown phase, H728 for what is no positive number.
+            PolicyError: H726 if there is no ``=``, H727 for an unknown phase, H728 for what is no
+                positive number.
         """
         fixed: dict[Phase, float] = {}
         others: dict[str, float] = {}
@@ -113,7 +127,9 @@ def _read(setting: str) -> tuple[str, float]:
         number = math.nan
     if not number > 0:
         limit = "it takes a number of seconds above 0, or 'off'"
-        raise PolicyError(f"{name}={text}", limit=limit, fix=f"for instance '{name}=120'.", rule="H728")
+        raise PolicyError(
+            f"{name}={text}", limit=limit, fix=f"for instance '{name}=120'.", rule="H728"
+        )
     return name, number
 
 
@@ -130,7 +146,8 @@ class _Longest:
 class LearnedLimits:
     """The limits of one process, as they follow from how it trains.
 
-    A window closes after an hour in which a phase ended at least 256 times: what comes seldom is never forgotten, and
+    A window closes after an hour in which a phase ended at least 256 times: what comes seldom is
+        never forgotten, and
     what comes with each step is forgotten after one to two hours.
     """
 
@@ -139,7 +156,10 @@ class LearnedLimits:
         self._longest: dict[Phase, _Longest] = {}
 
     def ended(self, phase: Phase, seconds: float, now: float) -> None:
-        """Note that a phase, or a part of it that made progress, took so long; `now`: any monotonic clock."""
+        """Note that a phase, or a part of it that made progress, took so long.
+
+        `now`: any monotonic clock.
+        """
         kept = self._longest.setdefault(phase, _Longest(now))
         if now - kept.began >= _WINDOW_SECONDS and kept.count >= _WINDOW_COUNT:
             kept.before, kept.now, kept.began, kept.count = kept.now, 0.0, now, 0

@@ -1,8 +1,12 @@
-"""Take the stacks of processes that stand still, twice, and write them down: by py-spy, faulthandler or the kernel.
+"""Take the stacks of processes that stand still, twice, and write them down.
 
-py-spy reads another process without stopping it. Where it is missing or may not (a container without ptrace), an
-observed process writes its own stack when `STACKS_SIGNAL` comes; a process that has no handler would end of it, so it
-gets none. Everything has a time limit: a process in an uninterruptible wait must not block who looks at it.
+By py-spy, faulthandler or the kernel.
+
+py-spy reads another process without stopping it. Where it is missing or may not (a container
+without ptrace), an observed process writes its own stack when `STACKS_SIGNAL` comes; a process that
+has no handler would end of it, so it
+gets none. Everything has a time limit: a process in an uninterruptible wait must not block who
+    looks at it.
 
 Does not: judge what it sees (``explain.hangs``).
 """
@@ -34,17 +38,20 @@ from holdfast.supervise.watch.process_evidence import (
     is_python,
     read_kernel_view,
     uses_gpu,
-)  # fmt: skip
+)
 
-_APART_SECONDS = 1.0  # runtime facts: after 1 s what is blocked (no CPU time, same frames) differs from what is slow
+# Runtime facts: after 1 s what is blocked (no CPU time, same frames) differs from what is slow
+_APART_SECONDS = 1.0
 _PY_SPY_SECONDS = 3.0  # it takes 0.02 s, on a busy machine 0.1 s
 _NATIVE_SECONDS = 10.0  # it reads the symbols of every library
 _ANSWER_SECONDS = 0.5  # faulthandler takes 0.003 s
 _QUIET_SECONDS = 0.02
 _AT_ONCE = 8
 _MORE_LOOKS = 3
-_MORE_LOOKS_IF_SAME = 24  # a loop that spends most of its time in a helper is seen there many times in a row
-_MORE_APART_SECONDS = (0.01, 0.05)  # drawn each time: equal steps meet a loop of their period at one line for ever
+# A loop that spends most of its time in a helper is seen there many times in a row
+_MORE_LOOKS_IF_SAME = 24
+# Drawn each time: equal steps meet a loop of their period at one line for ever
+_MORE_APART_SECONDS = (0.01, 0.05)
 _NATIVE_LOOKS = 3  # where a loop spends half its time in C, one look finds it there as often as not
 _CHANCE = random.SystemRandom()  # has no seed that anybody counts on
 _BUSY_SHARE = 0.3
@@ -54,7 +61,8 @@ _MOST_BYTES = 1 << 22
 _C_LIBRARY = re.compile(r"lib(?:c|m|pthread)[-.]|ld-|\[vdso\]")
 _INTERPRETER = re.compile(r"(?:lib)?(?:python|pypy)\d")
 _FAULT_THREAD = re.compile(
-    r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]{1,16})(?: \[(?P<name>.*?)\])? \(most recent call first\):"
+    r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]{1,16})(?: \[(?P<name>.*?)\])? \(most recent"
+    r" call first\):"
 )
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
@@ -73,7 +81,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What was taken: the processes that were still there, the names of the dumps by pid, and how long it took."""
+    """What was taken: the processes that were still there, the names of the dumps by pid, and
+    how long it took.
+    """
 
     processes: tuple[Examined, ...]
     files: Mapping[int, tuple[str, ...]]
@@ -83,7 +93,9 @@ class Taken:
 class Stacks:
     """Take stacks and number the dumps."""
 
-    def __init__(self, run: Path, *, pause: Callable[[float], Any] = time.sleep, py_spy: str | None = None) -> None:
+    def __init__(
+        self, run: Path, *, pause: Callable[[float], Any] = time.sleep, py_spy: str | None = None
+    ) -> None:
         self._folder = run / STACKS_FOLDER
         self._pause = pause
         self._py_spy = find_py_spy() if py_spy is None else py_spy
@@ -91,7 +103,10 @@ class Stacks:
         self._number = max((int(number) for number in taken if number.isdigit()), default=0)
 
     def take(self, subjects: Sequence[Subject]) -> Taken:
-        """Look at processes twice, about a second apart, and write down both. Never raises for a process's sake."""
+        """Look at processes twice, about a second apart, and write down both.
+
+        Never raises for a process's sake.
+        """
         began = time.monotonic()
         self._number += 1
         files: dict[int, list[str]] = {}
@@ -113,7 +128,11 @@ class Stacks:
                 (self._folder / name).unlink()
 
     def _look(
-        self, pool: ThreadPoolExecutor, subjects: Sequence[Subject], files: dict[int, list[str]], letter: str
+        self,
+        pool: ThreadPoolExecutor,
+        subjects: Sequence[Subject],
+        files: dict[int, list[str]],
+        letter: str,
     ) -> list[Subject]:
         found = []
         for subject, look in zip(subjects, pool.map(self._once, subjects), strict=True):
@@ -139,14 +158,23 @@ class Stacks:
         if view.state != "D" and (subject.observed or is_python(pid)):
             threads = self._py_spy_frames(pid, stopped=stopped)
             if threads is None and subject.folder is not None and not stopped:
-                threads, source = ask_for_stacks(pid, subject.folder / FAULTHANDLER_FILE), "faulthandler"
+                threads, source = (
+                    ask_for_stacks(pid, subject.folder / FAULTHANDLER_FILE),
+                    "faulthandler",
+                )
         return ProcessLook(
-            seconds=seconds, source="/proc" if threads is None else source, state=view.state,
-            cpu_seconds=view.cpu_seconds, io_bytes=view.io_bytes, threads=_joined(pid, threads or (), view),
-        )  # fmt: skip
+            seconds=seconds,
+            source="/proc" if threads is None else source,
+            state=view.state,
+            cpu_seconds=view.cpu_seconds,
+            io_bytes=view.io_bytes,
+            threads=_joined(pid, threads or (), view),
+        )
 
     def _look_closer(self, subject: Subject) -> Examined:
-        """Look some times more at one that computes, and into native code if its stack does not move."""
+        """Look some times more at one that computes, and into native code if its stack does not
+        move.
+        """
         about = replace(subject.about, uses_gpu=uses_gpu(subject.about.pid))
         if about.cpu_share < _BUSY_SHARE and about.last.main.waits != "running":
             return about
@@ -159,23 +187,32 @@ class Stacks:
             look = self._once(subject)
             if look is not None:
                 about = replace(about, looks=(*about.looks, look))
-        return replace(about, native=self._native(about)) if is_same(about, lambda frame: frame) else about
+        return (
+            replace(about, native=self._native(about))
+            if is_same(about, lambda frame: frame)
+            else about
+        )
 
-    # --- py-spy -----------------------------------------------------------------------------------------------------
+    # --- py-spy
+    # ------------------------------------------------------------------------
 
     def _py_spy_frames(self, pid: int, *, stopped: bool) -> tuple[ThreadLook, ...] | None:
         """Return the threads of a process; None if py-spy is missing, may not, or cannot."""
         found = self._run(["--nonblocking"], pid, _PY_SPY_SECONDS)
         if found is None and not stopped:
-            # Without stopping it, a stack that changes may be torn; a stopped process cannot be stopped once more.
+            # Without stopping it, a stack that changes may be torn; a stopped process cannot be
+            # stopped once more.
             found = self._run([], pid, _PY_SPY_SECONDS)
         return None if found is None else tuple(map(_thread, found))
 
     def _native(self, about: Examined) -> tuple[str, ...] | None:
-        """Return the native functions below Python's innermost frame in the main thread, innermost first.
+        """Return the native functions below Python's innermost frame in the main thread, innermost
+        first.
 
-        A loop calls functions in C too, for a moment each: only what is there at each of a few looks counts. None of
-        them if that frame is another one than at the looks: what moves is in no native function for long.
+        A loop calls functions in C too, for a moment each: only what is there at each of a few
+            looks counts. None of
+        them if that frame is another one than at the looks: what moves is in no native function for
+            long.
         """
         names: tuple[str, ...] | None = None
         homes: set[str] | None = None
@@ -205,7 +242,8 @@ class Stacks:
             found = json.loads(output) if child.returncode == 0 else None
         except subprocess.TimeoutExpired:
             child.kill()
-            with suppress(subprocess.TimeoutExpired):  # it may hang with the process that it looks at
+            # It may hang with the process that it looks at
+            with suppress(subprocess.TimeoutExpired):
                 child.communicate(timeout=1.0)
             return None
         except (OSError, ValueError, RecursionError):
@@ -215,8 +253,15 @@ class Stacks:
 
 
 def find_py_spy() -> str:
-    """Return the path of py-spy: beside this interpreter, else on the PATH; empty if it is not installed."""
-    return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy") or ""
+    """Return the path of py-spy: beside this interpreter, else on the PATH.
+
+    Empty if it is not installed.
+    """
+    return (
+        shutil.which("py-spy", path=str(Path(sys.executable).parent))
+        or shutil.which("py-spy")
+        or ""
+    )
 
 
 def _frame(file: str, line: Any, function: str) -> Frame:
@@ -242,11 +287,12 @@ def _thread(found: Mapping[str, Any]) -> ThreadLook:
 
 
 def _native_functions(thread: Mapping[str, Any], line: int) -> list[tuple[str, str]]:
-    """Return name and home of the native functions below Python's innermost frame, if that is at a line.
+    """Return name and home of the native functions below Python's innermost frame, if that is at a
+    line.
 
-    The home is the library's file: not all have names, and of MKL py-spy finds often only the innermost. Within the
-    interpreter it is the function. The C library and the kernel's (allocating, copying, clocks) are left out: any
-    Python runs them.
+    The home is the library's file: not all have names, and of MKL py-spy finds often only the
+    innermost. Within the interpreter it is the function. The C library and the kernel's
+    (allocating, copying, clocks) are left out: any Python runs them.
     """
     found: list[tuple[str, str]] = []
     for each in _frames(thread):
@@ -254,14 +300,23 @@ def _native_functions(thread: Mapping[str, Any], line: int) -> list[tuple[str, s
         if not file and each.get("filename") != "?":  # that is machine code from no file
             return found if each.get("line") == line else []
         if file and not _C_LIBRARY.match(file):
-            found.append((file if name.startswith("0x") else name, name if _INTERPRETER.match(file) else file))
+            found.append(
+                (
+                    file if name.startswith("0x") else name,
+                    name if _INTERPRETER.match(file) else file,
+                )
+            )
     return found
 
 
 def _joined(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
-    """Put what the kernel says to each thread; threads without Python frames, but the main one, are left out."""
+    """Put what the kernel says to each thread.
+
+    Threads without Python frames, but the main one, are left out.
+    """
     others = [tid for tid in view.waits if tid != pid]
-    only = others[0] if len(others) == 1 and len(threads) == 2 else None  # faulthandler knows no numbers
+    # Faulthandler knows no numbers
+    only = others[0] if len(others) == 1 and len(threads) == 2 else None
     found = [] if any(thread.main for thread in threads) else [ThreadLook(tid=pid, main=True)]
     found += sorted(threads, key=lambda thread: not thread.main)
     numbers = [pid if thread.main else only or thread.tid for thread in found]
@@ -272,14 +327,19 @@ def _joined(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[
     )
 
 
-# --- faulthandler -----------------------------------------------------------------------------------------------
+# --- faulthandler
+# ------------------------------------------------------------------------
 
 
 def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
-    """Let an observed process write its own stacks; None if it has no handler for that, or does not answer."""
+    """Let an observed process write its own stacks.
+
+    None if it has no handler for that, or does not answer.
+    """
     try:
         before = file.stat().st_size
-        if not file.is_file() or not catches(pid, STACKS_SIGNAL):  # who replaces it by a pipe gets no reader
+        # Who replaces it by a pipe gets no reader
+        if not file.is_file() or not catches(pid, STACKS_SIGNAL):
             return None
         os.kill(pid, STACKS_SIGNAL)
         size, until = before, time.monotonic() + _ANSWER_SECONDS
@@ -298,8 +358,11 @@ def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
 
 
 def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
-    """Return the threads of a dump by faulthandler, which lists them from the newest to the main one."""
-    threads: list[tuple[int, str, list[Frame]]] = []  # not the system's numbers, but the same at each look
+    """Return the threads of a dump by faulthandler, which lists them from the newest to the main
+    one.
+    """
+    # Not the system's numbers, but the same at each look
+    threads: list[tuple[int, str, list[Frame]]] = []
     for line in text.splitlines():
         if found := _FAULT_THREAD.match(line):
             threads.append((int(found["ident"], 16), clean(found["name"] or ""), []))
@@ -312,7 +375,9 @@ def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
 
 
 def is_same(about: Examined, of: Callable[[Frame], Any]) -> bool:
-    """Return whether the stack of the main thread is known, and something of its frames was the same at each look."""
+    """Return whether the stack of the main thread is known, and something of its frames was the
+    same at each look.
+    """
     looks = {tuple(map(of, look.main.frames)) for look in about.looks}
     return bool(about.last.main.frames) and len(looks) == 1
 
@@ -322,13 +387,29 @@ def describe(about: Examined) -> str:
     look = about.last
     rank = "" if about.rank is None else f", rank {about.rank}"
     used = f"{look.cpu_seconds:.2f} s of CPU time, {look.io_bytes} bytes read and written"
-    lines = [f"process {about.pid} ({about.role}{rank}), state {look.state}, {used}; stacks from {look.source}"]
+    process = f"process {about.pid} ({about.role}{rank}), state {look.state}"
+    lines = [f"{process}, {used}; stacks from {look.source}"]
     lines[0] += ", innermost call first" if look.main.frames else ""
     if about.phase:
-        lines.append(f"in the phase {about.phase!r} for {about.seconds:.1f} s, at step {about.step}")
+        lines.append(
+            f"in the phase {about.phase!r} for {about.seconds:.1f} s, at step {about.step}"
+        )
     for thread in look.threads:
         lock = ", holds the interpreter's lock" if thread.holds_gil else ""
-        waits = f": {thread.waits}{f' ({thread.target})' if thread.target else ''}" if thread.waits else ""
-        lines += ["", f"thread {thread.tid} {thread.name or ('MainThread' if thread.main else '')}{waits}{lock}"]
-        lines += [f'  File "{each.file}", line {each.line} in {each.function}' for each in reversed(thread.frames)]
+        waits = (
+            f": {thread.waits}{f' ({thread.target})' if thread.target else ''}"
+            if thread.waits
+            else ""
+        )
+        lines += [
+            "",
+            (
+                f"thread {thread.tid}"
+                f" {thread.name or ('MainThread' if thread.main else '')}{waits}{lock}"
+            ),
+        ]
+        lines += [
+            f'  File "{each.file}", line {each.line} in {each.function}'
+            for each in reversed(thread.frames)
+        ]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,9 @@
-"""Where the memory of a run goes: the slope test on each trainer's samples, and a request to trace on suspicion.
+"""Where the memory of a run goes.
 
-Growth is printed when it is found first, and so is what a process itself has found to hold the memory.
+The slope test on each trainer's samples, and a request to trace on suspicion.
+
+Growth is printed when it is found first, and so is what a process itself has found to hold the
+memory.
 """
 
 from __future__ import annotations
@@ -25,29 +28,39 @@ from holdfast.recorder.progress import request_trace
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, read_processes
 
 What = Literal["host", "device"]
-_MOST_READINGS = 2_000  # the slope of a long run needs no more, and the test compares pairs of its windows only
+# The slope of a long run needs no more, and the test compares pairs of its windows only
+_MOST_READINGS = 2_000
 _MOST_STEPS = 32_768  # of what was before a leak may have begun
-_SURE_AFTER = 1.25  # times the steps at which it was suspected: what still warms up has mostly come to rest by then
-_LEAST_LOOKING_BACK = 64 * 2**20  # bytes by which a run that is over must have grown to be worth a word
+# Times the steps at which it was suspected: what still warms up has mostly come to rest by then
+_SURE_AFTER = 1.25
+# Bytes by which a run that is over must have grown to be worth a word
+_LEAST_LOOKING_BACK = 64 * 2**20
 _MOST_SHOWN = 200
 _AGAIN_AFTER = 2.0  # a prediction is emitted again when it has come down to half
 
 
 @dataclass(slots=True)
 class _Readings:
-    """Those of the newest steps, of many each n-th: to read a ring as a whole each time takes 0.5 KiB a step."""
+    """Those of the newest steps, of many each n-th.
 
-    kept: list[tuple[int, Reading]] = field(default_factory=list)  # with the number of the step, as counted here
+    To read a ring as a whole each time takes 0.5 KiB a step.
+    """
+
+    # With the number of the step, as counted here
+    kept: list[tuple[int, Reading]] = field(default_factory=list)
     seen: int = 0
     every: int = 1
 
     def add(self, found: list[tuple[int, Reading]], newest: int) -> None:
-        kept = self.kept + [each for number, each in enumerate(found, self.seen) if number % self.every == 0]
+        kept = self.kept + [
+            each for number, each in enumerate(found, self.seen) if number % self.every == 0
+        ]
         self.seen += len(found)
         self.kept = [each for each in kept if each[0] > newest - _MOST_STEPS]
         while len(self.kept) > _MOST_READINGS:
             self.kept, self.every = self.kept[::2], 2 * self.every
-        if len(self.kept) < _MOST_READINGS // 4:  # steps have become faster, so that fewer of them are read
+        # Steps have become faster, so that fewer of them are read
+        if len(self.kept) < _MOST_READINGS // 4:
             self.every = max(1, self.every // 2)
 
     def grew_before(self) -> bool:
@@ -64,9 +77,13 @@ class _State:
     samples: SampleFollower
     steps: int = 0  # that were followed
     step: int = 0  # the newest
-    readings: dict[What, _Readings] = field(default_factory=lambda: {"host": _Readings(), "device": _Readings()})
-    said: dict[str, float | None] = field(default_factory=dict)  # by what, the minutes that were left
-    suspected: dict[str, int] = field(default_factory=dict)  # by what, the step at which it was first seen to grow
+    readings: dict[What, _Readings] = field(
+        default_factory=lambda: {"host": _Readings(), "device": _Readings()}
+    )
+    # By what, the minutes that were left
+    said: dict[str, float | None] = field(default_factory=dict)
+    # By what, the step at which it was first seen to grow
+    suspected: dict[str, int] = field(default_factory=dict)
     requests: int = 0
 
 
@@ -98,19 +115,24 @@ class Trends:
         for folder, process in read_processes(self._run):
             if process.role == "trainer" and process.attempt == self._attempt:
                 with suppress(OSError, RunDirectoryError):  # being made, or of a newer holdfast
-                    followers = EventFollower(folder / EVENTS_FILE), SampleFollower(folder / SAMPLES_FILE)
+                    followers = (
+                        EventFollower(folder / EVENTS_FILE),
+                        SampleFollower(folder / SAMPLES_FILE),
+                    )
                     state = self._states.setdefault(folder.name, _State(*followers))
                     for event in state.events.new():
                         if event.kind == "leak":
                             self._say_once(_leak_line(event))
                     self._look_at(folder, process.pid, state)
-        # A ring that was written around meanwhile takes a fifth of a second: at most 1 % of the time is spent on it.
+        # A ring that was written around meanwhile takes a fifth of a second: at most 1 % of the
+        # time is spent on it.
         self._pause_until = began + 100 * (self._clock() - began)
 
     def look_back(self) -> None:
         """Look once more, at what an attempt that is over has recorded since the last look.
 
-        A short one was never looked at, and it is over: nothing is printed, and nobody can trace it any more.
+        A short one was never looked at, and it is over: nothing is printed, and nobody can trace it
+            any more.
         """
         self._pause_until = 0.0
         self._is_over = True
@@ -130,7 +152,10 @@ class Trends:
             return
         first, state.steps = state.steps + 1, state.steps + len(samples)
         for what, readings in state.readings.items():
-            used = (each.host_bytes if what == "host" else each.device_allocated_bytes for each in samples)
+            used = (
+                each.host_bytes if what == "host" else each.device_allocated_bytes
+                for each in samples
+            )
             found = [
                 (number, Reading(step=each.step, seconds=each.unix_seconds, used_bytes=size))
                 for number, (each, size) in enumerate(zip(samples, used, strict=True), first)
@@ -147,7 +172,9 @@ class Trends:
                 self._on_growth(folder, pid, state, what, growth)
 
     def _is_sure(self, state: _State, what: What, growth: Growth) -> bool:
-        """Return whether memory went on growing after it was suspected to, or did so in all of a run that is over."""
+        """Return whether memory went on growing after it was suspected to, or did so in all of a
+        run that is over.
+        """
         if state.step >= _SURE_AFTER * state.suspected.setdefault(what, state.step):
             return True
         is_large = growth.grown_bytes >= _LEAST_LOOKING_BACK
@@ -157,15 +184,21 @@ class Trends:
         left = self._available() if what == "host" else None
         minutes = None if left is None else growth.minutes_until(left)
         first, before = what not in state.said, state.said.get(what)
-        if not first and (minutes is None or (before is not None and minutes * _AGAIN_AFTER >= before)):
+        if not first and (
+            minutes is None or (before is not None and minutes * _AGAIN_AFTER >= before)
+        ):
             return
         state.said[what] = minutes
         trend = MemoryTrend(
-            pid=pid, what=what, bytes_per_step=round(growth.bytes_per_step),
-            between=(round(growth.low), round(growth.high)), grown_bytes=growth.grown_bytes, steps=growth.steps,
+            pid=pid,
+            what=what,
+            bytes_per_step=round(growth.bytes_per_step),
+            between=(round(growth.low), round(growth.high)),
+            grown_bytes=growth.grown_bytes,
+            steps=growth.steps,
             minutes_left=None if minutes is None else round(minutes, 1),
             signature=signature_of("trend", on_host=what == "host"),
-        )  # fmt: skip
+        )
         self._emit(trend)
         if first and not self._is_over:
             until = "" if minutes is None else f", used up in about {duration(60 * minutes)}"
@@ -177,5 +210,9 @@ class Trends:
 
 
 def _leak_line(event: Event) -> str:
-    held, at, what = (str(event.data.get(name) or "")[:_MOST_SHOWN] for name in ("held_by", "retained_at", "what"))
-    return f"what holds it: {held or what or 'something'}" + (f" at {at.partition(' in ')[0]}" if at else "")
+    held, at, what = (
+        str(event.data.get(name) or "")[:_MOST_SHOWN] for name in ("held_by", "retained_at", "what")
+    )
+    return f"what holds it: {held or what or 'something'}" + (
+        f" at {at.partition(' in ')[0]}" if at else ""
+    )

@@ -1,6 +1,9 @@
-"""The processes that a watchdog watches: which are there, which are judged, and for how long each stands still.
+"""The processes that a watchdog watches.
 
-Their folders appear in the run directory as they start; of helpers that ended well only the newest stay, since a long
+Which are there, which are judged, and for how long each stands still.
+
+Their folders appear in the run directory as they start; of helpers that ended well only the newest
+stay, since a long
 run has thousands. Does not: decide what a hang is (``watchdog``).
 """
 
@@ -25,7 +28,7 @@ from holdfast.recorder.run_files import (
     PROCESSES_FOLDER,
     ProcessInfo,
     read_process_file,
-)  # fmt: skip
+)
 from holdfast.supervise.process_tree import read_process
 from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
 
@@ -35,7 +38,9 @@ _NOTHING_LOGGED = {PROCESS_FILE, BOARD_FILE, FAULTHANDLER_FILE, EVENTS_FILE}
 _GOOD_END = "torch_imported", "environments_imported", "exiting"
 _TICK_NS = 1_000_000_000  # file times are as coarse as 10 ms, some file systems' 1 s
 _NAME = re.compile(r"\d{1,20}-\d{1,20}")
-_UNKNOWN = Standing(pid=0, phase=Phase.STARTING, since_seconds=0.0, progress=0, step=0, micro_step=0)
+_UNKNOWN = Standing(
+    pid=0, phase=Phase.STARTING, since_seconds=0.0, progress=0, step=0, micro_step=0
+)
 
 
 class Watched:
@@ -60,7 +65,8 @@ class Watched:
     def look(self, now: float) -> None:
         """Read its board, and learn from what has ended since the last look."""
         standing = None
-        with suppress(RunDirectoryError):  # written by a newer holdfast: nothing is known, and nothing is judged
+        # Written by a newer holdfast: nothing is known, and nothing is judged
+        with suppress(RunDirectoryError):
             standing = read_board(self.folder / BOARD_FILE)
         before = self.standing
         if standing is None or standing.progress == before.progress:
@@ -68,22 +74,30 @@ class Watched:
             return
         if before is not _UNKNOWN:
             # What was passed over since is not known; what was seen last took at least until then.
-            until = standing.since_seconds if standing.progress == before.progress + 1 else self._seen
+            until = (
+                standing.since_seconds if standing.progress == before.progress + 1 else self._seen
+            )
             began = max(before.since_seconds, self._counted_from)
             self._learned.ended(before.phase, max(0.0, until - began), now)
         self.standing, self._seen, self._next_age = standing, now, 0.0
 
     def refresh(self, now: float) -> None:
-        """Find out whether it is there and runs, and read again what it says of itself if that is new."""
+        """Find out whether it is there and runs, and read again what it says of itself if that
+        is new.
+        """
         found = read_process(self.info.pid)
-        self.alive = found is not None and found.ticks == self.info.ticks and found.state not in "ZX"
+        self.alive = (
+            found is not None and found.ticks == self.info.ticks and found.state not in "ZX"
+        )
         stopped = found is not None and found.state == "T"
         self.stopped_since = (self.stopped_since or now) if stopped else None
         with suppress(OSError):
             written = os.stat(self.folder / PROCESS_FILE).st_mtime_ns  # noqa: PTH116 - often
             if written != self._written:
                 info = read_process_file(self.folder / PROCESS_FILE)
-                self.info = info if info is not None and info.folder == self.folder.name else self.info
+                self.info = (
+                    info if info is not None and info.folder == self.folder.name else self.info
+                )
                 self._written = written
 
     def count_from(self, now: float) -> None:
@@ -91,7 +105,10 @@ class Watched:
         self._counted_from, self._next_age = now, 0.0
 
     def age(self, now: float) -> float:
-        """Return for how long nothing has moved, in seconds; 0 if it has no board that can be read."""
+        """Return for how long nothing has moved, in seconds.
+
+        0 if it has no board that can be read.
+        """
         known = self.standing is not _UNKNOWN
         return now - max(self.standing.since_seconds, self._counted_from) if known else 0.0
 
@@ -104,7 +121,10 @@ class Watched:
         return self.standing is not _UNKNOWN and self.age(now) <= self.limit()
 
     def left(self, now: float) -> float:
-        """Return the seconds until a closer look is due: at the limit, and again each time that this has doubled."""
+        """Return the seconds until a closer look is due.
+
+        At the limit, and again each time that this has doubled.
+        """
         return max(self.limit(), self._next_age) - self.age(now)
 
     def look_again(self, age: float) -> None:
@@ -112,9 +132,14 @@ class Watched:
         self._next_age = age
 
     def is_of_no_use(self) -> bool:
-        """Return whether it has ended well and did not train, as far as it said: no verdict needs what it left."""
+        """Return whether it has ended well and did not train, as far as it said.
+
+        No verdict needs what it left.
+        """
         info = self.info
-        if info.role != "loader worker" and not (info.role == "other" and info.rank is None and info.torch is None):
+        if info.role != "loader worker" and not (
+            info.role == "other" and info.rank is None and info.torch is None
+        ):
             return False
         with suppress(OSError, ValueError, RunDirectoryError), os.scandir(self.folder) as found:
             sizes = {each.name: each.stat().st_size for each in found}
@@ -124,13 +149,18 @@ class Watched:
                 and board.phase is Phase.ENDING  # else it was killed, or left past its interpreter
                 and sizes.keys() <= _NOTHING_LOGGED
                 and not sizes.get(FAULTHANDLER_FILE)
-                and all(each.kind in _GOOD_END and not each.data.get("status") for each in read_events(self.folder))
+                and all(
+                    each.kind in _GOOD_END and not each.data.get("status")
+                    for each in read_events(self.folder)
+                )
             )
         return False
 
     def is_of_same_group(self, other: Watched) -> bool:
         """Return whether two processes are ranks of one training, and so wait for each other."""
-        return self.info.rank is not None and other.info.rank is not None and self.info.world_size != 1
+        return (
+            self.info.rank is not None and other.info.rank is not None and self.info.world_size != 1
+        )
 
 
 class WatchedProcesses:
@@ -149,17 +179,26 @@ class WatchedProcesses:
         self._refreshed = float("-inf")
 
     def look(self, now: float) -> None:
-        """Find new processes and drop those that have ended, now and then; read the boards of those that train."""
+        """Find new processes and drop those that have ended, now and then.
+
+        Read the boards of those that train.
+        """
         if now - self._refreshed >= _REFRESH_SECONDS or now < self._refreshed:
             self._refreshed = now
             self.alive += self._new()
             for process in self.alive:
                 process.refresh(now)
-            self._ended += [each.folder for each in self.alive if not each.alive and each.is_of_no_use()]
+            self._ended += [
+                each.folder for each in self.alive if not each.alive and each.is_of_no_use()
+            ]
             self.alive = [process for process in self.alive if process.alive]
             self._remove_ended()
             self.judged = self._choose()
-            self._ranks |= {(each.info.ppid, each.info.rank) for each in self.judged if each.info.rank is not None}
+            self._ranks |= {
+                (each.info.ppid, each.info.rank)
+                for each in self.judged
+                if each.info.rank is not None
+            }
         for process in self.judged:
             process.look(now)
 
@@ -167,7 +206,8 @@ class WatchedProcesses:
         for folder in self._ended[:-_MOST_ENDED]:
             self._ended.remove(folder)
             with suppress(OSError):
-                make_folder(self._folder.parent, self._folder.name)  # no link that leads out of the run directory
+                # No link that leads out of the run directory
+                make_folder(self._folder.parent, self._folder.name)
                 remove(folder)
                 self._known -= set() if folder.exists() else {folder.name}
 
@@ -187,17 +227,29 @@ class WatchedProcesses:
             changed = self._folder.stat().st_mtime_ns
             if changed == self._changed:
                 return []
-            # A folder that is made within the same tick of the clock leaves the time as it is: look once more.
+            # A folder that is made within the same tick of the clock leaves the time as it is: look
+            # once more.
             self._changed = changed if time.time_ns() - changed > _TICK_NS else 0
             with os.scandir(self._folder) as found:
-                return [each.name for each in found if _NAME.fullmatch(each.name) and each.name not in self._known]
+                return [
+                    each.name
+                    for each in found
+                    if _NAME.fullmatch(each.name) and each.name not in self._known
+                ]
         return []
 
     def _choose(self) -> list[Watched]:
-        """Return those whose progress counts: trainers, each rank, and at first the one that was started first."""
+        """Return those whose progress counts.
+
+        Trainers, each rank, and at first the one that was started first.
+        """
         able = [process for process in self.alive if process.info.role in ("trainer", "other")]
         trainers = [process for process in able if process.info.role == "trainer"]
-        ranks = [process for process in able if process.info.rank is not None and process.info.torch is not None]
+        ranks = [
+            process
+            for process in able
+            if process.info.rank is not None and process.info.torch is not None
+        ]
         if trainers or ranks:
             return list(dict.fromkeys([*trainers, *ranks]))  # what else there is may wait for these
         pids = {process.info.pid for process in able}
@@ -209,4 +261,6 @@ class WatchedProcesses:
         here = {each.info.rank for each in self.alive}
         if process.info.rank is None:
             return []
-        return sorted(rank for ppid, rank in self._ranks if ppid == process.info.ppid and rank not in here)
+        return sorted(
+            rank for ppid, rank in self._ranks if ppid == process.info.ppid and rank not in here
+        )

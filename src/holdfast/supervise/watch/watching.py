@@ -1,6 +1,9 @@
-"""The threads of the supervisor that look at a run while it goes on: the watchdog, and the trend of memory.
+"""The threads of the supervisor that look at a run while it goes on.
 
-A fault in one of them is recorded and ends that thread, never the supervisor. They do not act: see ``Attempt``.
+The watchdog, and the trend of memory.
+
+A fault in one of them is recorded and ends that thread, never the supervisor. They do not act: see
+    ``Attempt``.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from holdfast.core.events.event import EventData
 from holdfast.core.events.process_events import Hang, WatchingFailed
 from holdfast.supervise.watch.limits import HangLimits
 
-_TREND_SECONDS = 10.0  # a slope over minutes is wanted; reading the samples of a run costs some milliseconds
-_FIRST_SECONDS = 1.0  # until there is somebody to watch: a command that is over by then needs none of it
+# A slope over minutes is wanted; reading the samples of a run costs some milliseconds
+_TREND_SECONDS = 10.0
+# Until there is somebody to watch: a command that is over by then needs none of it
+_FIRST_SECONDS = 1.0
 _JOIN_SECONDS = 5.0  # a dump of stacks may be under way; the thread is a daemon
 
 

@@ -1,4 +1,6 @@
-"""A bandit: the loss of a policy gradient with a baseline is noise around zero, while the policy becomes better."""
+"""A bandit: the loss of a policy gradient with a baseline is noise around zero, while the policy
+becomes better.
+"""
 
 import torch
 from torch.distributions import Categorical

@@ -1,4 +1,7 @@
-"""A learning rate of 1,000: the loss reaches 1e9 within a few steps, and falls back to a level that is no better."""
+"""A learning rate of 1,000.
+
+The loss reaches 1e9 within a few steps, and falls back to a level that is no better.
+"""
 
 import torch
 from sklearn.datasets import load_digits

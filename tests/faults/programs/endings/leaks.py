@@ -1,4 +1,6 @@
-"""A healthy training run that keeps the outputs of each step, as for a metric that is never computed."""
+"""A healthy training run that keeps the outputs of each step, as for a metric that is never
+computed.
+"""
 
 import time
 

@@ -1,4 +1,6 @@
-"""A training run that is killed when it has almost converged, and goes on from its own checkpoint."""
+"""A training run that is killed when it has almost converged, and goes on from its own
+checkpoint.
+"""
 
 import os
 import signal
