@@ -1,8 +1,8 @@
 """Every figure that holdfast states about itself, each measured by one script; see README.md.
 
 All of them use one thread: times of several threads depend on what else the machine does, and a
-    process with more
-than one cannot be forked. The libraries read this when they are imported, so it is set before.
+process with more than one cannot be forked. The libraries read this when they are imported, so it
+is set before.
 """
 
 import os

@@ -2,14 +2,11 @@
 and coupled losses.
 
 How: `Guard.step` with a micro-batch size, on a recurrent language model whose mean is over tokens,
-    in batches of 32
-sequences of four kinds of length, in 2 to 32 parts; the optimizer notes the gradient that it is
-given. The figure is the L2 norm of the difference, relative to the gradient of one plain pass. The
-loss is declared, by ``Loss(mean, items)``, or bare, so that the split check has to find out what it
-is a mean over. Beside it the usual
-loop: each part's mean, divided by the number of parts. Then losses that compare samples, as
-    `TwoPass`, beside the
-same usual loop.
+in batches of 32 sequences of four kinds of length, in 2 to 32 parts; the optimizer notes the
+gradient that it is given. The figure is the L2 norm of the difference, relative to the gradient of
+one plain pass. The loss is declared, by ``Loss(mean, items)``, or bare, so that the split check has
+to find out what it is a mean over. Beside it the usual loop: each part's mean, divided by the
+number of parts. Then losses that compare samples, as `TwoPass`, beside the same usual loop.
 
 To reach: <= 1e-12 in fp64, <= 1e-5 in fp32, in every case.
 """

@@ -1,18 +1,16 @@
 """What a checkpoint costs the training loop: saves beside the training against saves in the loop.
 
 How: two guards of one process train the same model in turns, one with ``async_save=True``, one
-    without. The state is
-frozen tables of 16 MB beside a small head, so steps are short and the state is as large as is said.
-A *stall* is the time from the end of one step to the beginning of the next, less the usual one,
-where the save is due and where its result is taken in. Each round is one save of both, and gives
-one ratio; which of the two goes first alternates. Apart
-from that: the stalls of the first steps, in which the memory of the copies is made; how much longer
-    steps take while
-the writer works; and all that a save costs, stall and slower steps. The latter is what the
-processor does for the save, if there is no core to spare.
+without. The state is frozen tables of 16 MB beside a small head, so steps are short and the state
+is as large as is said. A *stall* is the time from the end of one step to the beginning of the next,
+less the usual one, where the save is due and where its result is taken in. Each round is one save
+of both, and gives one ratio; which of the two goes first alternates. Apart from that: the stalls of
+the first steps, in which the memory of the copies is made; how much longer steps take while the
+writer works; and all that a save costs, stall and slower steps. The latter is what the processor
+does for the save, if there is no core to spare.
 
 To reach: the stall of an asynchronous save is at most 5 % of the time of a synchronous one, at 200
-    MB and at 2 GB.
+MB and at 2 GB.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Single flipped bits in the newest checkpoint: is one ever loaded as good?
 
 How: a real run (see ``small_training``) leaves 3 checkpoints. For each case the run directory is
-    copied, one random
-bit in one of the files of the newest checkpoint is flipped, and then `Entry.verify` is asked and
-the run is started again. Half of the flips choose each bit of all files alike, so mostly tensors;
-half choose the file first, so also the manifest and the JSON state. A flip is caught if `verify`
-raises and the run resumes from the checkpoint before, with exactly the state that was saved there.
+copied, one random bit in one of the files of the newest checkpoint is flipped, and then
+`Entry.verify` is asked and the run is started again. Half of the flips choose each bit of all files
+alike, so mostly tensors; half choose the file first, so also the manifest and the JSON state. A
+flip is caught if `verify` raises and the run resumes from the checkpoint before, with exactly the
+state that was saved there.
 
 Beside it: as many flips in the file that ``torch.save`` writes of the same weights, optimizer and
-    schedule, each bit
-alike, read by ``torch.load(weights_only=True)``: how many load without an error and with wrong
-values.
+schedule, each bit alike, read by ``torch.load(weights_only=True)``: how many load without an error
+and with wrong values.
 
 To reach: 0 of 300 loaded as good.
 """

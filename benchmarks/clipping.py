@@ -2,12 +2,11 @@
 by group changes.
 
 How: seven known sets of finite gradients in two or four groups are clipped to 1 by torch over
-    everything, by torch
-for each group, and by holdfast. It is right where each norm that was above the limit is 1
-afterwards, within 1 %. Then random healthy gradients of four types and many sizes go through
-`inspect`; each step that it calls overflowed or non-finite would be a false alarm. At last a small
-transformer is trained, and at each step the gradient clipped by groups (embedding, blocks, head) is
-compared with the one clipped by one norm.
+everything, by torch for each group, and by holdfast. It is right where each norm that was above the
+limit is 1 afterwards, within 1 %. Then random healthy gradients of four types and many sizes go
+through `inspect`; each step that it calls overflowed or non-finite would be a false alarm. At last
+a small transformer is trained, and at each step the gradient clipped by groups (embedding, blocks,
+head) is compared with the one clipped by one norm.
 
 To reach: 7 of 7; no alarm in 100,000 steps.
 """

@@ -1,10 +1,9 @@
 """Advice that is passed on about training, and what comes of it when it is measured.
 
 How: each claim is tried as it is given, beside what it is said to be better than or equal to, on
-    small models with
-several seeds. The verdict follows from the figures: nobody types it. Memory is the peak that the
-    kernel counts in a
-forked child; times are CPU times of both sides in turns, but for the loaders, which wait by design.
+small models with several seeds. The verdict follows from the figures: nobody types it. Memory is
+the peak that the kernel counts in a forked child; times are CPU times of both sides in turns, but
+for the loaders, which wait by design.
 
 A full run also writes the table of docs/folklore.md.
 """

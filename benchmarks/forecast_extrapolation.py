@@ -1,12 +1,10 @@
 """Memory at any micro-batch from traces at 2 and 4 samples, against traces at 8, 32 and 128.
 
 How: each job of `forecast_models` is traced at all five sizes on the fake accelerator, in fp32 and
-    under bf16
-autocast. An affine function for each allocation is fitted to the two smallest and evaluated at the
-others; its peak is compared with the one of the trace, in live bytes and in what the simulated
-allocator reserves over three steps.
-Beside it: the straight line through the two smallest *peaks*, as batch-size finders and calculators
-    extrapolate.
+under bf16 autocast. An affine function for each allocation is fitted to the two smallest and
+evaluated at the others; its peak is compared with the one of the trace, in live bytes and in what
+the simulated allocator reserves over three steps. Beside it: the straight line through the two
+smallest *peaks*, as batch-size finders and calculators extrapolate.
 
 To reach: an error of at most 0.1 % in live bytes, and never more than 0.5 % too little.
 """

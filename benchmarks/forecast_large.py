@@ -3,13 +3,12 @@
 Seconds and memory.
 
 How: `forecast_transformers.llama_7b`, built from a config in bf16 with AdamW, samples of 2048
-    tokens. Traced are one
-and two samples; seconds are wall time on whatever else the machine does, memory is the most that
-the tracing process had resident. Then the command `holdfast plan` makes its whole table for one
-device, traces included.
+tokens. Traced are one and two samples; seconds are wall time on whatever else the machine does,
+memory is the most that the tracing process had resident. Then the command `holdfast plan` makes its
+whole table for one device, traces included.
 
 To reach: a step traced in at most 10 s with at most 1 GiB of host memory on two cores, and a full
-    table in 60 s.
+table in 60 s.
 """
 
 from __future__ import annotations

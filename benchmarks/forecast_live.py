@@ -3,14 +3,12 @@
 The signed error for each of many models.
 
 How: each job of `forecast_models` is really trained for two full steps in a process of its own
-    (`forecast_real`), and
-the profiler's record of every allocation of torch's CPU allocator is added up: from the build on,
-scratch inside of operations included. The same function is traced on the fake CPU without data.
-Optimizers go parameter by parameter, as torch has it on CPUs.
+(`forecast_real`), and the profiler's record of every allocation of torch's CPU allocator is added
+up: from the build on, scratch inside of operations included. The same function is traced on the
+fake CPU without data. Optimizers go parameter by parameter, as torch has it on CPUs.
 
 To reach: an error of at most 0.01 % for models without convolutions and fused RNNs, 2 % with
-    convolutions, 3 % for
-Tacotron 2 and for fused RNNs, which the issue names no figure for.
+convolutions, 3 % for Tacotron 2 and for fused RNNs, which the issue names no figure for.
 """
 
 from __future__ import annotations

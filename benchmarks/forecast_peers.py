@@ -3,8 +3,7 @@
 The signed error, the time, and where there is no answer.
 
 The truth is the peak of live bytes of a real run on the CPU, as in `forecast_live`: two steps in
-    fp32, everything
-that torch's allocator gives out. Estimates:
+fp32, everything that torch's allocator gives out. Estimates:
 
 - the forecast: one trace on the fake CPU,
 - parameter arithmetic as ``accelerate estimate-memory`` does it for training with Adam in fp32:

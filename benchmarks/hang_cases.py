@@ -5,12 +5,10 @@ Ways to stand still, and places where it happens.
     python -m benchmarks.hang_cases CASE FOLDER
 
 trains a few steps and then hangs for ever, until killed. The line that hangs is marked with ``#
-here``; it is what a
-watchdog must name. NFS that does not answer cannot be had without a server: the opening of a named
-    pipe that nobody
-opens at its other end, and a lock on a file that another descriptor holds, block in the kernel too,
-but can be
-interrupted, which NFS cannot: no process here is in state D.
+here``; it is what a watchdog must name. NFS that does not answer cannot be had without a server:
+the opening of a named pipe that nobody opens at its other end, and a lock on a file that another
+descriptor holds, block in the kernel too, but can be interrupted, which NFS cannot: no process here
+is in state D.
 """
 
 from __future__ import annotations
@@ -69,7 +67,6 @@ class Mechanism:
 
 
 # --- locks and queues
-# ------------------------------------------------------------------------
 
 
 def deadlock(_: Path) -> None:
@@ -164,7 +161,6 @@ def future_result(_: Path) -> None:
 
 
 # --- native code
-# ------------------------------------------------------------------------
 
 
 def hold_gil(_: Path) -> None:
@@ -195,7 +191,6 @@ def openmp_after_fork(_: Path) -> None:
 
 
 # --- loops
-# ------------------------------------------------------------------------
 
 
 def counting_loop(_: Path) -> None:
@@ -251,7 +246,6 @@ def wait_for_signal(_: Path) -> None:
 
 
 # --- files, pipes, connections, processes
-# ------------------------------------------------------------------------
 
 
 def open_fifo(place: Path) -> None:
@@ -440,7 +434,6 @@ def names() -> list[str]:
 
 
 # --- the training
-# ------------------------------------------------------------------------
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -559,7 +552,6 @@ def evaluate(model: Model, strike: Callable[[], Any]) -> None:
 
 
 # --- several ranks
-# ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,19 +2,17 @@
 
 Cost, equality, and what faults do.
 
-Cost: in each round the same training is made alone and with the full integration, in random
-order in one process, and the median CPU time of a step is taken of each, over the steps after the
-35th. glibc's
-thresholds are those of a guard for all of them. To reach: 1.03 of the framework alone.
+Cost: in each round the same training is made alone and with the full integration, in random order
+in one process, and the median CPU time of a step is taken of each, over the steps after the 35th.
+glibc's thresholds are those of a guard for all of them. To reach: 1.03 of the framework alone.
 
 Equality: undisturbed, the weights at the end are those of the framework alone, bit for bit.
 
 Faults: each life is a process of its own; one that dies or is stopped is started again as its
-    framework resumes,
-three lives at most, as a supervisor would. The result is compared with the undisturbed run; after a
-NaN with a run without the batches of that step. Steps are lost if they had to be made again. To
-reach with the full integration: every training ends, with the weights of the undisturbed one, bit
-for bit (up to rounding where batches were cut).
+framework resumes, three lives at most, as a supervisor would. The result is compared with the
+undisturbed run; after a NaN with a run without the batches of that step. Steps are lost if they had
+to be made again. To reach with the full integration: every training ends, with the weights of the
+undisturbed one, bit for bit (up to rounding where batches were cut).
 
     python -m benchmarks.integrations [--quick]
 """

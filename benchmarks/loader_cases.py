@@ -3,8 +3,7 @@
 Each kind strikes once, at a sample that a seed chooses, where it is fetched.
 
 Real ones: signals, endless loops, a lock that is held at the fork, memory that the kernel refuses.
-    Used by the tests
-and by the benchmark; how a loader comes through is for ``loader_runs``.
+Used by the tests and by the benchmark; how a loader comes through is for ``loader_runs``.
 """
 
 from __future__ import annotations
@@ -93,7 +92,6 @@ class Samples:
 
 
 # --- what strikes
-# ------------------------------------------------------------------------
 
 
 def _signal(number: signal.Signals) -> Callable[[Samples], None]:
@@ -145,7 +143,6 @@ def _allocate_too_much(samples: Samples) -> None:
 
 
 # --- the surroundings
-# ------------------------------------------------------------------------
 
 
 def _cgroup(marker: Path) -> Path:
@@ -253,7 +250,6 @@ def _killed_from_outside(marker: Path, _: threading.Event) -> Iterator[None]:
 
 
 # --- the kinds
-# ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

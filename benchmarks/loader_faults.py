@@ -3,15 +3,12 @@
 Which epochs end, with the batches of an undisturbed one, and how soon they go on.
 
 How: each case is one epoch of 64 samples in batches of 4, shuffled, in a forked child; a fault of
-    `loader_cases`
-strikes at a sample, or a moment, that the seed chooses. Each sample draws from python's, numpy's
-and torch's random numbers. An epoch is healed if it ends without an error, and identical if the
-digests of all its batches are those of
-an epoch in which nothing happened: for holdfast one without workers, for torch, whose augmentation
-    depends on its
-workers, one of the same loader with the same seed and workers. Kinds that are exceptions apply
-without workers too. A case in which the fault came too late to strike, as a kill from outside may,
-is not counted.
+`loader_cases` strikes at a sample, or a moment, that the seed chooses. Each sample draws from
+python's, numpy's and torch's random numbers. An epoch is healed if it ends without an error, and
+identical if the digests of all its batches are those of an epoch in which nothing happened: for
+holdfast one without workers, for torch, whose augmentation depends on its workers, one of the same
+loader with the same seed and workers. Kinds that are exceptions apply without workers too. A case
+in which the fault came too late to strike, as a kill from outside may, is not counted.
 
 Where a fault hangs, every loader gets ``timeout=1``; a case that has not ended after 20 s is not
 healed. The time to heal begins when the loss was noticed, or when the loop next asked for a batch
@@ -21,7 +18,7 @@ has ended are counted, and killed.
 Beside it: ``torch.utils.data.DataLoader`` on the same cases with the first seed.
 
 To reach: all healed, all identical, 95th percentile of the time to heal at most 0.3 s, no process
-    left.
+left.
 """
 
 from __future__ import annotations

@@ -2,22 +2,17 @@
 wrong.
 
 How: a batch takes 1 ms (8 samples) or 5 ms (8 or 32 samples) to make. For an equal part of that
-    time a sample sleeps,
-as one does that waits for a drive; computes in a loop of Python; or hashes bytes, in one call of
-native code. How much it does is calibrated at the start. Then it draws 16 random numbers from
-torch.
+time a sample sleeps, as one does that waits for a drive; computes in a loop of Python; or hashes
+bytes, in one call of native code. How much it does is calibrated at the start. Then it draws 16
+random numbers from torch.
 
 Without workers and with two, an epoch of each loader, with the same arguments, is under way at
-once, and they take
-turns in random order: a tenth of a second of batches of one, during which the loop does nothing,
-    then of the other,
-whose workers stand still since nobody has taken what they made. Such a pair of turns gives one
-ratio, torch's time over ours; close together, since whatever else the machine does can slow a loop
-of Python down for seconds.
-Many epochs, in many new processes, each give the median of their pairs: where code and data lie in
-    memory moves it,
-both ways; where the interpreter puts the next small objects, too, so that is drawn anew for each
-epoch.
+once, and they take turns in random order: a tenth of a second of batches of one, during which the
+loop does nothing, then of the other, whose workers stand still since nobody has taken what they
+made. Such a pair of turns gives one ratio, torch's time over ours; close together, since whatever
+else the machine does can slow a loop of Python down for seconds. Many epochs, in many new
+processes, each give the median of their pairs: where code and data lie in memory moves it, both
+ways; where the interpreter puts the next small objects, too, so that is drawn anew for each epoch.
 
 Starting workers happens once an epoch and is no part of this.
 

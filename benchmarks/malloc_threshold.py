@@ -6,13 +6,11 @@ elsewhere to keep what a step frees. It changes the whole process, so it is meas
 loop.
 
 How: a small convolutional network with BatchNorm, once with activations below 4 MiB and once above,
-    trains in forked
-children that have one setting each and are started in turns, in random order within each round. CPU
-time (user and system) of 8 steps after 3 is compared within each round.
+trains in forked children that have one setting each and are started in turns, in random order
+within each round. CPU time (user and system) of 8 steps after 3 is compared within each round.
 
 To reach: where nothing limits the process, no more than glibc's default (1.02, for noise); under a
-    limit nothing,
-since the setting is a trade.
+limit nothing, since the setting is a trade.
 """
 
 from __future__ import annotations

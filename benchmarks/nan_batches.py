@@ -1,12 +1,10 @@
 """Runs in which one batch in 100 holds a NaN: do they end where the clean run ends?
 
 How: 20 small programs (10 tasks, each with SGD with momentum and AdamW, all with a rate that falls
-    to zero) train
-for 600 steps, three times from the same seed: clean; with one NaN in one sample of every 100th
-    batch, under a guard
-that skips such steps; and with the same batches under a guard that makes the step without the
-sample (``drop_nonfinite_samples``). Compared is the loss over the whole training set at the end.
-Beside it the plain loop on the disturbed batches.
+to zero) train for 600 steps, three times from the same seed: clean; with one NaN in one sample of
+every 100th batch, under a guard that skips such steps; and with the same batches under a guard that
+makes the step without the sample (``drop_nonfinite_samples``). Compared is the loss over the whole
+training set at the end. Beside it the plain loop on the disturbed batches.
 
 To reach: within 1 % of the clean loss, 20 of 20.
 """

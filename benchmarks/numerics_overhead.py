@@ -2,13 +2,11 @@
 cost beside them.
 
 How: as in ``step_overhead``: loops in one process, one thread, blocks of steps that take turns in
-    random order, CPU
-time compared within each round. The bare loop clips with ``clip_grad_norm_``. Compared with it are
-the guarded loop with all that is on by default (spikes, provenance, diagnosis), the guarded loop
-with all of these off, the bare loop under ``detect_anomaly``, and the bare loop with a forward hook
-on every module that looks for NaN and Inf. All train
-one model, but for the hooked loop, which has its own. The first 400 steps of each are not timed: in
-    them the
+random order, CPU time compared within each round. The bare loop clips with ``clip_grad_norm_``.
+Compared with it are the guarded loop with all that is on by default (spikes, provenance,
+diagnosis), the guarded loop with all of these off, the bare loop under ``detect_anomaly``, and the
+bare loop with a forward hook on every module that looks for NaN and Inf. All train one model, but
+for the hooked loop, which has its own. The first 400 steps of each are not timed: in them the
 diagnosis looks at every step, then at one in ten, and later at one in fifty.
 
 To reach: everything on over plain clipping: median ratio <= 1.03 at 10 ms and <= 1.01 at 50 ms.

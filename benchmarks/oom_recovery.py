@@ -3,29 +3,23 @@
 How many steps are recovered, how exactly, and at what cost.
 
 How: each case is one training step of a random model (perceptron, convolutions, transformer layers,
-    LSTM) in forked
-children of a process that has imported torch. One child makes the bare step without a limit: its
-    gradient is what is
-expected, and its peaks and its CPU time are measured. Others make a bare step with an eighth of the
-batch under a limit that grows until it fits. Then the guarded child makes the step with its memory
-limited to a random point beyond
-the weights: for half of the cases between what an eighth of the batch needs, with a quarter to
-    spare, and 95 % of
-what the whole batch needs; for the other half where forward just fits and backward may not. All
-children make one small step first, without a limit, and give back what it freed. The guard has its
-default policy.
+LSTM) in forked children of a process that has imported torch. One child makes the bare step without
+a limit: its gradient is what is expected, and its peaks and its CPU time are measured. Others make
+a bare step with an eighth of the batch under a limit that grows until it fits. Then the guarded
+child makes the step with its memory limited to a random point beyond the weights: for half of the
+cases between what an eighth of the batch needs, with a quarter to spare, and 95 % of what the whole
+batch needs; for the other half where forward just fits and backward may not. All children make one
+small step first, without a limit, and give back what it freed. The guard has its default policy.
 
 A case counts if memory was really refused: the step took more than one attempt, or failed. Cases
-    are drawn until
-there are enough. A step is recovered if it is committed and its gradient differs from the bare one
-by at most 1e-5 (relative L2, fp32). Some kernels are less exact than that themselves: where it
-differs by more, both are compared with the gradient in fp64, and the recovered one may be at most
-twice as far from it as the bare one. A child that dies of a signal counts as not recovered and is
-counted by signal.
+are drawn until there are enough. A step is recovered if it is committed and its gradient differs
+from the bare one by at most 1e-5 (relative L2, fp32). Some kernels are less exact than that
+themselves: where it differs by more, both are compared with the gradient in fp64, and the recovered
+one may be at most twice as far from it as the bare one. A child that dies of a signal counts as not
+recovered and is counted by signal.
 
 Cost: CPU time of the recovered step over (attempts x CPU time of the bare step). It is below 1 if
-    failed attempts
-end early.
+failed attempts end early.
 
 Beside it, on the same cases under the same limit and with the guard's malloc setting: the plain
 loop, and ``accelerate.utils.find_executable_batch_size`` around it (accelerate's own code, left out

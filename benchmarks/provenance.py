@@ -2,20 +2,18 @@
 non-finite?
 
 How: every case of ``provenance_cases`` is a step of a small model into which one numerical fault
-    was planted, with
-the truth beside it. The step is traced once, and the samples are searched from the tracer's hint. A
-case is right in full only if operation, module and samples are all right; "samples" means exactly
-the guilty ones, or none where a weight, a buffer or the code is to blame. Every third case was held
-out while the tracer was written, and the hard cases were written after it; what was changed in them
-since is told in ``provenance_cases``.
+was planted, with the truth beside it. The step is traced once, and the samples are searched from
+the tracer's hint. A case is right in full only if operation, module and samples are all right;
+"samples" means exactly the guilty ones, or none where a weight, a buffer or the code is to blame.
+Every third case was held out while the tracer was written, and the hard cases were written after
+it; what was changed in them since is told in ``provenance_cases``.
 
 Beside it, on the same cases: ``torch.autograd.detect_anomaly`` (the operation is the one whose
-    backward it names; it
-knows no module and no sample) and forward hooks (the first module whose output is not finite; they
-know no operation and no sample).
+backward it names; it knows no module and no sample) and forward hooks (the first module whose
+output is not finite; they know no operation and no sample).
 
 Cost: CPU time of the traced step over that of a plain one, measured in turns, the median of several
-    rounds.
+rounds.
 
 To reach: >= 90 % of the cases right in all three.
 """

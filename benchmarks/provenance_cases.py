@@ -1,11 +1,10 @@
 """Planted numerical faults with the truth about each, for ``benchmarks.provenance``.
 
 A case takes a working step of ``provenance_models`` and spoils a sample, a weight, a buffer, a
-mask, an eps or a
-line of the loss, so that its loss or its gradients hold NaN or Inf. Every third case is held out:
-    the tracer was
-not changed after a look at one of them. The hard cases at the end were written when it was
-finished, against places where a tracer may go wrong; all of them are held out.
+mask, an eps or a line of the loss, so that its loss or its gradients hold NaN or Inf. Every third
+case is held out: the tracer was not changed after a look at one of them. The hard cases at the end
+were written when it was finished, against places where a tracer may go wrong; all of them are held
+out.
 
 At the first look 11 of 16 hard cases were right. After it two truths were widened, since they had
 misnamed what torch runs (``logdet`` is ``linalg_slogdet``, and weight norm computes in a module of

@@ -3,24 +3,20 @@
 Does it go on where it was, with the weights of the run nobody disturbed?
 
 How: each schedule trains a small model on two or three ranks under ``torchrun``, is killed by
-    SIGKILL at random
-steps, once or twice, and is started again until it ends. Killed is one rank, all ranks at once, or
-the launcher. The launcher is always under ``holdfast run``, which starts it again; so are every
-second of the other schedules. In a third of the schedules the number of ranks changes at each
-start; the batch of all ranks together stays the same.
-A second kill comes 16 steps after what the first had let be made, or later: ``holdfast run`` takes
-    one within 10 for
-the same again.
+SIGKILL at random steps, once or twice, and is started again until it ends. Killed is one rank, all
+ranks at once, or the launcher. The launcher is always under ``holdfast run``, which starts it
+again; so are every second of the other schedules. In a third of the schedules the number of ranks
+changes at each start; the batch of all ranks together stays the same. A second kill comes 16 steps
+after what the first had let be made, or later: ``holdfast run`` takes one within 10 for the same
+again.
 
 The model has dropout where the number of ranks stays, samples are augmented at random, and each
-epoch is shuffled.
-Compared are the weights at the end with those of an undisturbed run: every bit where the number of
-    ranks stays, else
-relative to their norm. *Unusable*: the next start does not go on from the run directory, or does
-    not end in 90 s.
+epoch is shuffled. Compared are the weights at the end with those of an undisturbed run: every bit
+where the number of ranks stays, else relative to their norm. *Unusable*: the next start does not go
+on from the run directory, or does not end in 90 s.
 
 To reach: 60 of 60 schedules with the same weights (at most 1e-6 apart where the number of ranks
-    changed), 0 unusable.
+changed), 0 unusable.
 """
 
 from __future__ import annotations
@@ -77,7 +73,6 @@ class Outcome:
 
 
 # --- what trains
-# ------------------------------------------------------------------------
 
 
 def train(kind: str, folder: Path, *, dropout: bool) -> None:
@@ -132,7 +127,6 @@ def train(kind: str, folder: Path, *, dropout: bool) -> None:
 
 
 # --- who kills
-# ------------------------------------------------------------------------
 
 
 def start(schedule: Schedule, folder: Path, world_size: int) -> subprocess.Popen[bytes]:

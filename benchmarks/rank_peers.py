@@ -3,19 +3,16 @@
 What becomes of the training, in others' loops and under a guard.
 
 How: two processes are forked and meet over gloo; they train a small model in
-    DistributedDataParallel for ten steps.
-In one step, random, one rank, random, asks for 2**50 bytes, in forward, in backward or before the
-optimizer moves a
-weight, the first time that it comes there. Loops: a plain one that catches the error, clears the
-    gradients and goes
-on with the next batch, as forums advise; the training function under Accelerate's
-``find_executable_batch_size``, as its documentation shows it; and a guard. Composer's automatic
-micro-batches need a GPU: for them there is composer#2117.
+DistributedDataParallel for ten steps. In one step, random, one rank, random, asks for 2**50 bytes,
+in forward, in backward or before the optimizer moves a weight, the first time that it comes there.
+Loops: a plain one that catches the error, clears the gradients and goes on with the next batch, as
+forums advise; the training function under Accelerate's ``find_executable_batch_size``, as its
+documentation shows it; and a guard. Composer's automatic micro-batches need a GPU: for them there
+is composer#2117.
 
 *Right*: both ranks end with the weights of the undisturbed run, bit for bit. *Other weights*: both
-    end, with others.
-*Ranks differ*: both end, and their weights are not the same. *Hangs*: some rank has not ended after
-    20 s.
+end, with others. *Ranks differ*: both end, and their weights are not the same. *Hangs*: some rank
+has not ended after 20 s.
 
 To reach: every run under a guard is right.
 """

@@ -1,29 +1,25 @@
 """Several ranks under a guard: failures that they recover from in the step, and what a step costs.
 
 How: two or three processes are forked and meet over gloo, on this machine. *Recovered*: in each run
-    random ranks run
-out of memory in random steps, before the model, in a layer's forward, in its backward or half-way
-through the
-optimizer: the allocator refuses 2**50 bytes. A failure counts as recovered if the run ends, and the
-    weights and
-moments of all ranks have the bits of the run in which nothing fails. Models: plain, with BatchNorm,
-    with
-find_unused_parameters and a layer that not every rank uses, with a communication hook, and with
-static_graph (whose first step may not fail), in DistributedDataParallel each; and sharded by
-fully_shard, where an optimizer that fails half-way ends all, so that none does.
+random ranks run out of memory in random steps, before the model, in a layer's forward, in its
+backward or half-way through the optimizer: the allocator refuses 2**50 bytes. A failure counts as
+recovered if the run ends, and the weights and moments of all ranks have the bits of the run in
+which nothing fails. Models: plain, with BatchNorm, with find_unused_parameters and a layer that not
+every rank uses, with a communication hook, and with static_graph (whose first step may not fail),
+in DistributedDataParallel each; and sharded by fully_shard, where an optimizer that fails half-way
+ends all, so that none does.
 
 *Raises*: one rank raises an error of its own at a random step, in the loss function, in backward,
-    in the optimizer,
-in the loader or in the body of the loop. Counted is who ends within 5 s after it, with its text in
-the error output.
+in the optimizer, in the loader or in the body of the loop. Counted is who ends within 5 s after it,
+with its text in the error output.
 
 *Cost*: on each of two ranks a bare and a guarded model train in blocks of 20 steps that take turns,
-    in an order that
-is random and the same on both. Compared is the CPU time of all threads of both processes (user and
-system), warm: after 500 steps; and in the first 400. Of mlp512 also sharded by fully_shard.
+in an order that is random and the same on both. Compared is the CPU time of all threads of both
+processes (user and system), warm: after 500 steps; and in the first 400. Of mlp512 also sharded by
+fully_shard.
 
 To reach: 200 of 200 recovered; 50 of 50 end in time with the text; cost at most 1.02 at 10 ms and
-    1.01 at 50 ms.
+1.01 at 50 ms.
 """
 
 from __future__ import annotations
@@ -89,7 +85,6 @@ def on_ranks(
 
 
 # --- recovery
-# ------------------------------------------------------------------------
 
 
 def refused() -> None:
@@ -249,7 +244,6 @@ def measure_recovery(result: Result, failures: int) -> None:
 
 
 # --- errors
-# ------------------------------------------------------------------------
 
 
 def _raise_planted(*_: Any) -> None:
@@ -337,7 +331,6 @@ def measure_raises(result: Result, count: int) -> None:
 
 
 # --- cost
-# ------------------------------------------------------------------------
 
 
 def in_turns(

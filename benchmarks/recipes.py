@@ -1,14 +1,13 @@
 """Every recipe with its defaults, as a new user runs it: how long it takes, and what it has learnt.
 
 How: ``python -m recipes.<name>`` in a folder of its own, one after the other, each with data that
-    it makes itself;
-seconds are wall time on this machine with everything that belongs to a run, making the data
-included. Figures of learning are those that the recipe writes into ``result.json``, on data that it
-was not trained on.
+it makes itself; seconds are wall time on this machine with everything that belongs to a run, making
+the data included. Figures of learning are those that the recipe writes into ``result.json``, on
+data that it was not trained on.
 
 To reach: at most 4 minutes each, and what `_LEARNT` says. `tacotron2` speaks its data with
-    espeak-ng; where that is
-not installed only its shipped clips are there, which are too few to learn from.
+espeak-ng; where that is not installed only its shipped clips are there, which are too few to learn
+from.
 
 ``--only pegasus`` runs one of them and keeps what the result file has about the others, and says so
 in its notes.

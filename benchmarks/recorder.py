@@ -1,14 +1,13 @@
 """The black box: what one record costs, and whether every completed record survives a SIGKILL.
 
 How: CPU time of blocks of 10,000 calls of `BlackBox.step` and of `Guard.log` with one number, the
-    loop around them
-included. Then a forked child writes records in a loop and tells its parent through shared memory
-how many are complete; it is killed at a random moment, and the file is read. Each record's loss is
-made from its number, so a record that was mixed up would be seen. The ring keeps the newest 32,768
-records, less the one that a killed write may have spoiled.
+loop around them included. Then a forked child writes records in a loop and tells its parent through
+shared memory how many are complete; it is killed at a random moment, and the file is read. Each
+record's loss is made from its number, so a record that was mixed up would be seen. The ring keeps
+the newest 32,768 records, less the one that a killed write may have spoiled.
 
 To reach: <= 1 us a record; <= 3 us a logged number; 100 of 100 kills without a lost or wrong
-    record.
+record.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def describe_commit() -> dict[str, Any]:
     """Return the git commit of this checkout, and whether anything but results differs from it.
 
     For a copy without its history the variable ``BENCH_COMMIT`` says it: ``HASH`` or
-        ``HASH-dirty``.
+    ``HASH-dirty``.
     """
     given, _, dirty = os.environ.get("BENCH_COMMIT", "").partition("-")
     if given:

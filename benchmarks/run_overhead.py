@@ -3,10 +3,10 @@
 CPU time of a step, and start-up.
 
 How: a training loop on torch's loader with clipping and AdamW runs in one observed process; blocks
-    of steps alternate
-with the observer's hooks in place and taken away, in random order within each pair, and CPU time is
-compared within each pair, so that noise from elsewhere hits both. The batch is sized so that a
-plain step takes about 5 ms or 50 ms. A tiny model shows the fixed cost of a step.
+of steps alternate with the observer's hooks in place and taken away, in random order within each
+pair, and CPU time is compared within each pair, so that noise from elsewhere hits both. The batch
+is sized so that a plain step takes about 5 ms or 50 ms. A tiny model shows the fixed cost of a
+step.
 
 What the supervisor takes while a script trains is the CPU time of a long run beyond that of a short
 one, without that of the script itself, for each second that the long one is longer.

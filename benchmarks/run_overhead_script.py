@@ -5,9 +5,8 @@ Started by ``run_overhead`` in an observed process.
     python -m benchmarks.run_overhead_script KIND MILLISECONDS PAIRS
 
 The loop does not change: what the observer has put around torch's functions is taken away and put
-    back between blocks
-of steps. Prints a line of JSON: the batch size, and for each pair the CPU seconds of a plain and an
-    observed step.
+back between blocks of steps. Prints a line of JSON: the batch size, and for each pair the CPU
+seconds of a plain and an observed step.
 """
 
 from __future__ import annotations

@@ -3,23 +3,19 @@
 Does its run directory always resume, with a state that was saved?
 
 How: a forked child trains a 20 MB model and saves whenever it can: beside the training, so that
-    steps go on and
-change the weights while they are written, or in the loop after every step. It appends the digest of
-its weights to a log after each step, before a save of them can begin. It is killed by SIGKILL at a
-random moment of the time from one save to the next. Then the run is resumed, its state is compared
-with the log, and the next child goes on from there
-until it is killed too: 10 kills of each run. A kill that fell into a save shows as an unfinished
-    directory that was
-left behind. A state that mixes two steps, because the writer did not have a true copy, has a digest
-that is in no log.
+steps go on and change the weights while they are written, or in the loop after every step. It
+appends the digest of its weights to a log after each step, before a save of them can begin. It is
+killed by SIGKILL at a random moment of the time from one save to the next. Then the run is resumed,
+its state is compared with the log, and the next child goes on from there until it is killed too: 10
+kills of each run. A kill that fell into a save shows as an unfinished directory that was left
+behind. A state that mixes two steps, because the writer did not have a true copy, has a digest that
+is in no log.
 
 Beside it: ``torch.save`` of the same weights straight to the final path, in a loop that does
-    nothing else, killed in
-the same way; how often the file cannot be loaded afterwards.
+nothing else, killed in the same way; how often the file cannot be loaded afterwards.
 
 To reach: 0 of 500 run directories that cannot be resumed, 0 of 500 resumed states that were never
-    there; 400 of the
-kills beside the training, 100 in the loop.
+there; 400 of the kills beside the training, 100 in the loop.
 """
 
 from __future__ import annotations

@@ -3,18 +3,15 @@
 Are they bit-identical to the run that nobody disturbed?
 
 How: one run is 80 steps of a small convolutional network (see ``small_training``) with a checkpoint
-    every 7 steps.
-Each attempt is a forked process, which is killed by SIGKILL after 0 to 40 steps and a random part
-of two steps
-more, up to 3 times, at any place: start, loading, forward, optimizer, saving. Then it runs to the
-    end. Compared are
-weights, BatchNorm statistics, AdamW moments and the schedule, by digest, with a plain PyTorch loop
-over the same `holdfast.DataLoader`. 50 random schedules, with 0 and with 2 loader workers.
+every 7 steps. Each attempt is a forked process, which is killed by SIGKILL after 0 to 40 steps and
+a random part of two steps more, up to 3 times, at any place: start, loading, forward, optimizer,
+saving. Then it runs to the end. Compared are weights, BatchNorm statistics, AdamW moments and the
+schedule, by digest, with a plain PyTorch loop over the same `holdfast.DataLoader`. 50 random
+schedules, with 0 and with 2 loader workers.
 
 Beside it: what most scripts do. A plain loop over `torch.utils.data.DataLoader` with ``torch.save``
-    of weights,
-optimizer, schedule and epoch every 7 steps, resumed at the beginning of that epoch, against its own
-undisturbed run.
+of weights, optimizer, schedule and epoch every 7 steps, resumed at the beginning of that epoch,
+against its own undisturbed run.
 
 To reach: 100 of 100 bit-identical.
 """

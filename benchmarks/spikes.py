@@ -3,18 +3,16 @@
 How often it disturbs a healthy run, and how many damaged states it lets pass as good.
 
 How: healthy trainings with rough losses (`spikes_runs`) are recorded, then judged. In copies of
-    them faults are
-planted at random steps . A fault counts as damage if a later state, looked at every 100 steps, has
-lost a quarter of what the training had gained, and stands beyond all states of the undisturbed
-twin; it is missed if
-the first such state would be called good: no hard step since the fault, and nothing suspected until
-    50 steps after
-it (a rollback from a divergence returns to no state that is younger). Three detectors in use
-elsewhere are said to notice if they flag any step since the fault, be it by chance. Programs that
-the thresholds were chosen on and programs held out are reported apart.
+them faults are planted at random steps . A fault counts as damage if a later state, looked at every
+100 steps, has lost a quarter of what the training had gained, and stands beyond all states of the
+undisturbed twin; it is missed if the first such state would be called good: no hard step since the
+fault, and nothing suspected until 50 steps after it (a rollback from a divergence returns to no
+state that is younger). Three detectors in use elsewhere are said to notice if they flag any step
+since the fault, be it by chance. Programs that the thresholds were chosen on and programs held out
+are reported apart.
 
 To reach: <= 0.1 hard steps in 1,000 healthy ones, divergence included; >= 95 % of damages noticed;
-    <= 5 us a step.
+<= 5 us a step.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ _GAIN_LOST = 0.25
 
 
 # --- training
-# ------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,7 +191,6 @@ def first_damaged(twin: dict[int, float], after: dict[int, float], struck_at: in
 
 
 # --- what is noticed
-# ------------------------------------------------------------------------
 
 
 def notices(detector: Any, planted: Planted, *, later: int = 0) -> bool:
@@ -215,7 +211,6 @@ def notices(detector: Any, planted: Planted, *, later: int = 0) -> bool:
 
 
 # --- under a guard
-# ------------------------------------------------------------------------
 
 
 def train_guarded(
@@ -250,7 +245,6 @@ def train_guarded(
 
 
 # --- the report
-# ------------------------------------------------------------------------
 
 
 def report_healthy(result: Result, which: str, recordings: dict[str, Recording]) -> None:

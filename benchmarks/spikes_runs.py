@@ -1,8 +1,8 @@
 """Small trainings whose losses and gradient norms are rough although they are healthy.
 
 All are cheap, with batches of 1 to 4 samples. `DESIGN` was looked at while the detector's
-thresholds were chosen,
-`HELD_OUT` only afterwards. No GPU, no downloads: text is the standard library's own source.
+thresholds were chosen, `HELD_OUT` only afterwards. No GPU, no downloads: text is the standard
+library's own source.
 """
 
 from __future__ import annotations
@@ -246,7 +246,6 @@ def likelihood(seed: int) -> Training:
 
 
 # --- held out
-# ------------------------------------------------------------------------
 
 
 def char_lstm(seed: int) -> Training:
@@ -406,7 +405,6 @@ HELD_OUT = (char_lstm, curriculum, small_images, triplets, skip_grams, variation
 
 
 # --- faults
-# ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,24 +3,21 @@
 Everything at its default, first steps too, and peers.
 
 How: in a forked child two models of one kind, bare and guarded, each with a torch loader of its
-    own, train in blocks
-of 20 steps that take turns, in random order; in every second child the guarded model is made first.
-Compared is the CPU time of all threads (user and system) of the two blocks of a pair, so saves
-beside the loop count. *First*: the first 400 steps of both, the very first included, as the ratio
-or difference of the sums, one sample for each child.
-*Warm*: after 500 steps, one sample for each pair of blocks.
+own, train in blocks of 20 steps that take turns, in random order; in every second child the guarded
+model is made first. Compared is the CPU time of all threads (user and system) of the two blocks of
+a pair, so saves beside the loop count. *First*: the first 400 steps of both, the very first
+included, as the ratio or difference of the sums, one sample for each child. *Warm*: after 500
+steps, one sample for each pair of blocks.
 
 *Alone*: one loop in a child of its own, all with the guard's malloc setting; the CPU time of steps
-    401 to 800 of a
-guarded child over that of the bare one started in the same round, in random order.
+401 to 800 of a guarded child over that of the bare one started in the same round, in random order.
 
 *Peers*: bare loop, Guard, Accelerate, Lightning and transformers' Trainer in one child, the same
-    model and AdamW for
-each, blocks in turn as above; those that own their loop wait in a callback, in a thread. They save
-nothing and log nothing; the Guard has its defaults.
+model and AdamW for each, blocks in turn as above; those that own their loop wait in a callback, in
+a thread. They save nothing and log nothing; the Guard has its defaults.
 
 Memory: the peak of resident bytes in the third to fifth step over what was there before the model,
-    guarded less bare.
+guarded less bare.
 """
 
 from __future__ import annotations

@@ -3,19 +3,16 @@
 Is anything left a second later, is a record lost, is the verdict right?
 
 How: ``holdfast run`` supervises an unmodified script that trains a small model with two loader
-    workers, about 200
-steps a second. At a random moment of its first two seconds one process is killed by SIGKILL: the
-    supervisor, the
-trainer or a loader worker, in turn. In every fourth run a worker was stopped (SIGSTOP) before,
-which cannot notice anything; not where a worker is killed, since torch then waits for the other one
-for ever, which is another fault.
+workers, about 200 steps a second. At a random moment of its first two seconds one process is killed
+by SIGKILL: the supervisor, the trainer or a loader worker, in turn. In every fourth run a worker
+was stopped (SIGSTOP) before, which cannot notice anything; not where a worker is killed, since
+torch then waits for the other one for ever, which is another fault.
 
 Left a second later: trainer, workers, sentinel, and every process that carries the mark of the
-    supervisor in its
-environment or descends from one that does, found by a scan of /proc that shares no code with the
-supervisor. Where a worker is killed the second begins when the trainer has ended of it. A record is
-lost if the ring of samples lacks a step that the script noted as made in a file of its own. The
-verdict of ``holdfast explain --json`` is right if it is:
+supervisor in its environment or descends from one that does, found by a scan of /proc that shares
+no code with the supervisor. Where a worker is killed the second begins when the trainer has ended
+of it. A record is lost if the ring of samples lacks a step that the script noted as made in a file
+of its own. The verdict of ``holdfast explain --json`` is right if it is:
 
 - trainer killed: killed from outside (H1602)
 - worker killed: a worker was killed (H930), died (H929), or its tensors are gone with it (H939):
@@ -23,8 +20,7 @@ verdict of ``holdfast explain --json`` is right if it is:
 - supervisor killed: the supervisor was lost (H1616)
 
 Restarts are off, so that each run has one death. To reach: 0 of 100 with a process left, 0 of 100
-    with a lost record,
-100 of 100 verdicts right.
+with a lost record, 100 of 100 verdicts right.
 """
 
 from __future__ import annotations

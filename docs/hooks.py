@@ -15,14 +15,13 @@ file do not see:
     <!-- scoreboard --> the same campaign of `holdfast chaos` over each framework
     <!-- figures: NAME  these figures of benchmarks/results/NAME.json, a line each; * is any text;
     ...                 without a line: those with something to reach, and what was measured beside
-        them
+                        them
     -->
 
 READMEs and other pages that lie elsewhere in the repository become pages of the site, and links to
-them lead there. A
-link to a file that is no page, such as a script, keeps its words and leads nowhere: the site is
-    read without the
-repository. A link to a file that does not exist is a warning, which strict mode makes an error.
+them lead there. A link to a file that is no page, such as a script, keeps its words and leads
+nowhere: the site is read without the repository. A link to a file that does not exist is a warning,
+which strict mode makes an error.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 _log = logging.getLogger("mkdocs.hooks.holdfast")
 
 # --- what mkdocs calls
-# ------------------------------------------------------------------------
 
 
 def on_startup(**_: Any) -> None:
@@ -137,7 +135,6 @@ def tables_of_figures() -> str:
 
 
 # --- directives
-# ------------------------------------------------------------------------
 
 
 def expanded(markdown: str) -> str:
@@ -368,7 +365,6 @@ def scoreboard_table() -> str:
 
 
 # --- text
-# ------------------------------------------------------------------------
 
 
 def redirected(markdown: str, *, source: str, page: str) -> str:

@@ -3,13 +3,10 @@
 Each output in ``evals/failures`` was really printed by a program of its own. It is judged alone,
 and with the exit status, and compared with the label. An exception that needs no signature is right
 if it is itself the verdict. *Held out* are failures whose authors had not seen the signatures;
-signatures were corrected after their first score.
-Baselines get the same text: the signature whose title and meaning share most words with the last
-    line of the
-traceback; the exit status with the label that is most frequent for it in this very corpus, which
-favours it; the
-first keyword of a list. Texts of other versions of torch are those that the signatures quote: a
-    check that they still
+signatures were corrected after their first score. Baselines get the same text: the signature whose
+title and meaning share most words with the last line of the traceback; the exit status with the
+label that is most frequent for it in this very corpus, which favours it; the first keyword of a
+list. Texts of other versions of torch are those that the signatures quote: a check that they still
 match, no more.
 """
 

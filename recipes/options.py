@@ -3,15 +3,12 @@
 The fields of a dataclass, on the command line and in a YAML file, beside holdfast's policy.
 
 Strongest first: an option of the command line, the file of ``--config``, the default of the field.
-    Those of the
-policy are read by `holdfast.Policy`: an option, ``HOLDFAST_*``, the file of ``--policy``, which is
-    the recipe's own
-``policy.yaml`` unless another is given. What a recipe's own options mean for the policy has the
-strength of the place
-where they stand: `RunOptions.settle`.
+Those of the policy are read by `holdfast.Policy`: an option, ``HOLDFAST_*``, the file of
+``--policy``, which is the recipe's own ``policy.yaml`` unless another is given. What a recipe's own
+options mean for the policy has the strength of the place where they stand: `RunOptions.settle`.
 
 Values that make no training are refused here, before data are made or a run directory:
-    `RunOptions.check`.
+`RunOptions.check`.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ Each import takes some seconds.
 
 A started program is a process of its own, as `subprocess.Popen` starts it, with its own signals,
 streams, exit code and end of the interpreter. It is forked from one that has computed nothing, had
-no thread and seen no test. What it
-does not have of its own is what an interpreter settles at its start: ``PYTHON...`` variables,
-    options and the seed of
-hashes. One that is observed is from where its script begins: torch is there already. A test that is
-    about these, or
-compares processes in which they should differ, starts one of them as usual.
+no thread and seen no test. What it does not have of its own is what an interpreter settles at its
+start: ``PYTHON...`` variables, options and the seed of hashes. One that is observed is from where
+its script begins: torch is there already. A test that is about these, or compares processes in
+which they should differ, starts one of them as usual.
 
     process = Prepared(["train.py", "--steps", "3"], stdout=subprocess.PIPE, text=True)
     process.send_signal(signal.SIGKILL)

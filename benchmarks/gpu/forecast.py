@@ -1,25 +1,20 @@
 """The forecast on a CUDA device: its error, and its verdict.
 
 How: every job of `forecast_models` is forecast in fp32 and bf16, in processes beside this one and
-    without the
-device: traces at 2 and 4 samples give the largest power of two of samples that stays below 3 GiB,
-    and a trace of that
-many the forecast, as with ``holdfast plan``. Then it really
-trains for three steps, and ``max_memory_allocated`` and what the process takes of the device (all
-that is taken, so nobody else may use it) are compared with the forecast.
+without the device: traces at 2 and 4 samples give the largest power of two of samples that stays
+below 3 GiB, and a trace of that many the forecast, as with ``holdfast plan``. Then it really trains
+for three steps, and ``max_memory_allocated`` and what the process takes of the device (all that is
+taken, so nobody else may use it) are compared with the forecast.
 
 Verdict: the job runs once more with no more memory for torch's allocator than it has on the
-    smallest device that
-`check_fit` says it fits, with the default margin for a device of that size: it must run. And once
-    more with 90 % of
-the forecast of ``max_memory_allocated``: it must not.
+smallest device that `check_fit` says it fits, with the default margin for a device of that size: it
+must run. And once more with 90 % of the forecast of ``max_memory_allocated``: it must not.
 
 All forecasts are made first, then all runs, in fp32 first. The script ends after 4 minutes; what
 was not reached by then is said. Jobs that make their own step run in fp32 only.
 
 To reach: no job that is said to fit does not; error of ``max_memory_allocated`` for transformers at
-    most 1.5 % in the
-median and 5 % in the 95th percentile, for CNNs and RNNs 10 % in the 95th.
+most 1.5 % in the median and 5 % in the 95th percentile, for CNNs and RNNs 10 % in the 95th.
 """
 
 from __future__ import annotations

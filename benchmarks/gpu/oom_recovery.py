@@ -3,24 +3,21 @@
 How many steps are recovered, how exactly, and at what cost.
 
 How: the cases are those of ``benchmarks.oom_recovery`` with batches 8 times as large; every fourth
-    is a wide network
-with AdamW, whose state is made in the step and does not fit beside the activations. For each case:
-    a bare step
-without a limit gives the expected gradient, its peak and its time; a bare step with an eighth of
-the batch gives its peak. Then the process's share of the device's memory is limited
-(``torch.cuda.set_per_process_memory_fraction``) to a random point between what an eighth of the
-batch needs, with a quarter to spare, and 95 % of what the whole batch needs (with AdamW at least
-what forward and backward need without its state). Under it a bare step shows where a plain loop
-ends, and the guarded step is made. In every fifth case half of that memory is free only in pieces
-of at most 12 MiB; of the ten processes that share the device two have expandable segments. TF32 is
-off. A step is recovered under the same conditions as in ``benchmarks.oom_recovery``, and a case
-counts if memory was really refused. A device whose context has died ends the script with what was
-found until then.
+is a wide network with AdamW, whose state is made in the step and does not fit beside the
+activations. For each case: a bare step without a limit gives the expected gradient, its peak and
+its time; a bare step with an eighth of the batch gives its peak. Then the process's share of the
+device's memory is limited (``torch.cuda.set_per_process_memory_fraction``) to a random point
+between what an eighth of the batch needs, with a quarter to spare, and 95 % of what the whole batch
+needs (with AdamW at least what forward and backward need without its state). Under it a bare step
+shows where a plain loop ends, and the guarded step is made. In every fifth case half of that memory
+is free only in pieces of at most 12 MiB; of the ten processes that share the device two have
+expandable segments. TF32 is off. A step is recovered under the same conditions as in
+``benchmarks.oom_recovery``, and a case counts if memory was really refused. A device whose context
+has died ends the script with what was found until then.
 
 Cost: wall time between synchronisations over (attempts x time of the bare step). What was there
-    before the first case
-is left out of collections of garbage, which are most of it where steps take milliseconds; run
-directories are in memory. Ten processes at a time make it a rough figure.
+before the first case is left out of collections of garbage, which are most of it where steps take
+milliseconds; run directories are in memory. Ten processes at a time make it a rough figure.
 
 To reach: 200 of 200 recovered.
 """

@@ -3,20 +3,18 @@
 Time, waits, and memory.
 
 How: as ``benchmarks.step_overhead``, with wall time between two synchronisations around each block
-    of steps, since
-the device works on its own. The bare loop does not wait for the device in between. *First* is
-measured at 10 ms and of the tiny model; *warm* is after 500 steps, which elsewhere are made with a
-small batch. How often a guarded step waits is counted by ``torch.cuda.set_sync_debug_mode``, over
-20 warm steps. *Host* is the time in which a loop has
+of steps, since the device works on its own. The bare loop does not wait for the device in between.
+*First* is measured at 10 ms and of the tiny model; *warm* is after 500 steps, which elsewhere are
+made with a small batch. How often a guarded step waits is counted by
+``torch.cuda.set_sync_debug_mode``, over 20 warm steps. *Host* is the time in which a loop has
 issued a step, not waiting for its end: where it is that of the bare step, the host sets the pace.
-    Memory is the most
-that torch has allocated on the device during 3 steps after 2, of one loop at a time.
+Memory is the most that torch has allocated on the device during 3 steps after 2, of one loop at a
+time.
 
 *Peers*: at 20 ms, as there.
 
 To reach: median ratio <= 1.03 in the first 400 steps and 1.015 when warm, at 10 ms; at most one
-    synchronisation a
-step; peak memory <= 1 % more plus a copy of the mutable buffers.
+synchronisation a step; peak memory <= 1 % more plus a copy of the mutable buffers.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 What `holdfast chaos` says of each.
 
 How: each program of ``programs`` runs with one mistake, or with none, in the campaign of `holdfast
-    chaos`, with the
-kinds of faults that stand beside it. *Found* is a mistake if any trial says that the training is
-another one, lost work or does not survive; *named* if what differs first is what was planted.
-*Invented* is anything said of an exact program. The programs are forked from a process that has
-torch loaded; observer and faults are those of the command.
+chaos`, with the kinds of faults that stand beside it. *Found* is a mistake if any trial says that
+the training is another one, lost work or does not survive; *named* if what differs first is what
+was planted. *Invented* is anything said of an exact program. The programs are forked from a process
+that has torch loaded; observer and faults are those of the command.
 
     python -m evals.chaos [--quick] [--only WORD]
 """

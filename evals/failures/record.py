@@ -5,9 +5,8 @@ Run a program in an empty directory, and add what it left to ``recorded.jsonl``.
     python -m evals.failures.record shapes.head_of_another_size H965 --author F program.py
 
 The program must end by its failure. It runs in a fresh process with `RLIMIT_DATA` of 4 GiB and
-without core dumps.
-Paths of this machine are replaced by those of a user: ``/home/user/train.py``,
-    ``/home/user/.venv``.
+without core dumps. Paths of this machine are replaced by those of a user: ``/home/user/train.py``,
+``/home/user/.venv``.
 """
 
 from __future__ import annotations

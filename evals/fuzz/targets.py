@@ -370,7 +370,6 @@ def command(path: Path, line: str) -> str:
 
 
 # --- the targets
-# ------------------------------------------------------------------------
 
 
 def log(folder: Path, chance: Random) -> Work:

@@ -3,19 +3,17 @@
     python -m evals.not_learning.evaluate [--set NAME] [--seeds 3] [--only NAME] [--processes 1]
 
 How: every program of a set runs with every seed under the watch, and its findings are compared with
-    what was planted.
-All counts are by program, so that no program weighs more for its seeds. A program is *detected* if
-most of its runs have an error or an advice among the ids that are right for it. Its cause *comes
-first* if in most of its runs the first error or advice names the cause; a program whose fault has
-no number in the catalogue can never reach this, and one whose fault shows no symptom that has a
-number can never be detected. It raises a false *alarm* if any of its runs has one. *Precision* is
-the share of right ones among all different pairs of a program and the id of an error or advice in
-any of its runs; in a healthy program every one is wrong. A program or a watch that raises counts as
-not detected, and in a healthy program as an alarm of level error.
+what was planted. All counts are by program, so that no program weighs more for its seeds. A program
+is *detected* if most of its runs have an error or an advice among the ids that are right for it.
+Its cause *comes first* if in most of its runs the first error or advice names the cause; a program
+whose fault has no number in the catalogue can never reach this, and one whose fault shows no
+symptom that has a number can never be detected. It raises a false *alarm* if any of its runs has
+one. *Precision* is the share of right ones among all different pairs of a program and the id of an
+error or advice in any of its runs; in a healthy program every one is wrong. A program or a watch
+that raises counts as not detected, and in a healthy program as an alarm of level error.
 
 To reach: 0 errors in healthy programs, advice in at most 2 % of them; >= 85 % detected, >= 60 %
-    with the cause
-first, precision >= 0.9.
+with the cause first, precision >= 0.9.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What a program of the corpus is, and the loop that most of them share.
 
 A set of programs is a class, a program is one of its methods: it builds data and model, trains them
-    under the watch,
-and is nothing but what is wrong with it, or unusual about it. It takes some four seconds of one
-core at most.
+under the watch, and is nothing but what is wrong with it, or unusual about it. It takes some four
+seconds of one core at most.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A small classifier with all that a resume can lose, saved every few steps.
 
 Settings are those that the documentation recommends for what can be interrupted: docs/scoreboard.md
-    has the sources.
+has the sources.
 
 python train.py FRAMEWORK [holdfast | careful | dcp]
 """

@@ -3,20 +3,18 @@
 Is it the same training still, does anything grow?
 
 How: a piece is campaigns one after the other, each a training of its own (see ``training``) on a
-    disk of 128 MiB,
-with random faults every 15 to 45 s. The first takes half of the piece and has what a training must
-    live through: an
-allocation refused by a real limit, a worker killed or stopped, a full disk for a while. The others
-are of 10 minutes, with SIGKILL of the training, and SIGTERM of all and a new start, too. Some
-batches are NaN. Each ends whole, and its state is compared bit for bit with a bare loop of as many
-steps. Every 5 s trainer, supervisor and run directory are looked at. ``--minutes N [--seed S]
-[--state DIR] [--out FILE]`` adds a piece to the result file. With ``--quick-steps 33000`` so many
-come without a pause, and the trainer's slope is that after them, its recording full.
+disk of 128 MiB, with random faults every 15 to 45 s. The first takes half of the piece and has what
+a training must live through: an allocation refused by a real limit, a worker killed or stopped, a
+full disk for a while. The others are of 10 minutes, with SIGKILL of the training, and SIGTERM of
+all and a new start, too. Some batches are NaN. Each ends whole, and its state is compared bit for
+bit with a bare loop of as many steps. Every 5 s trainer, supervisor and run directory are looked
+at. ``--minutes N [--seed S] [--state DIR] [--out FILE]`` adds a piece to the result file. With
+``--quick-steps 33000`` so many come without a pause, and the trainer's slope is that after them,
+its recording full.
 
 To reach: 12 hours, nothing other than the bare loop, and of each process that lived for 20 minutes,
-    after 4 of them,
-the upper end of the 95 % interval of the Theil-Sen slope: 8 MiB of memory, 1 descriptor and 1
-thread an hour.
+after 4 of them, the upper end of the 95 % interval of the Theil-Sen slope: 8 MiB of memory, 1
+descriptor and 1 thread an hour.
 """
 
 from __future__ import annotations

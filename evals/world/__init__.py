@@ -3,19 +3,17 @@
 What was pasted, and the cause that the thread found.
 
 One entry a line: the text, shortened; the link; the cause in one sentence, established by the
-    thread and written
-down before any verdict was made. ``accept``: ids of signatures that state this cause; ``line``:
-    words of the line of
-the log that states it by itself, if one does; ``classes``: classes of causes that a fair judge
-accepts. Rules were written from ``design.jsonl`` alone until ``sealed.jsonl.xz`` was unpacked and
-looked at, once; since those first figures rules know both. Split by project.
+thread and written down before any verdict was made. ``accept``: ids of signatures that state this
+cause; ``line``: words of the line of the log that states it by itself, if one does; ``classes``:
+classes of causes that a fair judge accepts. Rules were written from ``design.jsonl`` alone until
+``sealed.jsonl.xz`` was unpacked and looked at, once; since those first figures rules know both.
+Split by project.
 
 Logs of runs that ended with status 0, one a line, shortened, judged by reading before any verdict
 was made, with why: ``healthy.jsonl`` ended well, ``dead.jsonl`` did not; its status is what the log
-or the shell's last word leaves to
-assume. Without a link: the file is public, but its repository is not known (``unnamed``), or the
-    log was written for
-this set in the format of a real one (``written``).
+or the shell's last word leaves to assume. Without a link: the file is public, but its repository is
+not known (``unnamed``), or the log was written for this set in the format of a real one
+(``written``).
 """
 
 from __future__ import annotations

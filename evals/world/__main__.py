@@ -5,12 +5,10 @@ the last line.
 where that line states it. *Right class* is one of which only the class is right; one that leaves
 the class open is *unknown*; all others are *wrong*. The baseline is the last line of the log that
 looks like an exception. Rules were written from the first half of ``design.jsonl`` and looked at on
-the second. Where ``sealed.jsonl`` is unpacked, the result is called
-``world_first_look``: it was opened once, after that, and the first figures are those that count.
-    Since then rules
-were written from it too.
-Calibration error: the mean distance of a stated confidence from the share that is right, over bands
-    of a tenth.
+the second. Where ``sealed.jsonl`` is unpacked, the result is called ``world_first_look``: it was
+opened once, after that, and the first figures are those that count. Since then rules were written
+from it too. Calibration error: the mean distance of a stated confidence from the share that is
+right, over bands of a tenth.
 """
 
 from __future__ import annotations

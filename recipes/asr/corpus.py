@@ -3,8 +3,7 @@
 LibriSpeech's folders, LJSpeech's, SpeechBrain's CSV files.
 
 Does not: read a recording, but headers of some. One that cannot be used is found when it is read,
-    so that the loader
-can set it aside.
+so that the loader can set it aside.
 """
 
 from __future__ import annotations

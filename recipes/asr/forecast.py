@@ -5,8 +5,7 @@ A forecast, without a GPU and without data.
     holdfast plan recipes/asr/forecast.py:build --device T4 --precision fp32 --global-batch-size 32
 
 Does not: train, see ``train``. A length is one of frames, of which a second has 100. All rows of a
-    larger batch are
-taken as long as the longest: set `FRAMES` to what that is in your data.
+larger batch are taken as long as the longest: set `FRAMES` to what that is in your data.
 """
 
 from __future__ import annotations

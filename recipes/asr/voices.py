@@ -3,10 +3,9 @@
 A buzz and a hiss (source), shaped by moving resonances (filter), letter by letter.
 
 Each letter is sounded by itself, as in a language whose spelling is its pronunciation; a voice has
-a pitch, a length
-of its vocal tract, a rate and a breath of its own. It is speech in what matters here: harmonics,
-    formants, noise and
-silence in an order that text decides, other in each voice and each time it is spoken.
+a pitch, a length of its vocal tract, a rate and a breath of its own. It is speech in what matters
+here: harmonics, formants, noise and silence in an order that text decides, other in each voice and
+each time it is spoken.
 
 Does not: write files or choose texts, see ``speech``.
 """

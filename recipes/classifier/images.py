@@ -5,8 +5,7 @@
 also with ``.gz``.
 
 Without any data, `write_digits` makes such a folder from the 1,797 real handwritten digits of
-scikit-learn.
-Does not: scale, augment or collate (see ``samples``).
+scikit-learn. Does not: scale, augment or collate (see ``samples``).
 """
 
 from __future__ import annotations

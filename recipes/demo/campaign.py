@@ -2,10 +2,8 @@
 promises to equal.
 
 Each scenario is a run of its own in processes of its own; two go on at a time. The last scenario is
-one run that
-meets all faults. Nothing here is simulated: memory is refused by the kernel, the process gets a
-    SIGKILL, a bit of a
-file is flipped, a disk is full.
+one run that meets all faults. Nothing here is simulated: memory is refused by the kernel, the
+process gets a SIGKILL, a bit of a file is flipped, a disk is full.
 """
 
 from __future__ import annotations

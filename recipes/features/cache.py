@@ -2,8 +2,7 @@
 item.
 
 How items are stored is in ``files`` and ``items``. What the features are made from is stated by the
-caller, as a
-version and parameters: nothing here looks into the function.
+caller, as a version and parameters: nothing here looks into the function.
 
 Each item has its own random numbers, from (seed, index), and one thread, so it is the same whatever
 the number of workers. Workers that are lost are replaced, as those of every `DataLoader`; only an
@@ -99,10 +98,9 @@ class FeatureCache(Dataset[Any]):
         and is never changed again.
 
         A finished file is opened, and an unfinished one continued, only if it was made with the
-        same `version`,
-        `parameters` and `seed` from as many samples. Neither the code of ``fn`` nor the samples are
-            compared: change
-        `version` when ``fn`` changes, and name what else decides the features in `parameters`.
+        same `version`, `parameters` and `seed` from as many samples. Neither the code of ``fn`` nor
+        the samples are compared: change `version` when ``fn`` changes, and name what else decides
+        the features in `parameters`.
 
         Args:
             dataset: Map-style, with a length.

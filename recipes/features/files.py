@@ -7,14 +7,11 @@
     features.h5                finished; never changed again
 
 HDF5 keeps its structure in blocks all over a file, and one that was open for writing when its
-process was killed may
-not open again. So nothing is written through HDF5 until the last item is there: ``data`` only
-    grows, a kill leaves a
-prefix, and the items whose digests match are kept. At the end HDF5 writes a twin with the same
-structure, whose
-dataset ``data`` is contiguous and still a hole. All of the twin but the hole is copied around the
-    items: ``data``
-becomes a HDF5 file without moving a byte of theirs, and is renamed.
+process was killed may not open again. So nothing is written through HDF5 until the last item is
+there: ``data`` only grows, a kill leaves a prefix, and the items whose digests match are kept. At
+the end HDF5 writes a twin with the same structure, whose dataset ``data`` is contiguous and still a
+hole. All of the twin but the hole is copied around the items: ``data`` becomes a HDF5 file without
+moving a byte of theirs, and is renamed.
 
     /data    uint8, contiguous at byte 65536: the items
     /index   uint64 (items, 4), contiguous: begin, end, digest

@@ -3,8 +3,7 @@
 Tensors, arrays, numbers, text, and containers of these.
 
 An item is a safetensors file in memory, whose metadata describe the structure. So items may differ
-in shape, and
-what is read is what was stored: type, shape and every bit.
+in shape, and what is read is what was stored: type, shape and every bit.
 """
 
 from __future__ import annotations

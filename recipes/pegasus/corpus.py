@@ -3,12 +3,10 @@
 Docstrings of installed packages, read as text and never imported.
 
 A docstring's first paragraph is the summary. The document is that sentence among two or three
-others of it, in an
-order that is drawn: which of them sums up the rest must be found, and be written down. A record is
-    one line of JSON
-with the keys ``document``, ``summary`` and ``name``, in the order of the names of packages and
-files, each document once. Which records are held out is decided by package. One record is in memory
-at a time, and a fingerprint of each.
+others of it, in an order that is drawn: which of them sums up the rest must be found, and be
+written down. A record is one line of JSON with the keys ``document``, ``summary`` and ``name``, in
+the order of the names of packages and files, each document once. Which records are held out is
+decided by package. One record is in memory at a time, and a fingerprint of each.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ class JsonLines(Dataset[tuple[str, str]]):
         text_column: Key of the document.
         summary_column: Key of the summary.
         title_column: Key of a title, which is put before the document as its first line, empty
-            where a record has
-            none. None: documents are left as they are.
+            where a record has none. None: documents are left as they are.
 
     Raises:
         RecordError: if there is no record, or the first has not these keys.
@@ -186,8 +185,8 @@ class TokenizedRecords(Dataset[dict[str, list[int]]]):
         max_target_length: Tokens that a summary is cut to.
         copied: Share of the times that a record is read in which its target is how its document
             begins, which then has ``<mask_1>`` before it. It is PEGASUS's pre-training by gap
-            sentences (arXiv 1912.08777), the leading
-            ones, left in the text: that teaches to copy, which summaries alone do slowly.
+            sentences (arXiv 1912.08777), the leading ones, left in the text: that teaches to copy,
+            which summaries alone do slowly.
     """
 
     def __init__(

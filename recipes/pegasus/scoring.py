@@ -2,13 +2,13 @@
 
 ROUGE of what the model writes about held-out documents, and of what needs no model.
 
-copied       the first words of what the model is given: of the title, if there is one, and of the
-    document
-body         the first words of the document, without its title
-title        the title alone
-random       as many words of what the model is given, drawn
-exchanged    the model's own summaries, each of another document: what is left of the score if it
-reads none
+copied     the first words of what the model is given: of the title, if there is one, and of the
+           document
+body       the first words of the document, without its title
+title      the title alone
+random     as many words of what the model is given, drawn
+exchanged  the model's own summaries, each of another document: what is left of the score if it
+           reads none
 """
 
 from __future__ import annotations

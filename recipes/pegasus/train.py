@@ -6,7 +6,7 @@ In a loop of our own under a `holdfast.Guard`, or in that of Seq2SeqTrainer.
     python -m recipes.pegasus --loop trainer --run-dir runs/pegasus-trainer
 
 Does not: make the corpus (see ``corpus``), read records (see ``records``) or build what is trained
-    (see ``job``).
+(see ``job``).
 """
 
 from __future__ import annotations

@@ -32,9 +32,8 @@ class MixedOnTheFly(Dataset[Sample]):
     what is cut out.
 
     A sample is the mixture ``(samples,)`` and its sources ``(2, samples)``. Only its first
-    recording counts as its
-    own: where the second cannot be read, another one is drawn, or one bad file would spoil many
-        samples.
+    recording counts as its own: where the second cannot be read, another one is drawn, or one bad
+    file would spoil many samples.
 
     Args:
         utterances: Of two speakers or more.

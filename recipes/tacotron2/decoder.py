@@ -108,8 +108,7 @@ class Recurrence(nn.Module):
     """Steps of the decoder, one after another: the part whose activations fill the memory.
 
     It is called once for each segment of an utterance, so that with ``recompute:
-        [decoder.recurrence]`` in the policy
-    the activations of one segment at a time are held.
+    [decoder.recurrence]`` in the policy the activations of one segment at a time are held.
 
     Args:
         sizes: Of the model.

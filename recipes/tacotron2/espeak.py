@@ -107,7 +107,7 @@ def make_folder(folder: Path, clips: int, seed: int = 0) -> Path:
     """Make ``metadata.csv`` and ``wavs/``, if they are not there already; return the folder.
 
     The metadata are written last: what was interrupted is made again, and what is finished stays as
-        it is.
+    it is.
 
     Args:
         folder: Where.

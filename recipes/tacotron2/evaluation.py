@@ -3,7 +3,7 @@
 With the true frames given, and running free.
 
 Not here: the loop (``train``), the losses (``losses``), what numbers an alignment has
-    (``holdfast.numerics``).
+(``holdfast.numerics``).
 """
 
 from __future__ import annotations

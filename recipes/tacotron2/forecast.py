@@ -3,8 +3,7 @@
     holdfast plan recipes.tacotron2.forecast:build --device T4 --precision fp32
 
 Does not: train. A length is one of frames, of 256 samples each; a text has a symbol for every six
-    of them. Each
-decoder step is traced, so that a plan takes time in proportion to the length.
+of them. Each decoder step is traced, so that a plan takes time in proportion to the length.
 """
 
 from __future__ import annotations

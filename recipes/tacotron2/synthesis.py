@@ -80,7 +80,7 @@ def tensor_bytes() -> int:
     """Return the bytes of all tensors that python holds; what several share is counted once.
 
     Subclasses are left out: those that wrap tensors hold plain ones, and fake tensors have no
-        memory.
+    memory.
     """
     gc.collect()
     storages = {}

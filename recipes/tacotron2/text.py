@@ -1,9 +1,8 @@
 """Texts as numbers of symbols: characters, and pronunciations in braces such as ``{HH AH0 L OW1}``.
 
 The symbols and their order are those of the public implementations that were trained on LJSpeech,
-so that their
-embeddings fit: padding, hyphen, punctuation, letters, and the phonemes of the CMU dictionary with
-    and without stress.
+so that their embeddings fit: padding, hyphen, punctuation, letters, and the phonemes of the CMU
+dictionary with and without stress.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _called(command: str, folder: Path, environment: dict[str, str]) -> str:
     """Return what a command prints, and ``Killed`` after it as a terminal does where it was.
 
     Most of the time of ``python train.py`` is to import torch: it is forked from a process that has
-        done so.
+    done so.
     """
     given = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     setting, script = re.fullmatch(r"(?:(\w+=\w+) )?(?:python (.*))?.*", command).groups()

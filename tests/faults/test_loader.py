@@ -155,7 +155,6 @@ def _loader(dataset: Any, **options: Any) -> DataLoader:
 
 
 # --- faults that stay
-# ------------------------------------------------------------------------
 
 _LENGTH = 22
 
@@ -393,7 +392,6 @@ def test_a_program_that_a_stuck_worker_waits_for_ends_with_it(tmp_path: Path) ->
 
 
 # --- errors that are the program's
-# ------------------------------------------------------------------------
 
 
 def _functions(samples: list[Any]) -> Any:
@@ -453,7 +451,6 @@ def test_the_epoch_after_a_hopeless_one_starts_anew(tmp_path: Path) -> None:
 
 
 # --- processes and threads
-# ------------------------------------------------------------------------
 
 
 def _is_alive(pid: int) -> bool:
@@ -614,7 +611,7 @@ def test_losses_leak_neither_descriptors_nor_threads() -> None:
     being closed.
 
     None of the files is temporary: torch makes ten where a batch cannot be read, and a loss would
-        interrupt it there.
+    interrupt it there.
     """
 
     class Endless(Slow):

@@ -201,7 +201,6 @@ def test_secrets_of_a_command_line_are_kept_nowhere(tmp_path):
 
 
 # --- forged checkpoints
-# ------------------------------------------------------------------------
 
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -3,9 +3,8 @@
 Where the two would part.
 
 Record in a fresh process: ``torch.cuda.memory._record_memory_history()``, the training,
-    ``torch.cuda.memory
-._snapshot()``. One stream, no memory pools, no CUDA graphs and no `empty_cache`: the simulator has
-none.
+``torch.cuda.memory ._snapshot()``. One stream, no memory pools, no CUDA graphs and no
+`empty_cache`: the simulator has none.
 """
 
 from __future__ import annotations

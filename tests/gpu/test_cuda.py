@@ -81,7 +81,7 @@ def test_a_step_reads_the_device_once(tmp_path, diagnose) -> None:
     the caller's.
 
     The diagnosis reads more, in the steps that it samples: all of the first 30, one in fifty in the
-        long run.
+    long run.
     """
     parts = make()
     guard = holdfast.Guard(

@@ -3,11 +3,9 @@
 Started by `test_kill_matrix`.
 
 Imports the host once and forks for each life. A life writes one line for each step that it makes:
-    which samples,
-and a digest of what they were augmented to. A kill is a SIGKILL inside an optimizer step. Where two
-follow on each
-other, one life shows what a kill in each of its steps leaves: all its threads stop, and its files
-    are copied.
+which samples, and a digest of what they were augmented to. A kill is a SIGKILL inside an optimizer
+step. Where two follow on each other, one life shows what a kill in each of its steps leaves: all
+its threads stop, and its files are copied.
 """
 
 from __future__ import annotations
@@ -139,7 +137,6 @@ LIFE: Life
 
 
 # --- one training under each host
-# ------------------------------------------------------------------------
 
 
 def guard() -> None:
@@ -382,7 +379,6 @@ IMPORTS = {
 
 
 # --- every way to kill it
-# ------------------------------------------------------------------------
 
 
 class Column:
@@ -411,7 +407,7 @@ class Column:
         """Kill at every step, and from every checkpoint at every distance after the resume.
 
         Two steps that follow on each other lead to the same checkpoint: each has every other
-            distance.
+        distance.
         """
         self._anew()
         for first, left in enumerate(self._live_through("first", "not killed"), 1):

@@ -5,9 +5,8 @@ In one of them memory is really short, from a given place on.
     python short_of_memory.py HOST PLACE FOLDER
 
 HOST is loop, accelerate, transformers or lightning; PLACE is nowhere, forward, backward or
-optimizer. Prints one line
-of JSON: digests of weights and optimizer state, steps, learning rate, order of the data, and what
-    the recorder holds.
+optimizer. Prints one line of JSON: digests of weights and optimizer state, steps, learning rate,
+order of the data, and what the recorder holds.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Results are the same.
 
 Equal to the undisturbed training are final weights, optimizer state, number of steps, and the
-batches that every life
-trained: which samples, and what they were augmented to.
+batches that every life trained: which samples, and what they were augmented to.
 """
 
 from __future__ import annotations

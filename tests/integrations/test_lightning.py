@@ -441,7 +441,6 @@ def test_the_signal_that_requeues_a_slurm_job_is_lightnings(tmp_path):
 
 
 # --- manual optimization
-# ------------------------------------------------------------------------
 
 
 class Gan(pl.LightningModule):
@@ -549,7 +548,6 @@ def test_manual_optimization_is_clipped_by_the_policy_and_steps_past_the_guard_a
 
 
 # --- checkpoints
-# ------------------------------------------------------------------------
 
 
 class Samples(torch.utils.data.Dataset):
@@ -864,7 +862,6 @@ def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_new_start(tmp_path):
 
 
 # --- what cannot be
-# ------------------------------------------------------------------------
 
 
 @unchecked

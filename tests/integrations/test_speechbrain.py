@@ -291,7 +291,6 @@ def test_a_brain_with_two_optimizers_makes_guarded_steps_of_its_own(tmp_path):
 
 
 # --- checkpoints
-# ------------------------------------------------------------------------
 
 
 class Saves(Plain):

@@ -71,7 +71,6 @@ def guard_of(run_dir: Any, players: Players, **policy: Any) -> holdfast.Guard:
 
 
 # --- the players
-# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("regularizer", ["r1", "spectral"])
@@ -136,7 +135,6 @@ def test_what_a_forecast_is_made_of_trains_both_players(tmp_path):
 
 
 # --- data and figures
-# ------------------------------------------------------------------------
 
 
 def test_images_are_padded_to_a_power_of_two_and_carry_their_noise(tmp_path):
@@ -194,7 +192,6 @@ def test_it_learns_from_real_digits(tmp_path):
 
 
 # --- lost processes
-# ------------------------------------------------------------------------
 
 
 def kill_kernel(notebook: subprocess.Popen, run_dir: Path) -> None:

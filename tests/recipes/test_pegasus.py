@@ -87,7 +87,6 @@ def pairs(count: int) -> list[dict[str, str]]:
 
 
 # --- the corpus
-# ------------------------------------------------------------------------
 
 
 def test_records_are_taken_from_the_text_of_a_module() -> None:
@@ -155,7 +154,6 @@ def test_a_corpus_is_made_without_importing_and_holds_nothing_twice(
 
 
 # --- records
-# ------------------------------------------------------------------------
 
 
 def test_records_are_read_by_their_offsets(tmp_path: Path) -> None:
@@ -195,7 +193,6 @@ def test_a_record_that_cannot_be_used_says_why(tmp_path: Path, record: Any, said
 
 
 # --- scores
-# ------------------------------------------------------------------------
 
 
 @pytest.mark.slow  # the package of the scores takes four seconds to import
@@ -244,7 +241,6 @@ def test_held_out_records_are_the_same_every_time_and_their_baselines_read_only_
 
 
 # --- training
-# ------------------------------------------------------------------------
 
 
 def tiny(folder: Path, run: str, **changes: Any) -> PegasusOptions:

@@ -96,7 +96,6 @@ def gradients(model: Tacotron2, batch: dict[str, torch.Tensor]) -> dict[str, tor
 
 
 # --- the model
-# ------------------------------------------------------------------------
 
 
 def test_the_papers_size_has_the_weights_of_the_public_implementation() -> None:
@@ -214,7 +213,6 @@ def test_recomputed_segments_keep_every_bit_and_hold_less() -> None:
 
 
 # --- losses
-# ------------------------------------------------------------------------
 
 
 def test_losses_are_means_over_frames_and_steps() -> None:
@@ -235,7 +233,6 @@ def test_losses_are_means_over_frames_and_steps() -> None:
 
 
 # --- synthesis
-# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("bias", "steps", "by_gate"), [(-100.0, 9, False), (100.0, 1, True)])
@@ -293,7 +290,6 @@ def test_synthesis_says_what_teacher_forcing_says_when_it_hears_the_same() -> No
 
 
 # --- whole runs
-# ------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ from recipes.tacotron2.train import CLIPS
 from recipes.wav import check_wav, read_wav, write_wav
 
 # --- sound and text
-# ------------------------------------------------------------------------
 
 
 def test_log_mel_is_that_of_its_definition() -> None:
@@ -190,7 +189,6 @@ def test_a_header_that_lies_takes_no_memory(tmp_path: Path) -> None:
 
 
 # --- folders
-# ------------------------------------------------------------------------
 
 
 @pytest.fixture

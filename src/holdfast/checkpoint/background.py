@@ -3,8 +3,7 @@
 One job in a thread of its own, and what it may do there.
 
 The thread is no daemon: an interpreter that ends waits for it, so a save that was begun is
-    finished. A process that
-is forked meanwhile does not have the thread and must not wait for it.
+finished. A process that is forked meanwhile does not have the thread and must not wait for it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 goes on.
 
 One piece, reused from save to save. Its pages are touched ahead: the first touch of a page costs
-    many times its copy.
-Forked processes do not get it: after a fork each page of it that a save writes to would be copied
-    first, and the old
-ones would stay with the loader workers.
+many times its copy. Forked processes do not get it: after a fork each page of it that a save writes
+to would be copied first, and the old ones would stay with the loader workers.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ class HostBuffers:
         Earlier ones are overwritten.
 
         Cost: one pass over memory. Copies from CUDA devices run side by side, then one event of
-            each device is
-        waited for; nothing is allocated there but for a tensor that does not lie in one piece.
+        each device is waited for; nothing is allocated there but for a tensor that does not lie in
+        one piece.
         """
         position = 0
         devices: set[torch.device] = set()

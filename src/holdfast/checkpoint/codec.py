@@ -1,9 +1,8 @@
 """Turn a tree of state into JSON and named tensors, and back. No pickle, no code in the file.
 
 Known: None, bool, int, float, str, bytes, complex; dict, OrderedDict, Counter, defaultdict, list,
-    tuple, set,
-frozenset, deque; tensors (also tied ones), numpy arrays and scalars, dtype, device, Size, Path.
-Anything else is an error that names the place in the tree.
+tuple, set, frozenset, deque; tensors (also tied ones), numpy arrays and scalars, dtype, device,
+Size, Path. Anything else is an error that names the place in the tree.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Copy, compare and measure tensors of any dtype and layout.
 
 torch can store some dtypes and layouts but hardly compute with them: float8 has no ``nan_to_num``,
-    complex-half no
-``equal``, sparse tensors no ``nbytes``. Code that handles all tensors of a model uses these
-functions, which view such a tensor as dense integer tensors that share its memory.
+complex-half no ``equal``, sparse tensors no ``nbytes``. Code that handles all tensors of a model
+uses these functions, which view such a tensor as dense integer tensors that share its memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Write trees of state as one checkpoint, and read them back.
 
 Two stages: `snapshot` gathers JSON and tensors, `write` puts them on the disk: data → read back and
-    verify → manifest
-→ rename. A snapshot into host buffers shares nothing with the live state, so that another thread
-may write it while training goes on; one without holds the live tensors themselves and must be
-written before they change.
+verify → manifest → rename. A snapshot into host buffers shares nothing with the live state, so that
+another thread may write it while training goes on; one without holds the live tensors themselves
+and must be written before they change.
 """
 
 from __future__ import annotations
@@ -428,7 +427,7 @@ def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tenso
     It may hold more.
 
     Cost: one pass over the tensors; of the checkpoint only the manifest is read, and its errors are
-        raised.
+    raised.
     """
     if not tensors:
         return True

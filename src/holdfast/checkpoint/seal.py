@@ -3,15 +3,12 @@
 No torch.
 
 The manifest is two lines: one JSON object, and the SHA-256 of that line. It is written last, so a
-    checkpoint whose
-manifest verifies is a whole one. It lies inside a checkpoint that is a folder, and beside one that
-is a file.
+checkpoint whose manifest verifies is a whole one. It lies inside a checkpoint that is a folder, and
+beside one that is a file.
 
 Our own checkpoints get their digests from memory (see ``saver``). What a framework writes in place
-is sealed
-afterwards: its folder is marked as unfinished before, then every file is flushed and read once.
-    What went wrong
-between the memory and the disk is not seen there.
+is sealed afterwards: its folder is marked as unfinished before, then every file is flushed and read
+once. What went wrong between the memory and the disk is not seen there.
 """
 
 from __future__ import annotations
@@ -125,7 +122,6 @@ def manifest_beside(file: Path) -> Path:
 
 
 # --- verify
-# ------------------------------------------------------------------------
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -336,7 +332,7 @@ def not_ours(checkpoint: Path, error: BaseException, part: str = "") -> Checkpoi
     written.
 
     Digests do not say who made them. The checkpoint stays where it is: a mistake of ours must not
-        cost a good one.
+    cost a good one.
     """
     where = f"{part!r} in checkpoint {checkpoint.name}" if part else f"checkpoint {checkpoint.name}"
     return CheckpointError(
@@ -385,7 +381,6 @@ def unreadable(
 
 
 # --- seal what a framework writes
-# ------------------------------------------------------------------------
 
 
 def begin(folder: Path) -> None:

@@ -1,15 +1,15 @@
-"""The checkpoints of a run as folders in one folder.
+"""The checkpoints of a run as folders in one folder: commit, list, find the newest good one, prune.
 
-Commit, list, find the newest good one, prune. No torch.
+No torch.
 
-    000012-step00000600/           complete: it was renamed to this name after all was verified and
-    flushed .tmp-000013-step00000650/      a save under way, or one that was killed; removed at the
-    next start damaged-000011-step00000550/   did not verify; kept until newer good ones have
-    replaced it
+    000012-step00000600/          complete: it was renamed to this name after all was verified and
+                                  flushed
+    .tmp-000013-step00000650/     a save under way, or one that was killed; removed at the next
+                                  start
+    damaged-000011-step00000550/  did not verify; kept until newer good ones have replaced it
 
 The rename is the commit: there is no separate pointer that could disagree. The number in front
-    orders them, also
-after a rollback to a smaller step.
+orders them, also after a rollback to a smaller step.
 """
 
 from __future__ import annotations
@@ -169,9 +169,8 @@ def latest(run_dir: str | os.PathLike[str]) -> Entry | None:
     from, or None.
 
     It has ``global_step`` and ``path``, for what a script must know before, such as groups of
-    parameters that were
-    added on the way. Every byte is read, nothing is changed. Raises what `Guard` would: H312, H307,
-        H303.
+    parameters that were added on the way. Every byte is read, nothing is changed. Raises what
+    `Guard` would: H312, H307, H303.
     """
     return Store(Path(run_dir).expanduser() / "checkpoints").newest_good()
 

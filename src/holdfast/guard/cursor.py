@@ -1,13 +1,12 @@
 """Where the data is: epochs and batches that were *trained*, and how to get there again.
 
-a loader with state_dict     its own position (holdfast.DataLoader: exact, in no time)
-any other iterable           the random state at the start of the epoch is put back, the batches
-before the
-                             position are read and dropped, the last from the random state of then,
-                             since the next may be made with it. The random state of the moment
-                             follows. For torch's own DataLoader also its samplers' state_dict, and
-                             its workers are there or not as they were then
-an iterator                  cannot be started again: its order is nobody's to restore
+a loader with state_dict  its own position (holdfast.DataLoader: exact, in no time)
+any other iterable        the random state at the start of the epoch is put back, the batches before
+                          the position are read and dropped, the last from the random state of then,
+                          since the next may be made with it. The random state of the moment
+                          follows. For torch's own DataLoader also its samplers' state_dict, and its
+                          workers are there or not as they were then
+an iterator               cannot be started again: its order is nobody's to restore
 
 What each can promise is in ``loader.foreign``.
 """

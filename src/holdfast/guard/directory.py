@@ -1,9 +1,10 @@
 """The run directory: its layout, its format, and the lock that keeps a second run out.
 
-run.json               format of the directory, which run this is, and where it has saved, once it
-has lock                   held while a guard is open; lock.rank1 by the second of several ranks,
-and so on recorder/              the black boxes, of each rank one checkpoints/           see
-``checkpoint.store`` images/                see ``images``
+run.json      format of the directory, which run this is, and where it has saved, once it has
+lock          held while a guard is open; lock.rank1 by the second of several ranks, and so on
+recorder/     the black boxes, of each rank one
+checkpoints/  see ``checkpoint.store``
+images/       see ``images``
 """
 
 from __future__ import annotations

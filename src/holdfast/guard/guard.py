@@ -2,7 +2,8 @@
 
 batches()   where the run continues, when it saves, and where it stops
 step()      one transaction, and what is done about NaN, Inf and an optimizer step that fails
-half-way evaluate()  evaluation that leaves no trace in training and can be interrupted
+            half-way
+evaluate()  evaluation that leaves no trace in training and can be interrupted
 """
 
 from __future__ import annotations
@@ -183,7 +184,6 @@ class Guard:
         self._session.report_steps_left_behind()
 
     # --- facts
-    # ------------------------------------------------------------------------
 
     @property
     def global_step(self) -> int:
@@ -231,7 +231,6 @@ class Guard:
         self._asked.request(reason)
 
     # --- the loop
-    # ------------------------------------------------------------------------
 
     def batches(
         self, *, max_epochs: int | None = None, max_steps: int | None = None
@@ -244,12 +243,10 @@ class Guard:
         unless a later save succeeds.
 
         Leaving the loop with ``break``, or with ``next`` before its end, writes no checkpoint
-        unless a stop was
-        requested: use `request_stop`, or call `close` afterwards. If nobody does, a line on stderr
-            names the steps
-        that are in no checkpoint when the process ends. Starting a new loop ends one that is still
-        open, as ``break`` does. A signal of ``Policy.stop_signals`` ends the loop with a
-        checkpoint; the script can check `stop_reason` after it.
+        unless a stop was requested: use `request_stop`, or call `close` afterwards. If nobody does,
+        a line on stderr names the steps that are in no checkpoint when the process ends. Starting a
+        new loop ends one that is still open, as ``break`` does. A signal of ``Policy.stop_signals``
+        ends the loop with a checkpoint; the script can check `stop_reason` after it.
 
         Args:
             max_epochs: Passes over the loader, counted over all restarts of the run.
@@ -305,7 +302,6 @@ class Guard:
                 self._end_process()
 
     # --- the step
-    # ------------------------------------------------------------------------
 
     def step(
         self,
@@ -357,7 +353,6 @@ class Guard:
             raise behind from error
 
     # --- opening, closing
-    # ------------------------------------------------------------------------
 
     def _open(self) -> None:
         with naming_lack_of_memory("opening the run directory"):
@@ -432,7 +427,6 @@ class Guard:
         return KeyboardInterrupt() if number == signal.SIGINT else None
 
     # --- evaluation
-    # ------------------------------------------------------------------------
 
     def validated(
         self,
@@ -454,8 +448,7 @@ class Guard:
             name: Of the metric.
             mode: Whether lower or higher is better.
             keep: How many of the best checkpoints are kept beside the newest ones, see `best`; they
-                need a save, but
-                no more room. None: 1, of the loss without a name 0.
+                need a save, but no more room. None: 1, of the loss without a name 0.
             patience: So many validations in a row that are not the best one stop the training, as
                 `request_stop`.
 
@@ -542,9 +535,8 @@ class Guard:
         The report shows the newest of each tag.
 
         The last 16 of a tag are kept, as ``images/<tag>/<step>.png`` in the run directory. Where a
-        run has gone back
-        to an earlier checkpoint, images of later steps still lie there: harmless, they are replaced
-            or dropped later.
+        run has gone back to an earlier checkpoint, images of later steps still lie there: harmless,
+        they are replaced or dropped later.
 
         Args:
             tag: Letters, digits, ``-``, ``_`` and ``.``, 64 at most.
@@ -565,12 +557,11 @@ class Guard:
 
         Train/eval modes and random state are restored afterwards. If a signal of
         ``Policy.stop_signals`` comes inside, a checkpoint is saved and the process ends with
-        ``Policy.stop_exit_code`` or 0, and on Ctrl-C with a
-        KeyboardInterrupt: an interrupted evaluation has no result with which the script could
-            continue. The rest of
-        the loop body does not run. `request_stop` lets the evaluation finish and ends the loop
-        after it. So does a signal while the models hold other weights than the trained ones, such
-        as an average that the script has put there, since a checkpoint would save those.
+        ``Policy.stop_exit_code`` or 0, and on Ctrl-C with a KeyboardInterrupt: an interrupted
+        evaluation has no result with which the script could continue. The rest of the loop body
+        does not run. `request_stop` lets the evaluation finish and ends the loop after it. So does
+        a signal while the models hold other weights than the trained ones, such as an average that
+        the script has put there, since a checkpoint would save those.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
@@ -593,8 +584,8 @@ class Guard:
         Those of the run come back bit for bit, in any case.
 
         Buffers are those of the average: averaged too with its ``use_buffers=True``, else those of
-            the last step. An
-        average that has taken in nothing yet changes nothing. Memory: one more copy of the models.
+        the last step. An average that has taken in nothing yet changes nothing. Memory: one more
+        copy of the models.
 
         Raises:
             PolicyError: H105 where none was given, and for a step, a save, or the next batch

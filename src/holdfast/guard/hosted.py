@@ -101,11 +101,9 @@ class HostedGuard(Guard):
     """A guard whose boundaries belong to a framework's loop.
 
     It takes what `Guard` takes; its policy should be made by `hosted_policy`. It ends no process
-    and writes no
-    checkpoint: the framework asks `stop_reason`, and puts `state_dict` into what it saves. A
-        ``loader=`` is
-    iterated by the framework; a `holdfast.DataLoader` records its events here, and quarantines
-    samples.
+    and writes no checkpoint: the framework asks `stop_reason`, and puts `state_dict` into what it
+    saves. A ``loader=`` is iterated by the framework; a `holdfast.DataLoader` records its events
+    here, and quarantines samples.
     """
 
     _saves_in = ""  # the folder of the framework's checkpoints
@@ -249,7 +247,7 @@ class HostedGuard(Guard):
         None: nothing.
 
         Of several ranks, all call this: it waits for the one that saves, since a launcher ends all
-            when one exits.
+        when one exits.
         """
         if self._stop.by_signal:
             self._ranks.agree("stop", dict)

@@ -49,7 +49,6 @@ _MOST_LEVELS = 2
 
 
 # --- wrappers
-# ------------------------------------------------------------------------
 
 
 def looks_like_an_optimizer(value: Any) -> bool:
@@ -93,8 +92,7 @@ def identities(optimizer: Any) -> set[int]:
     groups.
 
     Two objects drive the same parameters if these sets overlap: a wrapper shares ids with the
-        optimizer
-    that it wraps.
+    optimizer that it wraps.
     """
     ids = set()
     for holder in (optimizer, *optimizers_inside(optimizer)):
@@ -104,7 +102,6 @@ def identities(optimizer: Any) -> set[int]:
 
 
 # --- checks
-# ------------------------------------------------------------------------
 
 
 def check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
@@ -249,7 +246,6 @@ def closure_missing(name: str, optimizer: Any) -> PolicyError:
 
 
 # --- state
-# ------------------------------------------------------------------------
 
 
 def has_torch_layout(state: Any) -> bool:

@@ -5,8 +5,7 @@
              (taken back: as before)   rolling back → after step, or rewound → at boundary
 
 Only at a boundary and after a step may the state be saved. The engine, whoever drives it, and the
-session name the
-transition, and are trusted to name one that is drawn here: nothing checks it.
+session name the transition, and are trusted to name one that is drawn here: nothing checks it.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ class RunState:
         """Note that an error leaves a step.
 
         Nothing has happened if all was taken back, and no other step was made with the batch: else
-            there is only half
-        of what belongs to it.
+        there is only half of what belongs to it.
         """
         if self.phase in (Phase.IN_STEP, Phase.COMMITTING) and self._before_step is Phase.REWOUND:
             self.phase = Phase.REWOUND  # all of it is loaded again

@@ -1,13 +1,11 @@
 """What happens in a run, written into its black box and, where people should see it, into the log.
 
 Facts may come from any thread. A process that was forked from the one that records must not write:
-    both would count
-the records by themselves, and a lock that another thread held at the fork is never given back
-there.
+both would count the records by themselves, and a lock that another thread held at the fork is never
+given back there.
 
 The last words of a recording say how the run ended, as far as its own process can know it:
-    ``left_by_exception`` or
-``closed``. One without either was cut off.
+``left_by_exception`` or ``closed``. One without either was cut off.
 """
 
 from __future__ import annotations

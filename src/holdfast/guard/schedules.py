@@ -4,10 +4,10 @@ completed.
 `interface_of` recognises from the methods of a scheduler, whichever library it comes from, when to
 call it:
 
-    step()                                after each step of its optimizer, or after each epoch
-    step(metric)                          in ``guard.validated``, as for ReduceLROnPlateau
-    step_update(number) and step(epoch)   after each step and after each epoch, as timm's training
-    script does
+    step()                               after each step of its optimizer, or after each epoch
+    step(metric)                         in ``guard.validated``, as for ReduceLROnPlateau
+    step_update(number) and step(epoch)  after each step and after each epoch, as timm's training
+                                         script does
 
 A scheduler with none of these interfaces is refused when the guard is made. With
 ``scheduler_interval=None`` the caller advances all schedulers but those that need a metric.
@@ -53,7 +53,6 @@ class Interface(Enum):
 
 
 # --- recognising an interface
-# ------------------------------------------------------------------------
 
 
 def interface_of(scheduler: Any) -> Interface | None:
@@ -158,7 +157,6 @@ def _is_scheduler(value: Any) -> bool:
 
 
 # --- one scheduler
-# ------------------------------------------------------------------------
 
 
 class Schedule:
@@ -282,7 +280,6 @@ def _is_plain(value: Any) -> bool:
 
 
 # --- the schedulers of a run
-# ------------------------------------------------------------------------
 
 
 class Schedules:

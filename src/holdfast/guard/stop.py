@@ -1,11 +1,9 @@
 """A request to stop the run, by a signal or by a call, which the loop honours at its next boundary.
 
 The signal handler only notes the request and prints a line on stderr. It saves nothing and does not
-talk to other
-ranks. It interrupts only what may last long and changes no state: waiting for data, and an
-    evaluation. A second
-signal ends the process at once: the kernel's default action is in place by then, which needs no
-    interpreter.
+talk to other ranks. It interrupts only what may last long and changes no state: waiting for data,
+and an evaluation. A second signal ends the process at once: the kernel's default action is in place
+by then, which needs no interpreter.
 
     stop = StopRequest(("SIGTERM", "SIGINT"))
     stop.install()
@@ -96,9 +94,8 @@ class StopRequest:
         """Install the signal handlers.
 
         Does nothing outside the main thread, where Python allows no handlers, and nothing after a
-        stop signal has
-        come, since the next one must end the process. May be called again: a notebook resets SIGINT
-            after each cell.
+        stop signal has come, since the next one must end the process. May be called again: a
+        notebook resets SIGINT after each cell.
         """
         if self.by_signal or threading.current_thread() is not threading.main_thread():
             return
@@ -182,7 +179,6 @@ class StopRequest:
             self._may_interrupt = None
 
     # --- in the handler
-    # ------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -240,9 +236,8 @@ class StopRequest:
         That of the script, or SIG_DFL, which ends the process.
 
         SIG_DFL also replaces the handler that raises KeyboardInterrupt, which would wait for the
-        interpreter, and
-        SIG_IGN: a parent may have ignored the signal only to survive it itself, as a shell does by
-            ``trap '' USR1``.
+        interpreter, and SIG_IGN: a parent may have ignored the signal only to survive it itself, as
+        a shell does by ``trap '' USR1``.
         """
         previous = self._previous.get(number)
         owner = _owner(previous)

@@ -2,18 +2,17 @@
 
 Its device, precision and loaders, holdfast's step.
 
-    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    guard = accelerate_guard(accelerator, model=model, optimizer=optimizer, loader=loader,
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4) model,
+    optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler) guard =
+    accelerate_guard(accelerator, model=model, optimizer=optimizer, loader=loader,
     scheduler=scheduler) for batch in guard.batches(max_epochs=3):
         guard.step(batch, lambda batch: model(**batch).loss)
 
 ``guard.step`` stands for ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``,
 ``optimizer.step``, ``scheduler.step`` and ``zero_grad``. With ``gradient_accumulation_steps`` a
-batch of ``guard.batches`` is a window of
-so many batches of the loader, and the last window of an epoch has what is left: it is one step,
-    weighted by what it
-holds. The guard writes the checkpoints and resumes from them.
+batch of ``guard.batches`` is a window of so many batches of the loader, and the last window of an
+epoch has what is left: it is one step, weighted by what it holds. The guard writes the checkpoints
+and resumes from them.
 
 ``save_state`` and ``load_state`` of the accelerator save and load the same objects; the place in
 the data, and what a guard has learnt, are in its own checkpoints only.
@@ -49,9 +48,8 @@ class PreparedLoader:
 
     A prepared loader counts epochs by itself and shows a ``state_dict`` that holds nothing, so that
     a run that goes on in a new process would get the order of the first epoch. It also makes each
-    batch before the step of the one
-    before it, so that a resume could not give the batch the random numbers it had: the loader
-        inside does not.
+    batch before the step of the one before it, so that a resume could not give the batch the random
+    numbers it had: the loader inside does not.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, steps: int) -> None:

@@ -1,14 +1,15 @@
 """What every integration does, whatever the framework.
 
-    agree      with the other ranks, before a guard does: `on_all`
-    refuse     what a guarded step cannot keep its promises with: `excluded`, `check_one_process`,
-        `check_accelerator`
-    open       a guard in the framework's loop, at its place in the framework's checkpoint:
-    `open_guard` carry      what later steps need of earlier ones, in the framework's checkpoint:
-    `carried_by`, `carried_tree`
-    save       only a state that is finite, and go on where the disk refuses: `may_save`,
-        `attempt_save`
-    resume     from the newest checkpoint that verifies: `newest_checkpoint`
+    agree   with the other ranks, before a guard does: `on_all`
+    refuse  what a guarded step cannot keep its promises with: `excluded`, `check_one_process`,
+            `check_accelerator`
+    open    a guard in the framework's loop, at its place in the framework's checkpoint:
+            `open_guard`
+    carry   what later steps need of earlier ones, in the framework's checkpoint: `carried_by`,
+            `carried_tree`
+    save    only a state that is finite, and go on where the disk refuses: `may_save`,
+            `attempt_save`
+    resume  from the newest checkpoint that verifies: `newest_checkpoint`
 
 Does not: name any framework, but for its import.
 """
@@ -259,8 +260,7 @@ def attempt_save(
     A disk that refuses does not end training.
 
     Of a save that failed `undo` removes what was written. An error of `write` that has another
-    cause than the disk is
-    raised: the next save would fail too.
+    cause than the disk is raised: the next save would fail too.
     """
     try:
         write()

@@ -79,7 +79,6 @@ def torch_loader_of(loader: object) -> DataLoader[Any] | None:
 
 
 # --- the promise
-# ------------------------------------------------------------------------
 
 
 def resume_promise(loader: object) -> str:
@@ -220,7 +219,6 @@ def keeps_by_state_dict(loader: object) -> bool:
 
 
 # --- samplers and generators
-# ------------------------------------------------------------------------
 
 
 def samplers_of(loader: object) -> list[Any]:

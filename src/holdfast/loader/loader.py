@@ -108,7 +108,10 @@ class Epoch:
 
     under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
     """Those that have handed out a batch since `take_unkept_loaders`, and have not reached their
-    end.  One that was given up is gone by itself."""
+    end.
+
+    One that was given up is gone by itself.
+    """
 
     handed_out: ClassVar[int] = 0
     """Batches that all loaders of this process have handed out."""
@@ -167,33 +170,30 @@ class DataLoader(TorchDataLoader[Any]):
 
     Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. Workers that die,
     are stopped or hang are replaced, and the batches go on as if nothing had happened. A sample
-    that cannot be read is tried again
-    and then quarantined: the next readable one of the epoch's order takes its place.
+    that cannot be read is tried again and then quarantined: the next readable one of the epoch's
+    order takes its place.
 
     Under ``torch.distributed`` the samples are divided among the ranks, as they are when an epoch
     begins, unless you give a ``batch_sampler`` or a ``sampler`` of your own, which says itself what
     this rank gets. Its ``set_epoch`` is called for each epoch. If you have called it, and its
-    attribute ``epoch`` shows that, the epoch you named comes
-    next: not if `load_state_dict` or `go_to` was called since, and in the middle of an epoch only a
-        later one.
+    attribute ``epoch`` shows that, the epoch you named comes next: not if `load_state_dict` or
+    `go_to` was called since, and in the middle of an epoch only a later one.
 
     Args:
         dataset: As torch. An ``IterableDataset`` that does not divide its items among workers is
             divided here, and continues by its own ``state_dict`` if it has one, else by reading
-            over. A map-style one is read by
-            ``__getitem__``, also if it has ``__getitems__``: each sample has random numbers of its
-                own. To read many
-            at once, pass ``batch_size=None`` and a sampler of lists, such as a ``BatchSampler``.
-            One that you have divided among ranks yourself, such as a ``Subset``, is divided again
-            unless you pass ``rank=0`` and ``world_size=1``.
+            over. A map-style one is read by ``__getitem__``, also if it has ``__getitems__``: each
+            sample has random numbers of its own. To read many at once, pass ``batch_size=None`` and
+            a sampler of lists, such as a ``BatchSampler``. One that you have divided among ranks
+            yourself, such as a ``Subset``, is divided again unless you pass ``rank=0`` and
+            ``world_size=1``.
         *args: As torch.
         seed: Decides the order of every epoch and the random numbers of every sample;
             ``torch.manual_seed`` does not. If torch's ``generator`` is given, its initial seed is
             used instead. Two loaders that are zipped need different seeds, or equal lengths are
             shuffled alike.
         quarantine: Most samples that may be quarantined: a share of the dataset below 1, which
-            allows at least one,
-            or a number. 0: none, the sample's own exception ends the epoch.
+            allows at least one, or a number. 0: none, the sample's own exception ends the epoch.
         repeats: Whether your sampler may yield an index more than once an epoch; None: only if it
             says that it draws with replacement.
         sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its
@@ -206,8 +206,8 @@ class DataLoader(TorchDataLoader[Any]):
         **kwargs: As torch. ``timeout`` is how long the loop waits for a batch before workers are
             replaced; also without it a worker that is stuck is found, after a minute or eight times
             the longest sample so far. Its start and ``worker_init_fn`` may take ten times as long.
-            Batches always come in order, since a position is
-            one number: ``in_order=False`` is taken as True.
+            Batches always come in order, since a position is one number: ``in_order=False`` is
+            taken as True.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used,
@@ -293,7 +293,6 @@ class DataLoader(TorchDataLoader[Any]):
         self._unchecked = self.num_workers > 0
 
     # --- what happens
-    # ------------------------------------------------------------------------
 
     def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
         """Call `record` with each event, and keep the ledger in the run's directory."""
@@ -328,7 +327,6 @@ class DataLoader(TorchDataLoader[Any]):
                 self._emit(concern)
 
     # --- batches
-    # ------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Return the batches of the next epoch.
@@ -508,7 +506,6 @@ class DataLoader(TorchDataLoader[Any]):
         return self._at
 
     # --- position
-    # ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what was handed out so far, as numbers and text.
@@ -553,7 +550,7 @@ class DataLoader(TorchDataLoader[Any]):
         Earlier ones do not come again, see `go_to`.
 
         Without it, a position that was loaded at the last batch of an epoch gives the rest of it:
-            no batch.
+        no batch.
         """
         self._host_epochs.named = int(epoch)
 

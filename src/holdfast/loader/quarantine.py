@@ -50,7 +50,7 @@ class Ledger:
     """Which samples are quarantined.
 
     At most `limit` may be: a share of the dataset below 1, which allows at least 1, or a number; 0
-        for none at all.
+    for none at all.
     """
 
     def __init__(self, limit: float, length: int | None, now: Callable[[], float]) -> None:

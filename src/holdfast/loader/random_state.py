@@ -62,7 +62,7 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
     sync.
 
     Cost: about 5 microseconds, and 40 more if the generators of python and numpy were used since
-        the last call.
+    the last call.
     """
     of_devices = {}
     for device in devices:

@@ -1,17 +1,15 @@
 """Find the batch dimension of any pytree of tensors, and cut micro-batches out of it.
 
-    default        every tensor and array with at least one dimension is cut along dimension 0; they
-    must agree
-                   on its size. A list of that many strings or numbers is cut too; all else goes to
-                   every part.
-    split=1        as above along dimension 1 (sequence-first batches)
-    split={...}    a prefix of the batch's structure: a dimension, None (shared), or "items" (a
-    sequence with
-                   one entry per sample, of whatever shape)
-    split=f        f(batch, micro_batch_size) returns the list of micro-batches
+    default      every tensor and array with at least one dimension is cut along dimension 0; they
+                 must agree on its size. A list of that many strings or numbers is cut too; all else
+                 goes to every part.
+    split=1      as above along dimension 1 (sequence-first batches)
+    split={...}  a prefix of the batch's structure: a dimension, None (shared), or "items" (a
+                 sequence with one entry per sample, of whatever shape)
+    split=f      f(batch, micro_batch_size) returns the list of micro-batches
 
 Tensors are cut as views: no copy. What cannot be cut is an error that names the leaves, never a
-    silent no-op.
+silent no-op.
 """
 
 from __future__ import annotations

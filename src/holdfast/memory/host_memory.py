@@ -8,9 +8,8 @@ pages come zeroed from the kernel at each allocation, which doubles the time of 
 activations of that size.
 
 Where nothing limits this process, the kernel refuses it no memory, and there is nothing to recover
-    from: there the
-heap keeps what a step frees, which takes 16 to 27 % less time than glibc's own setting
-(benchmarks/malloc_threshold).
+from: there the heap keeps what a step frees, which takes 16 to 27 % less time than glibc's own
+setting (benchmarks/malloc_threshold).
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
     Return False where malloc is not glibc's.
 
     Call it before large allocations: from this size on, freed memory goes back to the system at
-        once. ``"auto"``:
-    4 MiB where memory can be refused, 32 MiB elsewhere.
+    once. ``"auto"``: 4 MiB where memory can be refused, 32 MiB elsewhere.
     """
     libc = _libc()
     if libc is None:

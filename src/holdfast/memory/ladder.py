@@ -1,14 +1,12 @@
 """What to try next when memory is short, and when to ask for more again.
 
-    out of memory      retry the same (bit-exact) → recompute activations, more as long as that
-    saves (bit-exact
-                       on CPU) → halve the micro-batch (equal up to rounding) → stop
-    clean steps        after `grow_after_steps` of them: double the micro-batch, at last switch
-        recompute off
+    out of memory  retry the same (bit-exact) → recompute activations, more as long as that saves
+                   (bit-exact on CPU) → halve the micro-batch (equal up to rounding) → stop
+    clean steps    after `grow_after_steps` of them: double the micro-batch, at last switch
+                   recompute off
 
 A larger size is a trial for one step: if it fails, the old one comes back at once and the wait
-    doubles, up to 64
-times, so it never thrashes. The state is part of every checkpoint.
+doubles, up to 64 times, so it never thrashes. The state is part of every checkpoint.
 
 Does not: touch the device, free anything, or know what a batch is.
 """

@@ -1,16 +1,14 @@
 """oneDNN remembers a refused allocation for ever, and what helps.
 
 If the kernel refuses memory while oneDNN compiles a kernel, that thread can compile none any more,
-also when there is
-memory again: every convolution of a new shape fails with "could not create a primitive" (seen with
-    torch 2.13, whose
-oneDNN keeps the error of its assembler in a thread-local variable and never clears it). torch's own
-kernels still work, so oneDNN is switched off for the rest of the process.
+also when there is memory again: every convolution of a new shape fails with "could not create a
+primitive" (seen with torch 2.13, whose oneDNN keeps the error of its assembler in a thread-local
+variable and never clears it). torch's own kernels still work, so oneDNN is switched off for the
+rest of the process.
 
 Its strided convolution does not even notice: it goes on without the kernels that were refused,
-    calls address 0, and
-the process ends with SIGSEGV. So oneDNN must be off before such kernels are made where memory is
-short.
+calls address 0, and the process ends with SIGSEGV. So oneDNN must be off before such kernels are
+made where memory is short.
 """
 
 from __future__ import annotations

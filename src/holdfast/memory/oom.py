@@ -2,8 +2,8 @@
 back.
 
 The frames of the exception own the activations of the failed attempt, so nothing can be freed
-inside the
-``except`` block: leave it first, then call `clear_exception_frames` and `release_memory`.
+inside the ``except`` block: leave it first, then call `clear_exception_frames` and
+`release_memory`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
     None if it is something else.
 
     An `OutOfMemoryError` of holdfast itself is something else: a verdict, and no failure to
-        allocate.
+    allocate.
 
     Example:
         >>> find_out_of_memory(MemoryError("no room"))
@@ -129,7 +129,7 @@ def release_memory(devices: Sequence[torch.device]) -> None:
     """Collect garbage and give cached blocks back, on the host and on these devices.
 
     Cost: a full garbage collection, 0.1 to 0.3 s in a large process. Only after an out-of-memory
-        error.
+    error.
     """
     gc.collect()
     for device in devices:

@@ -1,11 +1,9 @@
 """Activation checkpointing of some modules, switched on for one attempt only.
 
 A block forgets its activations and computes them again in the backward pass. The second time it
-must see what
-the first one saw: random state, buffers and attributes are put back before it and set forward again
-    after it, so
-BatchNorm's statistics move once and dropout draws the same mask. Whether its result is the same is
-compared once, whether its inputs and weights are in each call.
+must see what the first one saw: random state, buffers and attributes are put back before it and set
+forward again after it, so BatchNorm's statistics move once and dropout draws the same mask. Whether
+its result is the same is compared once, whether its inputs and weights are in each call.
 
 Does not: choose the modules (see ``saved_bytes``).
 """
@@ -289,7 +287,7 @@ class _SeenAgain(contextlib.AbstractContextManager[None]):
     lasts.
 
     Once for each backward pass. Attributes are put back as they were bound: a counter, a replaced
-        hidden state.
+    hidden state.
     """
 
     def __init__(

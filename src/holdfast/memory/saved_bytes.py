@@ -3,18 +3,16 @@
 Measured by the bytes that each call of them keeps for the backward pass.
 
 Measured in an attempt that is made again because memory was short, never in others: each call of a
-    module is noted,
-and what autograd saves in it (`torch.autograd.graph.saved_tensors_hooks`), by storage. What a call
-saves beyond its inputs is forgotten if it is recomputed, and is there again, one call at a time, in
-the backward pass. So a choice is
-judged by the peak that it would have had: a module called once that holds everything saves nothing,
-    one that is
-called a hundred times saves 99 of 100 parts. An attempt that fails is measured as far as it came,
-which is what had filled the memory by then.
+module is noted, and what autograd saves in it (`torch.autograd.graph.saved_tensors_hooks`), by
+storage. What a call saves beyond its inputs is forgotten if it is recomputed, and is there again,
+one call at a time, in the backward pass. So a choice is judged by the peak that it would have had:
+a module called once that holds everything saves nothing, one that is called a hundred times saves
+99 of 100 parts. An attempt that fails is measured as far as it came, which is what had filled the
+memory by then.
 
 Not considered: modules that change what is not put back for the second pass, that is their inputs,
-    tensors in plain
-attributes, and containers that grow; and modules with parts that have hooks of the caller's.
+tensors in plain attributes, and containers that grow; and modules with parts that have hooks of the
+caller's.
 
 Does not: recompute (see ``recompute``), or decide when (see ``ladder``).
 """

@@ -1,8 +1,7 @@
 """Which samples of a batch make its step non-finite: a search over smaller batches.
 
 Pure: it asks a question about index lists and knows nothing of tensors. What it returns is proved
-    by its last
-question: without these samples the step is finite.
+by its last question: without these samples the step is finite.
 """
 
 from __future__ import annotations

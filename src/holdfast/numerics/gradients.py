@@ -1,9 +1,8 @@
 """Gradient norms that do not overflow, one finite check, and clipping.
 
 The norm that clipping needs is also the finite check: per-tensor norms in fp32, one norm over them,
-    one read by the
-host. Only if that is not finite, a second look in fp64 separates a norm that overflowed from real
-NaN or Inf.
+one read by the host. Only if that is not finite, a second look in fp64 separates a norm that
+overflowed from real NaN or Inf.
 
 Clipping is torch's own arithmetic, bit for bit, wherever torch's norm is finite. Where it overflows
 (finite fp32 gradients of 1e20, fp16 gradients above 65 504) torch multiplies every gradient by 0;
@@ -71,8 +70,7 @@ def inspect(
 
     Returns:
         The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the
-        order of
-        `groups`: fp32 (fp64 for fp64 gradients and after an overflow).
+        order of `groups`: fp32 (fp64 for fp64 gradients and after an overflow).
     """
     gradients = []
     for group in groups:
@@ -148,14 +146,13 @@ def clip(
 
     The three ways are different algorithms. They agree only where no scope is above the limit.
 
-    ========= ============================= ==================================
-    =========================== clip_by   one norm, and one factor, for direction of the whole step
-    its norm is at most ========= ============================= ==================================
-    =========================== global    everything                    kept
-    max_norm optimizer each optimizer                turned between optimizers
-    sqrt(optimizers) x max_norm group     each group of each optimizer  turned between groups as
-    well      sqrt(groups) x max_norm ========= =============================
-    ================================== ===========================
+    =========  =============================  =======================  ===========================
+    clip_by    one norm and one factor for    direction of the step    its norm is at most
+    =========  =============================  =======================  ===========================
+    global     everything                     kept                     max_norm
+    optimizer  each optimizer                 turned between them      sqrt(optimizers) x max_norm
+    group      each group of each optimizer   turned between groups    sqrt(groups) x max_norm
+    =========  =============================  =======================  ===========================
 
     ``benchmarks/clipping`` measures the difference: where three groups of a small transformer are
     above the limit, the step of ``"group"`` has a cosine of 0.83 with that of ``"global"``, and is

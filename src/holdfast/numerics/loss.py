@@ -22,8 +22,7 @@ class Loss:
     data.
 
     A loss of several terms, each a mean over items of its own, is a sequence or a dict of these:
-        the total is the sum
-    of the means, and each is weighted by its own items when a batch is split.
+    the total is the sum of the means, and each is weighted by its own items when a batch is split.
 
     Args:
         mean: The mean loss over `items`, shape ``()``, with a graph.

@@ -3,13 +3,11 @@
 One replay under a tracer, then a walk back from what failed to its origin.
 
 An Inf that never reaches the loss or a gradient is nobody's fault, and one that was written on
-purpose (a mask) is
-not to blame either: then it is the operation that could not bear it, such as a softmax over a row
-    that is masked
-entirely.
+purpose (a mask) is not to blame either: then it is the operation that could not bear it, such as a
+softmax over a row that is masked entirely.
 
 Does not: undo what the replay does to gradients, buffers and random state, nor decide what to do
-    about the finding.
+about the finding.
 """
 
 from __future__ import annotations
@@ -122,11 +120,10 @@ def trace(
     None if all was finite this time.
 
     Cost: about three to thirty times a step. Random state is touched by `run_once` alone, which
-        runs forward and
-    backward into ``.grad`` of `parameters`, and returns the detached loss, shape ``()``. Parts of a
-    single model called ``"model"`` keep their bare paths. `batch_size` is as `run_once` passes the
-    batch to the model; None if unknown. `UntraceableError` if operations that may be to blame could
-    not be examined.
+    runs forward and backward into ``.grad`` of `parameters`, and returns the detached loss, shape
+    ``()``. Parts of a single model called ``"model"`` keep their bare paths. `batch_size` is as
+    `run_once` passes the batch to the model; None if unknown. `UntraceableError` if operations that
+    may be to blame could not be examined.
 
     Where `run_once` raises `NeedsOtherRanksError`, what came before is looked at, and
     `UntraceableError` is raised if all of that was finite.

@@ -98,7 +98,7 @@ class SpikeDetector:
         before clipping.
 
         Losses of different meaning need different keys. A NaN or an Inf is not judged: it is no
-            matter of degree.
+        matter of degree.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return Level.CALM
@@ -436,7 +436,6 @@ _BOUNDS = ("loss_far", "norm_far", "short_odd", "odd", "raised", "gone")
 
 
 # --- NaN and Inf
-# ------------------------------------------------------------------------
 
 
 def decide_after_nonfinite(

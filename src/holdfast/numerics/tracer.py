@@ -2,10 +2,9 @@
 
 `OriginTracer` is a context. Inside it, a dispatch mode sees each operation, temporary module hooks
 know which module runs, and the autograd sequence number ties an operation of the backward pass to
-the module and the line of its
-forward one. Nothing is kept alive: a `Suspect` holds facts, and weak references to storages so that
-    their addresses
-stay unique. Which suspect is to blame is decided in ``provenance``.
+the module and the line of its forward one. Nothing is kept alive: a `Suspect` holds facts, and weak
+references to storages so that their addresses stay unique. Which suspect is to blame is decided in
+``provenance``.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Steps are frequent and of fixed size; events are rare, of any size, and must not be pushed out by
 steps. Both files are allocated when the run starts, so a full disk cannot silence them.
 
-    steps.ring    kind, samples per pass, global step, loss, gradient norm, seconds        32,768
-    marks, 2 MiB events.ring   JSON, cut into parts of 480 bytes
-    2 048 parts, 1 MiB
+    steps.ring   32,768 marks, 2 MiB: kind, samples per pass, global step, loss, gradient norm,
+                 seconds
+    events.ring  2,048 parts of 480 bytes, 1 MiB: JSON
 """
 
 from __future__ import annotations

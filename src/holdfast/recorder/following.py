@@ -2,8 +2,7 @@
 it was killed.
 
 A look costs one system call for every 256 new records; the whole ring is read at the first look,
-and again if the
-writer went around it in between. Does not: wait or poll (the caller does), write.
+and again if the writer went around it in between. Does not: wait or poll (the caller does), write.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 Rows of many records each, in a file of at most 1 MiB beside it.
 
 When half of a ring is about to be overwritten, its records join the rows: the least, mean and most
-    of each number,
-and how many were not finite. Rows are of 64 records, and of twice as many whenever they would be
-more than 3,072. The
-file is replaced as a whole: a kill at any moment leaves the one from before. This is where
-    ``recorder`` needs numpy.
+of each number, and how many were not finite. Rows are of 64 records, and of twice as many whenever
+they would be more than 3,072. The file is replaced as a whole: a kill at any moment leaves the one
+from before. This is where ``recorder`` needs numpy.
 """
 
 from __future__ import annotations
@@ -79,10 +77,9 @@ class History(NamedTuple):
     """Rows of a ring, oldest first: one for each stretch of records and each optimizer.
 
     Fields of a row: ``number``, and the first ``step`` and ``time`` (Unix nanoseconds),
-        ``optimizer``; and, for
-    each of `NAMES`, ``low``, ``mean``, ``high`` and how many were ``finite`` or ``odd``. Without a
-    finite value low is inf, and high -inf. `newest` is the number of the newest record in it;
-    `missing` ones up to that are not.
+    ``optimizer``; and, for each of `NAMES`, ``low``, ``mean``, ``high`` and how many were
+    ``finite`` or ``odd``. Without a finite value low is inf, and high -inf. `newest` is the number
+    of the newest record in it; `missing` ones up to that are not.
     """
 
     rows: Rows
@@ -146,7 +143,7 @@ def rows_of(
     """Return a row for each so many slots of a ring of steps, and how many of these are whole.
 
     None of another ring. `due`: the number that each slot is to have, else what it has; records
-        count `after` one.
+    count `after` one.
     """
     kind = _KINDS.get(slot_bytes)
     if kind is None:

@@ -3,9 +3,8 @@
 Written inside it, read from outside, also after its end.
 
 A *board* is one small page: the phase that the process is in, since when, and how much it has done.
-    A *ring of
-samples* holds one record for each step. Both are mapped files, so a record costs no system call and
-survives SIGKILL.
+A *ring of samples* holds one record for each step. Both are mapped files, so a record costs no
+system call and survives SIGKILL.
 
 Does not: decide what is too long (``supervise``), record events (``black_box``).
 """

@@ -1,8 +1,7 @@
 """Read what a process recorded, also after it was killed in the middle of a write.
 
 Tolerant: torn slots, a wrapped ring, a cut file and events whose first part is overwritten are
-    passed over. A
-file that is no ring, or one of a newer version, is an error.
+passed over. A file that is no ring, or one of a newer version, is an error.
 """
 
 from __future__ import annotations

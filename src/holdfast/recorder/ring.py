@@ -1,17 +1,15 @@
 """A ring of fixed-size records in a memory-mapped file: the writer, and a tolerant reader.
 
 The pages belong to the kernel, so they survive the death of the process by any signal (not a power
-cut). Each
-slot carries its sequence number at both ends, first and last in memory order: a kill between the
-    two leaves a
-slot whose ends differ, which the reader drops. The whole file is allocated at the start, since
-writing to a hole of a mapped file on a full disk is a SIGBUS.
+cut). Each slot carries its sequence number at both ends, first and last in memory order: a kill
+between the two leaves a slot whose ends differ, which the reader drops. The whole file is allocated
+at the start, since writing to a hole of a mapped file on a full disk is a SIGBUS.
 
     header (4096 bytes)   magic, version, payload bytes, capacity
     slot i                sequence | unix nanoseconds | payload | sequence
 
 Does not: interpret payloads (``black_box`` does), lock (one writer per file, guaranteed by the run
-    directory).
+directory).
 """
 
 from __future__ import annotations
@@ -180,8 +178,7 @@ def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
     """Return the whole records, oldest first, and how many slots hold something else.
 
     A record lies where its number says. Numbers run on without gaps, so that one which hardly any
-    of those before it
-    belong to was not counted: it is what fills a damaged file.
+    of those before it belong to was not counted: it is what fills a damaged file.
     """
     *_, capacity = HEADER.unpack_from(data)
     usable = len(data) - (len(data) - HEADER_BYTES) % slot.size

@@ -77,8 +77,7 @@ def write_process(run: Path, info: ProcessInfo) -> Path:
     OSError if it cannot be made or written.
 
     Whole or not at all, but not flushed to the disk: it must survive the process, not the machine,
-        and a process of
-    the user must not wait for a disk when it starts.
+    and a process of the user must not wait for a disk when it starts.
     """
     folder = make_folder(run, PROCESSES_FOLDER, info.folder)
     swap_in(folder / PROCESS_FILE, json.dumps(info._asdict()).encode())

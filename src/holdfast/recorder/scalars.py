@@ -3,7 +3,7 @@
 Checked, recorded in a ring that the first makes, and read.
 
 They go to the newest open guard of this process, else to its observer: a value lies in one place,
-    whoever sees it.
+whoever sees it.
 """
 
 from __future__ import annotations

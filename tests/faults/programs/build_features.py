@@ -1,7 +1,7 @@
 """Builds a feature cache that is killed; started by ``test_feature_cache``.
 
 Argument: JSON with ``path``, ``workers`` and what is to go wrong. Prints one JSON object at its
-    end.
+end.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Print each loss, and the random states at the end.
 
 Usage: leak_list.py STEPS [MIB]: with a number of MiB, no more memory than that is to be had after a
-    few steps.
+few steps.
 """
 
 from __future__ import annotations

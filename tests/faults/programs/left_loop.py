@@ -43,7 +43,6 @@ def make_step(batch: torch.Tensor) -> None:
 
 
 # --- how the loop is left
-# ------------------------------------------------------------------------
 
 
 def train_until_break() -> None:
@@ -72,7 +71,6 @@ def train_to_an_error() -> None:
 
 
 # --- what follows
-# ------------------------------------------------------------------------
 
 
 def train_on() -> None:

@@ -32,7 +32,6 @@ before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
 # --- what fails
-# ------------------------------------------------------------------------
 
 
 def no_room() -> None:
@@ -66,7 +65,6 @@ def no_permission() -> None:
 
 
 # --- the training
-# ------------------------------------------------------------------------
 
 
 def make_guard(directory: Path = run_dir) -> tuple[holdfast.Guard, nn.Module]:
@@ -109,7 +107,6 @@ def train_without_a_loop_of_the_guard() -> None:
 
 
 # --- how it ends
-# ------------------------------------------------------------------------
 
 
 def close_late() -> None:

@@ -4,8 +4,7 @@
     "never"}'
 
 Appends a line of JSON for each step to the trace: the step, the newest step whose save was begun,
-    and the digest of
-the weights, before the save of it. It ends while a save is under way.
+and the digest of the weights, before the save of it. It ends while a save is under way.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
     python supervised_training.py '{"steps": 40, "workers": 2, ...}'
 
 Keys: ``steps``, ``workers``, ``step_seconds``; ``fail_at``: a mistake of the user's at that step;
-    ``leave_at``,
-``interrupt_at``: it ends itself by ``sys.exit`` or as by Ctrl-C; ``kill_at`` and ``hang_at``:
-    SIGKILL to itself, or
-sleep, at that step, while the attempt is below ``kills``; ``stop_worker``: stop the first worker;
-``pids``: file to write the process numbers to; ``steps_file``: file that gets a byte at each step.
+``leave_at``, ``interrupt_at``: it ends itself by ``sys.exit`` or as by Ctrl-C; ``kill_at`` and
+``hang_at``: SIGKILL to itself, or sleep, at that step, while the attempt is below ``kills``;
+``stop_worker``: stop the first worker; ``pids``: file to write the process numbers to;
+``steps_file``: file that gets a byte at each step.
 """
 
 from __future__ import annotations

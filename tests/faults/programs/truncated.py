@@ -4,7 +4,7 @@ state has advanced.
     python truncated.py batch|time none|memory|split|kill|nan STEP
 
 Prints JSON with what it ended with: weights, hidden state, steps, and the promises of its retries
-    and splits.
+and splits.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 each ended.
 
 Arguments: the folder of the runs, and "fresh" or "resume". One JSON list per limit: its bytes
-    beyond what the process
-has, "finished" or the type and rule of the error, and the steps that a run without a limit reaches
-afterwards.
+beyond what the process has, "finished" or the type and rule of the error, and the steps that a run
+without a limit reaches afterwards.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
     python attempts.py NAME '[{"name": ..., "options": [...], "log": ..., ...}, ...]'
 
 What may be done to an attempt: ``measure`` (find out what memory the n-th step takes), ``limit``
-    (let the n-th step
-have only a share of what it takes in an earlier attempt), ``die`` (SIGKILL so many seconds after
-the n-th step), ``bad`` (a sample that cannot be read), ``killing`` (one that kills the worker that
-reads it first, unless ``mark`` is there). One line of JSON is printed for each.
+(let the n-th step have only a share of what it takes in an earlier attempt), ``die`` (SIGKILL so
+many seconds after the n-th step), ``bad`` (a sample that cannot be read), ``killing`` (one that
+kills the worker that reads it first, unless ``mark`` is there). One line of JSON is printed for
+each.
 """
 
 from __future__ import annotations

@@ -156,7 +156,6 @@ def test_a_micro_batch_that_differs_once_lowers_the_promise_only_for_a_while(tmp
 
 
 # --- what rounding does
-# ------------------------------------------------------------------------
 
 
 def test_a_threshold_that_chooses_all_samples_at_first_lowers_the_promise_at_once(tmp_path):
@@ -235,7 +234,6 @@ def test_what_is_found_later_is_refused_unless_it_is_allowed_by_name(tmp_path, a
 
 
 # --- what chooses no samples
-# ------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -351,7 +349,6 @@ def test_padding_that_the_batch_shows_is_no_choice(tmp_path):
 
 
 # --- what the checks cost and leave behind
-# ------------------------------------------------------------------------
 
 
 def test_later_checks_leave_no_trace(tmp_path):

@@ -19,7 +19,6 @@ from holdfast.guard.splitting.loss_functions import description_of
 from holdfast.guard.splitting.two_pass import TwoPass
 
 # --- what it may not do
-# ------------------------------------------------------------------------
 
 
 def parts() -> dict[str, Any]:
@@ -146,7 +145,6 @@ def test_hooks_that_step_in_backward_are_named_and_others_are_free(tmp_path):
 
 
 # --- which ones are the same
-# ------------------------------------------------------------------------
 
 
 def reduced(batch: Any, model: nn.Module, reduction: str) -> torch.Tensor:
@@ -254,7 +252,6 @@ def test_a_flag_that_changes_makes_the_same_object_another_function(tmp_path, mo
 
 
 # --- what one leaves behind
-# ------------------------------------------------------------------------
 
 
 class Counting(nn.Module):

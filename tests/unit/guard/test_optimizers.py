@@ -217,7 +217,6 @@ def train_a_step(run: Path, parts: dict[str, Any]) -> None:
 
 
 # --- refused when the guard is made
-# ------------------------------------------------------------------------
 
 
 class SharpnessAware(torch.optim.SGD):
@@ -420,7 +419,6 @@ def test_an_optimizer_without_a_learning_rate_trains_and_resumes(tmp_path):
 
 
 # --- lazy layers
-# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])

@@ -107,7 +107,6 @@ def test_only_schedulers_that_need_a_metric_are_told_one_and_those_that_cut_are_
 
 
 # --- schedulers of other libraries
-# ------------------------------------------------------------------------
 
 
 class Counting:
@@ -425,7 +424,6 @@ def test_a_scheduler_that_does_not_save_what_it_counts_is_named(tmp_path, kind, 
 
 
 # --- which optimizer
-# ------------------------------------------------------------------------
 
 
 class Blind(Counting):
@@ -510,7 +508,6 @@ def beside_its_wrapper(optimizer: Optimizer) -> dict[str, Any]:
 
 
 # --- refused
-# ------------------------------------------------------------------------
 
 
 class Callback(Blind):

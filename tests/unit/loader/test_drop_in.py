@@ -175,8 +175,7 @@ def test_torch_raises_about_no_worker_of_ours(monkeypatch: pytest.MonkeyPatch) -
     others.
 
     Raised inside a queue, it leaves a lock locked for ever, once in some hundred early deaths: the
-        process numbers
-    are made up here, since that moment cannot be had at will.
+    process numbers are made up here, since that moment cannot be had at will.
     """
     ours = worker_processes.Started([SimpleNamespace(pid=123)])
     monkeypatch.setattr(worker_processes, "_started", {ours})

@@ -250,7 +250,6 @@ def test_a_length_that_depends_on_the_epoch_resumes_and_rolls_back(
 
 
 # --- ranks
-# ------------------------------------------------------------------------
 
 
 def test_ranks_are_given_for_orders_of_holdfast_only() -> None:
@@ -272,7 +271,6 @@ def test_ranks_are_given_for_orders_of_holdfast_only() -> None:
 
 
 # --- the rest
-# ------------------------------------------------------------------------
 
 
 class Both(Dataset[int]):

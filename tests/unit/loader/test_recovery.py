@@ -87,7 +87,6 @@ def test_a_stream_that_shards_itself_is_never_given_fewer_workers() -> None:
 
 
 # --- the table of remedies, loss by loss
-# ------------------------------------------------------------------------
 
 
 class Idle(Source):

@@ -343,7 +343,6 @@ def test_an_item_is_read_twice_only_where_the_iterator_may_draw_as_it_begins(
 
 
 # --- nothing to give
-# ------------------------------------------------------------------------
 
 
 class Numbers(IterableDataset[int]):

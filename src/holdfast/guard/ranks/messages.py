@@ -361,7 +361,6 @@ class Messages:
             raise self._gone(_LEFT)
 
     # --- trouble
-    # ------------------------------------------------------------------------
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends; the first to say so is heard."""

@@ -101,7 +101,6 @@ class OneRank:
         return stop, saving
 
     # --- a step
-    # ------------------------------------------------------------------------
 
     def check_terms(self, terms: Terms) -> None:
         """Raise H203 for a loss of which ranks cannot make one mean."""
@@ -110,7 +109,7 @@ class OneRank:
         """Return a context in which the parts of a batch are run; `shared` follows.
 
         `by_itself`: this rank cuts its batch since its memory was short, and not because the policy
-            says so.
+        says so.
         """
         return _NOTHING
 
@@ -154,7 +153,6 @@ class OneRank:
         return find()
 
     # --- the loop
-    # ------------------------------------------------------------------------
 
     def end_epoch(self) -> RankIsSlow | None:
         """Return which rank was slow.
@@ -164,7 +162,6 @@ class OneRank:
         return None
 
     # --- saving
-    # ------------------------------------------------------------------------
 
     def states(
         self,
@@ -209,7 +206,6 @@ class OneRank:
         return choose()
 
     # --- opening and leaving
-    # ------------------------------------------------------------------------
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in

@@ -124,7 +124,6 @@ class Ranks(OneRank):
         return self._stop, self._saves
 
     # --- a step
-    # ------------------------------------------------------------------------
 
     def weighed(self, terms: Terms) -> torch.Tensor:
         """Return the loss to run backward from: all ranks' gradients then add up by their items."""
@@ -375,13 +374,12 @@ class Ranks(OneRank):
             self._is_behind = False
 
     # --- a batch in parts
-    # ------------------------------------------------------------------------
 
     def apart(self, *, by_itself: bool = False) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the parts of a batch are run; `shared` follows.
 
         `by_itself`: this rank cuts its batch since its memory was short, and not because the policy
-            says so.
+        says so.
         """
         self._splits_by_itself = by_itself
         if (what := self._model.why_not_apart) is not None:
@@ -424,7 +422,6 @@ class Ranks(OneRank):
         return passed
 
     # --- NaN and Inf
-    # ------------------------------------------------------------------------
 
     def origin(self, find: Callable[[], Provenance], look: Callable[[], Provenance]) -> Provenance:
         """Find out on which rank NaN or Inf came up, and there where it came from.
@@ -491,7 +488,6 @@ class Ranks(OneRank):
             self._is_alone = False
 
     # --- the loop
-    # ------------------------------------------------------------------------
 
     def end_epoch(self) -> RankIsSlow | None:
         """Return which rank was slow.
@@ -508,9 +504,8 @@ class Ranks(OneRank):
         """Return the rows of all ranks at the end of an epoch.
 
         A rank that makes another step instead begins other collectives before its row, where
-        buffers or shards of
-        weights are sent. The rows then go through the store: among these collectives they would be
-            taken for one.
+        buffers or shards of weights are sent. The rows then go through the store: among these
+        collectives they would be taken for one.
         """
         peak = peak_bytes(self._model.device)
         if not self._model.sends_before_row:
@@ -534,7 +529,6 @@ class Ranks(OneRank):
         return rows
 
     # --- saving
-    # ------------------------------------------------------------------------
 
     def states(
         self,
@@ -604,7 +598,6 @@ class Ranks(OneRank):
         return choice if choice is not None or named is None else find(named)
 
     # --- opening and leaving
-    # ------------------------------------------------------------------------
 
     def agree(self, topic: str, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Raise H115 on all ranks if a fact differs between them, H116 if it is their `PLACE` in

@@ -3,10 +3,8 @@
 Each rank holds all of it, and gradients are averaged in backward.
 
 In each attempt every rank begins the same collectives: buffers, the row, the buckets of gradients.
-    A rank that cannot
-come to some of them by running its model begins them by hand: it pays what it owes. How many it has
-    begun is counted
-by the group itself.
+A rank that cannot come to some of them by running its model begins them by hand: it pays what it
+owes. How many it has begun is counted by the group itself.
 """
 
 from __future__ import annotations
@@ -77,13 +75,12 @@ class Replicated:
         self._tape = tape
 
     # --- what was begun
-    # ------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin an attempt, on all ranks, with the buffers of the first.
 
         They are sent here, and not by each call of the model: a rank that fails does not know how
-            many others make.
+        many others make.
         """
         wrapper = self._wrapper
         self._attempts += 1
@@ -233,7 +230,6 @@ class Replicated:
             return None
 
     # --- what is owed
-    # ------------------------------------------------------------------------
 
     def why_unpayable(self) -> str | None:
         """Return why nobody but torch can begin the reductions of this model; None: we can."""
@@ -290,8 +286,7 @@ class Replicated:
         """Reduce the gradients that this rank has; they are then those of all ranks.
 
         They are given to the reducer as a backward pass would give them: which of them lie in which
-            bucket only it
-        knows for sure.
+        bucket only it knows for sure.
         """
         begun, reducer = self._count(), self._wrapper.reducer
         parameters = [p for p in self._trained() if p.grad is not None]

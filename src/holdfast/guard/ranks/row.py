@@ -189,7 +189,7 @@ def _must_agree(row: list[float]) -> list[float]:
     Kind, number, guard and, in a step, the batch.
 
     At the end of an epoch the batches may differ: a rank may have skipped an empty last batch,
-        which mixes no steps.
+    which mixes no steps.
     """
     return row[:2] + row[11 : 14 if row[0] == STEP else 12]
 

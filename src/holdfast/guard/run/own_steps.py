@@ -2,8 +2,7 @@
 `Guard.step`.
 
 Such a step changes the weights, but the guard does not count it: no checkpoint would be due, and a
-    run that was
-killed would begin again at step 0.
+run that was killed would begin again at step 0.
 """
 
 from __future__ import annotations

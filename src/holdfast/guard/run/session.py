@@ -282,7 +282,6 @@ class Session:
         )
 
     # --- what is saved
-    # ------------------------------------------------------------------------
 
     @property
     def is_calm(self) -> bool:
@@ -578,7 +577,6 @@ class Session:
         }
 
     # --- restore
-    # ------------------------------------------------------------------------
 
     def resume(self) -> Path | None:
         """Continue from the newest good checkpoint and return its directory.

@@ -52,7 +52,6 @@ class Recovery:
         session.ranks.spare_memory = self._spare_optimizer_memory
 
     # --- steps that left no trace
-    # ------------------------------------------------------------------------
 
     def judge(self, series: str, attempt: Attempt) -> Decision | None:
         """Return why an attempt with finite values must not be committed; None: it may."""
@@ -222,7 +221,6 @@ class Recovery:
         )
 
     # --- samples
-    # ------------------------------------------------------------------------
 
     def report_origin(self, provenance: Provenance, indices: Sequence[int] | None) -> str:
         """Record where NaN or Inf came from, and return it as one message.

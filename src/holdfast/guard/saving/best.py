@@ -1,8 +1,8 @@
 """The checkpoints that validated best, beside the newest ones, and how long none was better.
 
-    best/accuracy/best.json                              values, steps, and which of them are kept
-    best/accuracy/checkpoints/000012-step00000600/       links to the files of a checkpoint, which
-    need no more room
+    best/accuracy/best.json                         values, steps, and which of them are kept
+    best/accuracy/checkpoints/000012-step00000600/  links to the files of a checkpoint, which need
+                                                    no more room
 
 A metric's folder is read by ``holdfast checkpoints`` as a run directory is.
 """

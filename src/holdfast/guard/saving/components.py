@@ -1,9 +1,10 @@
 """From live objects to the components of a checkpoint, and back into the same objects.
 
-model, model.<name>            state_dict of each model: plain safetensors with the model's own
-tensor names optimizer, optimizer.<name>    state_dict of each optimizer state.<name>
-the caller's further state training                       schedulers, scaler, random state,
-position, memory ladder, counters
+model, model.<name>          state_dict of each model: plain safetensors with the model's own tensor
+                             names
+optimizer, optimizer.<name>  state_dict of each optimizer
+state.<name>                 the caller's further state
+training                     schedulers, scaler, random state, position, memory ladder, counters
 """
 
 from __future__ import annotations
@@ -181,7 +182,6 @@ def _kinds(parts: Parts) -> dict[str, str]:
 
 
 # --- what has changed without a step
-# ------------------------------------------------------------------------
 
 
 def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
@@ -234,7 +234,6 @@ def _is_of_a_group(name: str) -> bool:
 
 
 # --- back into the objects
-# ------------------------------------------------------------------------
 
 
 def check_fits(trees: Mapping[str, Any], live: Mapping[str, Any], parts: Parts, where: str) -> None:

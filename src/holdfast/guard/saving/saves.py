@@ -124,7 +124,6 @@ class Saving:
         self._newest_failure: str | None = None
 
     # --- facts
-    # ------------------------------------------------------------------------
 
     def is_due(self, after_steps: int = 0) -> bool:
         """Return whether an interval was passed since the last attempt to save, now or after
@@ -207,7 +206,6 @@ class Saving:
             note_left_steps(self._directory.path, from_step, to_step)
 
     # --- save
-    # ------------------------------------------------------------------------
 
     def save_first(self) -> None:
         """Have a state to return to before the first step."""
@@ -377,7 +375,6 @@ class Saving:
         return True
 
     # --- one save, in either thread
-    # ------------------------------------------------------------------------
 
     def _carry_out(
         self, save: _Save, find_nonfinite: Callable[[Named], tuple[list[str], int]]
@@ -442,7 +439,6 @@ class Saving:
         return save.stall_seconds
 
     # --- the writer
-    # ------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
         """Take in what the writer has finished.
@@ -510,7 +506,6 @@ class Saving:
             self.chooser.save_took(stall_seconds=stall, seconds=save.seconds, cpu_seconds=computed)
 
     # --- its memory
-    # ------------------------------------------------------------------------
 
     def _buffers_for(self, needed: int) -> HostBuffers | None:
         """Return memory for copies of so many bytes, or None while it is made ready or where
@@ -554,7 +549,6 @@ class Saving:
             self._stop_background("the memory of the copies was given back after out-of-memory")
 
     # --- the run went elsewhere
-    # ------------------------------------------------------------------------
 
     def resumed(self, entry: Entry) -> None:
         """Note that this state was just read from a checkpoint."""

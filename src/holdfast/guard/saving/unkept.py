@@ -1,7 +1,7 @@
 """Numbers that a scheduler or an optimizer counts in, and that its ``state_dict`` leaves out.
 
 A resume would begin them anew, and nothing else would say so: the learning rate goes back to that
-    of the first step.
+of the first step.
 """
 
 from __future__ import annotations

@@ -31,12 +31,10 @@ class Draws:
     Each later call, of a part, is given its rows of that.
 
     Numbers of python and numpy have no rows: they begin alike in each call, as if all samples
-        shared them, or go on
-    from part to part (`in_order`), as if drawn for one sample after the other. A generator that the
-    loss function
-    seeds itself begins alike in each call of training too: nothing is given to it. The inputs of a
-        draw, such as
-    probabilities, may differ by a `tolerance` between whole and part.
+    shared them, or go on from part to part (`in_order`), as if drawn for one sample after the
+    other. A generator that the loss function seeds itself begins alike in each call of training
+    too: nothing is given to it. The inputs of a draw, such as probabilities, may differ by a
+    `tolerance` between whole and part.
     """
 
     def __init__(

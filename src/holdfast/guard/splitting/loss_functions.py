@@ -6,10 +6,8 @@ It returns a loss, and leaves backward and the optimizers to the guard; gradient
 parameters are free.
 
 A lambda in a loop is a new object each time and the same function; two partials of one function
-with another
-``reduction`` are two. Distinguished are code, and texts and flags that are bound to it. Numbers are
-    not: a step or a
-weight that changes would make each step a new function.
+with another ``reduction`` are two. Distinguished are code, and texts and flags that are bound to
+it. Numbers are not: a step or a weight that changes would make each step a new function.
 
 What a call leaves in plain attributes of modules and in the function's own variables is in no
 checkpoint, and an attempt that is made again changes it once more.
@@ -37,7 +35,6 @@ from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.state.trees import same
 
 # --- what it may not do
-# ------------------------------------------------------------------------
 
 Called: TypeAlias = Literal["backward", "step", "zero_grad"]
 _FIX = {
@@ -182,7 +179,6 @@ class FilledOutside:
 
 
 # --- which ones are the same
-# ------------------------------------------------------------------------
 
 _DEPTH = 3
 
@@ -243,7 +239,6 @@ def _has_weights(value: Any) -> bool:
 
 
 # --- what a call leaves behind
-# ------------------------------------------------------------------------
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # To iterate another might do anything
@@ -266,11 +261,9 @@ def find_side_effects(
 
     What a pass only overwrites (the last attention, a cache that is filled once) is the same after
     the second pass as after the first, and is not named. `forward` runs one, the same each time,
-    and returns the loss. Variables that
-    the loss function takes from outside, or has as an attribute, may be counters or logs: they are
-        named only if the
-    second loss is another one than the first, or if `logs_too`; not those that are `known`, and so
-    put back.
+    and returns the loss. Variables that the loss function takes from outside, or has as an
+    attribute, may be counters or logs: they are named only if the second loss is another one than
+    the first, or if `logs_too`; not those that are `known`, and so put back.
     """
     own = [*known, *(module for model in models.values() for module in model.modules())]
     losses, seen = [], []

@@ -11,9 +11,9 @@ depends on a selection. Only selections on which the returned loss depends count
 a log does not.
 
 Some selections treat a sample in a part as in the whole batch and do not count: masks computed from
-    the batch alone
-(padding, ``ignore_index``), selections within a sample (the classes of a beam, the pixels of an
-image), and those inside the model (the experts of a token) unless they depend on a loss.
+the batch alone (padding, ``ignore_index``), selections within a sample (the classes of a beam, the
+pixels of an image), and those inside the model (the experts of a token) unless they depend on a
+loss.
 
 Values that leave torch as an array or a list cannot be followed. Where entries of a vector of
 losses are picked by position afterwards, the positions may come from there, so that counts as a

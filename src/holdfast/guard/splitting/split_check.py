@@ -259,9 +259,8 @@ class SplitCheck:
 
         A loss may begin to couple samples, or to choose among them, long after the trials of the
         first steps. Four samples show that less often than a whole micro-batch does. The largest
-        quarter of eight losses is that of
-        both halves if these hold one of the two each: so that is followed by a cut into three
-            quarters and one.
+        quarter of eight losses is that of both halves if these hold one of the two each: so that is
+        followed by a cut into three quarters and one.
         """
         self.states.keep()
         weightings = list(dict.fromkeys([*find_weightings(part, size), *self.known]))
@@ -296,7 +295,7 @@ class SplitCheck:
         Over all, if they cannot be cut.
 
         `logs_too`: also what has no effect on the next loss: a log, or a counter that may have one
-            later.
+        later.
         """
         self.states.keep()
         few = (
@@ -563,8 +562,7 @@ class SplitCheck:
         """Say whether two losses are the same sum, whatever their gradients.
 
         Near a minimum the gradients of samples cancel and what is left of them is rounding, and a
-        loss near zero is
-        the rounding of its logits: neither says that samples are coupled.
+        loss near zero is the rounding of its logits: neither says that samples are coupled.
         """
         is_exact = not self._devices() and self._least_tolerance() != _HALF_TOLERANCE
         allowed = _SMALL_OF_LOSS if is_exact else self._least_tolerance() * _OF_LOSS_WHERE_ROUNDED

@@ -2,13 +2,11 @@
 the first step.
 
 A promise that cannot be kept is an event and a warning before training, or an error if the policy
-asks for splitting
-by number. What could not be found out is not promised: such a batch is not split. While batches are
-    split, the check
-is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and the worst that was
-    ever found counts: a
-mean over tokens looks like one over samples as long as all sentences are of one length. A batch
-that could show a difference between what was equal so far is tried before it is split.
+asks for splitting by number. What could not be found out is not promised: such a batch is not
+split. While batches are split, the check is repeated at the 1st, 2nd, 4th, 8th ... of them and
+after each failure, and the worst that was ever found counts: a mean over tokens looks like one over
+samples as long as all sentences are of one length. A batch that could show a difference between
+what was equal so far is tried before it is split.
 
 These trials take four samples each, and become rarer. While batches are split, a micro-batch is
 also compared with its two halves from time to time, see `steps_between_checks`. If that fails, the
@@ -138,8 +136,7 @@ class _Known:
         Only a second failure in a row counts.
 
         In a row: within the split steps that are checked because of the first. What could not be
-            tried, such as for
-        lack of memory, says nothing against what was tried before.
+        tried, such as for lack of memory, says nothing against what was tried before.
         """
         assert self.verdict is not None
         if comparison.outcome == "coupled" and not self.steps_in_doubt:
@@ -405,7 +402,7 @@ class SplitSafety:
         tried.
 
         Cost: nothing if items are declared; else some counts of the batch's integer tensors and
-            masks.
+        masks.
         """
         verdict, size = known.verdict, work.size
         if (

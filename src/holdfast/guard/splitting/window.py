@@ -21,10 +21,8 @@ class Window(list[Any]):
     Args:
         batches: At least one, each as ``Guard.step`` takes it.
         added: Whether the caller has divided each loss already, so that losses and gradients are
-            added as they are.
-            Else the step is that of one large batch: each loss counts by its samples, by what its
-                mean was found to
-            be over, or by the items that it declares.
+            added as they are. Else the step is that of one large batch: each loss counts by its
+            samples, by what its mean was found to be over, or by the items that it declares.
         on_cut: Called with the batches that are left when samples were taken out, before they are
             used.
     """

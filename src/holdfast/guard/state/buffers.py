@@ -84,9 +84,9 @@ class BufferKeeper:
         return {place.name: copy for place, copy in named if copy is not None}
 
     def put_back(self) -> list[str]:
-        """Restore every buffer to what it was at `keep`.
+        """Restore every buffer to what it was at `keep`: the same tensor object, the same values.
 
-        The same tensor object, the same values; and all states.
+        And all states.
 
         Return the names of buffers that changed for the first time just now, of which there was no
         copy, and of states that could not be restored.

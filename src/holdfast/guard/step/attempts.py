@@ -199,15 +199,13 @@ class Attempts:
         )
 
     # --- recomputation
-    # ------------------------------------------------------------------------
 
     def _measuring(self, work: Work, plan: Plan) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass that shows what to recompute, if memory was short for the
         one before.
 
         What helps exactly is chosen before a batch is split. Its parts are not measured: hooks on
-            saved tensors make
-        cycles, so that each part would stay until they are collected.
+        saved tensors make cycles, so that each part would stay until they are collected.
         """
         if not work.out_of_memory or self._measured is None or self.compiled:
             return _NOTHING
@@ -268,7 +266,6 @@ class Attempts:
             )
 
     # --- forward and backward
-    # ------------------------------------------------------------------------
 
     def run(self, work: Work, plan: Plan, *, drops: bool = True, verify: bool = False) -> Passed:
         """Run forward and backward by a plan."""
@@ -359,7 +356,6 @@ class Attempts:
         return found
 
     # --- the state of optimizers
-    # ------------------------------------------------------------------------
 
     def _prepare(self, names: Sequence[str]) -> None:
         """Let all state exist before the first attempt, where a lack of memory can still be
@@ -402,7 +398,6 @@ class Attempts:
             self._born[name] = []
 
     # --- the way back
-    # ------------------------------------------------------------------------
 
     def restore(self, work: Work) -> None:
         """Put random state and buffers back to the beginning, and empty the gradients."""
@@ -445,12 +440,10 @@ def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> l
     step.
 
     Out of memory while Adam allocates its moments leaves an entry that holds only ``step``; every
-    later step then
-    fails with ``KeyError: 'exp_avg'``. torch's optimizers make their state in one place, which is
-        called here ahead
-    of time, with gradients of zeros that take no memory. SGD's momentum is made from the first
-    gradient and not here: for it an out-of-memory in the first step returns to the last good state,
-    like any other inside a step.
+    later step then fails with ``KeyError: 'exp_avg'``. torch's optimizers make their state in one
+    place, which is called here ahead of time, with gradients of zeros that take no memory. SGD's
+    momentum is made from the first gradient and not here: for it an out-of-memory in the first step
+    returns to the last good state, like any other inside a step.
 
     Returns:
         The parameters that have state now and had none before. If the allocator raises, none have.

@@ -2,17 +2,16 @@
 
     begin      note random state and mutable buffers, empty the gradients
     attempt    forward and backward of every micro-batch, and one look at the norms. Out of memory →
-    outside the
-               handler: drop the frames, put everything back, ask the ladder, attempt again from the
-                   start
+               outside the handler: drop the frames, put everything back, ask the ladder, attempt
+               again from the start
     skip       not finite → everything back, replay under a tracer, name the culprit
     commit     clip, step every optimizer, update the scaler; `state.committed` when all that
-    belongs to it is done take_back  leave no trace, from anywhere before the commit
+               belongs to it is done
+    take_back  leave no trace, from anywhere before the commit
 
 `run` is the usual way through these for one batch; ``accumulation`` drives them one by one. Inside
-the commit nothing
-is retried: an optimizer that fails half-way raises `PartialOptimizerStep`, and only an earlier
-    state helps.
+the commit nothing is retried: an optimizer that fails half-way raises `PartialOptimizerStep`, and
+only an earlier state helps.
 """
 
 from __future__ import annotations
@@ -136,7 +135,6 @@ class StepEngine:
         return self.commit(work, attempt)
 
     # --- the seam
-    # ------------------------------------------------------------------------
 
     def begin(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None
@@ -245,7 +243,6 @@ class StepEngine:
         self.take_back(work)
 
     # --- attempts
-    # ------------------------------------------------------------------------
 
     def _attempt_until_it_fits(self, work: Work) -> Attempt:
         ranks = self.ranks
@@ -437,7 +434,6 @@ class StepEngine:
         return replace(remedies, recompute=modules, recompute_promise=promise)
 
     # --- the end of a step
-    # ------------------------------------------------------------------------
 
     def _outcome(self, work: Work, attempt: Attempt, **facts: Any) -> Outcome:
         return Outcome(
@@ -524,8 +520,7 @@ class _ModelOrder:
         None if they lie in that order.
 
         Cost: that of a look-up by the sizes of the groups, after the first time; parameters that
-            get a gradient
-        now and then, as many as before, may be added up in the order of then.
+        get a gradient now and then, as many as before, may be added up in the order of then.
         """
         if len(groups) < 2:
             return None

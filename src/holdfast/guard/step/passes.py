@@ -83,10 +83,9 @@ class Passes:
         """Run several passes, each weighted by its share of the items.
 
         Items are known only after each forward pass, so weights are relative to an estimate, and
-        the gradients are
-        corrected once at the end. Of several terms that is impossible, since they share ``.grad``:
-            the items of
-        all parts are counted first, by a forward pass without a graph.
+        the gradients are corrected once at the end. Of several terms that is impossible, since they
+        share ``.grad``: the items of all parts are counted first, by a forward pass without a
+        graph.
 
         Returns:
             As `whole`, over all parts that were not dropped. Cost: a host sync for each part.

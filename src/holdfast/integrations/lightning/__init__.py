@@ -1,9 +1,11 @@
 """Lightning: a strategy whose optimizer steps are transactions, files that verify.
 
-    Trainer(strategy=HoldfastStrategy())          everything; also strategy="holdfast", once this
-    module is imported Trainer(strategy=HoldfastDDPStrategy(), devices=2)  the same on several
-    processes; also strategy="holdfast_ddp" Trainer(plugins=[VerifiedCheckpointIO()])     the files
-    only
+    Trainer(strategy=HoldfastStrategy())
+        everything; also strategy="holdfast", once this module is imported
+    Trainer(strategy=HoldfastDDPStrategy(), devices=2)
+        the same on several processes; also strategy="holdfast_ddp"
+    Trainer(plugins=[VerifiedCheckpointIO()])
+        the files only
 
 With the strategy ``training_step``, ``self.log``, hooks, accumulation, schedules, precision and
 clipping are Lightning's, in its order and with its results, bit for bit, as long as nothing goes
@@ -19,9 +21,8 @@ wrong. What is not:
 
 A window of ``accumulate_grad_batches`` is one step; each of its batches is a transaction of its
 own. Checkpoints hold random state, so that training goes on with the same dropout. Which batches
-follow is up to the
-loader: exactly the same with a `holdfast.DataLoader`; with torch's, shuffled or not, from the end
-    of an epoch only.
+follow is up to the loader: exactly the same with a `holdfast.DataLoader`; with torch's, shuffled or
+not, from the end of an epoch only.
 """
 
 from holdfast.integrations.lightning.files import VerifiedCheckpointIO

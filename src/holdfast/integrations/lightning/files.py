@@ -52,10 +52,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     Local files only, others are Lightning's own affair.
 
     A save of weights or optimizer state with NaN or Inf is refused, and one that the disk refuses
-    does not end
-    training: both are said in the log. A file that does not verify is not loaded; the newest one
-        beside it that does
-    is taken instead. The last file that verifies is never removed.
+    does not end training: both are said in the log. A file that does not verify is not loaded; the
+    newest one beside it that does is taken instead. The last file that verifies is never removed.
 
     Args:
         emit: Called with each event, such as ``guard.emit``; None: they are logged.

@@ -1,12 +1,11 @@
 """The steps of one ``fit`` of Lightning's, as transactions: between its hooks and a guard.
 
-automatic optimization    the closure that Lightning gives to the optimizer is the loss function of
-the guard's step:
-                          it runs ``training_step`` on the batch, or on a part of it, with its
-                          hooks, and no backward
-accumulation              the batches before the last one have a closure without an optimizer: their
-                          part of the step is made inside its ``training_step``
-manual optimization       `TrainerSteps.manual`
+automatic optimization  the closure that Lightning gives to the optimizer is the loss function of
+                        the guard's step: it runs ``training_step`` on the batch, or on a part of
+                        it, with its hooks, and no backward
+accumulation            the batches before the last one have a closure without an optimizer: their
+                        part of the step is made inside its ``training_step``
+manual optimization     `TrainerSteps.manual`
 """
 
 from __future__ import annotations

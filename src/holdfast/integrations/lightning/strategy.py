@@ -348,8 +348,8 @@ class HoldfastStrategy(Guarded, SingleDeviceStrategy):
 
     Raises:
         PolicyError: H101 or H102 for the policy; when training starts, H109 for one that
-            contradicts the trainer,
-            H111 for a module that cannot be guarded. RunDirectoryError: H30x.
+            contradicts the trainer, H111 for a module that cannot be guarded. RunDirectoryError:
+            H30x.
 
     Example:
         ``Trainer(strategy=HoldfastStrategy({"nonfinite_patience": 5}), gradient_clip_val=1.0)``

@@ -15,9 +15,8 @@ SpeechBrain's own, bit for bit, but for three things:
   them up until it is stepped again.
 
 ``nonfinite_patience`` is how many losses of NaN or Inf in a row are passed over before training
-returns to a good
-state or ends. ``check_loss_isfinite`` and ``check_gradients`` are not called: such a step is never
-    made.
+returns to a good state or ends. ``check_loss_isfinite`` and ``check_gradients`` are not called:
+such a step is never made.
 
 ``on_fit_batch_end`` gets ``should_step=False`` for a step that was skipped, and of a batch that was
 cut the last part with its outputs; the loss is that of all. ``optimizer_step`` counts steps that

@@ -2,22 +2,22 @@
 
 Each optimizer step is a transaction, each checkpoint is verified.
 
-    from holdfast.integrations.transformers import HoldfastTrainer      # or HoldfastSeq2SeqTrainer
-    trainer = HoldfastTrainer(model, args, train_dataset=...,
-    holdfast_policy={"drop_nonfinite_samples": True}) trainer.train(resume_from_checkpoint=True)
+    from holdfast.integrations.transformers import HoldfastTrainer  # or HoldfastSeq2SeqTrainer
+
+    policy = {"drop_nonfinite_samples": True}
+    trainer = HoldfastTrainer(model, args, train_dataset=..., holdfast_policy=policy)
+    trainer.train(resume_from_checkpoint=True)
 
     class MyTrainer(HoldfastMixin, SFTTrainer): ...                     # any other Trainer
 
 A ``get_train_dataloader`` of your own may return a `holdfast.DataLoader`, which is not to be
-    prepared: workers that
-die are replaced, samples are quarantined by their index in the dataset, and training resumes in its
-order.
+prepared: workers that die are replaced, samples are quarantined by their index in the dataset, and
+training resumes in its order.
 
 The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. What happens between
 the first forward pass of a step and its optimizer is the guard's. The micro-batches of
-``gradient_accumulation_steps`` are gathered,
-and trained at the last of them: ``on_substep_end`` comes before, ``on_pre_optimizer_step`` after
-    the step is made.
+``gradient_accumulation_steps`` are gathered, and trained at the last of them: ``on_substep_end``
+comes before, ``on_pre_optimizer_step`` after the step is made.
 """
 
 from __future__ import annotations

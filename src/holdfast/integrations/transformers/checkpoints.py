@@ -114,8 +114,7 @@ def save_sealed(
     Older ones go only after that.
 
     All processes write their part; the first one marks, seals and deletes. Return whether it was
-    saved; `carried` is
-    for `carried_in`, None: nothing.
+    saved; `carried` is for `carried_in`, None: nothing.
     """
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     writes = trainer.is_world_process_zero()

@@ -49,9 +49,9 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     """Put before a Trainer class among the bases, it makes each of its steps a transaction.
 
     ``TrainingArguments`` win: ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*`` and the schedule
-        are taken from
-    there; a policy that says otherwise is an error. ``logging_nan_inf_filter`` is switched off.
-    Logs have ``skipped_steps``, ``out_of_memory`` and ``rollbacks`` once there are any.
+    are taken from there; a policy that says otherwise is an error. ``logging_nan_inf_filter`` is
+    switched off. Logs have ``skipped_steps``, ``out_of_memory`` and ``rollbacks`` once there are
+    any.
 
     Args:
         *positional: Of the Trainer.
@@ -499,14 +499,13 @@ class _TrainerLoss:
 
     The Trainer has three ways, and which one holds is asked of the model itself, once:
 
-        items used      the model is given how many label tokens the window holds, and losses of
-        batches add up items ignored   it is given them, and its forward takes any keyword and uses
-        none (Pegasus, Bart and others in
-                        transformers 5.17). The Trainer then adds up means, so that the gradient is
-                        as many times too large as there are batches. Here the guard finds out what
-                        the means are over, and weights them
-        no items        the model takes none: the mean of the means of the batches, as in the
-            Trainer
+        items used     the model is given how many label tokens the window holds, and losses of
+                       batches add up
+        items ignored  it is given them, and its forward takes any keyword and uses none (Pegasus,
+                       Bart and others in transformers 5.17). The Trainer then adds up means, so
+                       that the gradient is as many times too large as there are batches. Here the
+                       guard finds out what the means are over, and weights them
+        no items       the model takes none: the mean of the means of the batches, as in the Trainer
     """
 
     def __init__(self, trainer: Any, model: torch.nn.Module, split: Split = 0) -> None:

@@ -56,7 +56,7 @@ class HostEpochs:
         The loader's next, or what the host has set on a sampler of the user's.
 
         `begun`: batches of this epoch were handed out before a restart; then only a later one is
-            followed.
+        followed.
         """
         if on_sampler is not None and begun:
             self.named = on_sampler

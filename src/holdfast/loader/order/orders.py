@@ -5,7 +5,7 @@ more of the epoch than the blocks it touches. So a run resumes in the middle of 
 once, and with whatever number of workers, batch size or number of ranks.
 
 What an order returns for a seed is part of what a saved position means: a change is a new version
-    in its identity.
+in its identity.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class LengthBucketed(Order):
 
     The epoch is shuffled and cut into windows; each window is sorted by length and cut into groups,
     whose order is random again. So batches need little padding, and lengths do not rise over more
-    than one group. Neither depends
-    on the batch size: batches that divide the group never span two of them.
+    than one group. Neither depends on the batch size: batches that divide the group never span two
+    of them.
 
     Args:
         lengths: One per sample, finite and at least 0, in any unit; shape ``(samples,)``.

@@ -17,14 +17,13 @@ def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
 def rank_positions(
     first: int, count: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
 ) -> range | None:
-    """Return which positions of the step that begins at `first`, any of `count`, belong to a rank;
+    """Return which positions of the step that begins at `first`, any of `count`, belong to a rank.
+
     None at the end.
 
     The step takes ``batch_size * world_size`` positions. Those of a shorter last step are divided
-    among all ranks,
-    with sizes that differ by at most 1, since a rank that made no step would leave the others
-        waiting for it: where
-    fewer are left than ranks, some are taken twice. With
+    among all ranks, with sizes that differ by at most 1, since a rank that made no step would leave
+    the others waiting for it: where fewer are left than ranks, some are taken twice. With
     `drop_last` a step that is not full is left out.
     """
     left = min(count - first, batch_size * world_size)

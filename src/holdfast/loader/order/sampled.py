@@ -187,7 +187,6 @@ class Sampled:
                 sampler.set_epoch(epoch)
 
     # --- what is carried from epoch to epoch
-    # ------------------------------------------------------------------------
 
     @property
     def _is_torchs(self) -> bool:
@@ -220,7 +219,7 @@ class Sampled:
         """Notice whether the sampler was changed since the newest draw.
 
         One with ``set_epoch`` is left out: the loop may call that, and the next draw sets the epoch
-            anyway.
+        anyway.
         """
         if (
             self._stateful is not None
@@ -308,7 +307,6 @@ class Sampled:
         )
 
     # --- epochs
-    # ------------------------------------------------------------------------
 
     def epoch_set(self) -> int | None:
         """Return the epoch that somebody else has set on the sampler since this was last asked,

@@ -2,16 +2,15 @@
 
 Their batches dealt out to workers and ranks, each item once, in the order of one process.
 
-not sharded by itself    every worker reads the whole stream and makes every so many-th batch of it;
-there
-                         ``get_worker_info()`` is None, as in one process, unless you pass
-                         ``sharded=False``
-sharded by itself        its code asks ``get_worker_info()``, or you say so: what it yields in a
-worker is its own
+not sharded by itself  every worker reads the whole stream and makes every so many-th batch of it;
+                       there ``get_worker_info()`` is None, as in one process, unless you pass
+                       ``sharded=False``
+sharded by itself      its code asks ``get_worker_info()``, or you say so: what it yields in a
+                       worker is its own
 
 With ``state_dict`` and ``load_state_dict`` the dataset keeps its own position; without, the items
-before the position
-are read again and dropped. Bad items are not quarantined: an iterator that has raised is over.
+before the position are read again and dropped. Bad items are not quarantined: an iterator that has
+raised is over.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class Beginning:
     Where an epoch begins after one that was left.
 
     Else that epoch, here or in workers that are forked then, would begin where the other one was
-    left. It is asked
-    for once: what many a dataset returns later is where its last epoch ended.
+    left. It is asked for once: what many a dataset returns later is where its last epoch ended.
     """
 
     def __init__(self) -> None:
@@ -114,8 +112,7 @@ class Stream(IterableDataset[Any]):
     """Batches with reports from an iterable dataset, for one worker or this process.
 
     Positions are by worker if the dataset divides its items itself, else under 0. Then `turn` is
-    the worker whose
-    turn it is: torch begins with worker 0, so those before it pass.
+    the worker whose turn it is: torch begins with worker 0, so those before it pass.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 So a stuck one is known from a slow one.
 
 Three numbers for each worker: batch, place in it, and how many batches it has finished. Written
-    without a lock by its
-worker alone; a reader may see numbers of two moments, which a second look puts right.
+without a lock by its worker alone; a reader may see numbers of two moments, which a second look
+puts right.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class MapSource(Source):
         H612 if these are too many.
 
         Where no sample could stand in, none is: a drive that is away must not cost a run all that
-            it may do without.
+        it may do without.
         """
         _, self.position = self._out.pop(report.number)
         if report.fatal is None or report.fatal.index is None:

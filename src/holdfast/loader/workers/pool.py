@@ -47,8 +47,8 @@ class WorkerSettings:
     """How workers are run now; their recovery changes it.
 
     The loop may wait `timeout_seconds` for a batch; 0 for no limit. `share_by_file`: tensors are
-    shared through named
-    files, which takes no file descriptors. `keep`: workers are kept from one epoch to the next.
+    shared through named files, which takes no file descriptors. `keep`: workers are kept from one
+    epoch to the next.
     """
 
     workers: int

@@ -78,7 +78,6 @@ class Started(list[Any]):
 
 
 # --- the signal of a child's end
-# ------------------------------------------------------------------------
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _started: weakref.WeakSet[Started] = weakref.WeakSet()
@@ -168,7 +167,6 @@ def wake_main_thread() -> None:
 
 
 # --- starting
-# ------------------------------------------------------------------------
 
 
 def recording_context(method: str | None, started: Started, *, share_by_file: bool = False) -> Any:
@@ -250,7 +248,7 @@ class _Parcel:
     """What a worker that is not forked gets, which arrives as a tuple of both.
 
     It lies in a file: a pipe is full after 64 KiB, and who writes more waits for ever for a reader
-        that has died.
+    that has died.
     """
 
     def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -276,7 +274,6 @@ def _unpacked(file: Any) -> Any:
 
 
 # --- in the worker
-# ------------------------------------------------------------------------
 
 
 class _Beginning(NamedTuple):
@@ -349,7 +346,6 @@ def _leave_server_alone() -> None:
 
 
 # --- ending
-# ------------------------------------------------------------------------
 
 
 def _keeps_files(pid: int) -> bool:

@@ -4,12 +4,16 @@ A new one goes on where the last batch was handed out.
 
 Which remedy, when it happens again at the same place:
 
-a sample that kills or blocks its worker twice, while other workers do well      it is quarantined
-workers that are new after a loss                                                each reads another
-sample first all workers are blocked (a lock that was held at the fork)                       none
-are used file descriptors run out                                                         tensors
-are shared through files memory or shared memory runs out, or workers die and no sample is to blame
-half as many workers, at last none
+a sample that kills or blocks its worker twice, while other workers do well
+    it is quarantined
+workers that are new after a loss
+    each reads another sample first
+all workers are blocked (a lock that was held at the fork)
+    none are used
+file descriptors run out
+    tensors are shared through files
+memory or shared memory runs out, or workers die and no sample is to blame
+    half as many workers, at last none
 """
 
 from __future__ import annotations

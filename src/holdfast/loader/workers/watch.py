@@ -76,11 +76,10 @@ class Watch:
 
     A worker that has been at one thing for `limit_seconds` is stuck; that is raised to eight times
     the longest that one took so far. Its start, and the user's ``worker_init_fn``, may take ten
-    times so long, or ten times
-    `timeout_seconds` if that is less: a lock that was held at the fork blocks it for ever. The loop
-        may wait
-    `timeout_seconds` for a batch, the start of a worker that is not stuck apart; 0 for no limit.
-    One that exits with code 0 has done its work if it `may_end`.
+    times so long, or ten times `timeout_seconds` if that is less: a lock that was held at the fork
+    blocks it for ever. The loop may wait `timeout_seconds` for a batch, the start of a worker that
+    is not stuck apart; 0 for no limit. One that exits with code 0 has done its work if it
+    `may_end`.
     """
 
     def __init__(
@@ -180,7 +179,6 @@ class Watch:
         )
 
     # --- in the thread
-    # ------------------------------------------------------------------------
 
     def _run(self) -> None:
         sentinels = {process.sentinel: worker for worker, process in enumerate(self._processes)}
