@@ -25,7 +25,8 @@ from recipes.tacotron2.train import CLIPS, main
 from tests.own_process import in_own_process
 
 from holdfast.loader import random_state
-from holdfast.memory.recompute import find_blocks, recomputing
+from holdfast.memory.blocks import find_blocks
+from holdfast.memory.recompute import recomputing
 
 PUBLIC_PARAMETERS = 28_193_153  # of NVIDIA/tacotron2 with its default settings and 148 symbols
 STEADY = replace(TINY, prenet_dropout=0.0, dropout=0.0, zoneout=0.0)

@@ -1,12 +1,17 @@
-"""What to try next when memory is short, and when to ask for more again.
+"""What to try next when memory runs out, and when to ask for more again.
 
-    out of memory  retry the same (bit-exact) → recompute activations, more as long as that saves
-                   (bit-exact on CPU) → halve the micro-batch (equal up to rounding) → stop
-    clean steps    after `grow_after_steps` of them: double the micro-batch, at last switch
-                   recompute off
+After an out-of-memory error, in this order:
 
-A larger size is a trial for one step: if it fails, the old one comes back at once and the wait
-doubles, up to 64 times, so it never thrashes. The state is part of every checkpoint.
+1. **Retry** the same attempt, after memory was released (bit-exact).
+2. **Recompute** activations of the modules that keep most, again as long as more of them help
+   (bit-exact on CPUs).
+3. **Split**: halve the micro-batch (equal up to rounding).
+4. **Stop** (H401).
+
+After ``grow_after_steps`` clean steps the micro-batch is doubled; once the whole batch fits,
+recomputation is switched off. A larger plan is on trial for one step. If it fails, the old one
+comes back at once and the wait before the next trial doubles, up to 64 times, so it never thrashes.
+The state is part of every checkpoint.
 
 Does not: touch the device, free anything, or know what a batch is.
 """
@@ -24,64 +29,77 @@ _LONGEST_WAIT_FACTOR = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How an attempt runs."""
+class MemoryPlan:
+    """How attempts run: the size of their micro-batches, and what they recompute."""
 
-    # Most samples in one forward/backward; None is the whole batch
+    # Samples in one forward/backward pass at most; None is the whole batch.
     micro_batch_size: int | None = None
-    recompute: tuple[str, ...] = ()  # names of the modules whose activations are recomputed
+    # Names of the modules whose activations are recomputed.
+    recompute: tuple[str, ...] = ()
 
     def samples(self, batch_size: int) -> int:
-        """Return the samples in one forward/backward of a batch of this size."""
-        return (
-            batch_size if self.micro_batch_size is None else min(self.micro_batch_size, batch_size)
-        )
+        """Return the samples in one forward/backward pass over a batch of this size."""
+        if self.micro_batch_size is None:
+            return batch_size
+        return min(self.micro_batch_size, batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedies:
-    """What a step may do about a lack of memory."""
+    """What a step may do when memory runs out."""
 
-    # Modules for the next attempt; those of the last one if no others help
+    # Modules for the next attempt to recompute: those of the last one if no others would help.
     recompute: tuple[str, ...] = ()
-    no_split: str | None = None  # why the batch may not be split, or None if it may
-    split_promise: Promise = "equal up to rounding"  # what splitting this batch promises
-    recompute_promise: Promise = "bit-exact"  # what recomputing promises on this device
-    smallest: int = 1  # fewest samples that one forward/backward can take
+    # Why the batch must not be split, or None if it may be.
+    no_split: str | None = None
+    # What splitting this batch promises.
+    split_promise: Promise = "equal up to rounding"
+    # What recomputing promises on this device.
+    recompute_promise: Promise = "bit-exact"
+    # The fewest samples that one forward/backward pass can take.
+    smallest: int = 1
 
 
 class MemoryLadder:
-    """Decide after each out-of-memory error and each clean step."""
+    """Decides after each out-of-memory error and each clean step.
+
+    Args:
+        largest: Samples per forward/backward pass that the policy allows, or None for the whole
+            batch.
+        grow_after_steps: Clean steps before a larger plan is tried.
+        start: Samples per forward/backward pass to begin with, or None for as many as are allowed.
+        recompute: Modules that are always recomputed.
+    """
 
     def __init__(
         self,
         *,
-        # Most samples per forward/backward that the policy allows; None is the whole batch
         largest: int | None,
         grow_after_steps: int,
-        # Samples per forward/backward to begin with; None is as many as are allowed
         start: int | None = None,
-        # Modules that are recomputed from the first step on, for good
         recompute: tuple[str, ...] = (),
     ) -> None:
         self._largest = largest
         self._grow_after_steps = grow_after_steps
         self._always_recompute = recompute
-        self.plan = Plan(micro_batch_size=largest if start is None else start, recompute=recompute)
-        # The plan that is known to fit, while a larger one is tried
-        self._fallback: Plan | None = None
+        self.plan = MemoryPlan(
+            micro_batch_size=largest if start is None else start, recompute=recompute
+        )
+        # The plan that is known to fit, while a larger one is on trial.
+        self._fallback: MemoryPlan | None = None
         self._clean_steps = 0
         self._wait = grow_after_steps
-        self._tight_batch = 0  # samples of the largest batch that ran out of memory
-        # Of the last failure: what was promised then holds for the way back too
+        # Samples of the largest batch that ran out of memory.
+        self._tight_batch = 0
+        # Those of the last failure: what they promise holds for the way back too.
         self._remedies = Remedies()
 
     @classmethod
     def of(cls, policy: Policy) -> MemoryLadder:
         """Return the ladder that a policy asks for."""
-        asked = policy.micro_batch_size
+        requested = policy.micro_batch_size
         return cls(
-            largest=asked if isinstance(asked, int) else None,
+            largest=requested if isinstance(requested, int) else None,
             grow_after_steps=policy.grow_after_steps,
             start=policy.forecast_micro_batch_size,
             recompute=policy.recompute if isinstance(policy.recompute, tuple) else (),
@@ -89,92 +107,125 @@ class MemoryLadder:
 
     @property
     def on_trial(self) -> bool:
-        """Return whether the plan is a larger one that is tried for one step."""
+        """Whether the plan is a larger one that is tried for one step."""
         return self._fallback is not None
 
     def decide_after_oom(self, *, batch_size: int, failures: int, remedies: Remedies) -> Decision:
-        """Return what to do about the last of so many attempts that ran out of memory, and make
-        it the plan.
+        """Return what to do after an attempt ran out of memory, and make it the plan.
+
+        Args:
+            batch_size: Samples in the batch.
+            failures: Attempts of this step that ran out of memory so far, with this one.
+            remedies: What this step may do.
         """
         self._clean_steps = 0
         self._remedies = remedies
         self._tight_batch = max(self._tight_batch, batch_size)
         if self._fallback is not None:
-            self.plan, self._fallback = self._fallback, None
-            self._wait = min(2 * self._wait, _LONGEST_WAIT_FACTOR * self._grow_after_steps)
-            return self._as_decision(
-                "the larger plan that was tried does not fit", batch_size, remedies
-            )
+            return self._end_trial(batch_size, self._fallback)
         if failures == 1:
             return Retry(reason="freed what the failed attempt held", promise="bit-exact")
         if set(remedies.recompute) > set(self.plan.recompute):
-            self.plan = replace(self.plan, recompute=remedies.recompute)
-            reason = "these modules keep most bytes for the backward pass"
-            return Recompute(
-                reason=reason, promise=remedies.recompute_promise, modules=remedies.recompute
-            )
+            return self._recompute_more()
+        return self._split_or_stop(batch_size)
+
+    def _end_trial(self, batch_size: int, fallback: MemoryPlan) -> Decision:
+        self.plan = fallback
+        self._fallback = None
+        self._wait = min(2 * self._wait, _LONGEST_WAIT_FACTOR * self._grow_after_steps)
+        return self._as_decision("the larger plan that was tried does not fit", batch_size)
+
+    def _recompute_more(self) -> Decision:
+        self.plan = replace(self.plan, recompute=self._remedies.recompute)
+        return Recompute(
+            reason="these modules keep most bytes for the backward pass",
+            promise=self._remedies.recompute_promise,
+            modules=self.plan.recompute,
+        )
+
+    def _split_or_stop(self, batch_size: int) -> Decision:
         samples = self.plan.samples(batch_size)
-        if samples <= remedies.smallest:
+        if samples <= self._remedies.smallest:
             return Stop(reason=f"{samples} sample(s) at a time do not fit", promise="bit-exact")
-        if remedies.no_split is not None:
-            return Stop(reason=f"may not split: {remedies.no_split}", promise="bit-exact")
-        self.plan = replace(self.plan, micro_batch_size=max(remedies.smallest, -(-samples // 2)))
-        return self._as_decision(f"{samples} samples at a time do not fit", batch_size, remedies)
+        if self._remedies.no_split is not None:
+            reason = f"may not split: {self._remedies.no_split}"
+            return Stop(reason=reason, promise="bit-exact")
+        half = (samples + 1) // 2
+        self.plan = replace(self.plan, micro_batch_size=max(self._remedies.smallest, half))
+        return self._as_decision(f"{samples} samples at a time do not fit", batch_size)
 
     def without_split(self) -> None:
-        """Note that batches may not be cut after all."""
+        """Note that batches must not be split after all."""
         self.plan = replace(self.plan, micro_batch_size=None)
         self._fallback = None
 
     def without_recompute(self) -> None:
-        """Note that recomputation does not work for the modules of the plan."""
+        """Note that the modules of the plan cannot be recomputed."""
         self.plan = replace(self.plan, recompute=())
         self._always_recompute = ()
         self._fallback = None
 
     def decide_after_step(self, *, batch_size: int, attempts: int) -> Decision | None:
-        """Return a larger plan to try from the next step on, or None."""
+        """Return a larger plan to try from the next step on, or None.
+
+        Args:
+            batch_size: Samples in the batch of the step that was committed.
+            attempts: Attempts that the step took.
+        """
         if self._fallback is not None:
             if batch_size < self._tight_batch:
-                return None  # a short batch, such as the last of an epoch, proves nothing
-            self._fallback, self._wait = None, self._grow_after_steps
+                # A short batch, such as the last one of an epoch, proves nothing.
+                return None
+            self._fallback = None
+            self._wait = self._grow_after_steps
         if attempts > 1:
             self._clean_steps = 0
             return None
         self._clean_steps += 1
-        is_largest = (
-            self.plan.micro_batch_size == self._largest
-            and self.plan.recompute == self._always_recompute
-        )
-        if self._clean_steps < self._wait or is_largest:
+        if self._clean_steps < self._wait or self._is_largest(self.plan):
             return None
-        larger = self._larger(max(batch_size, self._tight_batch))
+        larger = self._larger_plan(max(batch_size, self._tight_batch))
         if larger == self.plan:
             return None
-        self._fallback, self.plan, self._clean_steps = self.plan, larger, 0
+        return self._begin_trial(larger)
+
+    def _begin_trial(self, larger: MemoryPlan) -> Decision:
+        smaller = self.plan
+        self._fallback = smaller
+        self.plan = larger
+        self._clean_steps = 0
         reason = f"{self._wait} clean steps"
-        if larger.recompute != self._fallback.recompute:
-            return Recompute(reason=reason, promise=self._remedies.recompute_promise, modules=())
+        if larger.recompute != smaller.recompute:
+            promise = self._remedies.recompute_promise
+            return Recompute(reason=reason, promise=promise, modules=())
         return Grow(
             reason=reason,
             promise=self._remedies.split_promise,
             micro_batch_size=larger.micro_batch_size,
         )
 
-    def _larger(self, batch_size: int) -> Plan:
+    def _is_largest(self, plan: MemoryPlan) -> bool:
+        return plan.micro_batch_size == self._largest and plan.recompute == self._always_recompute
+
+    def _larger_plan(self, batch_size: int) -> MemoryPlan:
         size = self.plan.micro_batch_size
         if size is None or size == self._largest:
             return replace(self.plan, recompute=self._always_recompute)
+        doubled = 2 * size
         if self._largest is not None:
-            return replace(self.plan, micro_batch_size=min(2 * size, self._largest))
-        return replace(self.plan, micro_batch_size=None if 2 * size >= batch_size else 2 * size)
+            return replace(self.plan, micro_batch_size=min(doubled, self._largest))
+        return replace(self.plan, micro_batch_size=doubled if doubled < batch_size else None)
 
-    def _as_decision(self, reason: str, batch_size: int, remedies: Remedies) -> Decision:
+    def _as_decision(self, reason: str, batch_size: int) -> Decision:
+        """Return the plan as a decision about a batch of this size."""
         samples = self.plan.samples(batch_size)
         if samples < batch_size:
-            return Split(reason=reason, promise=remedies.split_promise, micro_batch_size=samples)
+            promise = self._remedies.split_promise
+            return Split(reason=reason, promise=promise, micro_batch_size=samples)
         return Recompute(
-            reason=reason, promise=remedies.recompute_promise, modules=self.plan.recompute
+            reason=reason,
+            promise=self._remedies.recompute_promise,
+            modules=self.plan.recompute,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,19 +239,19 @@ class MemoryLadder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; a limit that the policy has lowered since then is kept."""
-        self.plan = self._plan_of(state["plan"])
-        self._fallback = None if state["fallback"] is None else self._plan_of(state["fallback"])
+        """Continue from `state_dict`, within the policy's limit, which may have been lowered."""
+        self.plan = self._plan_from(state["plan"])
+        self._fallback = None
+        if state["fallback"] is not None:
+            self._fallback = self._plan_from(state["fallback"])
         self._clean_steps = count(state["clean_steps"])
         self._wait = max(count(state["wait"]), self._grow_after_steps)
         self._tight_batch = number(state["tight_batch"], or_none=True)
 
-    def _plan_of(self, state: dict[str, Any]) -> Plan:
-        size = (
-            None
-            if state["micro_batch_size"] is None
-            else count(state["micro_batch_size"], least=1, below=2**31)
-        )
+    def _plan_from(self, state: dict[str, Any]) -> MemoryPlan:
+        size = state["micro_batch_size"]
+        if size is not None:
+            size = count(size, least=1, below=2**31)
         if self._largest is not None:
             size = self._largest if size is None else min(size, self._largest)
-        return Plan(micro_batch_size=size, recompute=tuple(state["recompute"]))
+        return MemoryPlan(micro_batch_size=size, recompute=tuple(state["recompute"]))

@@ -1,14 +1,13 @@
-"""oneDNN remembers a refused allocation for ever, and what helps.
+"""oneDNN never recovers from a refused allocation, so it is switched off after one.
 
-If the kernel refuses memory while oneDNN compiles a kernel, that thread can compile none any more,
-also when there is memory again: every convolution of a new shape fails with "could not create a
-primitive" (seen with torch 2.13, whose oneDNN keeps the error of its assembler in a thread-local
-variable and never clears it). torch's own kernels still work, so oneDNN is switched off for the
-rest of the process.
+If the kernel refuses memory while oneDNN compiles a kernel, the thread can never compile one again,
+even when there is memory: every convolution of a new shape fails with "could not create a
+primitive". (Seen with torch 2.13. Its oneDNN keeps the error of its assembler in a thread-local
+variable and never clears it.) torch's own kernels still work.
 
-Its strided convolution does not even notice: it goes on without the kernels that were refused,
-calls address 0, and the process ends with SIGSEGV. So oneDNN must be off before such kernels are
-made where memory is short.
+Strided convolutions do not even notice: oneDNN calls the kernel that it could not make, at
+address 0, and the process ends with SIGSEGV. So oneDNN must be off before such kernels are made
+while memory is short.
 """
 
 from __future__ import annotations
@@ -23,35 +22,37 @@ from torch.nn.modules.conv import _ConvNd
 _FAILURE = re.compile(
     r"could not (create|execute|initialize) an? [\w ]*(primitive|memory|descriptor)", re.IGNORECASE
 )
-_fresh_widths = itertools.count(5)
+# oneDNN caches kernels by shape: each probe needs a shape that was not used before.
+_unused_widths = itertools.count(5)
 
 
 def is_onednn_failure(text: str) -> bool:
-    """Say whether an error is oneDNN's way to say that something, maybe memory, was refused."""
+    """Return whether an error text is oneDNN's for something refused, which may be memory."""
     return _FAILURE.search(text) is not None
 
 
 def is_on() -> bool:
-    """Say whether torch uses oneDNN in this process."""
+    """Return whether torch uses oneDNN in this process."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and bool(torch._C._get_mkldnn_enabled())
 
 
 def switch_off() -> None:
-    """Switch oneDNN off for the rest of this process: results then differ by rounding."""
+    """Switch oneDNN off for the rest of this process. Results then differ by rounding."""
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
 
 
 def switch_off_if_broken() -> bool:
-    """Try to compile a kernel of a new shape, and switch oneDNN off if that fails.
-
-    Return whether it was broken.
+    """Compile a kernel of a new shape, and switch oneDNN off if that fails.
 
     Call it after memory was freed, in the thread that trains.
+
+    Returns:
+        Whether oneDNN was broken.
     """
     if not is_on():
         return False
-    width = next(_fresh_widths)
+    width = next(_unused_widths)
     try:
         with torch.no_grad():
             torch.nn.functional.conv2d(torch.zeros(16, 3, 5, width), torch.zeros(width, 3, 3, 3))
@@ -65,16 +66,19 @@ def switch_off_if_broken() -> bool:
 
 
 def switch_off_if_unsafe(models: Iterable[torch.nn.Module]) -> bool:
-    """Switch oneDNN off if a model has a strided convolution, also a transposed one, that it might
-    crash in.
+    """Switch oneDNN off if a model has strided convolutions, in which it may crash.
 
-    Call it where memory was short and kernels of new shapes are about to be made. A convolution
-    that is called as a function is not seen.
+    Call it when memory was short and kernels of new shapes are about to be made. Convolutions that
+    are called as functions are not seen.
+
+    Returns:
+        Whether oneDNN was switched off.
     """
-    modules = (module for model in models for module in model.modules())
-    if not is_on() or not any(
-        isinstance(module, _ConvNd) and max(module.stride) > 1 for module in modules
-    ):
+    if not is_on() or not any(_has_strided_convolution(model) for model in models):
         return False
     switch_off()
     return True
+
+
+def _has_strided_convolution(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, _ConvNd) and max(module.stride) > 1 for module in model.modules())

@@ -1,9 +1,7 @@
-"""Recognise an out-of-memory error in every form it takes, drop what it holds, and give memory
-back.
+"""Recognise an out-of-memory error in any of its forms, and release what it holds.
 
-The frames of the exception own the activations of the failed attempt, so nothing can be freed
-inside the ``except`` block: leave it first, then call `clear_exception_frames` and
-`release_memory`.
+The frames of an exception own the activations of the failed attempt, so nothing can be freed inside
+the ``except`` block. Leave it first, then call `clear_exception_frames` and `release_memory`.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from holdfast.core.errors import HoldfastError, OutOfMemoryError
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.onednn import is_onednn_failure
 
-# Texts as found in torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc. An error's type is
-# looked at first; these are for errors that are a bare RuntimeError, AcceleratorError or OSError.
+# Texts of errors whose type says nothing (RuntimeError, AcceleratorError, OSError), as found in
+# torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc.
 _PATTERNS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -40,23 +38,23 @@ _PATTERNS = tuple(
         r"posix_memalign failed",
     )
 )
-# Of the dynamic linker, for a library that does not fit into the address space: an ImportError.
-_NOT_LOADED = re.compile(r"failed to map segment|cannot allocate memory", re.IGNORECASE)
-_STICKY = re.compile(
-    r"device-side assert|illegal memory access|unspecified launch failure|uncorrectable|misaligned"
-    r" address"
-    r"|illegal instruction|hardware stack error|cuda error: .*context is destroyed",
+# What the dynamic linker says in an ImportError if a library does not fit into the address space.
+_LIBRARY_DOES_NOT_FIT = re.compile(r"failed to map segment|cannot allocate memory", re.IGNORECASE)
+# Errors after which every call on the device fails.
+_DEAD_CONTEXT = re.compile(
+    r"device-side assert|illegal memory access|unspecified launch failure|uncorrectable"
+    r"|misaligned address|illegal instruction|hardware stack error"
+    r"|cuda error: .*context is destroyed",
     re.IGNORECASE,
 )
+_LONGEST_LINE = 300
 
 
 def find_out_of_memory(error: BaseException) -> str | None:
-    """Return one line about the out-of-memory error in this error or its causes.
+    """Return one line about the out-of-memory error among an error and its causes, or None.
 
-    None if it is something else.
-
-    An `OutOfMemoryError` of holdfast itself is something else: a verdict, and no failure to
-    allocate.
+    An `OutOfMemoryError` of holdfast itself does not count: it is a verdict, not an allocation that
+    failed.
 
     Example:
         >>> find_out_of_memory(MemoryError("no room"))
@@ -64,72 +62,81 @@ def find_out_of_memory(error: BaseException) -> str | None:
         >>> find_out_of_memory(ValueError("CUDA out of memory")) is None
         True
     """
-    for link in _causes(error):
+    for link in _chain(error):
         if isinstance(link, HoldfastError):
             return None
-        typed = isinstance(link, (torch.OutOfMemoryError, MemoryError))
-        typed = typed or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
-        text = str(link)
-        typed = typed or (isinstance(link, ImportError) and bool(_NOT_LOADED.search(text)))
-        texted = isinstance(link, (RuntimeError, OSError)) and (
-            is_onednn_failure(text) or any(pattern.search(text) for pattern in _PATTERNS)
-        )
-        if typed or texted:
-            lines = text.strip().splitlines() or [""]
-            return f"{type(link).__name__}: {lines[0]}"[:300]
+        if _is_out_of_memory(link):
+            lines = str(link).strip().splitlines() or [""]
+            return f"{type(link).__name__}: {lines[0]}"[:_LONGEST_LINE]
     return None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    if isinstance(error, ImportError):
+        return _LIBRARY_DOES_NOT_FIT.search(text) is not None
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    if isinstance(error, (RuntimeError, OSError)):
+        return is_onednn_failure(text) or any(pattern.search(text) for pattern in _PATTERNS)
+    return False
 
 
 @contextlib.contextmanager
 def naming_lack_of_memory(activity: str) -> Iterator[None]:
-    """Raise H401 with what was being done, in place of a bare error for lack of memory such as
-    ``MemoryError``.
+    """Turn a bare out-of-memory error into H401, which says what was being done.
 
     Args:
-        activity: What is done inside, as it follows "while", such as ``"reading a checkpoint"``. Of
-            several contexts the innermost names it.
+        activity: What happens inside, as it follows "while", such as ``"reading a checkpoint"``.
+            If contexts are nested, the innermost names it.
+
+    Raises:
+        OutOfMemoryError: H401.
     """
     try:
         yield
     except Exception as error:
-        found = find_out_of_memory(error)
-        if found is None:
+        line = find_out_of_memory(error)
+        if line is None:
             raise
         raise OutOfMemoryError(
-            f"memory ran out while {activity} ({found})",
-            limit="what is on the disk is whole: the newest checkpoint is where the run continues",
+            f"memory ran out while {activity} ({line})",
+            limit="what is on the disk is intact: the run continues from the newest checkpoint",
             fix=(
-                "leave the process more memory (a limit such as `ulimit -v`, other processes,"
-                " loader workers), or make model and batch smaller, and start again."
+                "leave the process more memory (check limits such as `ulimit -v`, other processes"
+                " and loader workers), or use a smaller model or batch, and start again."
             ),
             rule="H401",
         ) from error
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Say whether the device's context is dead, so that nothing on it can be retried or saved."""
+    """Return whether the device's context is dead: nothing on it can be retried or saved."""
     return any(
-        isinstance(link, RuntimeError) and _STICKY.search(str(link)) for link in _causes(error)
+        isinstance(link, RuntimeError) and _DEAD_CONTEXT.search(str(link)) for link in _chain(error)
     )
 
 
 def clear_exception_frames(error: BaseException) -> None:
-    """Drop every frame that an exception and its chain hold, and with them the tensors in those
-    frames.
+    """Clear the frames that an exception and its chain hold, and with them the tensors in there.
 
-    Call it after the ``except`` block was left; the running frames keep their variables.
+    Call it after the ``except`` block was left. Frames that still run keep their variables.
     """
-    for link in list(_causes(error, contexts=True)):
+    for link in list(_chain(error, with_contexts=True)):
         if link.__traceback__ is not None:
             traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = link.__context__ = link.__cause__ = None
+        link.__traceback__ = None
+        link.__context__ = None
+        link.__cause__ = None
 
 
 def release_memory(devices: Sequence[torch.device]) -> None:
-    """Collect garbage and give cached blocks back, on the host and on these devices.
+    """Collect garbage, and return cached blocks of the host and of these devices.
 
-    Cost: a full garbage collection, 0.1 to 0.3 s in a large process. Only after an out-of-memory
-    error.
+    The full garbage collection takes 0.1 to 0.3 s in a large process, so call this only after an
+    out-of-memory error.
     """
     gc.collect()
     for device in devices:
@@ -137,16 +144,21 @@ def release_memory(devices: Sequence[torch.device]) -> None:
     trim_heap()
 
 
-def _causes(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and its causes.
+def _chain(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
+    """Yield an error and its causes, each once.
 
-    With `contexts` also what was being handled when they were raised.
+    Args:
+        error: The error to begin with.
+        with_contexts: Also yield the errors that were being handled when these were raised.
     """
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        link = todo.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            yield link
-            todo += [link.__cause__, link.__context__] if contexts else [link.__cause__]
+    visited: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in visited:
+            continue
+        visited.add(id(link))
+        yield link
+        pending.append(link.__cause__)
+        if with_contexts:
+            pending.append(link.__context__)

@@ -1,18 +1,18 @@
-"""Which modules to recompute.
+"""Measure what modules keep for the backward pass, and choose which of them to recompute.
 
-Measured by the bytes that each call of them keeps for the backward pass.
+Only an attempt that is repeated because memory ran out is measured. Each call of a module is
+recorded, and every storage that autograd saves during it
+(`torch.autograd.graph.saved_tensors_hooks`).
 
-Measured in an attempt that is made again because memory was short, never in others: each call of a
-module is noted, and what autograd saves in it (`torch.autograd.graph.saved_tensors_hooks`), by
-storage. What a call saves beyond its inputs is forgotten if it is recomputed, and is there again,
-one call at a time, in the backward pass. So a choice is judged by the peak that it would have had:
-a module called once that holds everything saves nothing, one that is called a hundred times saves
-99 of 100 parts. An attempt that fails is measured as far as it came, which is what had filled the
-memory by then.
+If a call is recomputed, what it saved beyond its inputs is dropped, and exists again in the
+backward pass, one call at a time. So a choice is judged by the peak that it would have had: a
+module that is called once and saves everything gains nothing, one that is called a hundred times
+gains 99 of 100 parts. An attempt that fails is measured up to its failure, which is what had filled
+the memory by then.
 
-Not considered: modules that change what is not put back for the second pass, that is their inputs,
-tensors in plain attributes, and containers that grow; and modules with parts that have hooks of the
-caller's.
+Never chosen are modules that change something that is not put back for the second computation
+(their inputs, tensors in plain attributes, containers that grow), and modules with parts that have
+hooks of the caller.
 
 Does not: recompute (see ``recompute``), or decide when (see ``ladder``).
 """
@@ -32,311 +32,430 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast.memory.recompute import (
-    OWN_ATTRIBUTES,
-    ReplacedForward,
-    has_storage,
-    tensors_of,
-    versions_of,
-)
+from holdfast.memory.recompute import OWN_ATTRIBUTES, ReplacedForward
+from holdfast.memory.tensors import has_storage, tensors_of, versions_of
 
-_LEAST_GAIN = 0.05  # of the peak: a smaller one costs more time than it is worth
-# That a call which is recomputed takes itself: random state (5 KB), frames of autograd
+# A smaller reduction of the peak, as a share of it, costs more time than it is worth.
+_LEAST_GAIN = 0.05
+# What a recomputed call itself keeps: random state (5 KB) and autograd's own objects.
 _CALL_BYTES = 2**14
+# The number of "no call", where calls are referred to by number.
+_NO_CALL = -1
 NOTHING_SAVES = (
     "no module that may be recomputed keeps much for the backward pass beyond its inputs, as far as"
     " the attempt came"
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Call:
-    """One call of a module: saves ``[begin, end)`` were made in it."""
+    """One call of a module. The saves ``[begin, end)`` of the pass were made during it."""
 
     name: str
+    # Number of the call that this one was made in, or `_NO_CALL`.
     parent: int
     begin: int
+    # Storages of the inputs. They stay even if the call is recomputed.
     inputs: tuple[int, ...]
+    # Bytes that recomputing this call keeps by itself.
     own_bytes: int
+    # None while the call runs, or if it failed.
     end: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Save:
+    """One tensor that autograd saved: its storage, and the innermost call at that time."""
+
+    storage: int
+    call: int
 
 
 @dataclass(slots=True)
 class Measurement:
-    """What one forward pass has saved.
-
-    Storages by number, each save with the innermost call that it was made in.
-    """
+    """What one forward pass saved. Calls are numbered in order; storages have torch's number."""
 
     calls: list[_Call] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[_Save] = field(default_factory=list)
+    # Bytes of each storage.
     sizes: dict[int, int] = field(default_factory=dict)
 
-    def peak(self, chosen: Collection[str], known: Mapping[str, int]) -> int:
-        """Return the bytes that would be kept at most if these modules were recomputed."""
-        owners: list[int] = []  # the outermost recomputed call that each call is in, -1: none
-        for number, call in enumerate(self.calls):
-            outer = owners[call.parent] if call.parent >= 0 else -1
-            owners.append(outer if outer >= 0 or call.name not in chosen else number)
+    def saved_bytes(self) -> int:
+        """Return the bytes of all storages that were seen."""
+        return sum(self.sizes.values())
+
+    def peak(self, chosen: Collection[str], bytes_of_active: Mapping[str, int]) -> int:
+        """Return the most bytes that the pass would keep if the chosen modules were recomputed.
+
+        Args:
+            chosen: Names of the modules.
+            bytes_of_active: Modules that were recomputed in this pass already, with the bytes that
+                one call of each needs while it is recomputed.
+        """
+        owners = self._recomputed_owners(chosen)
         recomputed = [self.calls[number] for number, owner in enumerate(owners) if owner == number]
-        kept: dict[int, int] = {}  # storages, with the save after which each is there
-        for place, (storage, number) in enumerate(self.saves):
-            if number < 0 or owners[number] < 0:
-                kept.setdefault(storage, place)
+        kept_from = self._kept_from(owners, recomputed)
+
         added = [0] * (len(self.saves) + 1)
         for call in recomputed:
             added[call.begin] += call.own_bytes
-            for storage in call.inputs:
-                kept[storage] = min(call.begin, kept.get(storage, call.begin))
-        for storage, place in kept.items():
+        for storage, place in kept_from.items():
             added[place] += self.sizes[storage]
-        until = list(accumulate(added))
-        peaks = [until[-1]]
-        peaks += [
-            until[self._end(call)] + known[call.name] for call in self.calls if call.name in known
-        ]
-        peaks += [until[self._end(call)] + self.inside(call, kept) for call in recomputed]
+        kept_until = list(accumulate(added))
+
+        # At the end of the forward pass, and while each recomputed call exists a second time.
+        peaks = [kept_until[-1]]
+        for call in self.calls:
+            if call.name in bytes_of_active:
+                peaks.append(kept_until[self._end(call)] + bytes_of_active[call.name])
+        for call in recomputed:
+            peaks.append(kept_until[self._end(call)] + self.bytes_inside(call, kept_from))
         return max(peaks)
 
-    def inside(self, call: _Call, kept: Collection[int] = ()) -> int:
-        """Return the bytes that a call has saved, beyond its inputs and what is kept anyway."""
-        found = {storage for storage, _ in self.saves[call.begin : self._end(call)]}
-        return sum(
-            self.sizes[storage]
-            for storage in found
-            if storage not in kept and storage not in call.inputs
-        )
+    def bytes_inside(self, call: _Call, kept: Collection[int] = ()) -> int:
+        """Return the bytes that a call saved beyond its inputs and the storages in `kept`."""
+        storages = {save.storage for save in self.saves[call.begin : self._end(call)]}
+        storages -= set(kept)
+        storages -= set(call.inputs)
+        return sum(self.sizes[storage] for storage in storages)
+
+    def _recomputed_owners(self, chosen: Collection[str]) -> list[int]:
+        """Return, for each call, the outermost chosen call that it is or is in, or `_NO_CALL`."""
+        owners: list[int] = []
+        for number, call in enumerate(self.calls):
+            owner = _NO_CALL
+            if call.parent != _NO_CALL:
+                owner = owners[call.parent]
+            if owner == _NO_CALL and call.name in chosen:
+                owner = number
+            owners.append(owner)
+        return owners
+
+    def _kept_from(self, owners: Sequence[int], recomputed: Iterable[_Call]) -> dict[int, int]:
+        """Return the storages that are kept, each with the number of saves made before it."""
+        kept_from: dict[int, int] = {}
+        for place, save in enumerate(self.saves):
+            if save.call == _NO_CALL or owners[save.call] == _NO_CALL:
+                kept_from.setdefault(save.storage, place)
+        for call in recomputed:
+            for storage in call.inputs:
+                kept_from[storage] = min(call.begin, kept_from.get(storage, call.begin))
+        return kept_from
 
     def _end(self, call: _Call) -> int:
         return len(self.saves) if call.end is None else call.end
 
 
 class SavedBytes:
-    """Measures attempts, and chooses what to recompute in the next one, of the modules that may
-    be recomputed.
+    """Measures attempts, and chooses what the next one recomputes.
+
+    Args:
+        modules: Those that may be recomputed, by name.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._refused: set[str] = set()
-        self._known: dict[str, int] = {}
-        self._best = Measurement()
+        # Of modules that are recomputed: the bytes that one call needs the second time. They were
+        # measured before, since such a call no longer saves them in its forward pass.
+        self._bytes_of_call: dict[str, int] = {}
+        self._measurement = Measurement()
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Choose these modules no more, nor what contains them."""
+        """Do not choose these modules again, nor those that contain them."""
         for name in names:
-            self._refused.update(name[: match.start()] for match in re.finditer(r"\.|$", name))
+            self._refused.update(_with_parents(name))
 
     @contextlib.contextmanager
     def measuring(self, recomputed: Sequence[str], held: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Measure the forward passes that are made meanwhile; the one that saves most counts."""
-        parts = [
-            part
-            for module in self._modules.values()
-            for part in (module.parameters(), module.buffers())
-        ]
-        watch = _Watch(
-            {key for part in (*parts, held) for tensor in part if (key := _key(tensor)) is not None}
-        )
-        self._best = Measurement()
-        replaced: list[tuple[nn.Module, Any]] = []
+        """Measure the forward passes made while the context lasts. The one that saves most counts.
+
+        Args:
+            recomputed: Modules that are recomputed in these passes.
+            held: Tensors that exist anyway, such as those of the batch.
+        """
+        recorder = _Recorder(excluded=self._storages_held(held))
+        self._measurement = Measurement()
+        own_forwards: list[tuple[nn.Module, Any]] = []
         try:
             for name, module in self._modules.items():
-                inside = any(name.startswith(f"{other}.") for other in recomputed)
-                if inside or isinstance(module, torch.jit.ScriptModule):
+                if not _can_be_measured(name, module, recomputed):
                     continue
-                replaced.append((module, vars(module).get("forward")))
-                module.forward = ReplacedForward(
-                    module, watch.watched(name, module, module.forward)
-                )
-            with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):
+                own_forwards.append((module, vars(module).get("forward")))
+                run = recorder.recorded(name, module, module.forward)
+                module.forward = ReplacedForward(module, run)
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
                 yield
         finally:
-            for module, own in replaced:
+            for module, own_forward in own_forwards:
                 vars(module).pop("forward")
-                if own is not None:
-                    module.forward = own
-            self._best = watch.ended()
-            self.refuse(watch.changes_state)
-            self._refused |= watch.changes_input
+                if own_forward is not None:
+                    module.forward = own_forward
+            self._measurement = recorder.largest_pass()
+            self.refuse(recorder.changes_state)
+            self._refused |= recorder.changes_input
 
     def choose(self, active: Sequence[str]) -> tuple[str, ...]:
-        """Return the modules to recompute from now on.
+        """Return the modules to recompute from now on: those that are active, and further ones.
 
-        Those that are, and the ones that save most of all others.
+        Groups of modules are added greedily, the one that lowers the peak most first, until the
+        next would lower it by less than 5 %. Of this the fewest groups are taken that reach half of
+        the reduction of all of them.
+
+        Args:
+            active: Modules that were recomputed in the measured pass.
         """
-        known = {name: self._known.get(name, 0) for name in active}
-        chosen, peak = list(active), self._best.peak((), known)
-        start, stages = peak, [(peak, tuple(active))]
-        units = self._units(active)
-        while units:
-            found = {
-                key: self._best.peak({*chosen, *names} - set(active), known)
-                for key, names in units.items()
-            }
-            best = min(found, key=found.__getitem__)
-            if found[best] > (1 - _LEAST_GAIN) * peak:
+        active_bytes = {name: self._bytes_of_call.get(name, 0) for name in active}
+        groups = self._groups(active)
+        chosen = list(active)
+        peak = self._measurement.peak((), active_bytes)
+        stages = [_Stage(peak=peak, names=tuple(chosen))]
+        while groups:
+            best, best_peak = self._best_group(groups, chosen, active_bytes)
+            if best_peak > (1 - _LEAST_GAIN) * peak:
                 break
-            peak = found[best]
-            names = units.pop(best)
-            chosen += names
-            units = {key: mine for key, mine in units.items() if not _touch(mine, names)}
-            stages.append((peak, tuple(chosen)))
-        enough = next(names for reached, names in stages if 2 * (start - reached) >= start - peak)
-        for call in self._best.calls:
-            if call.name in enough and call.name not in active:
-                self._known[call.name] = max(self._known.get(call.name, 0), self._best.inside(call))
-        return enough
+            peak = best_peak
+            chosen += best
+            groups = [names for names in groups if not _overlap(names, best)]
+            stages.append(_Stage(peak=peak, names=tuple(chosen)))
+        names = _first_with_half_of_the_gain(stages)
+        self._remember_bytes(set(names) - set(active))
+        return names
 
-    def _units(self, active: Sequence[str]) -> dict[tuple[str, type], list[str]]:
-        """Return what is chosen together.
+    def _best_group(
+        self,
+        groups: Sequence[list[str]],
+        chosen: Sequence[str],
+        active_bytes: Mapping[str, int],
+    ) -> tuple[list[str], int]:
+        """Return the group that leaves the lowest peak if it is chosen as well, and that peak."""
+        newly_chosen = set(chosen) - active_bytes.keys()
+        peaks = [self._measurement.peak({*newly_chosen, *names}, active_bytes) for names in groups]
+        lowest = min(peaks)
+        return groups[peaks.index(lowest)], lowest
 
-        Modules of one class whose names differ by numbers only.
+    def _remember_bytes(self, names: Collection[str]) -> None:
+        for call in self._measurement.calls:
+            if call.name in names:
+                size = self._measurement.bytes_inside(call)
+                self._bytes_of_call[call.name] = max(self._bytes_of_call.get(call.name, 0), size)
+
+    def _storages_held(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Return the storages of parameters, buffers and these tensors."""
+        storages = {_storage_of(tensor) for tensor in tensors}
+        for module in self._modules.values():
+            storages.update(_storage_of(parameter) for parameter in module.parameters())
+            storages.update(_storage_of(buffer) for buffer in module.buffers())
+        return {storage for storage in storages if storage is not None}
+
+    def _groups(self, active: Sequence[str]) -> list[list[str]]:
+        """Return the modules that can be chosen, in groups that are chosen together.
+
+        A group holds modules of one class whose names differ in numbers only, such as all layers
+        of a transformer.
         """
-        units: dict[tuple[str, type], list[str]] = {}
-        for name in dict.fromkeys(call.name for call in self._best.calls):
-            if (
-                name not in self._refused
-                and not _touch([name], active)
-                and not self._has_hooks_inside(name)
-            ):
-                pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
-                units.setdefault((pattern, type(self._modules[name])), []).append(name)
-        return units
+        groups: dict[tuple[str, type], list[str]] = {}
+        for name in dict.fromkeys(call.name for call in self._measurement.calls):
+            if name in self._refused or _overlap([name], active) or self._has_hooks_inside(name):
+                continue
+            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+            groups.setdefault((pattern, type(self._modules[name])), []).append(name)
+        return list(groups.values())
 
     def _has_hooks_inside(self, name: str) -> bool:
-        """Say whether hooks of the caller's would run again with the parts of a module."""
-        hooks = (
-            hook
-            for part in self._modules[name].modules()
-            if part is not self._modules[name]
-            for registered in (part._forward_hooks, part._forward_pre_hooks)
-            for hook in registered.values()
-        )
-        return any(
-            not str(getattr(hook, "__module__", "")).startswith(("torch.", "holdfast."))
-            for hook in hooks
-        )
+        """Return whether recomputing a module would run hooks of the caller a second time."""
+        module = self._modules[name]
+        parts = [part for part in module.modules() if part is not module]
+        return any(_has_hooks_of_the_caller(part) for part in parts)
 
 
-class _Watch:
-    """Notes calls and saves while they happen."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """A choice of modules, and the bytes that it keeps at most."""
+
+    peak: int
+    names: tuple[str, ...]
+
+
+def _first_with_half_of_the_gain(stages: Sequence[_Stage]) -> tuple[str, ...]:
+    highest = stages[0].peak
+    lowest = stages[-1].peak
+    return next(stage.names for stage in stages if 2 * (highest - stage.peak) >= highest - lowest)
+
+
+def _with_parents(name: str) -> list[str]:
+    """Return a module's name and those of the modules that contain it.
+
+    Example:
+        >>> _with_parents("encoder.layers.0")
+        ['encoder', 'encoder.layers', 'encoder.layers.0']
+    """
+    components = name.split(".")
+    return [".".join(components[: depth + 1]) for depth in range(len(components))]
+
+
+def _can_be_measured(name: str, module: nn.Module, recomputed: Sequence[str]) -> bool:
+    is_inside = any(name.startswith(f"{outer}.") for outer in recomputed)
+    return not is_inside and not isinstance(module, torch.jit.ScriptModule)
+
+
+def _has_hooks_of_the_caller(module: nn.Module) -> bool:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    sources = [str(getattr(hook, "__module__", "")) for hook in hooks]
+    return any(not source.startswith(("torch.", "holdfast.")) for source in sources)
+
+
+def _overlap(names: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether one of these modules is one of the others, inside it, or around it."""
+    return any(
+        name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+        for name in names
+        for other in others
+    )
+
+
+class _Recorder:
+    """Records calls and saves while they happen.
+
+    Args:
+        excluded: Storages that are there anyway.
+    """
 
     def __init__(self, excluded: set[int]) -> None:
         self._excluded = excluded
-        self._now, self._best = Measurement(), Measurement()
+        self._current = Measurement()
+        self._largest = Measurement()
+        # Numbers of the calls that run now, the innermost last.
         self._stack: list[int] = []
-        # As long as these are there, no other storage has their number
+        # As long as these exist, no other storage gets the number of a recorded one.
         self._references: list[StorageWeakRef] = []
-        self._went_backward = False
+        self._backward_has_run = False
         self.changes_state: set[str] = set()
         self.changes_input: set[str] = set()
 
-    def ended(self) -> Measurement:
+    def largest_pass(self) -> Measurement:
         """Return the forward pass that saved most."""
-        return max(self._best, self._now, key=lambda measured: sum(measured.sizes.values()))
+        return max(self._largest, self._current, key=Measurement.saved_bytes)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = None if _is_backward_running() else _key(tensor)
-        if key is not None and key not in self._excluded:
+        """Record a tensor that autograd saves."""
+        storage = None if _is_backward_running() else _storage_of(tensor)
+        if storage is not None and storage not in self._excluded:
             self._begin_pass_after_backward()
-            self._note(key, tensor)
-            self._now.saves.append((key, self._stack[-1] if self._stack else -1))
-        # An output that is saved by what it comes from would keep itself alive
+            self._record_size(storage, tensor)
+            self._current.saves.append(_Save(storage=storage, call=self._innermost_call()))
+        # Detached, because an output that its own graph node saves would keep itself alive.
         return tensor.detach()
 
     def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._went_backward = True
+        """Return a saved tensor to autograd."""
+        self._backward_has_run = True
         return tensor
 
-    def _begin_pass_after_backward(self) -> None:
-        """What was saved for a backward pass is gone after it.
-
-        The next part of the batch is measured by itself.
-        """
-        if self._went_backward:
-            self._best, self._now, self._went_backward = self.ended(), Measurement(), False
-            self._stack.clear()
-            gc.collect()  # hooks on saved tensors have made cycles of what the last part had saved
-
-    def _note(self, key: int, tensor: torch.Tensor) -> None:
-        if key not in self._now.sizes:
-            storage = tensor.untyped_storage()
-            self._now.sizes[key] = storage.nbytes()
-            self._references.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-
-    def watched(
+    def recorded(
         self, name: str, module: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return a forward that notes its calls."""
+        """Return a forward that records its calls."""
         buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if (
-                torch.compiler.is_compiling()
-                or not torch.is_grad_enabled()
-                or _is_backward_running()
-            ):
+            if not _would_save():
                 return forward(*args, **kwargs)
             self._begin_pass_after_backward()
             tensors = list(tensors_of((args, kwargs)))
-            versions, state, measured = versions_of(tensors), _state_of(module), self._now
-            number = self._begin(name, tensors, _CALL_BYTES + buffer_bytes)
+            versions = versions_of(tensors)
+            state = _state_of(module)
+            # Another pass may have begun by the time this call ends.
+            measurement = self._current
+            number = self._begin_call(name, tensors, own_bytes=_CALL_BYTES + buffer_bytes)
             try:
                 return forward(*args, **kwargs)
             finally:
-                measured.calls[number].end = len(measured.saves)
-                if self._stack and self._stack[-1] == number:
+                measurement.calls[number].end = len(measurement.saves)
+                if self._innermost_call() == number:
                     self._stack.pop()
                 if versions_of(tensors) != versions:
                     self.changes_input.add(name)
-                if any(
-                    key in state and state[key] != now for key, now in _state_of(module).items()
-                ):
+                if _has_changed(state, _state_of(module)):
                     self.changes_state.add(name)
 
         return run
 
-    def _begin(self, name: str, tensors: Sequence[torch.Tensor], own_bytes: int) -> int:
-        calls, inputs = self._now.calls, []
+    def _begin_call(self, name: str, tensors: Sequence[torch.Tensor], own_bytes: int) -> int:
+        inputs = []
         for tensor in tensors:
-            key = _key(tensor)
-            if key is not None and key not in self._excluded:
-                self._note(key, tensor)
-                inputs.append(key)
-        parent = self._stack[-1] if self._stack else -1
-        calls.append(_Call(name, parent, len(self._now.saves), tuple(inputs), own_bytes))
-        self._stack.append(len(calls) - 1)
-        return len(calls) - 1
+            storage = _storage_of(tensor)
+            if storage is not None and storage not in self._excluded:
+                self._record_size(storage, tensor)
+                inputs.append(storage)
+        number = len(self._current.calls)
+        call = _Call(
+            name=name,
+            parent=self._innermost_call(),
+            begin=len(self._current.saves),
+            inputs=tuple(inputs),
+            own_bytes=own_bytes,
+        )
+        self._current.calls.append(call)
+        self._stack.append(number)
+        return number
+
+    def _begin_pass_after_backward(self) -> None:
+        """Measure the next part of a batch by itself: a backward pass frees what was saved."""
+        if not self._backward_has_run:
+            return
+        self._largest = self.largest_pass()
+        self._current = Measurement()
+        self._backward_has_run = False
+        self._stack.clear()
+        # Hooks on saved tensors make reference cycles of what the last part saved.
+        gc.collect()
+
+    def _innermost_call(self) -> int:
+        return self._stack[-1] if self._stack else _NO_CALL
+
+    def _record_size(self, storage_number: int, tensor: torch.Tensor) -> None:
+        if storage_number in self._current.sizes:
+            return
+        storage = tensor.untyped_storage()
+        self._current.sizes[storage_number] = storage.nbytes()
+        self._references.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
 
-def _key(tensor: torch.Tensor) -> int | None:
-    """Return the number of a tensor's storage; None for one that has no single storage."""
-    return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else None
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of a tensor's storage, or None if it has no single storage."""
+    if not has_storage(tensor):
+        return None
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_backward_running() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
-    """Return what shows that a module changes its attributes in place.
+def _would_save() -> bool:
+    """Return whether autograd would save tensors for a forward pass that began now."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return not _is_backward_running()
 
-    Counters of tensors, lengths of containers.
+
+def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
+    """Return what shows whether a module changes its attributes in place.
+
+    Versions of tensors and lengths of containers, by the name and identity of the attribute.
     """
-    found: dict[tuple[str, int], int] = {}
+    state: dict[tuple[str, int], int] = {}
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor):
-            found[name, id(value)] = versions_of([value])[0]
+            (state[name, id(value)],) = versions_of([value])
         elif isinstance(value, (list, dict, set, deque)) and name not in OWN_ATTRIBUTES:
-            found[name, id(value)] = len(value)
-    return found
+            state[name, id(value)] = len(value)
+    return state
 
 
-def _touch(names: Sequence[str], others: Sequence[str]) -> bool:
-    """Say whether one of these modules is one of the others, or in it, or around it."""
-    return any(
-        name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
-        for name in names
-        for other in others
-    )
+def _has_changed(
+    before: Mapping[tuple[str, int], int], after: Mapping[tuple[str, int], int]
+) -> bool:
+    """Return whether an attribute that exists in both states was changed in place."""
+    return any(before[key] != after[key] for key in before.keys() & after.keys())

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from holdfast.loader import random_state
-from holdfast.memory.recompute import RecomputeDiffersError, find_repeated_blocks, recomputing
+from holdfast.memory.blocks import find_repeated_blocks
+from holdfast.memory.recompute import RecomputeDiffersError, recomputing
 from holdfast.memory.saved_bytes import SavedBytes
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from holdfast.memory.recompute import tensors_of
+from holdfast.memory.tensors import tensors_of
 
 aten = torch.ops.aten
 

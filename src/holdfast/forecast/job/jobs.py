@@ -40,8 +40,9 @@ from holdfast.forecast.job.user_functions import (
 )
 from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.events import Assumption
+from holdfast.memory.blocks import find_repeated_blocks
 from holdfast.memory.oom import clear_exception_frames
-from holdfast.memory.recompute import find_repeated_blocks, recomputing
+from holdfast.memory.recompute import recomputing
 from holdfast.numerics.loss import read_loss
 
 _AS_BUILT = "its tensors where they were built"

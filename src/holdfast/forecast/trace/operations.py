@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from holdfast.forecast.trace.events import DTYPES
-from holdfast.memory.recompute import tensors_of
+from holdfast.memory.tensors import tensors_of
 
 _FORMATS = {
     torch.float32: "fp32",

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from holdfast.forecast.trace.attribution import Places
 from holdfast.forecast.trace.recording import OTHER, Ledger, Recording
-from holdfast.memory.recompute import tensors_of
+from holdfast.memory.tensors import tensors_of
 
 
 class _Held(weakref.ref[torch.UntypedStorage]):

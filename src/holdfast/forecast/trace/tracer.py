@@ -38,7 +38,7 @@ from holdfast.forecast.trace.recording import (
     as_trace,
 )
 from holdfast.forecast.trace.storages import Owners, Storages
-from holdfast.memory.recompute import tensors_of
+from holdfast.memory.tensors import tensors_of
 
 _DEVICE = torch.ops.prim.device.default
 _DROPOUT = torch.ops.aten.native_dropout.default

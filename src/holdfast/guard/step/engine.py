@@ -50,7 +50,7 @@ from holdfast.memory.oom import (
     is_sticky,
     release_memory,
 )
-from holdfast.memory.recompute import COMPILED, may_come_of_recomputing
+from holdfast.memory.recompute import COMPILED, may_be_caused_by_recomputing
 from holdfast.memory.saved_bytes import NOTHING_SAVES
 from holdfast.numerics.gradients import Group, clip, nonfinite_gradients
 
@@ -263,7 +263,7 @@ class StepEngine:
                     return attempt
             except Exception as error:
                 found = find_out_of_memory(error)
-                mismatch = bool(self.ladder.plan.recompute) and may_come_of_recomputing(error)
+                mismatch = bool(self.ladder.plan.recompute) and may_be_caused_by_recomputing(error)
                 unmeasurable = not mismatch and self.attempts.may_come_of_measuring(work, error)
                 if found is None and not (
                     mismatch or unmeasurable or isinstance(error, EmptyPartError)

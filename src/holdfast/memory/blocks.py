@@ -1,0 +1,96 @@
+"""Find the modules of a model whose activations can be recomputed, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from holdfast.core.errors import PolicyError, did_you_mean
+
+
+def named_submodules(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return every module inside the models (not the models themselves), each under its first name.
+
+    Names are prefixed by the model's key, except those of the model called ``"model"``.
+    """
+    named: dict[int, tuple[str, nn.Module]] = {}
+    for key, model in models.items():
+        for name, module in model.named_modules():
+            if name:
+                named.setdefault(id(module), (_full_name(key, name), module))
+    return dict(named.values())
+
+
+def find_blocks(
+    models: Mapping[str, nn.Module], names: Sequence[str]
+) -> list[tuple[str, nn.Module]]:
+    """Return the modules with these names, named as in `named_submodules`.
+
+    Raises:
+        PolicyError: H102 for a name that no module has.
+    """
+    modules = {
+        _full_name(key, name): module
+        for key, model in models.items()
+        for name, module in model.named_modules()
+    }
+    for name in names:
+        if name not in modules:
+            raise PolicyError(
+                f"recompute names {name!r}, which is no module of the models",
+                limit="only the activations of a module can be recomputed",
+                fix=did_you_mean(
+                    name, modules, otherwise="pass names as named_modules() has them."
+                ),
+                rule="H102",
+            )
+    return [(name, modules[name]) for name in names]
+
+
+def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the repeated blocks of a model, by name: transformer layers, residual blocks.
+
+    A block is repeated if at least two modules of its kind have the same parent. Of nested
+    candidates the outermost is returned. ``Sequential`` modules are of one kind if they hold the
+    same layers, unless there are repeated blocks inside them. Single layers, such as a convolution,
+    do not count: their activations are the inputs of their neighbours, and would be kept anyway.
+    """
+    names: dict[int, str] = {}
+    blocks: dict[int, nn.Module] = {}
+    for name, block in _search(model, prefix=""):
+        # A block that is shared counts once, under its first name.
+        names.setdefault(id(block), name)
+        blocks.setdefault(id(block), block)
+    return [(names[key], block) for key, block in blocks.items()]
+
+
+def _full_name(key: str, name: str) -> str:
+    return name if key == "model" else f"{key}.{name}"
+
+
+def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    children = list(parent.named_children())
+    kinds = [_kind_of(child) for _, child in children]
+    for (name, child), kind in zip(children, kinds, strict=True):
+        is_repeated = kind is not None and kinds.count(kind) >= 2
+        if is_repeated and _has_parameters(child):
+            yield prefix + name, child
+        else:
+            yield from _search(child, f"{prefix}{name}.")
+
+
+def _kind_of(module: nn.Module) -> tuple[type, ...] | None:
+    """Return a key that is equal for blocks of one kind, or None for a module that is no block."""
+    if isinstance(module, nn.Sequential):
+        if any(_search(module, prefix="")):
+            return None
+        return tuple(type(layer) for layer in module.modules())
+    has_children = next(module.children(), None) is not None
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not has_children:
+        return None
+    return (type(module),)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
