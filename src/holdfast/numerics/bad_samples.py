@@ -1,13 +1,13 @@
-"""Which samples of a batch make its step non-finite: a search over smaller batches.
+"""Find the samples of a batch that make its step non-finite, by a search over smaller batches.
 
-Pure: it asks a question about index lists and knows nothing of tensors. What it returns is proved
-by its last question: without these samples the step is finite.
+The search asks questions about lists of indices and knows nothing of tensors. Its last question
+proves the result: without these samples the step is finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class _TooManyCallsError(Exception):
@@ -22,12 +22,19 @@ def find_bad_samples(
 ) -> list[int]:
     """Return the samples without which a bad batch is good, in rising order.
 
-    None if it is bad whatever is left out.
+    A right hint costs one call of `is_bad`. Without one, k bad samples cost about
+    ``2 k log2(size)`` calls. If no smaller batch is good at all, the search gives up after
+    ``4 + 2 log2(size)`` calls, since then it is hardly the samples that are to blame.
 
-    `is_bad` says whether a batch of exactly these samples (indices in rising order, never none)
-    gives NaN or Inf. A right hint costs one call of it; without one, k bad samples cost about ``2 k
-    log2(size)``. If no smaller batch is good at all, the search gives up after ``4 + 2 log2(size)``
-    calls, since then samples are hardly to blame.
+    Args:
+        is_bad: Returns whether a batch of exactly these samples (indices in rising order, at least
+            one) gives NaN or Inf.
+        size: Samples in the batch.
+        hint: Samples that are probably bad.
+        most_calls: Calls of `is_bad` after which the search gives up.
+
+    Returns:
+        An empty list if the search gave up, or the batch is bad whatever is left out.
     """
     search = _Search(is_bad, size, most_calls)
     try:
@@ -39,53 +46,63 @@ def find_bad_samples(
 class _Search:
     def __init__(self, is_bad: Callable[[Sequence[int]], bool], size: int, most_calls: int) -> None:
         self._is_bad = is_bad
-        self._size = size
-        self._left = most_calls
+        self._all = range(size)
+        self._calls_left = most_calls
         self._patience = 4 + 2 * math.ceil(math.log2(max(size, 2)))
-        self._known: dict[tuple[int, ...], bool] = {tuple(range(size)): True}
+        # The answers so far. The whole batch is bad, or there would be nothing to search.
+        self._answers: dict[tuple[int, ...], bool] = {tuple(self._all): True}
 
     def run(self, hint: list[int]) -> list[int]:
-        everything = list(range(self._size))
-        if hint and self._good_without(hint):
-            if len(hint) == 1:
-                return hint
-            found = sorted(
-                self._bad_among(hint, [index for index in everything if index not in hint])
-            )
-            return found if self._good_without(found) else hint
-        found = []
-        while len(found) < self._size:  # a second round only if samples are bad in company alone
-            found = sorted(
-                {*found, *self._bad_among([i for i in everything if i not in found], [])}
-            )
-            if self._good_without(found):
-                return found
+        """Return the samples to leave out, or an empty list."""
+        if hint and self._is_good_without(hint):
+            return self._narrow(hint)
+        bad: list[int] = []
+        # A second round is needed only if samples are bad in company alone.
+        while len(bad) < len(self._all):
+            more = self._bad_among(self._without(bad), good=[])
+            bad = sorted({*bad, *more})
+            if self._is_good_without(bad):
+                return bad
         return []
 
+    def _narrow(self, hint: list[int]) -> list[int]:
+        """Return the bad samples among those of a right hint."""
+        if len(hint) == 1:
+            return hint
+        bad = sorted(self._bad_among(hint, good=self._without(hint)))
+        return bad if self._is_good_without(bad) else hint
+
     def _bad_among(self, suspects: list[int], good: list[int]) -> list[int]:
-        """Return bad samples of a set that is bad together with samples that are good."""
+        """Return bad samples among suspects that are bad together with samples that are good."""
         if len(suspects) == 1:
             return suspects
-        first, second = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-        if not self._bad(first + good):
+        middle = len(suspects) // 2
+        first = suspects[:middle]
+        second = suspects[middle:]
+        if not self._ask(first + good):
             return self._bad_among(second, good + first)
-        if not self._bad(second + good):
+        if not self._ask(second + good):
             return self._bad_among(first, good + second)
-        found = self._bad_among(first, good)
-        return found + self._bad_among(
-            second, good + [index for index in first if index not in found]
-        )
+        bad = self._bad_among(first, good)
+        good_of_first = [index for index in first if index not in bad]
+        return bad + self._bad_among(second, good + good_of_first)
 
-    def _good_without(self, left_out: list[int]) -> bool:
-        kept = [index for index in range(self._size) if index not in left_out]
-        return bool(kept) and not self._bad(kept)
+    def _without(self, left_out: Iterable[int]) -> list[int]:
+        excluded = set(left_out)
+        return [index for index in self._all if index not in excluded]
 
-    def _bad(self, chosen: list[int]) -> bool:
-        key = tuple(sorted(chosen))
-        if key not in self._known:
-            hopeless = all(self._known.values()) and len(self._known) > self._patience
-            if self._left <= 0 or hopeless:
+    def _is_good_without(self, left_out: list[int]) -> bool:
+        remaining = self._without(left_out)
+        return bool(remaining) and not self._ask(remaining)
+
+    def _ask(self, samples: list[int]) -> bool:
+        """Return whether a batch of these samples is bad."""
+        key = tuple(sorted(samples))
+        if key not in self._answers:
+            every_answer_is_bad = all(self._answers.values())
+            is_hopeless = every_answer_is_bad and len(self._answers) > self._patience
+            if self._calls_left <= 0 or is_hopeless:
                 raise _TooManyCallsError
-            self._left -= 1
-            self._known[key] = self._is_bad(list(key))
-        return self._known[key]
+            self._calls_left -= 1
+            self._answers[key] = self._is_bad(list(key))
+        return self._answers[key]

@@ -18,56 +18,58 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled modules as they are written, if anything was compiled at all."""
+    """Run compiled modules as they are written, while the context lasts."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    # A compiled module warns that global hooks fire once more for its wrapper; that changes no path
-    # here.
+    # A compiled module warns that global hooks also fire for its wrapper, which is harmless here.
     with ignoring(Warning, "Using `torch.compile"), torch.compiler.set_stance("force_eager"):
         yield
 
 
 def as_written(models: Mapping[str, _Module]) -> tuple[dict[str, Any], bool]:
-    """Return the modules that ``torch.compile`` was given, and whether a part of any is compiled
-    or scripted.
+    """Return the modules that ``torch.compile`` was given, and whether any part is compiled.
+
+    A scripted part counts as compiled.
     """
-    compiled = any(
-        hasattr(part, "_orig_mod")
-        or part.__dict__.get("_compiled_call_impl")
-        or isinstance(part, torch.jit.ScriptModule)
-        for model in models.values()
-        for part in model.modules()
-    )
-    return {name: getattr(model, "_orig_mod", model) for name, model in models.items()}, compiled
+    originals = {name: getattr(model, "_orig_mod", model) for name, model in models.items()}
+    parts = (part for model in models.values() for part in model.modules())
+    return originals, any(_is_compiled(part) for part in parts)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):
+        return True
+    return bool(module.__dict__.get("_compiled_call_impl"))
 
 
 def anything_compiled() -> bool:
     """Return whether ``torch.compile`` has traced anything in this process.
 
-    ``torch.compiler.reset()`` forgets it.
+    After ``torch.compiler.reset()`` it has not.
     """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and bool(frames.input_codes.seen_ids)
 
 
 def is_symbolic() -> bool:
-    """Return whether code is traced, transformed or captured just now, so that values cannot be
-    read.
+    """Return whether code is being traced, transformed or captured, so values cannot be read.
 
-    By a compiler, ``torch.jit.trace``, a dispatch mode such as that of ``make_fx`` or of fake
-    tensors, a transform of ``torch.func``, or a CUDA graph that is being captured.
+    This is so under a compiler, ``torch.jit.trace``, a dispatch mode such as that of ``make_fx`` or
+    of fake tensors, a transform of ``torch.func``, and while a CUDA graph is captured.
     """
-    return bool(
+    return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or (
-            torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            and torch.cuda.is_current_stream_capturing()
-        )
+        or _is_capturing()
     )
+
+
+def _is_capturing() -> bool:
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_initialized and bool(torch.cuda.is_current_stream_capturing())
 
 
 def in_forward_mode() -> bool:

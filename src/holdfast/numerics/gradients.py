@@ -1,11 +1,11 @@
 """Gradient norms that do not overflow, one finite check, and clipping.
 
-The norm that clipping needs is also the finite check: per-tensor norms in fp32, one norm over them,
-one read by the host. Only if that is not finite, a second look in fp64 separates a norm that
+The norm that clipping needs is also the finite check: one norm per tensor in fp32, one norm over
+those, and one read by the host. Only if that is not finite, a second pass in fp64 tells a norm that
 overflowed from real NaN or Inf.
 
 Clipping is torch's own arithmetic, bit for bit, wherever torch's norm is finite. Where it overflows
-(finite fp32 gradients of 1e20, fp16 gradients above 65 504) torch multiplies every gradient by 0;
+(finite fp32 gradients of 1e20, fp16 gradients above 65,504) torch multiplies every gradient by 0;
 here the fp64 norm is used.
 """
 
@@ -25,32 +25,35 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(slots=True)
 class Group:
-    """One parameter group of one optimizer, as far as it has gradients."""
+    """One parameter group of one optimizer, with the parameters that have gradients."""
 
-    name: str  # such as "generator.0", or the group's own
+    # Such as "generator.0", or the name that the group was given.
+    name: str
     optimizer: str
     parameters: list[torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
 class GradientFacts:
-    """What is known about the gradients of a step, before clipping."""
+    """What is known about the gradients of a step, before clipping. Norms are L2 norms."""
 
-    norms: dict[str, float]  # L2, by group name
-    total: float  # L2 norm over everything
+    # By group name.
+    norms: dict[str, float]
+    # The norm of all gradients together.
+    total: float
     loss: float
-    overflowed: bool  # torch's own norm would be Inf although every gradient is finite
-    nonfinite: bool  # the loss or a gradient really holds NaN or Inf
-    along: tuple[float, ...] = ()  # other numbers that were read along
+    # torch's own norm would be Inf although every gradient is finite.
+    overflowed: bool
+    # The loss or a gradient really holds NaN or Inf.
+    nonfinite: bool
+    # The further numbers that were read in the same sync.
+    along: tuple[float, ...] = ()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that lies in this process.
-
-    All of it, unless it is sharded over several.
-    """
-    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return own
+    """Return the shard of a tensor that is in this process: all of it, unless it is sharded."""
+    shard: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
 
 
 def inspect(
@@ -64,80 +67,98 @@ def inspect(
     Args:
         groups: At least one parameter among them has a gradient.
         loss: The step's loss, shape ``()``, detached.
-        *along: Other numbers to read in the same sync, shape ``()``.
-        share: Returns the norms of whole gradients, of those of the shards in this process; None:
-            none is sharded.
+        *along: Other numbers to read in the same sync, each of shape ``()``.
+        share: Turns the norms of the shards in this process into those of whole gradients, or None
+            if no gradient is sharded.
 
     Returns:
         The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the
-        order of `groups`: fp32 (fp64 for fp64 gradients and after an overflow).
+        order of `groups`: fp32, or fp64 for fp64 gradients and after an overflow.
     """
+    gradients = _gradients_of(groups)
+    if share is None:
+        norms = _norms(gradients)
+    else:
+        gradients = [local(gradient) for gradient in gradients]
+        norms = share(_norms(gradients))
+    facts, stacked = _summarize(groups, norms, loss, *along)
+    if math.isfinite(facts.total) or not math.isfinite(facts.loss):
+        return facts, stacked
+    exact_norms = [_norm_fp64(gradient) for gradient in gradients]
+    if share is not None:
+        exact_norms = share(exact_norms)
+    facts, stacked = _summarize(groups, exact_norms, loss, *along)
+    return replace(facts, overflowed=not facts.nonfinite), stacked
+
+
+def _gradients_of(groups: Sequence[Group]) -> list[torch.Tensor]:
     gradients = []
     for group in groups:
-        for p in group.parameters:
-            g = p.grad
-            gradients.append(g if g is not None and g.layout is torch.strided else _dense(g))
-    whole = share or list
-    gradients = gradients if share is None else list(map(local, gradients))
-    facts, each = _summarise(groups, whole(_norms(gradients)), loss, *along)
-    if math.isfinite(facts.total) or not math.isfinite(facts.loss):
-        return facts, each
-    exact = whole([_norm_fp64(gradient) for gradient in gradients])
-    facts, each = _summarise(groups, exact, loss, *along)
-    return replace(facts, overflowed=not facts.nonfinite), each
+        for parameter in group.parameters:
+            gradient = parameter.grad
+            assert gradient is not None
+            # The usual case is decided here: this runs for each parameter in each step.
+            if gradient.layout is not torch.strided:
+                gradient = _dense(gradient)
+            gradients.append(gradient)
+    return gradients
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the norm of each tensor, in fp32 for half types."""
-    kinds = {tensor.dtype for tensor in tensors}
-    if kinds <= {torch.float32, *_HALF}:
-        return list(
-            torch._foreach_norm(
-                list(tensors), 2.0, dtype=None if kinds == {torch.float32} else torch.float32
-            )
-        )
-    return [
-        torch.linalg.vector_norm(t, dtype=torch.float32 if t.dtype in _HALF else None)
-        for t in tensors
-    ]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes == {torch.float32}:
+        return list(torch._foreach_norm(list(tensors), 2.0))
+    if dtypes <= {torch.float32, *_HALF}:
+        return list(torch._foreach_norm(list(tensors), 2.0, dtype=torch.float32))
+    norms = []
+    for tensor in tensors:
+        dtype = torch.float32 if tensor.dtype in _HALF else None
+        norms.append(torch.linalg.vector_norm(tensor, dtype=dtype))
+    return norms
 
 
-def _summarise(
+def _summarize(
     groups: Sequence[Group], norms: Sequence[torch.Tensor], loss: torch.Tensor, *along: torch.Tensor
 ) -> tuple[GradientFacts, torch.Tensor]:
-    first = norms[0]
-    each = torch.stack(
-        [norm if norm.device == first.device else norm.to(first.device) for norm in norms]
+    """Return the facts and the norms as one tensor, from the norm of each gradient."""
+    device = norms[0].device
+    stacked = torch.stack(
+        [norm if norm.device == device else norm.to(device) for norm in norms],
     )
-    total = torch.linalg.vector_norm(each)
-    parts: list[torch.Tensor] = []
+    total = torch.linalg.vector_norm(stacked)
+    # The norm of a single group is the total.
+    group_norms: list[torch.Tensor] = []
     if len(groups) > 1:
         sizes = [len(group.parameters) for group in groups]
-        parts = [torch.linalg.vector_norm(part) for part in torch.split(each, sizes)]
-    if each.is_cpu and loss.is_cpu and not along:
-        total_norm, loss_value, others = (
-            total.item(),
-            loss.item(),
-            [part.item() for part in parts] if parts else [],
-        )
-    else:  # in one sync
-        wide = [value.to(each.device, torch.float64) for value in (total, loss, *parts, *along)]
-        total_norm, loss_value, *others = torch.stack(wide).tolist()
-    names = [group.name for group in groups] if parts else [groups[0].name]
+        group_norms = [torch.linalg.vector_norm(part) for part in torch.split(stacked, sizes)]
+    total_value, loss_value, *values = _read([total, loss, *group_norms, *along])
+    by_group = values[: len(group_norms)] or [total_value]
+    names = [group.name for group in groups] if group_norms else [groups[0].name]
     facts = GradientFacts(
-        norms=dict(zip(names, others[: len(parts)] or [total_norm], strict=True)),
-        total=total_norm,
+        norms=dict(zip(names, by_group, strict=True)),
+        total=total_value,
         loss=loss_value,
         overflowed=False,
-        nonfinite=not (math.isfinite(total_norm) and math.isfinite(loss_value)),
-        along=tuple(others[len(parts) :]),
+        nonfinite=not (math.isfinite(total_value) and math.isfinite(loss_value)),
+        along=tuple(values[len(group_norms) :]),
     )
-    return facts, each
+    return facts, stacked
+
+
+def _read(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of scalar tensors. Cost: one host sync, or none if all are on the CPU."""
+    device = scalars[0].device
+    if all(scalar.is_cpu for scalar in scalars):
+        return [scalar.item() for scalar in scalars]
+    wide = [scalar.to(device, torch.float64) for scalar in scalars]
+    values: list[float] = torch.stack(wide).tolist()
+    return values
 
 
 def clip(
     groups: Sequence[Group],
-    each: torch.Tensor,
+    norms: torch.Tensor,
     max_norm: float,
     clip_by: ClipBy,
     order: torch.Tensor | None = None,
@@ -160,57 +181,74 @@ def clip(
 
     Args:
         groups: As given to `inspect`.
-        each: The norms that `inspect` returned.
+        norms: The norm of every gradient, as `inspect` returned them.
         max_norm: Above 0.
         clip_by: The scope of a norm.
-        order: For ``"global"``, indices into `each` in the order in which the norms are added up;
-            None: as they are.
+        order: For ``"global"``, indices into `norms` in the order in which the norms are summed, or
+            None for the order in which they are.
     """
     if clip_by == "global":
         parameters = [parameter for group in groups for parameter in group.parameters]
-        norm = torch.linalg.vector_norm(each if order is None else each[order])
-        clip_grads_with_norm_(parameters, max_norm, norm)
+        total = torch.linalg.vector_norm(norms if order is None else norms[order])
+        clip_grads_with_norm_(parameters, max_norm, total)
         return
-    scopes: dict[str, list[tuple[Group, torch.Tensor]]] = {}
-    for group, norms in zip(
-        groups, torch.split(each, [len(group.parameters) for group in groups]), strict=True
-    ):
-        scopes.setdefault(group.optimizer if clip_by == "optimizer" else group.name, []).append(
-            (group, norms)
-        )
-    for members in scopes.values():
-        parameters = [parameter for group, _ in members for parameter in group.parameters]
-        if parameters:
-            norm = torch.linalg.vector_norm(torch.cat([norms for _, norms in members]))
-            clip_grads_with_norm_(parameters, max_norm, norm)
+    for scope in _scopes(groups, norms, clip_by):
+        if scope.parameters:
+            clip_grads_with_norm_(scope.parameters, max_norm, scope.norm())
+
+
+@dataclass(slots=True)
+class _Scope:
+    """Parameters that are clipped together, and the norms of their gradients."""
+
+    parameters: list[torch.Tensor]
+    norms: list[torch.Tensor]
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of all of them."""
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(self.norms))
+        return norm
+
+
+def _scopes(groups: Sequence[Group], norms: torch.Tensor, clip_by: ClipBy) -> list[_Scope]:
+    scopes: dict[str, _Scope] = {}
+    sizes = [len(group.parameters) for group in groups]
+    for group, group_norms in zip(groups, torch.split(norms, sizes), strict=True):
+        key = group.optimizer if clip_by == "optimizer" else group.name
+        scope = scopes.setdefault(key, _Scope([], []))
+        scope.parameters += group.parameters
+        scope.norms.append(group_norms)
+    return list(scopes.values())
 
 
 def nonfinite_gradients(
-    named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
+    named_parameters: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
 ) -> tuple[list[str], int]:
-    """Return the first names of parameters whose gradient holds NaN or Inf, and how many there are
-    in all.
+    """Return the first few parameters whose gradients hold NaN or Inf, and how many there are.
 
     Cost: one host sync for each parameter. Call it after the fused check has failed.
     """
-    bad = [
-        name
-        for name, p in named
-        if p.grad is not None and not bool(torch.isfinite(local(_dense(p.grad))).all())
-    ]
-    return bad[:most], len(bad)
+    names = []
+    for name, parameter in named_parameters:
+        if parameter.grad is None:
+            continue
+        if not bool(torch.isfinite(local(_dense(parameter.grad))).all()):
+            names.append(name)
+    return names[:most], len(names)
 
 
-def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:
     wide = torch.complex128 if gradient.is_complex() else torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
-    if not torch.isfinite(norm):
-        largest = torch.linalg.vector_norm(gradient, math.inf, dtype=wide)
-        if torch.isfinite(largest):  # fp64 gradients whose squares overflow
-            norm = largest * torch.linalg.vector_norm(gradient / largest, dtype=wide)
-    return norm
+    if torch.isfinite(norm):
+        return norm
+    largest: torch.Tensor = torch.linalg.vector_norm(gradient, math.inf, dtype=wide)
+    if not torch.isfinite(largest):
+        return norm
+    # fp64 gradients whose squares overflow.
+    scaled: torch.Tensor = torch.linalg.vector_norm(gradient / largest, dtype=wide)
+    return largest * scaled

@@ -1,4 +1,8 @@
-"""What a loss function may return, and what is said when it returns something else."""
+"""What a loss function may return, and the errors about anything else.
+
+Accepted are a scalar tensor (a mean over the samples), a `Loss`, a pair ``(mean, items)``, and a
+sequence or dict of `Loss`.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,11 @@ class Loss:
     Args:
         mean: The mean loss over `items`, shape ``()``, with a graph.
         items: How many tokens, frames or samples the mean is over: a number or a tensor of one
-            element. Of a weighted mean, the sum of the weights, which need not be whole.
-        extra: More that came of the forward pass, by name, such as logits: it comes back in
-            `StepResult.extra`. Of a batch in parts, tensors with a row for each sample are
-            concatenated, numbers become their mean over the samples, so that a count does not stay
-            one (return a row for each sample), of all else there is a list.
+            element. For a weighted mean, the sum of the weights, which need not be whole.
+        extra: Further results of the forward pass by name, such as logits. They are returned in
+            `StepResult.extra`. If the batch was split, tensors with one row per sample are
+            concatenated, numbers are averaged over the samples, and anything else becomes a list
+            with one entry per part. To keep a count, return one row per sample.
 
     Example:
         >>> Loss(torch.tensor(2.0), items=7).items
@@ -45,60 +49,75 @@ class Loss:
 
 @dataclass(slots=True, kw_only=True)
 class Terms:
-    """What a loss function returned, checked."""
+    """The terms of a loss that a loss function returned, checked."""
 
-    means: tuple[torch.Tensor, ...]  # of each term, shape (); a loss that is not declared has one
-    items: tuple[Any, ...]  # of each term: a number, or a tensor of shape () on a device
-    declared: bool  # the loss function said the items
-    # They came as a bare pair, and so must be whole: it could be meant as two losses
+    # The mean of each term, shape (). A loss without declared items is one term.
+    means: tuple[torch.Tensor, ...]
+    # The items of each term: a number, or a tensor of shape () on a device.
+    items: tuple[Any, ...]
+    # Whether the loss function said what the items are.
+    declared: bool
+    # Whether the items must be whole: they were returned as a bare pair, which could also be meant
+    # as two losses.
     counted: bool = False
-    extra: Mapping[str, Any] | None = None  # detached
+    # Detached.
+    extra: Mapping[str, Any] | None = None
 
     def total(self) -> torch.Tensor:
         """Return the sum of the means, shape ``()``; of one term, that mean itself."""
         return sum(self.means[1:], self.means[0])
 
     def check_items(self) -> None:
-        """Raise H203 if a term is known to be over nothing; items on a device are not looked at."""
+        """Raise H203 if a term is over no items. Items on a device are not read."""
         for items in self.items:
             if not isinstance(items, torch.Tensor) and items <= 0:
                 raise bad_items(items)
 
     def read(self) -> tuple[list[float], list[float]]:
-        """Return the means and the items as numbers. Cost: one host sync, or none on the CPU."""
-        device, values = self.means[0].device, (*self.means, *self.items)
+        """Return the means and the items as numbers.
+
+        Cost: one host sync, or none on the CPU.
+
+        Raises:
+            BatchError: H203 for items that are no count.
+        """
+        device = self.means[0].device
+        values = (*self.means, *self.items)
         tensors = [
             value.detach().to(device, torch.float64)
             for value in values
             if isinstance(value, torch.Tensor)
         ]
-        numbers = iter(torch.stack(tensors).tolist())
-        read = [
-            next(numbers) if isinstance(value, torch.Tensor) else float(value) for value in values
-        ]
-        counts = read[len(self.means) :]
+        tensor_values = iter(torch.stack(tensors).tolist())
+        numbers = []
+        for value in values:
+            is_tensor = isinstance(value, torch.Tensor)
+            numbers.append(next(tensor_values) if is_tensor else float(value))
+        means = numbers[: len(self.means)]
+        counts = numbers[len(self.means) :]
         for count in counts:
             check_count(count, counted=self.counted)
-        return read[: len(self.means)], counts
+        return means, counts
 
 
 def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -> Terms:
     """Check what a loss function returned.
 
-    A scalar tensor, a `Loss`, a pair of mean and items, several `Loss`.
+    Args:
+        returned: A scalar tensor, a `Loss`, a pair of mean and items, or several `Loss`.
+        samples: The items of a bare scalar, or None if unknown.
+        needs_graph: Whether the loss must have a graph.
 
-    H201 for something that is no scalar loss, H202 for one without a graph if it needs one, H203
-    for items that are no count of zero or more. `samples` are the items of a bare scalar; None if
-    unknown.
+    Raises:
+        BatchError: H201 for anything but a scalar loss, H202 for a loss without a graph, H203 for
+            items that are not a count of zero or more.
     """
-    if (
-        type(returned) is torch.Tensor
-        and returned.requires_grad
-        and not (returned.dim() or returned.is_complex())
-    ):
-        # The usual one
-        return Terms(means=(returned,), items=(1 if samples is None else samples,), declared=False)
-    pairs, declared = _pairs(returned, samples)
+    if _is_usual_loss(returned):
+        return Terms(means=(returned,), items=(_default_items(samples),), declared=False)
+    pairs = _declared_pairs(returned)
+    declared = pairs is not None
+    if pairs is None:
+        pairs = [(returned, _default_items(samples))]
     counted = declared and isinstance(returned, tuple) and not isinstance(returned[0], Loss)
     means = tuple(_scalar(mean) for mean, _ in pairs)
     if needs_graph and not any(mean.requires_grad for mean in means):
@@ -111,83 +130,122 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
             ),
             rule="H202",
         )
-    found = tuple(_count(items, counted=counted) for _, items in pairs)
-    return Terms(
-        means=means, items=found, declared=declared, counted=counted, extra=_extra(returned)
-    )
+    items = tuple(_count(items, counted=counted) for _, items in pairs)
+    extra = _extra(returned)
+    return Terms(means=means, items=items, declared=declared, counted=counted, extra=extra)
+
+
+def _is_usual_loss(returned: Any) -> bool:
+    """Return whether this is a real scalar tensor with a graph, which needs no further checks."""
+    if type(returned) is not torch.Tensor or not returned.requires_grad:
+        return False
+    return returned.dim() == 0 and not returned.is_complex()
+
+
+def _default_items(samples: int | None) -> int:
+    return 1 if samples is None else samples
+
+
+def _declared_pairs(returned: Any) -> list[tuple[Any, Any]] | None:
+    """Return mean and items of each term, or None if the items were not declared."""
+    if isinstance(returned, Loss):
+        return [(returned.mean, returned.items)]
+    terms = list(returned.values()) if isinstance(returned, Mapping) else returned
+    is_sequence = isinstance(terms, (list, tuple)) and len(terms) > 0
+    if is_sequence and all(isinstance(term, Loss) for term in terms):
+        return [(term.mean, term.items) for term in terms]
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return [returned]
+    return None
 
 
 def _extra(returned: Any) -> dict[str, Any] | None:
-    """Return what the terms of a loss have brought beside it, without graphs."""
-    terms = [returned] if isinstance(returned, Loss) else returned
-    terms = (
-        terms.values()
-        if isinstance(terms, Mapping)
-        else terms
-        if isinstance(terms, (list, tuple))
-        else ()
-    )
-    given: list[Any] = [
-        term.extra for term in terms if isinstance(term, Loss) and term.extra is not None
-    ]
-    for each in given:
-        if not isinstance(each, Mapping):
-            limit, fix = (
-                "it is a dict of what is given back by name",
-                'such as Loss(mean, extra={"logits": logits}).',
-            )
+    """Return the extra results of all terms, without graphs, or None if there are none."""
+    merged: dict[str, Any] = {}
+    for term in _terms_of(returned):
+        if term.extra is None:
+            continue
+        if not isinstance(term.extra, Mapping):
             raise BatchError(
-                f"extra of a Loss is a {type(each).__name__}", limit=limit, fix=fix, rule="H201"
+                f"extra of a Loss is a {type(term.extra).__name__}",
+                limit="it is a dict of further results by name",
+                fix='such as Loss(mean, extra={"logits": logits}).',
+                rule="H201",
             )
-    return {name: _detached(value) for extra in given for name, value in extra.items()} or None
+        for name, value in term.extra.items():
+            merged[name] = _detached(value)
+    return merged or None
+
+
+def _terms_of(returned: Any) -> list[Loss]:
+    if isinstance(returned, Loss):
+        return [returned]
+    if isinstance(returned, Mapping):
+        returned = list(returned.values())
+    if not isinstance(returned, (list, tuple)):
+        return []
+    return [term for term in returned if isinstance(term, Loss)]
 
 
 def _detached(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     children = children_of(value)
-    return (
-        value
-        if not children
-        else rebuilt(value, {key: _detached(each) for key, each in children.items()})
-    )
+    if not children:
+        return value
+    return rebuilt(value, {key: _detached(child) for key, child in children.items()})
 
 
 def put_together(parts: Sequence[tuple[int | None, Mapping[str, Any] | None]]) -> dict[str, Any]:
-    """Return what the parts of a batch have brought beside their losses, as the whole batch would
-    have.
+    """Return the extra results of a split batch, as far as possible like those of the whole batch.
 
-    Tensors with a row for each sample of their part are concatenated, numbers are averaged over the
-    samples. What is neither is a list of what each part has given.
+    Tensors with one row per sample are concatenated, numbers are averaged over the samples, and
+    anything else becomes a list with one entry per part.
+
+    Args:
+        parts: The samples of each part (None if unknown), and its extra results.
     """
-    names = dict.fromkeys(name for _, extra in parts for name in extra or ())
-    return {
-        name: _joined([(size, extra[name]) for size, extra in parts if extra and name in extra])
-        for name in names
-    }
+    merged: dict[str, list[_PartResult]] = {}
+    for samples, extra in parts:
+        for name, value in (extra or {}).items():
+            merged.setdefault(name, []).append(_PartResult(samples, value))
+    return {name: _joined(results) for name, results in merged.items()}
 
 
-def _joined(values: list[tuple[int | None, Any]]) -> Any:
-    if len(values) == 1:
-        return values[0][1]
-    if all(
-        isinstance(value, torch.Tensor) and value.dim() and len(value) == size
-        for size, value in values
-    ):
-        return torch.cat([value for _, value in values])
-    if all(
-        isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1)
-        for _, v in values
-    ):
-        weights = [size or 1 for size, _ in values]
-        return sum(w * v for w, (_, v) in zip(weights, values, strict=True)) / sum(weights)
-    return [value for _, value in values]
+@dataclass(frozen=True, slots=True)
+class _PartResult:
+    """An extra result of one part of a batch."""
+
+    # Samples in the part, or None if unknown.
+    samples: int | None
+    value: Any
+
+    def has_a_row_per_sample(self) -> bool:
+        is_tensor = isinstance(self.value, torch.Tensor) and self.value.dim() > 0
+        return is_tensor and len(self.value) == self.samples
+
+    def is_number(self) -> bool:
+        if isinstance(self.value, torch.Tensor):
+            return self.value.numel() == 1
+        return isinstance(self.value, (int, float))
+
+
+def _joined(results: list[_PartResult]) -> Any:
+    if len(results) == 1:
+        return results[0].value
+    if all(result.has_a_row_per_sample() for result in results):
+        return torch.cat([result.value for result in results])
+    if all(result.is_number() for result in results):
+        weights = [result.samples or 1 for result in results]
+        weighted = [weight * result.value for weight, result in zip(weights, results, strict=True)]
+        return sum(weighted) / sum(weights)
+    return [result.value for result in results]
 
 
 def without_graph(run: Callable[[], _T]) -> _T:
-    """Run a loss function for its value only: without a graph, unless it differentiates by itself.
+    """Run a loss function for its value only: without a graph, unless it differentiates itself.
 
-    A penalty on a gradient (R1, WGAN-GP) needs a graph also where nobody wants that of the loss.
+    A penalty on a gradient (R1, WGAN-GP) needs a graph even where nobody needs that of the loss.
     """
     try:
         with torch.no_grad():
@@ -199,58 +257,36 @@ def without_graph(run: Callable[[], _T]) -> _T:
         return run()
 
 
-def _pairs(returned: Any, samples: int | None) -> tuple[list[tuple[Any, Any]], bool]:
-    """Return mean and items of each term, and whether the items were declared."""
-    if isinstance(returned, torch.Tensor):
-        return [(returned, 1 if samples is None else samples)], False
-    several = list(returned.values()) if isinstance(returned, Mapping) else returned
-    if (
-        isinstance(several, (list, tuple))
-        and several
-        and all(isinstance(term, Loss) for term in several)
-    ):
-        return [(term.mean, term.items) for term in several], True
-    if isinstance(returned, Loss):
-        return [(returned.mean, returned.items)], True
-    if isinstance(returned, tuple) and len(returned) == 2:
-        return [returned], True
-    return [(returned, 1 if samples is None else samples)], False
-
-
 def _scalar(mean: Any) -> torch.Tensor:
     if isinstance(mean, torch.Tensor) and mean.numel() == 1 and not mean.is_complex():
         return mean.reshape(()) if mean.dim() else mean
-    holds_loss = hasattr(mean, "loss") or (isinstance(mean, Mapping) and "loss" in mean)
+    if hasattr(mean, "loss") or (isinstance(mean, Mapping) and "loss" in mean):
+        fix = "return the loss in it."
+    else:
+        fix = (
+            "reduce it, for instance with .mean(), and return the tensor itself; if there are"
+            " several losses, return their sum and nothing else."
+        )
     raise BatchError(
         f"loss_fn returned {_describe(mean)}",
         limit=(
             "a scalar mean loss is needed, or Loss(mean=..., items=...), or a pair (mean, items),"
-            " or a sequence or dict of nothing but Loss"
+            " or a sequence or dict that holds only Loss objects"
         ),
-        fix=(
-            "return the loss in it."
-            if holds_loss
-            else (
-                "reduce it, for instance with .mean(), and return the tensor "
-                "itself; of several losses return the sum, and nothing beside it."
-            )
-        ),
+        fix=fix,
         rule="H201",
     )
 
 
 def _count(items: Any, *, counted: bool) -> Any:
+    """Return checked items. A tensor on a device is not read: that would be a sync."""
     if isinstance(items, torch.Tensor):
-        if (
-            items.numel() != 1
-            or items.requires_grad
-            or items.is_complex()
-            or items.dtype == torch.bool
-        ):
+        is_number = items.numel() == 1 and not items.is_complex() and items.dtype != torch.bool
+        if not is_number or items.requires_grad:
             raise bad_items(items)
         items = items.detach().reshape(())
         if items.device.type != "cpu":
-            return items  # a look at it would be a sync: it is read along with the gradients
+            return items
         items = items.item()
     if isinstance(items, np.generic):
         items = items.item()
@@ -261,33 +297,34 @@ def _count(items: Any, *, counted: bool) -> Any:
 
 
 def check_count(items: float, *, counted: bool) -> None:
-    """Raise H203 unless a mean can be over so many items (`counted`: whole ones).
+    """Raise H203 unless this can be a number of items. Zero is left to the caller.
 
-    None at all is for the caller.
+    Args:
+        items: The number.
+        counted: Whether it must be whole.
     """
-    if not 0 <= items < math.inf or (counted and items != int(items)):
+    is_in_range = 0 <= items < math.inf
+    if not is_in_range or (counted and items != int(items)):
         raise bad_items(items)
 
 
 def bad_items(items: Any) -> BatchError:
     """Return the error about items that are no count."""
-    known = items is None or isinstance(items, (bool, int, float, str))
-    what = (
-        f"items={items!r:.40}"
-        if known
-        else f"loss_fn returned a loss and, as its items, {_describe(items)}"
-    )
+    if items is None or isinstance(items, (bool, int, float, str)):
+        problem = f"items={items!r:.40}"
+    else:
+        problem = f"loss_fn returned a loss and, as its items, {_describe(items)}"
     return BatchError(
-        what,
+        problem,
         limit=(
             "a pair is read as (mean, items): the mean loss, and the positive number of items that"
             " it is over"
         ),
         fix=(
-            "if these are two losses: return loss_a + loss_b. If it is a count: a whole number of"
-            " tokens, frames or samples, such as int(mask.sum()), and leave out batches without"
-            " any. All else: return the loss alone. Loss(mean, items=...) takes a sum of weights"
-            " too."
+            "if these are two losses, return loss_a + loss_b. If it is a count, return a whole"
+            " number of tokens, frames or samples, such as int(mask.sum()), and leave out batches"
+            " without any. Otherwise return the loss alone. Loss(mean, items=...) also takes a sum"
+            " of weights."
         ),
         rule="H203",
     )

@@ -1,12 +1,13 @@
-"""How an operation came to return NaN or Inf, in words, from the ranges of what it was given.
+"""How an operation came to return NaN or Inf, in words, from the ranges of its operands.
 
-A mechanism is named only if the operands bear it out; what none explains is said to be unexplained.
+A mechanism is named only if the operands bear it out. Otherwise it is said to be unexplained.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Literal
 
@@ -18,114 +19,201 @@ from holdfast.numerics.tracer import Suspect
 
 Confidence = Literal["certain", "likely", "unknown"]
 
+# Prefixes and suffixes by which variants of one operation differ.
 _VARIANT = re.compile(
     r"^(?:native|cudnn|mkldnn|thnn_fused|fused|safe|linalg_vector)_"
     r"|_(?:forward|backward_data|legit|legit_no_training|with_update)$"
     r"|(?<=nll_loss)2d|(?<=rnn)_layer$|(?<=^to)_copy$"
 )
+# By operation: what is singular about its derivative, and where.
 _SINGULAR: dict[str, str] = yaml.safe_load(
     resources.files(__package__).joinpath("singular.yaml").read_text(encoding="utf-8")
 )
+_FP16_MAX = "65,504"
 
 
 def readable(name: str) -> str:
-    """Return the name that users know of an operation (``"add_"``) or an autograd node
-    (``"AddBackward0"``).
+    """Return the name by which users know an operation or an autograd node.
+
+    Example:
+        >>> readable("add_"), readable("AddBackward0")
+        ('add', 'add')
     """
     name = name.removeprefix("torch::autograd::")
     node = re.fullmatch(r"(.*?)Backward\d*s?", name)
-    if node is not None or name[:1].isupper():
-        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name if node is None else node[1]).lower()
+    if node is not None:
+        name = _snake_case(node[1])
+    elif name[:1].isupper():
+        name = _snake_case(name)
     name = name.strip("_")
-    return (
-        "scaled_dot_product_attention" if "scaled_dot_product" in name else _VARIANT.sub("", name)
-    )
+    if "scaled_dot_product" in name:
+        return "scaled_dot_product_attention"
+    return _VARIANT.sub("", name)
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def explain(suspect: Suspect) -> tuple[str, Confidence]:
-    """Return how an operation came to be bad, in one clause, and how sure that is."""
-    op = readable(suspect.name if suspect.function else suspect.node or suspect.name)
-    if suspect.node:
-        found = _in_backward(op, suspect)
+    """Return how an operation came to return NaN or Inf, in one clause, and how sure that is."""
+    if suspect.function:
+        operation = readable(suspect.name)
     else:
-        found = _in_forward(op, suspect, suspect.operands[0]) if suspect.operands else None
-    if found is not None:
-        return found, "certain"
-    found = _by_arithmetic(op, suspect)
-    return (found, "likely") if found is not None else ("no rule explains it", "unknown")
+        operation = readable(suspect.node or suspect.name)
+    mechanism = None
+    if suspect.node:
+        mechanism = _singular_derivative(operation, suspect)
+    elif suspect.operands and operation in _FORWARD_RULES:
+        mechanism = _FORWARD_RULES[operation](operation, suspect, suspect.operands[0])
+    if mechanism is not None:
+        return mechanism, "certain"
+    mechanism = _by_arithmetic(operation, suspect)
+    if mechanism is not None:
+        return mechanism, "likely"
+    return "no rule explains it", "unknown"
 
 
-def _in_forward(op: str, suspect: Suspect, first: Operand) -> str | None:
-    produced = suspect.produced
-    negative = first.least is not None and first.least < 0
-    match op:
-        case "log" | "log2" | "log10" | "log1p":
-            edge = -1.0 if op == "log1p" else 0.0
-            if first.least is not None and first.least < edge:
-                return f"{op} of a number below {edge:g}"
-            return f"{op} of {edge:g}" if first.least == edge else None
-        case "sqrt" | "rsqrt":
-            if negative:
-                return "square root of a negative number"
-            return "1/sqrt of 0" if op == "rsqrt" and first.zeros else None
-        case "div" | "reciprocal":
-            by_number = op == "div" and len(suspect.operands) == 1  # tensor / number
-            if 0.0 in suspect.scalars if by_number else suspect.operands[-1].zeros > 0:
-                return "division 0/0" if produced.nan and first.zeros else "division by 0"
-        case "exp" | "expm1" | "cosh" | "sinh" if (
-            first.most is not None and not first.nan and produced.inf
-        ):
-            return f"{op} overflow (largest operand {first.most:.4g})"
-        case "pow" if produced.nan and negative:
-            return "pow: a negative number to a fractional power"
-        case "softmax" | "log_softmax" | "logsumexp" | "max" | "amax" if first.inf:
-            masked = first.negative_inf == first.inf
-            return (
-                f"{op} over a row that is masked entirely (all -Inf)" if masked else f"{op} of +Inf"
-            )
-        case "std" | "var" if produced.nan and not (first.inf or first.nan):
-            return f"{op}: variance of one element"
-        case "nll_loss" if first.negative_inf:
-            return (
-                f"{op}: the log-probability of a target is -Inf (its class is masked, or has"
-                " probability 0)"
-            )
+# --- Rules of the forward pass: what each operation cannot take. They get the readable name of the
+# operation, the suspect, and its first operand.
+
+_ForwardRule = Callable[[str, Suspect, Operand], str | None]
+
+
+def _logarithm(operation: str, _suspect: Suspect, operand: Operand) -> str | None:
+    edge = -1.0 if operation == "log1p" else 0.0
+    if operand.least is None or operand.least > edge:
+        return None
+    if operand.least == edge:
+        return f"{operation} of {edge:g}"
+    return f"{operation} of a number below {edge:g}"
+
+
+def _square_root(operation: str, _suspect: Suspect, operand: Operand) -> str | None:
+    if _has_negative(operand):
+        return "square root of a negative number"
+    if operation == "rsqrt" and operand.zeros:
+        return "1/sqrt of 0"
     return None
 
 
-def _in_backward(op: str, suspect: Suspect) -> str | None:
-    """Explain by the forward operation whose derivative ran.
+def _division(operation: str, suspect: Suspect, operand: Operand) -> str | None:
+    is_by_number = operation == "div" and len(suspect.operands) == 1
+    if is_by_number:
+        has_zero_divisor = 0.0 in suspect.scalars
+    else:
+        has_zero_divisor = suspect.operands[-1].zeros > 0
+    if not has_zero_divisor:
+        return None
+    return "division 0/0" if suspect.produced.nan and operand.zeros else "division by 0"
 
-    0 among the operands means its singular point.
+
+def _exponential(operation: str, suspect: Suspect, operand: Operand) -> str | None:
+    if operand.most is None or operand.nan or not suspect.produced.inf:
+        return None
+    return f"{operation} overflow (largest operand {operand.most:.4g})"
+
+
+def _power(_operation: str, suspect: Suspect, operand: Operand) -> str | None:
+    if suspect.produced.nan and _has_negative(operand):
+        return "pow: a negative number to a fractional power"
+    return None
+
+
+def _reduction_of_row(operation: str, _suspect: Suspect, operand: Operand) -> str | None:
+    if not operand.inf:
+        return None
+    if operand.negative_inf == operand.inf:
+        return f"{operation} over a row that is masked entirely (all -Inf)"
+    return f"{operation} of +Inf"
+
+
+def _variance(operation: str, suspect: Suspect, operand: Operand) -> str | None:
+    if suspect.produced.nan and not (operand.inf or operand.nan):
+        return f"{operation}: variance of one element"
+    return None
+
+
+def _negative_log_likelihood(operation: str, _suspect: Suspect, operand: Operand) -> str | None:
+    if not operand.negative_inf:
+        return None
+    return (
+        f"{operation}: the log-probability of a target is -Inf (its class is masked, or has"
+        " probability 0)"
+    )
+
+
+def _has_negative(operand: Operand) -> bool:
+    return operand.least is not None and operand.least < 0
+
+
+_FORWARD_RULES: Mapping[str, _ForwardRule] = {
+    "log": _logarithm,
+    "log2": _logarithm,
+    "log10": _logarithm,
+    "log1p": _logarithm,
+    "sqrt": _square_root,
+    "rsqrt": _square_root,
+    "div": _division,
+    "reciprocal": _division,
+    "exp": _exponential,
+    "expm1": _exponential,
+    "cosh": _exponential,
+    "sinh": _exponential,
+    "pow": _power,
+    "softmax": _reduction_of_row,
+    "log_softmax": _reduction_of_row,
+    "logsumexp": _reduction_of_row,
+    "max": _reduction_of_row,
+    "amax": _reduction_of_row,
+    "std": _variance,
+    "var": _variance,
+    "nll_loss": _negative_log_likelihood,
+}
+
+
+# --- The backward pass, and arithmetic in general
+
+
+def _singular_derivative(operation: str, suspect: Suspect) -> str | None:
+    """Explain by the forward operation whose derivative ran, if an operand shows its singularity.
+
+    A 0 or an Inf among the operands stands for the singular point.
     """
-    singular = _SINGULAR.get(op)
-    if singular is None or not any(operand.zeros or operand.inf for operand in suspect.operands):
+    mechanism = _SINGULAR.get(operation)
+    at_singular_point = any(operand.zeros or operand.inf for operand in suspect.operands)
+    if mechanism is None or not at_singular_point:
         return None
-    return singular + " (0/0, as behind a where)" * bool(
-        suspect.produced.nan and suspect.operands[0].zeros
-    )
+    if suspect.produced.nan and suspect.operands[0].zeros:
+        mechanism += " (0/0, as behind a where)"
+    return mechanism
 
 
-def _by_arithmetic(op: str, suspect: Suspect) -> str | None:
-    """Explain by what any arithmetic can do: inf-inf, 0*inf, and leaving the range of the type."""
-    infinite_number = any(map(math.isinf, suspect.scalars))
-    infinite_operand = any(operand.inf for operand in suspect.operands)
-    if suspect.produced.nan and (infinite_operand or infinite_number):
-        if op in ("add", "sub", "sum", "mean", "cumsum"):
-            return "inf-inf"
-        return "NaN made of Inf (inf-inf, 0*inf or inf/inf)"
-    if infinite_operand or infinite_number:
+def _by_arithmetic(operation: str, suspect: Suspect) -> str | None:
+    """Explain by what any arithmetic can do: inf-inf, 0*inf, or an overflow of the dtype."""
+    has_infinity = any(math.isinf(number) for number in suspect.scalars)
+    has_infinity = has_infinity or any(operand.inf for operand in suspect.operands)
+    if not has_infinity:
+        return _overflow(suspect)
+    if not suspect.produced.nan:
         return "Inf reached it, on purpose or not (a mask value in a sum or mean?)"
-    largest = max(
-        [0.0, *(operand.largest for operand in suspect.operands), *map(abs, suspect.scalars)]
-    )
-    # A product of two such values, summed as often as there are elements, is the most that one
-    # operation can make.
-    count = max((operand.count for operand in suspect.operands), default=1)
-    limit = torch.finfo(getattr(torch, suspect.produced.dtype)).max
-    if max(largest, largest * largest) * count <= limit or not (
-        suspect.produced.inf or suspect.produced.nan
-    ):
+    if operation in ("add", "sub", "sum", "mean", "cumsum"):
+        return "inf-inf"
+    return "NaN made of Inf (inf-inf, 0*inf or inf/inf)"
+
+
+def _overflow(suspect: Suspect) -> str | None:
+    produced = suspect.produced
+    if not (produced.inf or produced.nan):
         return None
-    bound = "65 504" if suspect.produced.dtype == "float16" else f"{limit:.4g}"
-    return f"{suspect.produced.dtype} range exceeded ({bound}; largest operand {largest:.4g})"
+    magnitudes = [abs(number) for number in suspect.scalars]
+    magnitudes += [operand.largest for operand in suspect.operands]
+    largest = max(magnitudes, default=0.0)
+    # The most that one operation can make is a product of two such values, summed over as many
+    # terms as there are elements.
+    terms = max((operand.count for operand in suspect.operands), default=1)
+    limit = torch.finfo(getattr(torch, produced.dtype)).max
+    if max(largest, largest * largest) * terms <= limit:
+        return None
+    bound = _FP16_MAX if produced.dtype == "float16" else f"{limit:.4g}"
+    return f"{produced.dtype} range exceeded ({bound}; largest operand {largest:.4g})"

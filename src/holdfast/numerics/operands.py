@@ -1,6 +1,6 @@
-"""Facts about one tensor: whether it is finite, its range, where it is bad.
+"""Facts about one tensor: whether it is finite, its range, and where it is not finite.
 
-Every look is a read by the host.
+Each of these functions is read by the host, so they cost a sync.
 """
 
 from __future__ import annotations
@@ -10,82 +10,108 @@ from dataclasses import dataclass
 
 import torch
 
-_PLAIN = torch._C._disabled_torch_dispatch_impl
+# What a tensor class has in place of its own ``__torch_dispatch__``.
+_NO_OWN_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """What is known about the values of a tensor; of complex numbers the magnitudes count."""
+    """What is known about the values of a tensor. For complex numbers these are the magnitudes."""
 
-    dtype: str  # such as "float32"
+    # Such as "float32".
+    dtype: str
     shape: tuple[int, ...]
-    least: float | None  # smallest finite value; None if no value is finite
-    most: float | None  # largest finite value
-    nan: int  # elements that are NaN
-    inf: int  # elements that are Inf of either sign
-    negative_inf: int  # of these, elements that are -Inf
-    zeros: int  # elements that are 0
+    # Smallest and largest finite value, or None if no value is finite.
+    least: float | None
+    most: float | None
+    # Elements that are NaN, Inf of either sign, -Inf, and 0.
+    nan: int
+    inf: int
+    negative_inf: int
+    zeros: int
 
     @property
     def largest(self) -> float:
-        """Largest finite magnitude."""
+        """The largest finite magnitude."""
         return max(abs(self.least or 0.0), abs(self.most or 0.0))
 
     @property
     def count(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_mask(self) -> bool:
-        """Whether nothing but 0 and -Inf occurs: an additive mask, Inf on purpose."""
-        only_zeros = self.least is None or self.least == self.most == 0.0
-        return 0 < self.negative_inf == self.inf < self.count and self.nan == 0 and only_zeros
+        """Whether it holds nothing but 0 and -Inf: an additive mask, whose Inf is intended."""
+        has_infinities = self.negative_inf > 0 and self.negative_inf == self.inf
+        rest_is_zero = self.least is None or self.least == self.most == 0.0
+        return has_infinities and rest_is_zero and self.inf < self.count and self.nan == 0
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or "scalar"
-        parts = []
+        details = []
         if self.least is not None and self.most is not None:
-            parts.append(
-                f"{self.least:.4g} to {self.most:.4g}"
-                if self.least != self.most
-                else f"{self.least:.4g}"
-            )
-        parts += [
-            f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count
-        ]
-        return f"{self.dtype}[{size}]" + (f" ({', '.join(parts)})" if parts else "")
+            details.append(_range(self.least, self.most))
+        if self.nan:
+            details.append(f"{self.nan} NaN")
+        if self.inf:
+            details.append(f"{self.inf} Inf")
+        text = f"{self.dtype}[{size}]"
+        if details:
+            text += f" ({', '.join(details)})"
+        return text
 
 
-def values_of(tensor: torch.Tensor, *, whole_numbers: bool = False) -> torch.Tensor | None:
-    """Return the floating-point or complex values (or the integers) of a tensor that can be looked
-    at, or None.
+def _range(least: float, most: float) -> str:
+    return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
 
-    Passed over: meta tensors, subclasses that dispatch themselves, nested and quantized tensors.
-    """
-    dispatches = getattr(type(tensor), "__torch_dispatch__", _PLAIN) is not _PLAIN
-    if dispatches or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the floating-point or complex values of a tensor, or None if they cannot be read."""
+    values = _readable_values(tensor)
+    return values if values is not None and _is_real(values) else None
+
+
+def whole_numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the integers of a tensor, or None if it holds none or they cannot be read."""
+    values = _readable_values(tensor)
+    if values is None or _is_real(values) or values.dtype == torch.bool:
+        return None
+    return values
+
+
+def _is_real(values: torch.Tensor) -> bool:
+    return values.is_floating_point() or values.is_complex()
+
+
+def _readable_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the values of a tensor unless it is meta, quantized, nested or dispatches itself."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", _NO_OWN_DISPATCH)
+    if dispatch is not _NO_OWN_DISPATCH:
+        return None
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return None
     values = tensor._values() if tensor.layout == torch.sparse_coo else tensor
-    is_real = values.is_floating_point() or values.is_complex()
-    wanted = not (is_real or values.dtype == torch.bool) if whole_numbers else is_real
-    return values if wanted and values.layout == torch.strided else None
+    return values if values.layout == torch.strided else None
 
 
 def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return where a tensor is NaN or Inf (bool, shape as `values_of` the tensor), or None if it is
-    nowhere.
+    """Return where a tensor is NaN or Inf, or None if it is finite everywhere.
 
-    A sum is finite only if every element is, so the exact look follows only a sum that is not.
+    A sum is finite only if every element is, so each element is looked at only if the sum is not.
+
+    Returns:
+        A bool tensor, of the shape of `values_of` the tensor.
     """
     values = values_of(tensor)
     if values is None or values.numel() == 0:
         return None
     values = values.detach()
-    narrow = values.dtype.itemsize < 4 and not values.is_complex()
-    if narrow and values.dtype not in (torch.float16, torch.bfloat16):  # fp8 has few kernels
+    is_narrow = values.dtype.itemsize < 4 and not values.is_complex()
+    if is_narrow and values.dtype not in (torch.float16, torch.bfloat16):
+        # There are few kernels for fp8.
         values = values.float()
-    total = values.sum(dtype=torch.float32 if narrow else None)
+    total = values.sum(dtype=torch.float32 if is_narrow else None)
     if bool(torch.isfinite(total)):
         return None
     bad = ~torch.isfinite(values)
@@ -94,32 +120,48 @@ def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def measure(values: torch.Tensor) -> Operand:
     """Return the facts about a tensor, real or complex, of any shape."""
-    seen = values.detach()
-    real = seen.abs() if seen.is_complex() else seen.float() if seen.dtype.itemsize < 4 else seen
-    nan, inf = torch.isnan(real), torch.isinf(real)
+    real = _as_real(values.detach())
+    nan = torch.isnan(real)
+    inf = torch.isinf(real)
+    counts = torch.stack([nan.sum(), inf.sum(), (real == -math.inf).sum(), (real == 0).sum()])
+    nan_count, inf_count, negative_inf_count, zero_count = counts.tolist()
+    least = None
+    most = None
     finite = real[~(nan | inf)]
-    counts = torch.stack(
-        [nan.sum(), inf.sum(), (real == -math.inf).sum(), (real == 0).sum()]
-    ).tolist()
-    least, most = (float(finite.min()), float(finite.max())) if finite.numel() else (None, None)
+    if finite.numel():
+        least = float(finite.min())
+        most = float(finite.max())
     return Operand(
         dtype=str(values.dtype).removeprefix("torch."),
         shape=tuple(values.shape),
         least=least,
         most=most,
-        nan=counts[0],
-        inf=counts[1],
-        negative_inf=counts[2],
-        zeros=counts[3],
+        nan=nan_count,
+        inf=inf_count,
+        negative_inf=negative_inf_count,
+        zeros=zero_count,
     )
 
 
-def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
-    """Return where a tensor is bad along its batch axis, empty if it has none or is bad all along
-    it.
+def _as_real(values: torch.Tensor) -> torch.Tensor:
+    """Return magnitudes of complex numbers, and anything below 32 bits as fp32."""
+    if values.is_complex():
+        return values.abs()
+    return values.float() if values.dtype.itemsize < 4 else values
 
-    The batch axis is the first one of this length; a first axis that is a multiple of it (positions
-    flattened into the batch) counts too.
+
+def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
+    """Return the rows along the batch axis in which a tensor is bad.
+
+    The batch axis is the first one of length `batch_size`. A first axis whose length is a multiple
+    of it counts too: positions that were flattened into the batch.
+
+    Args:
+        bad: Where the tensor is bad, as `nonfinite` returns it.
+        batch_size: Samples in the batch, or None if unknown.
+
+    Returns:
+        An empty tuple if there is no batch axis, or every row is bad.
     """
     if batch_size is None or batch_size < 2 or not bad.dim():
         return ()
@@ -127,5 +169,7 @@ def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
         bad = bad.movedim(bad.shape.index(batch_size), 0)
     elif not bad.shape[0] or bad.shape[0] % batch_size:
         return ()
-    rows = bad.reshape(batch_size, -1).any(1)
-    return () if bool(rows.all()) else tuple(rows.nonzero().flatten().tolist())
+    is_bad = bad.reshape(batch_size, -1).any(1)
+    if bool(is_bad.all()):
+        return ()
+    return tuple(is_bad.nonzero().flatten().tolist())

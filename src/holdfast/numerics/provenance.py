@@ -1,10 +1,9 @@
-"""Where a non-finite value came from.
+"""Find where a non-finite value came from: one replay under a tracer, then a walk back.
 
-One replay under a tracer, then a walk back from what failed to its origin.
-
-An Inf that never reaches the loss or a gradient is nobody's fault, and one that was written on
-purpose (a mask) is not to blame either: then it is the operation that could not bear it, such as a
-softmax over a row that is masked entirely.
+The walk goes from what failed (the loss or gradients) to its origin. An Inf that never reaches the
+loss or a gradient did no harm, and one that was written on purpose (a mask) is not to blame either:
+then it is the operation that could not take it, such as a softmax over a row that is masked
+entirely.
 
 Does not: undo what the replay does to gradients, buffers and random state, nor decide what to do
 about the finding.
@@ -25,87 +24,106 @@ from holdfast.numerics.mechanisms import Confidence, explain, readable
 from holdfast.numerics.operands import Operand, nonfinite
 from holdfast.numerics.tracer import OUTSIDE, Kind, OriginTracer, Phase, Suspect
 
+OriginKind = Literal["operation", "finite_overflow", "input", "parameter", "buffer", "constant"]
+
 _MOST_PARAMETERS = 3
 _MOST_OPERANDS = 4
-_ON_PURPOSE = re.compile(
-    r"(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor|masked_scatter|where|constant_pad_nd|lift_fresh"
+# Names in one line of text.
+_MOST_NAMED = 5
+# Operations that write constants, and so write an Inf on purpose.
+_WRITES_CONSTANTS = re.compile(
+    r"(masked_|index_)?fill|(new_)?full(_like)?|scalar_tensor|masked_scatter|where"
+    r"|constant_pad_nd|lift_fresh"
 )
-_CARRIERS = re.compile(
-    r"cat|stack|index(_select|_put)?|gather|scatter|copy|clone|to|repeat|(slice|select)_(backward|scatter)|log_softmax|"
-    r"unsafe_view|roll|flip|baddbmm|masked_(scatter|select)|tril|triu|constant_pad_nd|unfold_backward"
+# Operations that move values without computing with them, so that they pass an Inf on.
+_MOVES_VALUES = re.compile(
+    r"cat|stack|index(_select|_put)?|gather|scatter|copy|clone|to|repeat"
+    r"|(slice|select)_(backward|scatter)|log_softmax|unsafe_view|roll|flip|baddbmm"
+    r"|masked_(scatter|select)|tril|triu|constant_pad_nd|unfold_backward"
 )
 
 
 class UntraceableError(Exception):
-    """A step holds NaN or Inf, and not all of its operations can be examined; says why."""
+    """A step holds NaN or Inf, and not all of its operations can be examined. Says why."""
 
 
 class NeedsOtherRanksError(RuntimeError):
-    """A rank that makes a step again by itself has come to a collective of the loss or the model.
+    """A rank that replays a step alone has reached a collective of the loss or the model.
 
-    `given` holds what the collective was called with, tensors among other things.
+    Attributes:
+        given: The tensors that the collective was called with.
     """
 
     def __init__(self, collective: str, given: Sequence[object] = ()) -> None:
         super().__init__(
-            f"{collective} needs the other ranks, and this one makes the step again by itself"
+            f"{collective} needs the other ranks, and this rank replays the step alone"
         )
         self.given = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where NaN or Inf came from, as facts that JSON can hold.
+    """Where NaN or Inf came from, as facts that JSON can hold."""
 
-    ``"finite_overflow"``: the backward pass left fp16's range with finite factors, so the loss
-    scale is too large. ``"constant"``: a bad tensor that is no input, parameter or buffer, such as
-    one that a module keeps to itself.
-    """
-
-    kind: Literal["operation", "finite_overflow", "input", "parameter", "buffer", "constant"]
-    # As users know it ("log"; in backward that whose derivative ran), a custom Function, or the bad
-    # tensor
+    # With "finite_overflow" the backward pass left the range of fp16 although its factors were
+    # finite, so the loss scale is too large. With "constant" it is a bad tensor that is no input,
+    # parameter or buffer, such as one that a module keeps to itself.
+    kind: OriginKind
+    # The operation as users know it ("log"; in the backward pass, the one whose derivative ran),
+    # a custom Function, or the bad tensor.
     op: str
-    aten: str  # the operation that really ran, such as "aten.div"; empty for a tensor
-    module: str  # its path, or "loss function"
-    phase: Phase  # "backward" if the loss is finite
-    parameters: tuple[str, ...]  # the bad one, or the first whose gradients are hit
-    # Bad rows of the output along the batch axis, a hint; empty if unknown, or all are
+    # The operation that really ran, such as "aten.div"; empty for a tensor.
+    aten: str
+    # The module's path, or "loss function".
+    module: str
+    # "backward" if the loss is finite.
+    phase: Phase
+    # The bad parameter, or the first ones whose gradients are hit.
+    parameters: tuple[str, ...]
+    # Rows along the batch axis in which the output is bad: a hint. Empty if unknown, or if all are.
     samples: tuple[int, ...]
-    operands: tuple[Operand, ...]  # what the operation was given, the first few
-    produced: Operand  # what it returned, or the bad tensor
-    # Such as "model.py:12 in forward": the user's code, in the backward pass that of the forward
-    # one
+    # The first few operands.
+    operands: tuple[Operand, ...]
+    # What the operation returned, or the bad tensor.
+    produced: Operand
+    # The user's code, such as "model.py:12 in forward". In the backward pass, that of the forward
+    # operation.
     line: str
-    mechanism: str  # how it happened, one clause
-    confidence: Confidence  # "certain": the operands bear the mechanism out
-    sent: bool = False  # it went into a collective of the loss or the model, and so to other ranks
+    # How it happened, in one clause.
+    mechanism: str
+    # "certain": the operands bear the mechanism out.
+    confidence: Confidence
+    # It was sent to other ranks by a collective of the loss or the model.
+    sent: bool = False
 
     def __str__(self) -> str:
-        if self.kind in ("operation", "finite_overflow"):
-            place = (
-                self.module if self.module == OUTSIDE else f"module {self.module or '(unknown)'}"
-            )
-            line = f" ({self.line})" if self.line else ""
-            parts = [
-                f"{self.op} in the {place}{line}, {self.phase} pass: {self.mechanism}",
-                f"gave {self.produced}",
-            ]
-        else:
-            parts = [f"{self.mechanism}: {self.produced}"]
+        parts = self._operation_text() if self.aten else [f"{self.mechanism}: {self.produced}"]
         if self.operands:
             parts.append(f"of {', '.join(map(str, self.operands))}")
         if self.samples:
-            parts.append(f"rows {_some(self.samples)}")
+            parts.append(f"rows {_first_few(self.samples)}")
         if self.sent:
-            parts.append("went to the other ranks in a collective of the loss or the model")
+            parts.append("sent to the other ranks by a collective of the loss or the model")
         if self.parameters and self.kind != "parameter":
-            parts.append(f"hits the gradient of {_some(self.parameters)}")
+            parts.append(f"hits the gradient of {_first_few(self.parameters)}")
         return "; ".join(parts)
 
+    def _operation_text(self) -> list[str]:
+        place = self.module
+        if self.module != OUTSIDE:
+            place = f"module {self.module or '(unknown)'}"
+        line = f" ({self.line})" if self.line else ""
+        return [
+            f"{self.op} in the {place}{line}, {self.phase} pass: {self.mechanism}",
+            f"gave {self.produced}",
+        ]
 
-def _some(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values[:5])) + ", ..." * (len(values) > 5)
+
+def _first_few(values: Sequence[object]) -> str:
+    text = ", ".join(str(value) for value in values[:_MOST_NAMED])
+    if len(values) > _MOST_NAMED:
+        text += ", ..."
+    return text
 
 
 def trace(
@@ -115,28 +133,30 @@ def trace(
     batch_tensors: Sequence[tuple[str, torch.Tensor]],
     batch_size: int | None,
 ) -> Origin | None:
-    """Run a failing step once more and say where its NaN or Inf comes from.
+    """Run a failing step once more and return where its NaN or Inf comes from.
 
-    None if all was finite this time.
+    Cost: about three to thirty times a step.
 
-    Cost: about three to thirty times a step. Random state is touched by `run_once` alone, which
-    runs forward and backward into ``.grad`` of `parameters`, and returns the detached loss, shape
-    ``()``. Parts of a single model called ``"model"`` keep their bare paths. `batch_size` is as
-    `run_once` passes the batch to the model; None if unknown. `UntraceableError` if operations that
-    may be to blame could not be examined.
+    Args:
+        run_once: Runs forward and backward, into ``.grad`` of `parameters`, and returns the
+            detached loss, shape ``()``. It alone touches random state.
+        models: The models by name. Parts of a single model called ``"model"`` keep their bare
+            paths.
+        parameters: Names and parameters whose gradients matter.
+        batch_tensors: Names and tensors of the batch.
+        batch_size: Samples in the batch as `run_once` passes it to the model, or None if unknown.
 
-    Where `run_once` raises `NeedsOtherRanksError`, what came before is looked at, and
-    `UntraceableError` is raised if all of that was finite.
+    Returns:
+        None if everything was finite this time.
+
+    Raises:
+        UntraceableError: Operations that may be to blame could not be examined. Where `run_once`
+            raises `NeedsOtherRanksError`, what ran before the collective is examined, and this is
+            raised if all of it was finite.
     """
-    known: list[tuple[Kind, str, torch.Tensor]] = [
-        ("input", name, tensor) for name, tensor in batch_tensors
-    ]
-    known += [("parameter", name, tensor) for name, tensor in parameters]
-    for key, model in models.items():
-        prefix = "" if key == "model" else f"{key}."
-        known += [("parameter", prefix + name, tensor) for name, tensor in model.named_parameters()]
-        known += [("buffer", prefix + name, tensor) for name, tensor in model.named_buffers()]
-    tracer = OriginTracer(dict(models), known, batch_size)
+    tracer = OriginTracer(
+        dict(models), _existing_tensors(models, parameters, batch_tensors), batch_size
+    )
     collective: NeedsOtherRanksError | None = None
     with eager(), tracer:
         try:
@@ -144,158 +164,188 @@ def trace(
         except NeedsOtherRanksError as error:
             collective = error
     if collective is not None:
-        return _before_a_collective(tracer, collective)
-    hidden = nonfinite(loss) is None
-    hit = [
-        (name, p.grad)
-        for name, p in parameters
-        if p.grad is not None and nonfinite(p.grad) is not None
+        return _before_collective(tracer, collective)
+    bad_gradients = [
+        (name, parameter.grad)
+        for name, parameter in parameters
+        if parameter.grad is not None and nonfinite(parameter.grad) is not None
     ]
-    if hidden and not hit:
+    loss_is_finite = nonfinite(loss) is None
+    if loss_is_finite and not bad_gradients:
         return None
     if tracer.missed_some:
         raise UntraceableError(
             "part of the loss is computed by forward-mode AD, where values cannot be looked at"
         )
-    ends = [gradient for _, gradient in hit] if hidden else [loss]
-    culprit = _find_culprit([(tracer.find(end), _holds_nan(end)) for end in ends], tracer.suspects)
-    origin = _describe(culprit, hidden=hidden)
+    failures = [gradient for _, gradient in bad_gradients] if loss_is_finite else [loss]
+    culprit = _find_culprit([_failure(tracer, tensor) for tensor in failures], tracer.suspects)
+    origin = _origin(culprit, loss_is_finite=loss_is_finite)
     if culprit.kind == "parameter":
         return origin
-    return replace(origin, parameters=tuple(name for name, _ in hit[:_MOST_PARAMETERS]))
+    return replace(origin, parameters=tuple(name for name, _ in bad_gradients[:_MOST_PARAMETERS]))
+
+
+def _existing_tensors(
+    models: Mapping[str, nn.Module],
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    batch_tensors: Sequence[tuple[str, torch.Tensor]],
+) -> list[tuple[Kind, str, torch.Tensor]]:
+    """Return kind, name and tensor of everything that exists before the pass."""
+    tensors: list[tuple[Kind, str, torch.Tensor]] = []
+    for name, tensor in batch_tensors:
+        tensors.append(("input", name, tensor))
+    for name, tensor in parameters:
+        tensors.append(("parameter", name, tensor))
+    for key, model in models.items():
+        prefix = "" if key == "model" else f"{key}."
+        for name, tensor in model.named_parameters():
+            tensors.append(("parameter", prefix + name, tensor))
+        for name, tensor in model.named_buffers():
+            tensors.append(("buffer", prefix + name, tensor))
+    return tensors
 
 
 def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None) -> Origin | None:
-    """Return the first tensor of a batch, by name, that holds NaN, or None."""
-    tracer = OriginTracer({}, [("input", name, tensor) for name, tensor in tensors], batch_size)
+    """Return the first named tensor of a batch that holds NaN as an origin, or None."""
+    named: list[tuple[Kind, str, torch.Tensor]] = [
+        ("input", name, tensor) for name, tensor in tensors
+    ]
+    tracer = OriginTracer({}, named, batch_size)
     for _, tensor in tensors:
         if nonfinite(tensor) is None:
             continue
         suspect = tracer.find(tensor)
         if suspect.produced.nan:
-            return _describe(suspect, hidden=False)
+            return _origin(suspect, loss_is_finite=False)
     return None
 
 
-def _before_a_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -> Origin:
-    """Return where NaN or Inf came up before a collective, at best that which the collective was
-    given.
+def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -> Origin:
+    """Return where NaN or Inf came up before a collective.
+
+    If possible, it is the origin of what the collective was called with.
     """
-    bad = [tensor for tensor in collective.given if nonfinite(tensor) is not None]
-    ends = [(tracer.find(tensor), _holds_nan(tensor)) for tensor in bad]
-    # A tensor that nothing was seen to write is one that the collective is to fill.
-    sent = [end for end in ends if end[0].kind != "constant"]
+    failures = [
+        _failure(tracer, tensor) for tensor in collective.given if nonfinite(tensor) is not None
+    ]
+    # A tensor that no operation was seen to write is one that the collective is to fill.
+    sent = [failure for failure in failures if failure.suspect.kind != "constant"]
     if sent:
-        return replace(_describe(_find_culprit(sent, tracer.suspects), hidden=False), sent=True)
-    accidental = [suspect for suspect in tracer.suspects if not _on_purpose(suspect)]
+        culprit = _find_culprit(sent, tracer.suspects)
+        return replace(_origin(culprit, loss_is_finite=False), sent=True)
+    accidental = [suspect for suspect in tracer.suspects if not _is_on_purpose(suspect)]
     if not accidental:
         raise UntraceableError(
-            "what was computed before it was finite, and one rank cannot make a collective again by"
-            " itself"
+            "everything before it was finite, and one rank cannot repeat a collective alone"
         )
-    culprit = _find_culprit([(accidental[0], accidental[0].produced.nan > 0)], tracer.suspects)
-    return _describe(culprit, hidden=False)
+    first = accidental[0]
+    failure = _Nonfinite(first, by_nan=first.produced.nan > 0)
+    return _origin(_find_culprit([failure], tracer.suspects), loss_is_finite=False)
 
 
-def _holds_nan(tensor: torch.Tensor) -> bool:
-    return bool(torch.isnan(tensor.coalesce().values() if tensor.is_sparse else tensor).any())
+@dataclass(frozen=True, slots=True)
+class _Nonfinite:
+    """A suspect as a link of the chain that is walked back."""
+
+    suspect: Suspect
+    # Whether its NaN is what matters for the chain, rather than its Inf.
+    by_nan: bool
+
+    def parents(self) -> list[_Nonfinite]:
+        """Return the operands that can have made it bad."""
+        by_nan = self.by_nan and self.suspect.took_nan
+        links = [link for link in self.suspect.links if (link.nan if by_nan else link.inf)]
+        return [_Nonfinite(link.suspect, by_nan) for link in links]
 
 
-_Bad = tuple[Suspect, bool]  # and whether its NaN counts, rather than its Inf
+def _failure(tracer: OriginTracer, tensor: torch.Tensor) -> _Nonfinite:
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return _Nonfinite(tracer.find(tensor), by_nan=bool(torch.isnan(values).any()))
 
 
-def _find_culprit(ends: Sequence[_Bad], suspects: Sequence[Suspect]) -> Suspect:
+def _find_culprit(failures: Sequence[_Nonfinite], suspects: Sequence[Suspect]) -> Suspect:
     """Walk back from what made the loss or the gradients bad.
 
-    Of several origins the earliest one is to blame.
+    If there are several origins, the earliest one is to blame.
+
+    Args:
+        failures: What made the loss or the gradients bad.
+        suspects: All suspects, in the order of events.
     """
-    # The chain is broken, as by a number
-    if all(suspect.kind == "constant" for suspect, _ in ends) and suspects:
-        chosen = next((suspect for suspect in suspects if not _on_purpose(suspect)), suspects[0])
-        ends = [(chosen, chosen.produced.nan > 0)]
-    queue = list(dict.fromkeys(ends))
-    users: dict[_Bad, _Bad | None] = dict.fromkeys(queue)
+    if suspects and all(failure.suspect.kind == "constant" for failure in failures):
+        # The chain is broken, for instance by ``.item()``.
+        accidental = (suspect for suspect in suspects if not _is_on_purpose(suspect))
+        first = next(accidental, suspects[0])
+        failures = [_Nonfinite(first, by_nan=first.produced.nan > 0)]
+    queue = list(dict.fromkeys(failures))
+    # The link that was reached from each link, towards the failure.
+    successors: dict[_Nonfinite, _Nonfinite | None] = dict.fromkeys(queue)
     origins: list[Suspect] = []
-    for bad in queue:
-        suspect, nan = bad
-        nan = nan and suspect.took_nan
-        parents = [(link.suspect, nan) for link in suspect.links if (link.nan if nan else link.inf)]
+    # The queue grows while it is read.
+    for link in queue:
+        parents = link.parents()
         for parent in parents:
-            if parent not in users:
-                users[parent] = bad
+            if parent not in successors:
+                successors[parent] = link
                 queue.append(parent)
-        if not parents:
-            origins.append(_first_that_breaks(bad, users) if _on_purpose(suspect) else suspect)
+        if parents:
+            continue
+        if _is_on_purpose(link.suspect):
+            origins.append(_first_that_breaks(link, successors))
+        else:
+            origins.append(link.suspect)
     return min(origins, key=lambda suspect: suspect.index)
 
 
-def _on_purpose(suspect: Suspect) -> bool:
-    """Return whether Inf was put there.
-
-    By an operation that writes constants, or as an additive mask.
-    """
+def _is_on_purpose(suspect: Suspect) -> bool:
+    """Return whether an Inf was put there by an operation that writes constants, or as a mask."""
     if suspect.produced.nan or suspect.kind == "parameter":
         return False
-    if suspect.kind == "operation" and _ON_PURPOSE.fullmatch(readable(suspect.name)):
+    if suspect.kind == "operation" and _WRITES_CONSTANTS.fullmatch(readable(suspect.name)):
         return True
-    return suspect.produced.is_mask or (
-        suspect.kind == "constant" and suspect.produced.least is None
-    )
+    is_all_infinite = suspect.kind == "constant" and suspect.produced.least is None
+    return suspect.produced.is_mask or is_all_infinite
 
 
-def _first_that_breaks(mask: _Bad, users: Mapping[_Bad, _Bad | None]) -> Suspect:
-    """Return the first operation, from a mask towards the failure, that does not merely pass Inf
-    on.
-    """
-    bad = mask
-    while (user := users[bad]) is not None:
-        bad = user
-        suspect = bad[0]
-        creates_nan = suspect.produced.nan > 0 and not suspect.took_nan
-        if creates_nan or not (suspect.pointwise or _CARRIERS.fullmatch(readable(suspect.name))):
+def _first_that_breaks(
+    mask: _Nonfinite, successors: Mapping[_Nonfinite, _Nonfinite | None]
+) -> Suspect:
+    """Return the first operation, from a mask to the failure, that does not merely pass Inf on."""
+    link = mask
+    successor = successors[link]
+    while successor is not None:
+        link = successor
+        if not _passes_inf_on(link.suspect):
             break
-    return bad[0]
+        successor = successors[link]
+    return link.suspect
 
 
-def _describe(culprit: Suspect, *, hidden: bool) -> Origin:
-    """Return what is known about an operation or a tensor; `hidden`: the loss is finite."""
-    kind: Literal[Kind, "finite_overflow"] = culprit.kind
-    op, aten, module = culprit.name, "", culprit.module
-    if kind == "operation":
-        op, aten = (
-            culprit.function or readable(culprit.node or culprit.name),
-            f"aten.{culprit.name}",
-        )
-        mechanism, confidence = explain(culprit)
-        if hidden and culprit.phase == "forward":
-            mechanism += ", hidden from the loss but not from its gradient"
-        produced = culprit.produced
-        if (
-            culprit.phase == "backward"
-            and produced.dtype == "float16"
-            and produced.inf
-            and not culprit.links
-        ):
-            kind = "finite_overflow"
-    else:
-        what = "NaN" if culprit.produced.nan else "Inf"
-        mechanism, confidence = (
-            {
-                "input": f"{what} in the batch ({op})",
-                "parameter": f"weight {op} is {what}",
-                "buffer": f"buffer {op} is {what}",
-            }.get(kind, f"a tensor that was made before the step holds {what}"),
-            "certain",
-        )
-        if kind in ("parameter", "buffer"):
-            module = op.rpartition(".")[0] or "model"
+def _passes_inf_on(suspect: Suspect) -> bool:
+    creates_nan = suspect.produced.nan > 0 and not suspect.took_nan
+    if creates_nan:
+        return False
+    return suspect.pointwise or _MOVES_VALUES.fullmatch(readable(suspect.name)) is not None
+
+
+def _origin(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
+    """Return what is known about the operation or tensor that is to blame."""
+    if culprit.kind == "operation":
+        return _origin_of_operation(culprit, loss_is_finite=loss_is_finite)
+    return _origin_of_tensor(culprit, loss_is_finite=loss_is_finite)
+
+
+def _origin_of_operation(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
+    mechanism, confidence = explain(culprit)
+    if loss_is_finite and culprit.phase == "forward":
+        mechanism += ", hidden from the loss but not from its gradient"
     return Origin(
-        kind=kind,
-        op=op,
-        aten=aten,
-        module=module,
-        phase="backward" if hidden else culprit.phase,
-        parameters=(op,) if kind == "parameter" else (),
+        kind="finite_overflow" if _is_fp16_overflow(culprit) else "operation",
+        op=culprit.function or readable(culprit.node or culprit.name),
+        aten=f"aten.{culprit.name}",
+        module=culprit.module,
+        phase="backward" if loss_is_finite else culprit.phase,
+        parameters=(),
         samples=culprit.rows,
         operands=culprit.operands[:_MOST_OPERANDS],
         produced=culprit.produced,
@@ -303,3 +353,40 @@ def _describe(culprit: Suspect, *, hidden: bool) -> Origin:
         mechanism=mechanism,
         confidence=confidence,
     )
+
+
+def _is_fp16_overflow(culprit: Suspect) -> bool:
+    """Return whether the backward pass made an Inf in fp16 from finite operands."""
+    is_fp16_infinity = culprit.produced.dtype == "float16" and culprit.produced.inf > 0
+    return culprit.phase == "backward" and is_fp16_infinity and not culprit.links
+
+
+def _origin_of_tensor(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
+    module = culprit.module
+    if culprit.kind in ("parameter", "buffer"):
+        module = culprit.name.rpartition(".")[0] or "model"
+    return Origin(
+        kind=culprit.kind,
+        op=culprit.name,
+        aten="",
+        module=module,
+        phase="backward" if loss_is_finite else culprit.phase,
+        parameters=(culprit.name,) if culprit.kind == "parameter" else (),
+        samples=culprit.rows,
+        operands=culprit.operands[:_MOST_OPERANDS],
+        produced=culprit.produced,
+        line=culprit.line,
+        mechanism=_text_of_tensor(culprit),
+        confidence="certain",
+    )
+
+
+def _text_of_tensor(culprit: Suspect) -> str:
+    value = "NaN" if culprit.produced.nan else "Inf"
+    if culprit.kind == "input":
+        return f"{value} in the batch ({culprit.name})"
+    if culprit.kind == "parameter":
+        return f"weight {culprit.name} is {value}"
+    if culprit.kind == "buffer":
+        return f"buffer {culprit.name} is {value}"
+    return f"a tensor that was made before the step holds {value}"

@@ -1,14 +1,12 @@
-"""Spikes, divergence and NaN in losses and gradient norms, and what to do about them.
+"""Spikes and divergence in losses and gradient norms, and what to do about them.
 
-Arithmetic on floats, no torch.
+Arithmetic on floats, no torch. A `SpikeDetector` measures how far a value lies above the usual
+ones, in units of their own upward scatter:
 
-A `SpikeDetector` measures how far a value stands above the usual ones, in units of their own upward
-scatter:
+- hard: loss and gradient norm lie far above the usual ones in the same step.
+- diverged: the recent losses as a whole have left their usual level.
 
-hard      loss and norm stand far out together
-diverged  the recent losses as a whole have left their usual level
-
-Only finite, unsuspected values enter the statistics. ``benchmarks/spikes`` reports what they find.
+Only finite, unsuspected values enter the statistics. ``benchmarks/spikes`` reports what is found.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -23,49 +22,85 @@ from holdfast.core.containers import count, number
 from holdfast.core.events.event import Decision, RollBack, SkipStep, Stop
 from holdfast.core.policy.kinds import Objective, SpikeAction
 
-_WINDOW = 128  # values that say what is usual; OLMo-core's window
-_LAG = 32  # newest values left out of it, so that a creeping change does not hide itself
-_ENOUGH = 64  # values in it before anything is said
-_KEPT = 256  # values kept
-_REFRESH = 16  # values between two looks at the window: each costs two sorts
-_RECENT = 20  # losses whose median is the recent level
-_SHORT = 7  # losses whose median is the newest level
-_LOOK = 4  # steps between two looks at the levels
-_CALM_AFTER = 10  # steps without a sign that end a suspicion
-_ODD_FOR = 40  # steps after which an odd level is no passing matter: two independent medians
-_HOLD = 60  # values after which what is suspected, and is no divergence, counts as usual
-# Steps without a sign after which a state may be called good: some damage shows 20 to 40 later
-GOOD_AFTER = 50
-_RETURNED = 10  # calm steps after a rollback that show that the data is what it was
-_TAIL_STEPS = 10_000  # how long a spike that came to nothing is remembered
+# --- The window of usual values. The figures below were chosen on the design runs of
+# ``benchmarks/spikes_runs``, unless another source is given.
 
-# Distances above the middle in units of the scatter. In 18,000 healthy steps of the design runs the
-# recent level came to 1.2 at most, loss and norm together to 2.8 (logarithmic) and 6.9 (linear).
-_USUAL = 2.5  # up to which a norm is usual
+# Values in the window. This is the window of OLMo-core's spike detection.
+_WINDOW = 128
+# The newest values are left out of the window, so that a slow change does not hide itself.
+_LAG = 32
+# Values in the window before anything is suspected.
+_LEAST_WINDOW = 64
+_KEPT_VALUES = 256
+# Values between two evaluations of the window, each of which costs two sorts.
+_REFRESH = 16
+
+# --- Levels: medians of the newest losses.
+
+_RECENT = 20
+_SHORT = 7
+# Steps between two evaluations of the levels.
+_LEVEL_INTERVAL = 4
+
+# --- How long a suspicion lasts.
+
+# Steps without a sign that end it.
+_CALM_AFTER = 10
+# Steps after which an odd level is no passing matter: two independent medians.
+_ODD_FOR = 40
+# Values after which the suspected ones count as usual, if there was no divergence.
+_MOST_SUSPECTED = 60
+# Steps without a sign after which a state may be called good: some damage shows 20 to 40 steps
+# later.
+GOOD_AFTER = 50
+# Calm steps after a rollback that show that the data is what it was before.
+_RETURNED = 10
+# Steps for which a spike that came to nothing is remembered.
+_SPIKE_MEMORY_STEPS = 10_000
+
+# --- Distances above the middle, in units of the scatter. In 18,000 healthy steps of the design
+# runs the recent level reached 1.2 at most, and loss and norm together 2.8 (logarithmic) and 6.9
+# (linear).
+
+# A norm is usual up to this distance.
+_USUAL = 2.5
 _FAR = 6.0
 _FAR_LINEAR = 15.0
-_TAIL = 2.0  # times the second-largest spike that came to nothing
+# A spike counts if it is this many times as far as the second-largest one that came to nothing.
+_TAIL = 2.0
 _SHORT_ODD = 1.8
 _RAISED = 0.7
 _GONE = 2.2
-_DRIFTED = 3.5  # above the best level that the run ever had
+# Above the best level that the run ever had.
+_DRIFTED = 3.5
 
-# CUSUM (Page 1954) of the losses in the upper quarter of the usual ones. Healthy losses move it by
-# -0.2 a step on average; by 0.6 when three quarters of them lie there, so it is full after 20
-# steps.
+# --- CUSUM (Page, 1954) of the losses in the upper quarter of the usual ones. Healthy losses move
+# it by -0.2 a step on average; if three quarters of them lie there, it rises by 0.6 a step and is
+# full after 20 steps.
+
 _DRIFT_BACK = 0.6
 _DRIFT_FULL = 12.0
 _DRIFT_OVER = 6.0
 
-# Least scatter and least rises, as shares of the value, so that a very calm run is not alarmed by a
-# ripple. A loss must rise by 20 % and a norm by 82 % to stand far out, and a level by 28 % to be
-# gone.
+# --- Least scatter and least rises, as shares of the value, so that a ripple in a very calm run is
+# no alarm. A loss must rise by 20 % and a norm by 82 % to be far, and a level by 28 % to be gone.
+
 _LOSS_FLOOR = 0.03
 _NORM_FLOOR = 0.1
 _ODD_RISE = 0.1
 _LEAST_RISE = 0.25
-# Share of what the run has gained that must be lost: 1e-6 and 1e-4 are both fully trained
+# The share of the run's gain that must be lost: losses of 1e-6 and 1e-4 are both fully trained.
 _LEAST_LOSS = 0.1
+
+# The largest number that the arithmetic below may reach, so that it stays finite.
+_LARGEST = 1e300
+_SMALLEST = 1e-300
+_LARGEST_EXPONENT = 700.0
+
+# Quantiles of the standard normal distribution, at 0.75, 0.95 and about 0.99.
+_SIGMAS_AT_UPPER_QUARTILE = 0.6745
+_SIGMAS_AT_95 = 1.645
+_SIGMAS_AT_SECOND_LARGEST = 2.4
 
 
 class Level(Enum):
@@ -79,69 +114,72 @@ class Level(Enum):
 class SpikeDetector:
     """Judges each step by its loss and its gradient norm, before it is committed.
 
-    It says nothing about the first 96 values of a key. A `Level.DIVERGED` is returned once; then
-    either `return_to` is called, after a rollback, or the new level becomes the usual one. So no
-    regime is suspected for ever. For any objective but ``"minimize"`` the loss means nothing by its
-    level, and every step is calm.
+    Nothing is suspected in the first 96 values of a key. `Level.DIVERGED` is returned once; then
+    either `return_to` is called, after a rollback, or the new level becomes the usual one, so no
+    level is suspected forever. With any objective but ``"minimize"`` the level of the loss means
+    nothing, and every step is calm.
 
-    Cost: about 3 microseconds a step. No sync: it takes numbers that are on the host already.
+    Cost: about 3 microseconds a step and no sync, since it takes numbers that are on the host.
     """
 
     def __init__(self, *, objective: Objective) -> None:
         self._minimizes = objective == "minimize"
         self._tracks: dict[str, _Track] = {}
+        # Steps with finite values that were judged so far, of all keys. `return_to` reduces it.
         self.steps = 0
-        """Steps judged so far, of all keys and with finite values; `return_to` goes back in it."""
 
     def judge(self, key: str, loss: float, norm: float) -> Level:
-        """Return how far a step stands out, by its mean loss and the L2 norm of all gradients
-        before clipping.
+        """Return how far a step stands out. NaN and Inf are not judged here.
 
-        Losses of different meaning need different keys. A NaN or an Inf is not judged: it is no
-        matter of degree.
+        Args:
+            key: Names the loss function. Losses of different meaning need different keys.
+            loss: The mean loss of the step.
+            norm: The L2 norm of all gradients before clipping.
         """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return Level.CALM
         self.steps += 1
-        track = self._tracks.get(key) or self._tracks.setdefault(key, _Track())
+        if key not in self._tracks:
+            self._tracks[key] = _Track()
         if not self._minimizes:
             return Level.CALM
-        return track.judge(loss, norm, self.steps)
+        return self._tracks[key].judge(loss, norm, self.steps)
 
     def accepted(self, key: str, loss: float, norm: float) -> None:
-        """Take the step that was judged last into the statistics: it was committed."""
+        """Enter the step that was judged last into the statistics: it was committed."""
         if math.isfinite(loss) and math.isfinite(norm):
             self._tracks[key].accept(loss, norm, self.steps)
 
     def usual_norm(self, key: str) -> float | None:
-        """Return the upper end of the usual norms, 2.5 scatters above the middle.
-
-        None while it is unknown.
-        """
+        """Return the largest usual norm, 2.5 scatters above the middle, or None if unknown."""
         track = self._tracks.get(key)
-        return None if track is None or track.norm is None else track.norm.above(_USUAL)
+        if track is None or track.norm is None:
+            return None
+        return track.norm.above(_USUAL)
 
     def is_calm(self) -> bool:
-        """Return whether nothing is suspected at present, so that a checkpoint may be called
-        good.
-        """
+        """Return whether nothing is suspected now, so that a checkpoint may be called good."""
         return self.suspicious_since() is None
 
     def suspicious_since(self) -> int | None:
-        """Return the steps judged since the first sign of what is suspected now, that one
-        included; else None.
+        """Return the steps judged since the first sign of what is suspected now, or None.
+
+        The step of the first sign is counted.
         """
-        first = min(
-            (track.began for track in self._tracks.values() if track.began is not None),
-            default=None,
-        )
-        return None if first is None else self.steps - first + 1
+        first_signs = [
+            track.suspected_since
+            for track in self._tracks.values()
+            if track.suspected_since is not None
+        ]
+        if not first_signs:
+            return None
+        return self.steps - min(first_signs) + 1
 
     def return_to(self, state_dict: Mapping[str, Any]) -> None:
         """Return to the statistics of an earlier `state_dict`: the run was rolled back."""
         self.load_state_dict(state_dict)
         for track in self._tracks.values():
-            track.begin_again()
+            track.begin_after_rollback()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all statistics as JSON values."""
@@ -151,12 +189,14 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.steps = count(state_dict["steps"])
-        self._tracks = {key: _Track.of(state) for key, state in state_dict["tracks"].items()}
+        self._tracks = {
+            key: _Track.from_state(state) for key, state in state_dict["tracks"].items()
+        }
 
 
-def decide_after_spike(
+def decide_after_spike(  # noqa: PLR0913
     level: Level,
     *,
     action: SpikeAction,
@@ -166,12 +206,18 @@ def decide_after_spike(
     max_rollbacks: int,
     reason: str,
 ) -> Decision | None:
-    """Return what to do about a step that stands out; None: make it like any other.
+    """Return what to do about a step that stands out, or None to make it like any other.
 
-    No answer is stronger than `action`. After `patience` hard steps in a row it is no matter of
-    single batches: ``"roll_back"`` then does, and ``"skip"`` makes the step; None: hard steps are
-    skipped until they turn out to be a divergence. A run that diverges again after `max_rollbacks`
-    rollbacks in a row stops.
+    Args:
+        level: How far it stands out.
+        action: The strongest answer that is allowed.
+        hard_in_a_row: Consecutive hard steps, this one included.
+        patience: Consecutive hard steps after which single batches are not to blame: then
+            ``"roll_back"`` rolls back, and ``"skip"`` makes the step. With None, hard steps are
+            skipped until they turn out to be a divergence.
+        rollbacks_in_a_row: Rollbacks since the run last got beyond a divergence.
+        max_rollbacks: Such rollbacks after which a run that diverges again stops.
+        reason: What was found, for the decision.
     """
     if action in ("off", "warn") or level is Level.CALM:
         return None
@@ -189,279 +235,394 @@ def decide_after_spike(
     return None
 
 
+@dataclass(frozen=True, slots=True)
 class _Usual:
-    """The middle and the upward scatter of some values.
+    """The middle and the upward scatter of some values, logarithmic if all of them are positive."""
 
-    Logarithmic while all of them are positive.
-    """
-
-    __slots__ = ("middle", "upper", "scatter", "unit")  # noqa: RUF023 - the order of the arguments
-
-    def __init__(self, middle: float, upper: float, scatter: float, unit: float | None) -> None:
-        self.middle = middle
-        self.upper = upper  # quartile
-        self.scatter = scatter
-        self.unit = unit  # mean magnitude, which the linear scale is relative to; None: logarithmic
+    middle: float
+    upper_quartile: float
+    scatter: float
+    # The mean magnitude, which shares are relative to, or None on the logarithmic scale.
+    unit: float | None
 
     @classmethod
-    def of(cls, values: list[float], floor: float) -> _Usual:
-        # Quantiles of the upper half stand for MAD: they need one sort, and logarithms of three
-        # values only.
-        ordered = sorted(values)
-        count = len(ordered)
-        middle, upper, high = (
-            ordered[count // 2],
-            ordered[count * 3 // 4],
-            ordered[count * 19 // 20],
-        )
-        if ordered[0] > 0:
-            upward = max(_logarithm(upper / middle) / 0.6745, _logarithm(high / middle) / 1.645)
-            return cls(middle, upper, max(upward, floor), None)
-        unit = sum(abs(value) / count for value in ordered)
-        upward = max(
-            (upper - middle) / 0.6745, (high - middle) / 1.645, (ordered[-2] - middle) / 2.4
-        )
-        # Nearly all are equal, as zeros of a hinge loss: only the largest shows a scatter
-        if high == middle:
-            upward = ordered[-1] - middle
-        return cls(middle, upper, min(max(upward, floor * unit, 1e-300), 1e300), unit)
+    def of(cls, values: Sequence[float], floor: float) -> _Usual:
+        """Return the statistics of some values.
 
-    def above(self, times: float, least: float = 0.0) -> float:
-        """Return the value that lies so many scatters, and at least such a share of the value,
-        above the middle.
+        Args:
+            values: Those of a window.
+            floor: The least scatter, as a share of the value.
+        """
+        # Quantiles of the upper half stand for the median absolute deviation: they need one sort,
+        # and logarithms of three values only.
+        ordered = sorted(values)
+        if ordered[0] > 0:
+            return cls._logarithmic(ordered, floor)
+        return cls._linear(ordered, floor)
+
+    @classmethod
+    def _logarithmic(cls, ordered: Sequence[float], floor: float) -> _Usual:
+        middle, upper, high = _upper_quantiles(ordered)
+        scatter = max(
+            _logarithm(upper / middle) / _SIGMAS_AT_UPPER_QUARTILE,
+            _logarithm(high / middle) / _SIGMAS_AT_95,
+            floor,
+        )
+        return cls(middle, upper, scatter, None)
+
+    @classmethod
+    def _linear(cls, ordered: Sequence[float], floor: float) -> _Usual:
+        middle, upper, high = _upper_quantiles(ordered)
+        # Divided before they are summed, which stays finite.
+        unit = sum(abs(value) / len(ordered) for value in ordered)
+        scatter = max(
+            (upper - middle) / _SIGMAS_AT_UPPER_QUARTILE,
+            (high - middle) / _SIGMAS_AT_95,
+            (ordered[-2] - middle) / _SIGMAS_AT_SECOND_LARGEST,
+        )
+        if high == middle:
+            # Nearly all are equal, such as the zeros of a hinge loss: only the largest value shows
+            # a scatter.
+            scatter = ordered[-1] - middle
+        scatter = min(max(scatter, floor * unit, _SMALLEST), _LARGEST)
+        return cls(middle, upper, scatter, unit)
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> _Usual:
+        """Return what `state` returned."""
+        return cls(*(number(value, or_none=True) for value in state))
+
+    def state(self) -> list[float | None]:
+        """Return the fields as JSON values."""
+        return [self.middle, self.upper_quartile, self.scatter, self.unit]
+
+    def far(self) -> float:
+        """Return the value from which on a value is far above the usual ones."""
+        return self.above(_FAR if self.unit is None else _FAR_LINEAR)
+
+    def above(self, scatters: float, least_rise: float = 0.0) -> float:
+        """Return the value that many scatters above the middle.
+
+        Args:
+            scatters: The distance.
+            least_rise: The least distance, as a share of the value.
         """
         if self.unit is None:
-            return self.middle * math.exp(min(max(times * self.scatter, least), 700.0))
-        # All zero: nothing is known about how far a value can stand out.
-        return self.middle + max(times * self.scatter, least * self.unit) if self.unit else math.inf
+            exponent = max(scatters * self.scatter, least_rise)
+            return self.middle * math.exp(min(exponent, _LARGEST_EXPONENT))
+        if self.unit == 0:
+            # All values are 0: nothing is known about how far one can stand out.
+            return math.inf
+        return self.middle + max(scatters * self.scatter, least_rise * self.unit)
 
     def distance(self, value: float) -> float:
-        """Return how many scatters above the middle a value lies that is larger than the middle."""
-        rise = value - self.middle if self.unit is not None else _logarithm(value / self.middle)
-        return min(rise / self.scatter, 1e300)
+        """Return how many scatters above the middle a value is that is larger than the middle."""
+        if self.unit is None:
+            rise = _logarithm(value / self.middle)
+        else:
+            rise = value - self.middle
+        return min(rise / self.scatter, _LARGEST)
+
+
+def _upper_quantiles(ordered: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median and the quantiles at 0.75 and 0.95."""
+    size = len(ordered)
+    return ordered[size // 2], ordered[size * 3 // 4], ordered[size * 19 // 20]
 
 
 def _logarithm(ratio: float) -> float:
-    return math.log(min(ratio, 1e300))  # a ratio of finite numbers may be Inf
+    # A ratio of two finite numbers may be Inf.
+    return math.log(min(ratio, _LARGEST))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bounds:
+    """The values above which a loss, a norm or a level is suspicious. Without statistics, none."""
+
+    loss_far: float = math.inf
+    norm_far: float = math.inf
+    # For the median of the newest seven losses.
+    short_odd: float = math.inf
+    # For single losses, which CUSUM counts.
+    odd: float = math.inf
+    # For the recent level, once losses have been odd for long.
+    raised: float = math.inf
+    # For the recent level, at once.
+    gone: float = math.inf
+
+
+def _bounds(loss: _Usual, norm: _Usual, best: _Usual, first_level: float) -> _Bounds:
+    gained = max(0.0, first_level - best.middle)
+    # Above this level a noticeable share of what the run has gained is lost.
+    matters = best.middle + _LEAST_LOSS * gained
+    gone = min(loss.above(_GONE, _LEAST_RISE), best.above(_DRIFTED, _LEAST_RISE))
+    return _Bounds(
+        loss_far=loss.far(),
+        norm_far=norm.far(),
+        short_odd=loss.above(_SHORT_ODD),
+        odd=max(loss.upper_quartile, loss.above(0.0, _ODD_RISE), matters),
+        raised=max(loss.above(_RAISED, _LEAST_RISE), matters),
+        gone=max(gone, matters),
+    )
 
 
 class _Track:
-    """The statistics of one key."""
+    """The statistics of one key. The names in `state_dict` are those of the checkpoint format."""
 
     def __init__(self) -> None:
-        self.kept: list[list[float]] = []  # step, loss, norm of what was accepted and not suspected
-        self.held: list[list[float]] = []  # the same while there is a suspicion
-        self.spikes: list[list[float]] = []  # step, distance of the spikes that came to nothing
-        self.held_spikes: list[list[float]] = []
+        # Rows of step, loss and norm: those that were accepted without suspicion, and those that
+        # were accepted while something is suspected.
+        self.values: list[list[float]] = []
+        self.suspected: list[list[float]] = []
+        # Rows of step and distance: spikes that came to nothing, and those of the suspicion.
+        self.harmless_spikes: list[list[float]] = []
+        self.suspected_spikes: list[list[float]] = []
         self.recent: deque[float] = deque(maxlen=_RECENT)
-        self.unseen = 0  # values kept since the last look at the window
-        self.start = 0  # only values from after this step are usual
-        self.calm_steps: int | None = None  # since the last rollback
-        self.first_back = 0.0  # loss of the first step after it
-        self.began: int | None = None  # step of the first sign of what is suspected now
-        self.age = 0  # steps of this key, which the next two count
+        # Values since the window was last evaluated.
+        self.new_values = 0
+        # Only values from after this step are usual.
+        self.start = 0
+        # Calm steps since the last rollback, or None if there was none.
+        self.calm_steps: int | None = None
+        # The loss of the first step after the last rollback.
+        self.first_loss_after_rollback = 0.0
+        # The step of the first sign of what is suspected now.
+        self.suspected_since: int | None = None
+        # Steps of this key. `last_sign` and `odd_since` are counted in them.
+        self.age = 0
         self.last_sign = 0
         self.odd_since: int | None = None
-        self.drift = 0.0  # CUSUM of the losses in the upper quarter
-        self.hard = False  # the step judged last stood far out
+        # CUSUM of the losses in the upper quarter.
+        self.drift = 0.0
+        # Whether the step judged last is far out.
+        self.hard = False
         self.loss: _Usual | None = None
         self.norm: _Usual | None = None
-        self.first: float | None = None  # the level that the run began with
+        # The level that the run began with.
+        self.first_level: float | None = None
+        # The statistics of the losses when their level was best.
         self.best: _Usual | None = None
-        self._set_bounds()
-
-    def _set_bounds(self) -> None:
-        self.loss_far = self.norm_far = self.short_odd = self.odd = self.raised = self.gone = (
-            math.inf
-        )
-        if self.loss is None or self.norm is None or self.best is None or self.first is None:
-            return
-        self.loss_far = self.loss.above(_FAR if self.loss.unit is None else _FAR_LINEAR)
-        self.norm_far = self.norm.above(_FAR if self.norm.unit is None else _FAR_LINEAR)
-        self.short_odd = self.loss.above(_SHORT_ODD)
-        matters = self.best.middle + _LEAST_LOSS * max(0.0, self.first - self.best.middle)
-        self.odd = max(self.loss.upper, self.loss.above(0.0, _ODD_RISE), matters)
-        self.raised = max(self.loss.above(_RAISED, _LEAST_RISE), matters)
-        gone = min(self.loss.above(_GONE, _LEAST_RISE), self.best.above(_DRIFTED, _LEAST_RISE))
-        self.gone = max(gone, matters)
-
-    def _look_at_window(self) -> None:
-        self.unseen = 0
-        del self.kept[:-_KEPT]
-        window = [values for values in self.kept[-_WINDOW - _LAG : -_LAG] if values[0] > self.start]
-        if len(window) < _ENOUGH:
-            return
-        if self.loss is None:
-            self.began = None  # the new level is known by now
-        self.loss = _Usual.of([values[1] for values in window], _LOSS_FLOOR)
-        self.norm = _Usual.of([values[2] for values in window], _NORM_FLOOR)
-        self.first = self.loss.middle if self.first is None else self.first
-        if self.best is None or self.loss.middle < self.best.middle:
-            self.best = self.loss
-        self._set_bounds()
-
-    def accept(self, loss: float, norm: float, now: int) -> None:
-        if self.hard:
-            return
-        suspected = self.began is not None and self.loss is not None
-        (self.held if suspected else self.kept).append([now, loss, norm])
-        self.unseen += not suspected
-        if self.unseen >= _REFRESH or len(self.held) >= _HOLD:
-            self._merge_held()
+        self.bounds = _Bounds()
 
     def judge(self, loss: float, norm: float, now: int) -> Level:
+        """Return how far a step stands out. `now` is its number among all judged steps."""
         self.hard = False
         self.age += 1
         self.recent.append(loss)
         if self.loss is None:
             return Level.CALM
-        self.first_back = (
-            loss if self.calm_steps == 0 and len(self.recent) == 1 else self.first_back
-        )
-        self.drift = min(
-            max(self.drift + (1.0 if loss > self.odd else -_DRIFT_BACK), 0.0), _DRIFT_FULL
-        )
-        if loss > self.loss_far:
-            self._sign(now)
-            self.hard = norm > self.norm_far and self._beyond_tail(loss, norm, now)
-        if (self.age % _LOOK == 0 or self.began is not None) and self._has_diverged(now):
-            return self._left_level(now)
+        if self.calm_steps == 0 and len(self.recent) == 1:
+            self.first_loss_after_rollback = loss
+        self._update_drift(loss)
+        if loss > self.bounds.loss_far:
+            self._note_sign(now)
+            self.hard = norm > self.bounds.norm_far and self._exceeds_harmless(loss, norm, now)
+        levels_are_due = self.age % _LEVEL_INTERVAL == 0 or self.suspected_since is not None
+        if levels_are_due and self._has_diverged(now):
+            return self._leave_level(now)
         if self.hard:
             return Level.HARD
-        if self.calm_steps is not None and self.began is None:
+        if self.calm_steps is not None and self.suspected_since is None:
             self.calm_steps += 1
         return Level.CALM
 
-    def _sign(self, now: int) -> None:
-        self.last_sign = self.age
-        self.began = now if self.began is None else self.began
+    def accept(self, loss: float, norm: float, now: int) -> None:
+        """Enter the values of a committed step into the statistics, unless it is far out."""
+        if self.hard:
+            return
+        if self.suspected_since is not None and self.loss is not None:
+            self.suspected.append([now, loss, norm])
+        else:
+            self.values.append([now, loss, norm])
+            self.new_values += 1
+        if self.new_values >= _REFRESH or len(self.suspected) >= _MOST_SUSPECTED:
+            self._merge_suspected()
 
-    def _beyond_tail(self, loss: float, norm: float, now: int) -> bool:
-        """Say whether a spike is larger than those that this run is known to survive."""
+    def begin_after_rollback(self) -> None:
+        """Judge anew by the statistics of before: the run was rolled back."""
+        self._forget_level()
+        self.suspected_since = None
+        self.calm_steps = 0
+        self._evaluate_window()
+
+    def _evaluate_window(self) -> None:
+        self.new_values = 0
+        del self.values[:-_KEPT_VALUES]
+        window = [row for row in self.values[-_WINDOW - _LAG : -_LAG] if row[0] > self.start]
+        if len(window) < _LEAST_WINDOW:
+            return
+        if self.loss is None:
+            # The new level is known by now.
+            self.suspected_since = None
+        self.loss = _Usual.of([loss for _, loss, _ in window], _LOSS_FLOOR)
+        self.norm = _Usual.of([norm for _, _, norm in window], _NORM_FLOOR)
+        if self.first_level is None:
+            self.first_level = self.loss.middle
+        if self.best is None or self.loss.middle < self.best.middle:
+            self.best = self.loss
+        self._update_bounds()
+
+    def _update_bounds(self) -> None:
+        if self.loss and self.norm and self.best and self.first_level is not None:
+            self.bounds = _bounds(self.loss, self.norm, self.best, self.first_level)
+        else:
+            self.bounds = _Bounds()
+
+    def _update_drift(self, loss: float) -> None:
+        change = 1.0 if loss > self.bounds.odd else -_DRIFT_BACK
+        self.drift = min(max(self.drift + change, 0.0), _DRIFT_FULL)
+
+    def _note_sign(self, now: int) -> None:
+        self.last_sign = self.age
+        if self.suspected_since is None:
+            self.suspected_since = now
+
+    def _exceeds_harmless(self, loss: float, norm: float, now: int) -> bool:
+        """Return whether a spike is larger than those that this run is known to survive."""
         assert self.loss is not None
         assert self.norm is not None
         distance = min(self.loss.distance(loss), self.norm.distance(norm))
-        self.held_spikes.append([now, distance])
-        self.spikes = [spike for spike in self.spikes if spike[0] > now - _TAIL_STEPS]
-        known = sorted(spike[1] for spike in self.spikes)
-        return len(known) < 2 or distance > _TAIL * known[-2]
+        self.suspected_spikes.append([now, distance])
+        oldest = now - _SPIKE_MEMORY_STEPS
+        self.harmless_spikes = [spike for spike in self.harmless_spikes if spike[0] > oldest]
+        if len(self.harmless_spikes) < 2:
+            return True
+        second_largest = sorted(spike[1] for spike in self.harmless_spikes)[-2]
+        return distance > _TAIL * second_largest
 
     def _has_diverged(self, now: int) -> bool:
-        newest = list(self.recent)
-        if len(newest) < _RECENT:
+        if len(self.recent) < _RECENT:
             return False
-        ordered = sorted(newest)
+        self._update_odd_since()
+        odd_for = 0 if self.odd_since is None else self.age - self.odd_since + 1
+        short_level = _median(list(self.recent)[-_SHORT:])
+        if odd_for or short_level > self.bounds.short_odd:
+            self._note_sign(now)
+        elif self.suspected_since is not None and self.age - self.last_sign >= _CALM_AFTER:
+            self._end_suspicion()
+        level = _median(self.recent)
+        if level > self.bounds.gone:
+            return True
+        return odd_for > _ODD_FOR and level > self.bounds.raised
+
+    def _update_odd_since(self) -> None:
         if self.drift < _DRIFT_OVER:
             self.odd_since = None
         elif self.odd_since is None and self.drift > _DRIFT_FULL - 1.0:
             self.odd_since = self.age
-        odd_for = 0 if self.odd_since is None else self.age - self.odd_since + 1
-        if odd_for or sorted(newest[-_SHORT:])[_SHORT // 2] > self.short_odd:
-            self._sign(now)
-        elif self.began is not None and self.age - self.last_sign >= _CALM_AFTER:
-            self.began = None
-            self.spikes += self.held_spikes
-            self.held_spikes = []
-            self._merge_held()
-        level = ordered[_RECENT // 2]
-        return level > self.gone or (odd_for > _ODD_FOR and level > self.raised)
 
-    def _merge_held(self) -> None:
-        self.kept += self.held
-        self.held = []
-        self._look_at_window()
+    def _end_suspicion(self) -> None:
+        self.suspected_since = None
+        self.harmless_spikes += self.suspected_spikes
+        self.suspected_spikes = []
+        self._merge_suspected()
 
-    def _left_level(self, now: int) -> Level:
-        """Start anew at this level, and report it.
+    def _merge_suspected(self) -> None:
+        self.values += self.suspected
+        self.suspected = []
+        self._evaluate_window()
 
-        Not so if good weights give it too, directly after a rollback.
+    def _leave_level(self, now: int) -> Level:
+        """Begin new statistics at this level, and report it.
+
+        It is not reported if good weights have the same level, directly after a rollback: then it
+        is the data that differs.
         """
-        newest = sorted(self.recent)[len(self.recent) // 2]
-        began_well = self.loss is not None and 2 * self.first_back < newest + self.loss.middle
-        reported = self.calm_steps is None or self.calm_steps >= _RETURNED or began_well
-        self.start, self.began = now, self.began or now
-        self._start_anew()
+        reported = (
+            self.calm_steps is None
+            or self.calm_steps >= _RETURNED
+            or self._began_well_after_rollback()
+        )
+        self.start = now
+        self.suspected_since = self.suspected_since or now
+        self._forget_level()
         return Level.DIVERGED if reported else Level.CALM
 
-    def _start_anew(self) -> None:
-        self.held, self.held_spikes, self.odd_since, self.hard = [], [], None, False
+    def _began_well_after_rollback(self) -> bool:
+        """Return whether the first loss after the rollback was nearer to the usual level."""
+        if self.loss is None:
+            return False
+        return 2 * self.first_loss_after_rollback < _median(self.recent) + self.loss.middle
+
+    def _forget_level(self) -> None:
+        self.suspected = []
+        self.suspected_spikes = []
+        self.odd_since = None
+        self.hard = False
         self.recent.clear()
         self.drift = 0.0
-        self.loss = self.norm = self.best = None
-        self._set_bounds()
-
-    def begin_again(self) -> None:
-        self._start_anew()
-        self.began, self.calm_steps = None, 0
-        self._look_at_window()
+        self.loss = None
+        self.norm = None
+        self.best = None
+        self._update_bounds()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name not in _BOUNDS}
-        usuals = {
-            name: state[name] and [getattr(state[name], slot) for slot in _Usual.__slots__]
-            for name in _USUALS
+        """Return the statistics as JSON values."""
+        return {
+            "columns": {
+                "kept": _columns(self.values),
+                "held": _columns(self.suspected),
+                "spikes": _columns(self.harmless_spikes),
+                "held_spikes": _columns(self.suspected_spikes),
+            },
+            "recent": list(self.recent),
+            "unseen": self.new_values,
+            "start": self.start,
+            "calm_steps": self.calm_steps,
+            "first_back": self.first_loss_after_rollback,
+            "began": self.suspected_since,
+            "age": self.age,
+            "last_sign": self.last_sign,
+            "odd_since": self.odd_since,
+            "drift": self.drift,
+            "hard": self.hard,
+            "loss": self.loss and self.loss.state(),
+            "norm": self.norm and self.norm.state(),
+            "first": self.first_level,
+            "best": self.best and self.best.state(),
         }
-        columns = {
-            name: [list(column) for column in zip(*state.pop(name), strict=True)] for name in _LISTS
-        }
-        return state | usuals | {"columns": columns, "recent": list(self.recent)}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> _Track:
+    def from_state(cls, state: Mapping[str, Any]) -> _Track:
+        """Return the statistics that `state_dict` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: It was damaged.
+        """
         track = cls()
         columns = state["columns"]
-        for name in _LISTS:
-            setattr(
-                track,
-                name,
-                [[number(each) for each in row] for row in zip(*columns[name], strict=True)],
-            )
-        for name in state.keys() - {"columns", "recent", *_USUALS}:
-            setattr(track, name, number(state[name], or_none=vars(track)[name] is None))
+        track.values = _rows(columns["kept"])
+        track.suspected = _rows(columns["held"])
+        track.harmless_spikes = _rows(columns["spikes"])
+        track.suspected_spikes = _rows(columns["held_spikes"])
         track.recent = deque(map(number, state["recent"]), maxlen=_RECENT)
-        for name in _USUALS:
-            setattr(
-                track,
-                name,
-                state[name] and _Usual(*(number(each, or_none=True) for each in state[name])),
-            )
-        track._set_bounds()
+        track.new_values = number(state["unseen"])
+        track.start = number(state["start"])
+        track.calm_steps = number(state["calm_steps"], or_none=True)
+        track.first_loss_after_rollback = number(state["first_back"])
+        track.suspected_since = number(state["began"], or_none=True)
+        track.age = number(state["age"])
+        track.last_sign = number(state["last_sign"])
+        track.odd_since = number(state["odd_since"], or_none=True)
+        track.drift = number(state["drift"])
+        track.hard = number(state["hard"])
+        track.loss = state["loss"] and _Usual.from_state(state["loss"])
+        track.norm = state["norm"] and _Usual.from_state(state["norm"])
+        track.first_level = number(state["first"], or_none=True)
+        track.best = state["best"] and _Usual.from_state(state["best"])
+        track._update_bounds()
         return track
 
 
-_USUALS = ("loss", "norm", "best")
-_LISTS = ("kept", "held", "spikes", "held_spikes")
-# They follow from the rest
-_BOUNDS = ("loss_far", "norm_far", "short_odd", "odd", "raised", "gone")
+def _median(values: Sequence[float]) -> float:
+    """Return the middle value, or of an even number of values the upper one of the two."""
+    return sorted(values)[len(values) // 2]
 
 
-# --- NaN and Inf
+def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return a table as columns, which take less space as JSON."""
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
-def decide_after_nonfinite(
-    *, reason: str, in_a_row: int, patience: int | None, rollbacks_in_a_row: int, max_rollbacks: int
-) -> Decision:
-    """Return the decision about a non-finite step.
-
-    So many as `patience` in a row, this one included, lead to a rollback (None: never), and the run
-    stops after `max_rollbacks` in a row that did not get beyond the place where they came from.
-    """
-    if patience is None or in_a_row < patience:
-        return SkipStep(reason=reason, promise="changes training")
-    if rollbacks_in_a_row < max_rollbacks:
-        return RollBack(
-            reason=reason if patience == 1 else f"{in_a_row} non-finite steps in a row: {reason}",
-            promise="changes training",
-            rewind_data=False,
-        )
-    return Stop(
-        reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}", promise="changes training"
-    )
-
-
-def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
-    """Return one line that names the loss and the first parameters with bad gradients."""
-    if not culprits:
-        return f"non-finite loss ({loss:g})"
-    more = f" and {count - len(culprits)} more parameter(s)" if count > len(culprits) else ""
-    return f"non-finite gradient (loss {loss:g}) in {', '.join(culprits)}{more}"
+def _rows(columns: Sequence[Sequence[Any]]) -> list[list[float]]:
+    return [[number(value) for value in row] for row in zip(*columns, strict=True)]

@@ -1,9 +1,9 @@
-"""Every operation of a forward and backward pass that returned NaN or Inf, and what it was given.
+"""Record every operation of a forward and backward pass that returned NaN or Inf.
 
 `OriginTracer` is a context. Inside it, a dispatch mode sees each operation, temporary module hooks
-know which module runs, and the autograd sequence number ties an operation of the backward pass to
-the module and the line of its forward one. Nothing is kept alive: a `Suspect` holds facts, and weak
-references to storages so that their addresses stay unique. Which suspect is to blame is decided in
+know which module runs, and autograd's sequence numbers tie an operation of the backward pass to the
+module and the line of its forward operation. No tensor is kept alive: a `Suspect` holds facts, and
+weak references to storages keep their addresses unique. Which suspect is to blame is decided in
 ``provenance``.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -27,37 +27,53 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holdfast.numerics.eager import in_forward_mode
-from holdfast.numerics.operands import Operand, bad_rows, measure, nonfinite, values_of
+from holdfast.numerics.operands import (
+    Operand,
+    bad_rows,
+    measure,
+    nonfinite,
+    values_of,
+    whole_numbers_of,
+)
 
 Kind = Literal["operation", "input", "parameter", "buffer", "constant"]
 Phase = Literal["forward", "backward"]
+# In place of a module's path, for code that runs in no module.
 OUTSIDE = "loss function"
 
-# Native_batch_norm's schema does not say that it writes them
-_WRITTEN_UNSAID = {"running_mean", "running_var"}
-_SHARE_UNSAID = ("_unsafe_view", "_reshape_alias", "empty", "new_empty")
-_IGNORE_THEIR_TARGET = {
-    "copy_",
-    "fill_",
-    "zero_",
-    "normal_",
-    "uniform_",
-    "bernoulli_",
-    "exponential_",
-    "random_",
-}
+# Arguments that native_batch_norm writes although its schema does not say so.
+_UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
+# Operations that return memory of an argument, or memory that was not written yet, although their
+# schemas do not say so. Either way there is nothing to look at.
+_UNDECLARED_VIEWS = ("_unsafe_view", "_reshape_alias", "empty", "new_empty")
+# Operations that overwrite their first argument without reading it.
+_OVERWRITE_TARGET = frozenset(
+    {
+        "copy_",
+        "fill_",
+        "zero_",
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "exponential_",
+        "random_",
+    }
+)
 
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-_STANDARD = sysconfig.get_paths()["stdlib"]
-_ENGINE = "_engine_run_backward"  # the frame that waits while autograd runs
-_CHECKPOINT = str(Path("torch") / "utils" / "checkpoint.py")
-# Frames beyond the innermost one in which a custom Function is looked for in the forward pass
-_FURTHER = 6
+# Files that are not the user's: torch, holdfast, and generated code such as "<string>".
+_FOREIGN_PREFIXES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+# The function whose frame waits while autograd runs.
+_ENGINE_FUNCTION = "_engine_run_backward"
+_CHECKPOINT_FILE = str(Path("torch") / "utils" / "checkpoint.py")
+# In the forward pass a custom Function is searched for in this many frames beyond the user's
+# innermost one.
+_FRAMES_BEYOND_USER = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A non-finite tensor that an operation was given, and whether it holds NaN, and Inf."""
+    """A non-finite operand: the suspect that made it, and whether it holds NaN and Inf."""
 
     suspect: Suspect
     nan: bool
@@ -66,22 +82,33 @@ class Link:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Suspect:
-    """An operation that returned NaN or Inf, or a tensor that held one before."""
+    """An operation that returned NaN or Inf, or a tensor that already held one."""
 
-    index: int  # order of events; -1 for tensors that were there before the pass
+    # The order of events; -1 for tensors that existed before the pass.
+    index: int
     kind: Kind
-    name: str  # of the operation without namespace and overload ("log"), or of the tensor
-    node: str = ""  # autograd node that ran, in the backward pass of torch's own operations
-    function: str = ""  # class of the custom autograd.Function that ran
+    # The operation without namespace and overload, such as "log", or the name of the tensor.
+    name: str
+    # The autograd node that ran, in the backward pass of torch's own operations.
+    node: str = ""
+    # The class of the custom autograd.Function that ran.
+    function: str = ""
     module: str = ""
-    phase: Phase = "forward"  # also in the recomputation of a checkpointed block
-    line: str = ""  # the user's code
-    links: tuple[Link, ...] = ()  # the non-finite tensors that it was given
-    operands: tuple[Operand, ...] = ()  # all that it was given, unless that held NaN
-    scalars: tuple[float, ...] = ()  # numbers among its arguments
+    # The recomputation of a checkpointed block counts as forward.
+    phase: Phase = "forward"
+    # The line of the user's code.
+    line: str = ""
+    # The non-finite operands.
+    links: tuple[Link, ...] = ()
+    # All operands, unless one of them held NaN.
+    operands: tuple[Operand, ...] = ()
+    # The numbers among the arguments.
+    scalars: tuple[float, ...] = ()
     produced: Operand
-    rows: tuple[int, ...] = ()  # where its output is bad along the batch axis
-    pointwise: bool = False  # each output element depends on one element of each operand
+    # Rows along the batch axis in which the output is bad.
+    rows: tuple[int, ...] = ()
+    # Each output element depends on one element of each operand.
+    pointwise: bool = False
 
     @property
     def took_nan(self) -> bool:
@@ -89,65 +116,131 @@ class Suspect:
         return any(link.nan for link in self.links)
 
 
-class _Operation:
-    """What the schema of an overload says."""
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A tensor argument, and its values before the call."""
 
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        written = [
-            a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
-        ]
-        shares = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        self.name: str = schema.name.split("::")[-1]
-        # What `empty` returns is rubbish until it is written: nothing to look at either.
-        self.is_view = (shares and not written) or self.name.startswith(_SHARE_UNSAID)
-        self.pointwise = torch.Tag.pointwise in func.tags
-        self._written = {a.name for a in written} | (
-            _WRITTEN_UNSAID if "batch_norm" in self.name else set()
-        )
-        self._only_written = {
-            a.name for a in written if a.kwarg_only or self.name in _IGNORE_THEIR_TARGET
-        }
-        self._arguments = [a.name for a in schema.arguments]
-
-    def read(self, args: Any, kwargs: dict[str, Any]) -> _Arguments:
-        """Return what a call is given; what it will overwrite is copied."""
-        found = _Arguments()
-        for name, argument in [*zip(self._arguments, args, strict=False), *kwargs.items()]:
-            for leaf in (
-                tree_leaves(argument) if isinstance(argument, (list, tuple)) else (argument,)
-            ):
-                if isinstance(leaf, torch.Tensor):
-                    self._add(found, name, leaf)
-                elif isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-                    found.scalars.append(float(leaf))
-        return found
-
-    def _add(self, found: _Arguments, name: str, leaf: torch.Tensor) -> None:
-        values = values_of(leaf)
-        if values is None:
-            # A count of 0 explains a division
-            if (counts := values_of(leaf, whole_numbers=True)) is not None:
-                found.given.append((counts, counts))
-            return
-        if name in self._written:
-            found.written.append(values)
-        if name not in self._only_written:
-            found.given.append((values, values.clone() if name in self._written else values))
+    tensor: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass(slots=True)
 class _Arguments:
-    # And its values before the call
-    given: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """What an operation was called with."""
+
+    given: list[_Given] = field(default_factory=list)
+    # Tensors that the operation writes.
     written: list[torch.Tensor] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
 
 
-class OriginTracer(TorchDispatchMode):
-    """Watches one forward and backward pass; `tensors` are those that exist before it.
+class _Operation:
+    """What the schema of an operator overload says."""
 
-    See ``provenance.trace``.
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.name: str = schema.name.split("::")[-1]
+        self.pointwise = torch.Tag.pointwise in func.tags
+        self._argument_names = [argument.name for argument in schema.arguments]
+        writes = [argument for argument in schema.arguments if _is_write(argument)]
+        self._written = {argument.name for argument in writes}
+        if "batch_norm" in self.name:
+            self._written |= _UNDECLARED_WRITES
+        self._written_unread = {
+            argument.name
+            for argument in writes
+            if argument.kwarg_only or self.name in _OVERWRITE_TARGET
+        }
+        returns_alias = any(_is_alias(returned) for returned in schema.returns)
+        is_declared_view = returns_alias and not writes
+        self.is_view = is_declared_view or self.name.startswith(_UNDECLARED_VIEWS)
+
+    def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Arguments:
+        """Return the arguments of a call, with copies of what it will overwrite."""
+        arguments = _Arguments()
+        named = [*zip(self._argument_names, args, strict=False), *kwargs.items()]
+        for name, argument in named:
+            for leaf in _leaves(argument):
+                if isinstance(leaf, torch.Tensor):
+                    self._add_tensor(arguments, name, leaf)
+                elif isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+                    arguments.scalars.append(float(leaf))
+        return arguments
+
+    def _add_tensor(self, arguments: _Arguments, name: str, tensor: torch.Tensor) -> None:
+        values = values_of(tensor)
+        if values is None:
+            # Whole numbers are kept since a count of 0 explains a division.
+            counts = whole_numbers_of(tensor)
+            if counts is not None:
+                arguments.given.append(_Given(counts, counts))
+            return
+        is_written = name in self._written
+        if is_written:
+            arguments.written.append(values)
+        if name not in self._written_unread:
+            before = values.clone() if is_written else values
+            arguments.given.append(_Given(values, before))
+
+
+def _is_write(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_alias(returned: Any) -> bool:
+    return returned.alias_info is not None and not returned.alias_info.is_write
+
+
+def _leaves(argument: Any) -> Iterable[Any]:
+    # Most arguments are no containers, and flattening each would be slow.
+    return tree_leaves(argument) if isinstance(argument, (list, tuple)) else (argument,)
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedTensor:
+    """A tensor that exists before the pass."""
+
+    kind: Kind
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningModule:
+    module: nn.Module
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Location:
+    """Where an operation runs, as a `Suspect` describes it."""
+
+    module: str
+    line: str
+    phase: Phase = "forward"
+    function: str = ""
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _NonfiniteOutput:
+    """An output of an operation, and where it is NaN or Inf."""
+
+    values: torch.Tensor
+    bad: torch.Tensor
+
+    def holds_nan(self) -> bool:
+        return bool(torch.isnan(self.values).any())
+
+
+class OriginTracer(TorchDispatchMode):
+    """Watches one forward and backward pass. See ``provenance.trace``.
+
+    Args:
+        models: The models by name. Parts of a single model called ``"model"`` keep their bare
+            paths.
+        tensors: Kind, name and tensor of everything that exists before the pass.
+        batch_size: Samples in the batch, or None if unknown.
     """
 
     def __init__(
@@ -158,32 +251,38 @@ class OriginTracer(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.suspects: list[Suspect] = []
+        # Whether operations ran whose values could not be read.
         self.missed_some = False
-        self._paths = dict(_paths(models))
+        self._paths = _module_paths(models)
         self._batch_size = batch_size
-        self._running: list[tuple[nn.Module, str]] = []
-        # Sequence number -> module and line of the forward operation
-        self._nodes: dict[int, tuple[str, str]] = {}
+        self._running: list[_RunningModule] = []
+        # The location of the forward operation, by the sequence number of its autograd node.
+        self._forward_locations: dict[int, _Location] = {}
         self._newest_node = -1
         self._operations: dict[Any, _Operation] = {}
-        self._newest: dict[int, Suspect] = {}  # that made a storage bad, by its key
+        # The suspect that wrote a storage last, by the storage's number.
+        self._writers: dict[int, Suspect] = {}
+        # As long as these exist, no other storage gets the number of a recorded one.
         self._storages: list[StorageWeakRef] = []
         self._hooks: list[Any] = []
-        self._before: dict[int, list[tuple[Kind, str, torch.Tensor]]] = {}
+        # Tensors from before the pass, by the number of their storage.
+        self._tensors_before: dict[int, list[_NamedTensor]] = {}
         for kind, name, tensor in tensors:
             values = values_of(tensor)
             if values is not None:
-                self._before.setdefault(_key(values), []).append((kind, name, tensor))
+                named = _NamedTensor(kind, name, tensor)
+                self._tensors_before.setdefault(_storage_of(values), []).append(named)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Or torch would import its compiler, 1.5 s of CPU time (torch 2.13), to keep it out of here
+        # With True, torch would import its compiler to keep it out of here: 1.5 s of CPU time
+        # (torch 2.13).
         return False
 
     def __enter__(self) -> Self:
         self._hooks = [
-            register_module_forward_pre_hook(self._module_begins),
-            register_module_forward_hook(self._module_ends, always_call=True),
+            register_module_forward_pre_hook(self._begin_module),
+            register_module_forward_hook(self._end_module, always_call=True),
         ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -198,27 +297,32 @@ class OriginTracer(TorchDispatchMode):
             hook.remove()
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
-    def _module_begins(self, module: nn.Module, _args: Any) -> None:
-        outer = self._running[-1][1] if self._running else OUTSIDE
-        self._running.append((module, self._paths.get(id(module), outer)))
+    def _begin_module(self, module: nn.Module, _args: Any) -> None:
+        # A module that is no part of the models has the path of the one that calls it.
+        path = self._paths.get(id(module), self._current_path())
+        self._running.append(_RunningModule(module, path))
 
-    def _module_ends(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Down to its own frame: what was left by an exception (checkpointing stops recomputation
-        # early) goes too.
+    def _end_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        # Modules above it on the stack were left by an exception, with which checkpointing stops a
+        # recomputation early.
         for depth in range(len(self._running) - 1, -1, -1):
-            if self._running[depth][0] is module:
+            if self._running[depth].module is module:
                 del self._running[depth:]
                 return
+
+    def _current_path(self) -> str:
+        return self._running[-1].path if self._running else OUTSIDE
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if in_forward_mode():
-            # Reading a tensor that has a tangent, in a dispatch mode, can kill the process
+            # Reading a tensor that has a tangent, in a dispatch mode, can crash the process.
             self.missed_some = True
             return func(*args, **kwargs)
         operation = self._operations.get(func)
         if operation is None:
-            operation = self._operations[func] = _Operation(func)
+            operation = _Operation(func)
+            self._operations[func] = operation
         self._note_node()
         if operation.is_view:
             return func(*args, **kwargs)
@@ -229,178 +333,209 @@ class OriginTracer(TorchDispatchMode):
         return result
 
     def _note_node(self) -> None:
-        """Note the module and line of the operation whose autograd node was made just now."""
+        """Record the location of the operation whose autograd node was made just now."""
         newest = torch._C._autograd._get_sequence_nr() - 1
-        if newest != self._newest_node and newest not in self._nodes:
-            here = self._where()
-            self._nodes[newest] = (here["module"], here["line"])
+        if newest != self._newest_node and newest not in self._forward_locations:
+            self._forward_locations[newest] = self._locate()
         self._newest_node = newest
 
-    def _where(self) -> dict[str, Any]:
-        """Return module, phase, line, custom function and autograd node of what runs now, as a
-        suspect has them.
-        """
+    def _locate(self) -> _Location:
+        """Return where the current operation runs."""
         node: Any = torch._C._current_autograd_node()
         caller = _find_caller(sys._getframe(2), in_backward=node is not None)
-        found = {"line": caller.line, "function": caller.function, "phase": "forward"}
-        module = self._running[-1][1] if self._running else OUTSIDE
         if node is None:
-            return {**found, "module": module}
-        forward_module, forward_line = self._nodes.get(node._sequence_nr(), ("", ""))
-        if caller.recomputing:
-            return {**found, "module": module if self._running else forward_module}
-        found |= {"module": forward_module, "phase": "backward"}
-        return (
-            found
-            if caller.inside_backward
-            else found | {"line": forward_line, "function": "", "node": node.name()}
+            return _Location(
+                module=self._current_path(), line=caller.line, function=caller.function
+            )
+        unknown = _Location(module="", line="")
+        forward = self._forward_locations.get(node._sequence_nr(), unknown)
+        if caller.is_recomputing:
+            module = self._current_path() if self._running else forward.module
+            return _Location(module=module, line=caller.line, function=caller.function)
+        if caller.is_inside_backward:
+            return _Location(
+                module=forward.module, line=caller.line, phase="backward", function=caller.function
+            )
+        return _Location(
+            module=forward.module, line=forward.line, phase="backward", node=node.name()
         )
 
     def _examine(self, operation: _Operation, arguments: _Arguments, result: Any) -> None:
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        outputs = {id(tensor): tensor for tensor in (*made, *arguments.written)}.values()
-        found = [
-            (values, bad)
-            for t in outputs
-            if (values := values_of(t)) is not None and (bad := nonfinite(values)) is not None
-        ]
-        if not found:
+        outputs = _nonfinite_outputs(result, arguments)
+        if not outputs:
             return
-        values, bad = max(found, key=lambda pair: bool(torch.isnan(pair[0]).any()))
-        links = [
-            self._link(tensor, seen, bad if operation.pointwise else None)
-            for tensor, seen in arguments.given
-        ]
+        # Of several outputs one that holds NaN says most.
+        worst = max(outputs, key=_NonfiniteOutput.holds_nan)
+        output_bad = worst.bad if operation.pointwise else None
+        links = [self._link(given, output_bad) for given in arguments.given]
+        location = self._locate()
         suspect = Suspect(
             index=len(self.suspects),
             kind="operation",
             name=operation.name,
+            node=location.node,
+            function=location.function,
+            module=location.module,
+            phase=location.phase,
+            line=location.line,
             links=tuple(link for link in links if link is not None),
             scalars=tuple(arguments.scalars),
-            produced=measure(values),
+            produced=measure(worst.values),
             pointwise=operation.pointwise,
-            **self._where(),
         )
         if not suspect.took_nan:
-            suspect.operands = tuple(measure(seen) for _, seen in arguments.given)
-            suspect.rows = bad_rows(bad, self._batch_size)
+            suspect.operands = tuple(measure(given.values) for given in arguments.given)
+            suspect.rows = bad_rows(worst.bad, self._batch_size)
         self.suspects.append(suspect)
-        for output, _ in found:
-            self._blame(output, suspect)
+        for output in outputs:
+            self._set_writer(output.values, suspect)
 
-    def _blame(self, values: torch.Tensor, suspect: Suspect) -> Suspect:
-        if (key := _key(values)) not in self._newest:
+    def _set_writer(self, values: torch.Tensor, suspect: Suspect) -> None:
+        storage = _storage_of(values)
+        if storage not in self._writers:
             self._storages.append(StorageWeakRef(values.untyped_storage()))  # type: ignore[no-untyped-call]
-        self._newest[key] = suspect
-        return suspect
+        self._writers[storage] = suspect
 
-    def _link(
-        self, tensor: torch.Tensor, seen: torch.Tensor, output_bad: torch.Tensor | None
-    ) -> Link | None:
-        """Return the link to an operand, None if it is finite or bad only where a pointwise
-        output is not.
+    def _link(self, given: _Given, output_bad: torch.Tensor | None) -> Link | None:
+        """Return the link to an operand, or None if it cannot have made the output bad.
+
+        Args:
+            given: The operand.
+            output_bad: Where the output of a pointwise operation is bad. An operand that is bad
+                only elsewhere is not to blame. None for other operations.
         """
-        bad = nonfinite(seen)
+        bad = nonfinite(given.values)
         if bad is None:
             return None
+        values = given.values
         if output_bad is not None:
-            bad, seen, output_bad = torch.broadcast_tensors(bad, seen, output_bad)  # type: ignore[no-untyped-call]
+            bad, values, output_bad = torch.broadcast_tensors(bad, values, output_bad)  # type: ignore[no-untyped-call]
             bad = bad & output_bad
         if not bool(bad.any()):
             return None
-        nan, inf = bool((torch.isnan(seen) & bad).any()), bool((torch.isinf(seen) & bad).any())
-        return Link(self.find(tensor), nan, inf)
+        return Link(
+            suspect=self.find(given.tensor),
+            nan=bool((torch.isnan(values) & bad).any()),
+            inf=bool((torch.isinf(values) & bad).any()),
+        )
 
     def find(self, tensor: torch.Tensor) -> Suspect:
-        """Return what made a tensor bad that holds NaN or Inf.
-
-        Of writes into its memory the newest bad one.
-        """
+        """Return the suspect that last wrote NaN or Inf into the memory of a tensor."""
         values = values_of(tensor)
         assert values is not None
-        known = self._newest.get(_key(values))
-        return self._blame(values, self._source(values)) if known is None else known
+        writer = self._writers.get(_storage_of(values))
+        if writer is None:
+            writer = self._source(values)
+            self._set_writer(values, writer)
+        return writer
 
     def _source(self, values: torch.Tensor) -> Suspect:
-        """Return a suspect for a tensor that nothing was seen to write."""
-        known = self._before.get(_key(values), [])
-        kind, name, tensor = next(
-            (entry for entry in known if nonfinite(entry[2]) is not None), (None, "", values)
-        )
-        whole = values_of(tensor)
-        assert whole is not None
-        bad = nonfinite(whole) if kind == "input" else None
-        rows = () if bad is None else bad_rows(bad, self._batch_size)
+        """Return a suspect for a tensor that no operation was seen to write."""
+        for named in self._tensors_before.get(_storage_of(values), []):
+            bad = nonfinite(named.tensor)
+            if bad is not None:
+                return self._existing_tensor(named, bad)
+        return Suspect(index=-1, kind="constant", name="", produced=measure(values))
+
+    def _existing_tensor(self, named: _NamedTensor, bad: torch.Tensor) -> Suspect:
+        values = values_of(named.tensor)
+        assert values is not None
+        rows = bad_rows(bad, self._batch_size) if named.kind == "input" else ()
         return Suspect(
-            index=-1, kind=kind or "constant", name=name, produced=measure(whole), rows=rows
+            index=-1, kind=named.kind, name=named.name, produced=measure(values), rows=rows
         )
 
 
-def _paths(models: dict[str, nn.Module]) -> Iterator[tuple[int, str]]:
-    seen: set[int] = set()
+def _nonfinite_outputs(result: Any, arguments: _Arguments) -> list[_NonfiniteOutput]:
+    """Return what an operation returned or wrote that holds NaN or Inf."""
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    tensors += arguments.written
+    outputs = []
+    # An operation may return what it has written.
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        values = values_of(tensor)
+        bad = None if values is None else nonfinite(values)
+        if values is not None and bad is not None:
+            outputs.append(_NonfiniteOutput(values, bad))
+    return outputs
+
+
+def _module_paths(models: dict[str, nn.Module]) -> dict[int, str]:
+    """Return the path of each module by its id. A shared module keeps its first path."""
+    paths: dict[int, str] = {}
     for key, model in models.items():
         for name, module in model.named_modules():
             parts = [part for part in name.split(".") if part not in ("", "_orig_mod")]
-            if id(module) not in seen:  # a shared module keeps its first name
-                seen.add(id(module))
-                yield id(module), ".".join(parts if key == "model" and parts else [key, *parts])
+            if key != "model" or not parts:
+                parts.insert(0, key)
+            paths.setdefault(id(module), ".".join(parts))
+    return paths
 
 
-def _key(values: torch.Tensor) -> int:
+def _storage_of(values: torch.Tensor) -> int:
+    """Return the number of a tensor's storage."""
     return int(values.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Caller:
-    """Who called an operation."""
+    """The user's code that called an operation."""
 
-    # Such as "model.py:12 in forward"; empty if no line of the user's is on the stack
-    line: str = ""
-    function: str = ""  # class of the custom autograd.Function whose forward or backward runs
-    # Python code runs inside the backward pass, and not only torch's own
-    inside_backward: bool = False
-    recomputing: bool = False  # a checkpointed block runs its forward again
+    # Such as "model.py:12 in forward"; empty if no line of the user is on the stack.
+    line: str
+    # The class of the custom autograd.Function whose forward or backward runs.
+    function: str
+    # The user's Python code runs inside the backward pass, and not only torch's own.
+    is_inside_backward: bool
+    # A checkpointed block runs its forward again.
+    is_recomputing: bool
 
 
 def _find_caller(frame: FrameType | None, *, in_backward: bool) -> _Caller:
-    """Return who called, from a frame outwards to the autograd engine.
-
-    The innermost frame of the user's code.
-    """
-    line, function, recomputing, inside, beyond = "", "", False, True, 0
-    while frame is not None and (in_backward or beyond <= _FURTHER):
+    """Return the innermost frame of the user's code, searched outwards up to autograd's engine."""
+    line = ""
+    function = ""
+    is_recomputing = False
+    frames_beyond_user = 0
+    while frame is not None and (in_backward or frames_beyond_user <= _FRAMES_BEYOND_USER):
         code = frame.f_code
-        if code.co_name == _ENGINE:
-            inside = inside and bool(line)
+        if code.co_name == _ENGINE_FUNCTION:
             break
-        recomputing = recomputing or code.co_filename.endswith(_CHECKPOINT)
-        if _is_users(code):
-            line = line or f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
-            function = function or _function_class(frame)
-        beyond += bool(line)
+        if code.co_filename.endswith(_CHECKPOINT_FILE):
+            is_recomputing = True
+        if _is_users_code(code):
+            if not line:
+                line = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+            if not function:
+                function = _autograd_function_of(frame)
+        if line:
+            frames_beyond_user += 1
         frame = frame.f_back
     return _Caller(
-        line=line, function=function, inside_backward=inside and bool(line), recomputing=recomputing
+        line=line,
+        function=function,
+        is_inside_backward=bool(line),
+        is_recomputing=is_recomputing,
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_users(code: CodeType) -> bool:
+def _is_users_code(code: CodeType) -> bool:
     file = code.co_filename
-    return not (
-        file.startswith(_FOREIGN) or (file.startswith(_STANDARD) and "site-packages" not in file)
-    )
+    if file.startswith(_FOREIGN_PREFIXES):
+        return False
+    return not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
 
 
-def _function_class(frame: FrameType) -> str:
+def _autograd_function_of(frame: FrameType) -> str:
+    """Return the class of the custom Function whose forward or backward this frame runs, or ""."""
     code = frame.f_code
-    if (
-        code.co_name not in ("forward", "backward")
-        or not code.co_argcount
-        or code.co_varnames[0] == "self"
-    ):
+    if code.co_name not in ("forward", "backward") or not code.co_argcount:
         return ""
-    context = frame.f_locals.get(code.co_varnames[0])
-    return (
-        type(context).__name__.removesuffix("Backward") if isinstance(context, FunctionCtx) else ""
-    )
+    first_argument = code.co_varnames[0]
+    if first_argument == "self":
+        return ""
+    context = frame.f_locals.get(first_argument)
+    if not isinstance(context, FunctionCtx):
+        return ""
+    return type(context).__name__.removesuffix("Backward")

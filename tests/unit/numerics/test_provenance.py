@@ -320,7 +320,7 @@ def test_fp16_overflow_of_scaled_gradients_is_distinguished() -> None:
     origin = trace(run_once, {"model": model}, list(model.named_parameters()), [("x", x)], SAMPLES)
     assert origin is not None
     assert (origin.kind, origin.phase) == ("finite_overflow", "backward")
-    assert "65 504" in origin.mechanism
+    assert "65,504" in origin.mechanism
 
 
 def test_running_statistics_are_not_blamed_for_the_batch_that_spoils_them() -> None:

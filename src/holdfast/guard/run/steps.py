@@ -27,13 +27,8 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.splitting import Split
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, naming_lack_of_memory
-from holdfast.numerics.spikes import (
-    GOOD_AFTER,
-    Level,
-    decide_after_nonfinite,
-    decide_after_spike,
-    describe_nonfinite,
-)
+from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
+from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
 from holdfast.recorder.black_box import StepMark
 
 # Steps beyond a divergence that show that it is over: what led there may take as long as what PaLM

@@ -1,0 +1,48 @@
+"""What to do about a step whose loss or gradients hold NaN or Inf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.core.events.event import Decision, RollBack, SkipStep, Stop
+
+
+def decide_after_nonfinite(
+    *, reason: str, in_a_row: int, patience: int | None, rollbacks_in_a_row: int, max_rollbacks: int
+) -> Decision:
+    """Return the decision about a non-finite step: skip it, roll back, or stop.
+
+    Args:
+        reason: What was found, for the decision.
+        in_a_row: Consecutive non-finite steps, this one included.
+        patience: Consecutive non-finite steps that lead to a rollback, or None to always skip.
+        rollbacks_in_a_row: Rollbacks after which the run never got beyond the step that had caused
+            them.
+        max_rollbacks: Such rollbacks after which the run stops.
+    """
+    if patience is None or in_a_row < patience:
+        return SkipStep(reason=reason, promise="changes training")
+    if rollbacks_in_a_row >= max_rollbacks:
+        return Stop(
+            reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}",
+            promise="changes training",
+        )
+    if patience > 1:
+        reason = f"{in_a_row} non-finite steps in a row: {reason}"
+    return RollBack(reason=reason, promise="changes training", rewind_data=False)
+
+
+def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
+    """Return one line that names the loss and the first parameters with non-finite gradients.
+
+    Args:
+        loss: The loss of the step.
+        culprits: The first of these parameters.
+        count: How many there are in all.
+    """
+    if not culprits:
+        return f"non-finite loss ({loss:g})"
+    line = f"non-finite gradient (loss {loss:g}) in {', '.join(culprits)}"
+    if count > len(culprits):
+        line += f" and {count - len(culprits)} more parameter(s)"
+    return line
