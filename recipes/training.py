@@ -363,7 +363,7 @@ def _write_end(
 def found(guard: Guard) -> list[str]:
     """Return what was found to be wrong, in the order of finding.
 
-    Rules, and events of bad samples and workers.
+    Rules, events of bad samples and workers, and what the diagnosis only says on request.
 
     Workers that were replaced because the signal that ended the run came to them first are not
     among it.
@@ -374,7 +374,8 @@ def found(guard: Guard) -> list[str]:
         if event.kind in _TELLING
         and not (guard.stop_reason and guard.stop_reason in str(event.data.get("cause")))
     )
-    return list(dict.fromkeys(names))
+    asked = (finding.rule for finding in guard.diagnose() if finding.severity != "note")
+    return list(dict.fromkeys([*names, *asked]))
 
 
 def digest(model: torch.nn.Module) -> str:

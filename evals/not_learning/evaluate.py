@@ -39,9 +39,9 @@ from evals.not_learning.program import Program, Programs, programs_in
 SETS = ("design", "held_out_2", "held_out_3")
 _LOUD = ("error", "advice")
 
+# One run: program, healthy, seed, causes, detects, found (pairs of id and severity, in order),
+# on_request (ids of errors and advice that are only reported to those who ask), crash.
 Row = dict[str, Any]
-"""One run: program, healthy, seed, causes, detects, found (pairs of id and severity, in order),
-crash."""
 
 
 def programs_of(corpus: str) -> list[Program]:
@@ -69,6 +69,7 @@ def run_once(program: Program, seed: int) -> Row:
         return watches[-1]
 
     found: list[tuple[str, str]] = []
+    on_request: set[str] = set()
     crash = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,6 +78,9 @@ def run_once(program: Program, seed: int) -> Row:
             found = [
                 (finding.rule, finding.severity) for made in watches for finding in made.findings()
             ]
+            asked = [finding for made in watches for finding in made.diagnose()]
+            loud = {finding.rule for finding in asked if finding.severity in _LOUD}
+            on_request = loud - {rule for rule, _ in found}
         except Exception as error:  # noqa: BLE001 - a crash is a result, and is reported as one
             last = traceback.extract_tb(error.__traceback__)[-1]
             crash = (
@@ -90,6 +94,7 @@ def run_once(program: Program, seed: int) -> Row:
         "causes": program.causes,
         "detects": program.detects,
         "found": found,
+        "on_request": sorted(on_request),
         "crash": crash,
     }
 
@@ -114,11 +119,14 @@ def judge(rows: Sequence[Row]) -> Row:
     named = {rule for rules in loud for rule in rules}
     severities = {severity for row in rows for _, severity in row["found"]}
     crashes = sorted({row["crash"] for row in rows if row["crash"]})
+    asked = [[*rules, *row["on_request"]] for rules, row in zip(loud, rows, strict=True)]
     return {
         "program": rows[0]["program"],
         "healthy": rows[0]["healthy"],
         "detected": sum(bool(detects & set(rules)) for rules in loud) > len(rows) / 2,
         "cause_first": sum(bool(rules) and rules[0] in causes for rules in loud) > len(rows) / 2,
+        "detected_if_asked": sum(bool(detects & set(rules)) for rules in asked) > len(rows) / 2,
+        "on_request": sorted({rule for row in rows for rule in row["on_request"]}),
         "right": sorted(named & detects),
         "wrong": sorted(named - detects),
         "error": "error" in severities or bool(crashes),
@@ -146,6 +154,8 @@ def line_of(verdict: Row) -> str:
     else:
         mark = "cause " if verdict["cause_first"] else "found " if verdict["detected"] else "MISSED"
     wrong = f"  wrong: {' '.join(verdict['wrong'])}" if verdict["wrong"] else ""
+    if verdict["on_request"]:
+        wrong += f"  on request: {' '.join(verdict['on_request'])}"
     crash = f"  crash: {verdict['crashes'][0]}" if verdict["crashes"] else ""
     return f"  {mark} {verdict['program']:40} {', '.join(verdict['found'][0])}{wrong}{crash}"
 
@@ -180,6 +190,8 @@ def add_totals(result: Result, verdicts: Sequence[Row]) -> None:
     wrong = sum(len(verdict["wrong"]) for verdict in verdicts)
     detected = sum(verdict["detected"] for verdict in faulty)
     add_share(result, "faulty programs detected", detected, len(faulty), 0.85)
+    if_asked = sum(verdict["detected_if_asked"] for verdict in faulty)
+    result.add_count("faulty programs detected, with rules on request", if_asked, len(faulty))
     first = sum(verdict["cause_first"] for verdict in faulty)
     add_share(result, "faulty programs whose cause is named first", first, len(faulty), 0.6)
     add_share(result, "precision of errors and advice", right, right + wrong, 0.9)
@@ -187,6 +199,8 @@ def add_totals(result: Result, verdicts: Sequence[Row]) -> None:
     add_share(result, "healthy programs without error and advice", quiet, len(healthy), 0.98)
     alarms = sum(verdict["error"] for verdict in healthy)
     result.add_count("healthy programs with an error", alarms, len(healthy), expected=0)
+    asked = sum(bool(verdict["on_request"]) for verdict in healthy)
+    result.add_count("healthy programs with a finding on request", asked, len(healthy))
     advised = sum(verdict["advice"] for verdict in healthy)
     result.add_count("healthy programs with an advice", advised, len(healthy))
     crashed = sum(bool(verdict["crashes"]) for verdict in verdicts)

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import holdfast
-from holdfast.numerics.learning_rate import Advice
+from holdfast.learning.learning_rate import Advice
 from recipes.gan.model import Discriminator, Generator, Norm
 
 Regularizer = Literal["r1", "spectral", "none"]

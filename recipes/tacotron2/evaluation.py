@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast import Event, Guard
-from holdfast.numerics.alignment import report_alignment
+from holdfast.learning.alignment import report_alignment
 from recipes.tacotron2.audio import MelSettings, griffin_lim, mel_filters
 from recipes.tacotron2.losses import Weights, losses_of, steps_of
 from recipes.tacotron2.model import Tacotron2

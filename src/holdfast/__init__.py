@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from holdfast.guard.guard import Guard
     from holdfast.guard.result import StepResult
     from holdfast.guard.splitting.two_pass import TwoPass
+    from holdfast.learning.learning_rate import advise_learning_rate
     from holdfast.learning.watch import watch
     from holdfast.loader.loader import DataLoader
-    from holdfast.numerics.learning_rate import advise_learning_rate
     from holdfast.numerics.loss import Loss
     from holdfast.recorder.scalars import log
 
@@ -50,7 +50,7 @@ _HOMES = {
     "StepResult": "guard.result",
     "TwoPass": "guard.splitting.two_pass",
     "__version__": "core.version",
-    "advise_learning_rate": "numerics.learning_rate",
+    "advise_learning_rate": "learning.learning_rate",
     "latest": "checkpoint.store",
     "log": "recorder.scalars",
     "watch": "learning.watch",

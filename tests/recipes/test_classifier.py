@@ -110,8 +110,11 @@ def test_every_fault_is_named(fault, digits, undisturbed, tmp_path):
     ended = Ended(tmp_path / "run", digits, "--fault", fault, "--max-steps", STEPS.get(fault, 60))
     found = {event.data["rule"] for event in ended.events("finding", "preflight")}
     kinds = {event.kind for event in ended.events(named_by)}
-    assert named_by in found | kinds
     assert named_by in json.loads((ended.run_dir / "result.json").read_text())["figures"]["found"]
+    if fault == "shuffled-labels":  # that nothing is learnt is only said on request
+        assert named_by not in found
+        return
+    assert named_by in found | kinds
     told = json.dumps(ended.verdict().as_json())
     said = {
         "loader_healed": "replaced the workers",

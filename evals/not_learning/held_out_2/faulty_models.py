@@ -44,7 +44,7 @@ class FaultyPaths(Programs):
     together.
     """
 
-    @faulty("H813", shows="H814 H828 H832")
+    @faulty("H813", shows="H814 H828")
     def friedman_loss_wrapped_anew(self) -> None:
         """The loss is made a tensor again before the backward pass."""
         x, y = data.friedman(1500)
@@ -55,7 +55,7 @@ class FaultyPaths(Programs):
             loss = F.mse_loss(model(a).squeeze(1), b)
             self.update(torch.tensor(loss.item(), requires_grad=True))
 
-    @faulty("H814", shows="H828 H832")
+    @faulty("H814", shows="H828")
     def rings_features_detached(self) -> None:
         """The features are detached on their way to the head."""
         x, y = data.rings(1500)
@@ -68,7 +68,7 @@ class FaultyPaths(Programs):
             model, adam(model, 0.005), data.stream((x[:1200], y[:1200]), 64, 600), F.cross_entropy
         )
 
-    @faulty("H814", shows="H828 H832")
+    @faulty("H814", shows="H828")
     def friedman_through_numpy(self) -> None:
         """The features pass through numpy in the middle of the network."""
         x, y = data.friedman(1500)
@@ -81,7 +81,7 @@ class FaultyPaths(Programs):
         stream = data.stream((x[:1200], y[:1200]), 64, 500)
         self.descend(model, optimizer, stream, lambda a, b: F.mse_loss(model(a).squeeze(1), b))
 
-    @faulty("H813 H814", shows="H828 H832")
+    @faulty("H813 H814", shows="H828")
     def digits_loss_of_the_choice(self) -> None:
         """The loss is taken from the chosen class, which was then told to require gradients."""
         model = nn.Sequential(nn.Flatten(), parts.mlp(64, 48, 10))
@@ -91,7 +91,7 @@ class FaultyPaths(Programs):
             chosen = model(a).argmax(1).float()
             self.update(F.mse_loss(chosen, b.float()).requires_grad_())
 
-    @faulty("H808", shows="H828 H832")
+    @faulty("H808", shows="H828")
     def rings_layers_in_a_list(self) -> None:
         """The middle layers are in a plain list, which the model does not know of."""
         x, y = data.rings(1500)
@@ -100,7 +100,7 @@ class FaultyPaths(Programs):
             model, adam(model, 0.01), data.stream((x[:1200], y[:1200]), 64, 700), F.cross_entropy
         )
 
-    @faulty("H808 H809", shows="H812 H813 H814 H828 H832")
+    @faulty("H808 H809", shows="H812 H813 H814 H828")
     def digits_head_replaced_late(self) -> None:
         """The head is replaced after the optimizer was made, and the rest is frozen."""
         model = nn.Sequential(nn.Flatten(), *parts.mlp(64, 48, 2))
@@ -111,7 +111,7 @@ class FaultyPaths(Programs):
             model, optimizer, data.stream(data.digit_images(self.seed), 64, 300), F.cross_entropy
         )
 
-    @faulty("H808 H809", shows="H812 H813 H814 H828 H832")
+    @faulty("H808 H809", shows="H812 H813 H814 H828")
     def friedman_copy_is_trained(self) -> None:
         """The model that computes the loss is a copy of the one that the optimizer holds."""
         x, y = data.friedman(1500)
@@ -121,7 +121,7 @@ class FaultyPaths(Programs):
         stream = data.stream((x[:1200], y[:1200]), 64, 400)
         self.descend(used, optimizer, stream, lambda a, b: F.mse_loss(used(a).squeeze(1), b))
 
-    @faulty("H808", shows="H828 H832")
+    @faulty("H808", shows="H828")
     def digits_only_the_decoder(self) -> None:
         """An autoencoder whose optimizer was given the decoder alone."""
         x = data.digit_images(self.seed)[0].flatten(1)
@@ -130,7 +130,7 @@ class FaultyPaths(Programs):
         stream = data.stream((x,), 64, 600)
         self.descend(model, adam(decoder, 0.005), stream, lambda a: F.mse_loss(model(a), a))
 
-    @faulty("H808 H810", shows="H812 H813 H814 H828 H832")
+    @faulty("H808 H810", shows="H812 H813 H814 H828")
     def wine_frozen_part_in_the_optimizer(self) -> None:
         """The body is frozen, and it is the body that the optimizer holds."""
         x, y, *_ = data.table("wine", self.seed)
@@ -139,7 +139,7 @@ class FaultyPaths(Programs):
         body.requires_grad_(False)
         self.fit(model, sgd(body, 0.1, momentum=0.9), data.stream((x, y), 16, 300), F.cross_entropy)
 
-    @faulty("H830", shows="H814 H828 H829 H832 H844")
+    @faulty("", shows="H814 H828")
     def seasons_first_state_read(self) -> None:
         """The head reads the state before the series, not the one after it."""
         series = data.seasons(800, 25)[:, :, None]
@@ -147,7 +147,7 @@ class FaultyPaths(Programs):
         model = _FirstState()
         self.fit(model, adam(model, 0.005), data.stream((x[:600], y[:600]), 32, 300), F.mse_loss)
 
-    @faulty("", shows="H828 H829 H832")
+    @faulty("", shows="H828")
     def levels_batch_first_forgotten(self) -> None:
         """Series (N, T, C) are given to a recurrent layer that reads (T, N, C)."""
         x = torch.randn(1200, 12, 2)
@@ -159,7 +159,7 @@ class FaultyPaths(Programs):
         )
         self.fit(model, adam(model, 0.01), data.stream((x[:1000], y[:1000]), 50, 300), F.mse_loss)
 
-    @faulty("H815", shows="H823 H828 H829 H832")
+    @faulty("H815", shows="H828")
     def ratings_rounded(self) -> None:
         """Predictions are rounded to stars before the loss."""
         user, film, rating = data.ratings(self.seed)
@@ -178,7 +178,7 @@ class FaultyPaths(Programs):
             told = model(u, f).round()
             update(optimizer, F.mse_loss(told, r))
 
-    @faulty("H813 H814", shows="H823 H853")
+    @faulty("H813 H814", shows="H853")
     def ring_gan_maker_detached(self) -> None:
         """The samples are detached in the maker's turn too."""
         maker, judge = parts.mlp(4, 32, 32, 2), parts.mlp(2, 32, 32, 1, act=nn.LeakyReLU)
@@ -249,7 +249,7 @@ class _Pooled(nn.Module):
 class FaultyForwards(Programs):
     """Faulty programs whose network computes something else than what was meant."""
 
-    @faulty("", shows="H827 H828 H832")
+    @faulty("", shows="H828")
     def digits_weights_drawn_again(self) -> None:
         """The weights are initialised inside the loop over epochs."""
         x, y, *_ = data.digit_images(self.seed)
@@ -263,7 +263,7 @@ class FaultyForwards(Programs):
             for a, b in data.loader(x, y, size=96):
                 self.update(F.cross_entropy(model(a), b))
 
-    @faulty("H801", shows="H802 H804 H805")
+    @faulty("H801", shows="H802 H804")
     def rows_attention_all_masked(self) -> None:
         """Some sets are empty, and an attention over nothing is not a number."""
         rows = torch.randn(1200, 6, 4)
@@ -276,7 +276,7 @@ class FaultyForwards(Programs):
         stream = data.stream((rows[:1000], gone[:1000], y[:1000]), 64, 300)
         self.descend(model, adam(model, 0.005), stream, lambda a, m, b: F.mse_loss(model(a, m), b))
 
-    @faulty("H815", shows="H822 H823 H828 H829 H832")
+    @faulty("H815", shows="H822 H828")
     def friedman_low_rank_both_zero(self) -> None:
         """Both factors of a low-rank update start at zero."""
         x, y = data.friedman(1500)
@@ -290,7 +290,7 @@ class FaultyForwards(Programs):
         stream = data.stream((x[:1200], y[:1200]), 64, 400)
         self.fit(model, optimizer, stream, F.mse_loss, frozen=("base",))
 
-    @faulty("", shows="H828 H829 H832 H830")
+    @faulty("", shows="H828")
     def orders_without_places(self) -> None:
         """Attention without positions is asked which token came first."""
         x = torch.stack([torch.randperm(10)[:6] for _ in range(1400)])
@@ -306,7 +306,7 @@ class FaultyForwards(Programs):
             at = data.picked(1200, 48)
             self.update(F.cross_entropy(model(x[at]), y[at]))
 
-    @faulty("H830", shows="H828 H829 H832")
+    @faulty("", shows="H828")
     def keywords_wrong_axis_pooled(self) -> None:
         """Words are averaged over the batch as well."""
         texts, labels = data.keyword_texts(1500)

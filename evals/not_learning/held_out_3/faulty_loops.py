@@ -18,7 +18,7 @@ from evals.not_learning.program import adam, adamw, faulty, follow, sgd
 class FaultyLoops(shared.Twins):
     """Something is wrong with how the model is trained."""
 
-    @faulty("H808 H809", shows="H814 H828 H832")  # accuracy: 0.82 without the fault, 0.10 with it
+    @faulty("H808 H809", shows="H814 H828")  # accuracy: 0.82 without the fault, 0.10 with it
     def head_made_after_the_optimizer(self) -> None:
         """The head for the new classes replaces the old one after the optimizer was made, which
         keeps the old one.
@@ -39,7 +39,7 @@ class FaultyLoops(shared.Twins):
         self.fit(model, optimizer, data.batches((x, y), 32, 300), F.cross_entropy)
         self.score = shared.accuracy(model, held_x, held_y)
 
-    @faulty("", shows="H819 H823")  # R2: 0.87 without the fault, 0.71 with it
+    @faulty("", shows="H819")  # R2: 0.87 without the fault, 0.71 with it
     def plateau_of_a_loss_to_be_raised(self) -> None:
         """The plateau schedule waits for higher values and is given the loss.
 
@@ -59,7 +59,7 @@ class FaultyLoops(shared.Twins):
                 schedule.step(F.mse_loss(shared.outputs(model, x[:1000]), y[:1000, None]))
         self.score = shared.r2(shared.outputs(model, x[1000:]), y[1000:])
 
-    @faulty("H819 H823", shows="H824 H828 H832")  # accuracy: 0.98 without the fault, 0.56 with it
+    @faulty("H819", shows="H824 H828")  # accuracy: 0.98 without the fault, 0.56 with it
     def warm_up_of_whole_numbers(self) -> None:
         """The warm-up divides whole numbers, so that the rate is zero for the 2,000 steps that
         the run never has.
@@ -75,7 +75,7 @@ class FaultyLoops(shared.Twins):
         )
         self.score = shared.accuracy(model, held_x, held_y)
 
-    @faulty("H817", shows="H814 H823")  # accuracy: 0.99 without the fault, 0.22 with it
+    @faulty("H817", shows="H814")  # accuracy: 0.99 without the fault, 0.22 with it
     def accumulation_that_starts_anew(self) -> None:
         """Gradients of three tasks are to add up, but each task clears them first.
 
@@ -98,7 +98,7 @@ class FaultyLoops(shared.Twins):
             optimizer.step()
         self.score = shared.accuracy(nn.Sequential(body, nn.ReLU(), heads[0]), x[1500:], y[1500:])
 
-    @faulty("", shows="H818 H823 H824 H828 H832")  # accuracy: 0.97 without the fault, 0.08 with it
+    @faulty("", shows="H824 H828")  # accuracy: 0.97 without the fault, 0.08 with it
     def clipped_while_scaled(self) -> None:
         """Gradients are clipped before they are unscaled, and so to a 65,536th of what was
         meant.
@@ -143,21 +143,21 @@ class FaultyLoops(shared.Twins):
                     slow.copy_(fast)
         self.score = shared.accuracy(average, x[900:], size[900:])
 
-    @faulty("", shows="H832")  # steps to the end: 7 without the fault, 30 with it
+    @faulty("")  # steps to the end: 7 without the fault, 30 with it
     def corridor_copied_backwards(self) -> None:
         """Every 50 steps the network is overwritten by its target, instead of the other way
         round.
         """
         self.learn_values(wrong_copy=self.broken)
 
-    @faulty("H844", shows="H828 H830")  # steps to the end: 7 without the fault, 30 with it
+    @faulty("", shows="H828")  # steps to the end: 7 without the fault, 30 with it
     def corridor_remembered_by_reference(self) -> None:
         """The memory keeps the very tensor that the world writes its states into, so all states
         are the last one.
         """
         self.learn_values(alias=self.broken)
 
-    @faulty("H815", shows="H823 H828 H829 H832")  # accuracy: 1.00 without the fault, 0.00 with it
+    @faulty("H815", shows="H828")  # accuracy: 1.00 without the fault, 0.00 with it
     def advantages_of_one_episode(self) -> None:
         """Advantages are standardised within a batch that holds one reward, and are all zero."""
         prices, best = torch.randn(6, 4), torch.randn(6, 4).argmax(1)
@@ -192,7 +192,7 @@ class FaultyLoops(shared.Twins):
             optimizer.step()
         self.score = shared.accuracy(model, held_x, held_y)
 
-    @faulty("H823")  # cross-entropy: 0.78 without the fault, 1.72 with it
+    @faulty("")  # cross-entropy: 0.78 without the fault, 1.72 with it
     def updates_lost_in_bfloat16(self) -> None:
         """The weights themselves are kept in bfloat16, in which most steps of a small rate round
         to nothing.
@@ -210,7 +210,7 @@ class FaultyLoops(shared.Twins):
         )
         self.score = -F.cross_entropy(shared.outputs(model, held_x.to(kind)).float(), held_y).item()
 
-    @faulty("H862")  # cross-entropy: 1.74 without the fault, 8.21 with it
+    @faulty("")  # cross-entropy: 1.74 without the fault, 8.21 with it
     def language_model_of_the_same_character(self) -> None:
         """The targets are the inputs themselves and not what follows them."""
         ids, words = data.library_text()
@@ -226,7 +226,7 @@ class FaultyLoops(shared.Twins):
         a, b = data.windows(ids, 24, 200)
         self.score = -F.cross_entropy(shared.outputs(model, a).flatten(0, 1), b.flatten()).item()
 
-    @faulty("H843", shows="H826 H827 H828 H832")  # accuracy: 0.98 without the fault, 0.33 with it
+    @faulty("H843", shows="H826 H828")  # accuracy: 0.98 without the fault, 0.33 with it
     def blobs_class_after_class(self) -> None:
         """The data set is sorted by class and the loader does not shuffle."""
         x, y = data.blobs(self.seed, 2500, classes=8)

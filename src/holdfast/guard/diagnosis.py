@@ -16,40 +16,23 @@ from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
 from holdfast.learning.finding import Finding, with_origin
 from holdfast.learning.observer import Observer
+from holdfast.learning.subjects import Intent, Subjects
 
 if TYPE_CHECKING:
     from holdfast.guard.result import Attempt, Outcome
 
 
 class Diagnosis:
-    """Observes the steps of a guard, if the policy wants it."""
+    """Observes the steps of a guard, if the policy has `diagnose` on."""
 
     def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
         self._record = record
-        self._max_grad_norm = policy.max_grad_norm
-        self._observer: Observer | None = None
         self._is_open = False
-        # Where NaN or Inf came from, in the newest step that was traced
+        # Where NaN or Inf came from, in the newest step that was traced.
         self._origin: str | None = None
         for rule in policy.ignore_rules:
             find_rule(rule)
-        if policy.diagnose:
-            self._observer = Observer(
-                parts.models,
-                parts.optimizers,
-                # The guard advances the others; in a resumed run they count the steps before it
-                # too.
-                {
-                    name: each
-                    for name, each in parts.schedulers.items()
-                    if isinstance(each, ReduceLROnPlateau)
-                },
-                objective=policy.objective,
-                frozen=policy.frozen,
-                ignore=policy.ignore_rules,
-                compiled=parts.compiled,
-                guided=True,
-            )
+        self._observer = _observer_of(parts, policy) if policy.diagnose else None
 
     def open(self) -> None:
         """Begin to observe."""
@@ -59,67 +42,73 @@ class Diagnosis:
             self._is_open = True
 
     def close(self) -> None:
-        """Judge what was seen so far, and observe no more."""
-        if self._observer is not None and self._is_open:
-            self._is_open = False
-            if self._record.is_open and self._observer.steps:
-                self._observer.finish()
-                self._emit(self._observer.take_fresh())
-            self._observer.close()
+        """Judge what was observed, and stop observing."""
+        if self._observer is None or not self._is_open:
+            return
+        self._is_open = False
+        if self._record.is_open and self._observer.steps:
+            self._observer.finish()
+            self._emit(self._observer.take_fresh())
+        self._observer.close()
+
+    def findings_on_request(self) -> list[Finding]:
+        """Return everything that was found until now, the most important first."""
+        if self._observer is None:
+            return []
+        self._observer.judge_now()
+        findings = self._observer.findings_on_request()
+        return [with_origin(finding, self._origin) for finding in findings]
 
     def attempt(self) -> contextlib.AbstractContextManager[None] | None:
-        """Return the context of a forward and backward pass that is looked at, or None."""
-        return (
-            None
-            if self._observer is None or not self._observer.due()
-            else self._observer.begin_step()
-        )
+        """Return the context of a forward and backward pass that is sampled, or None."""
+        if self._observer is None or not self._observer.due():
+            return None
+        return self._observer.begin_step()
 
     def before_step(self, name: str, attempt: Attempt) -> None:
-        """Take in that an optimizer is about to step, with the gradients of an attempt."""
+        """Observe that an optimizer is about to step with the gradients of an attempt."""
         if self._observer is not None:
-            self._observer.before_step(name, norms=lambda: _norms_of(attempt))
+            self._observer.before_step(name, norms=lambda: _gradient_norms(attempt))
 
     def after_step(self, name: str) -> None:
-        """Take in that an optimizer has stepped."""
+        """Observe that an optimizer has stepped."""
         if self._observer is not None and self._observer.sampled:
             self._observer.after_step(name)
 
     def step_ended(self, outcome: Outcome, names: Sequence[str], reason: str | None) -> None:
-        """Take in how a step of these optimizers ended, and the `reason` if it was not
-        committed.
+        """Observe that a step has ended.
+
+        Args:
+            outcome: How it ended.
+            names: The optimizers that were to step.
+            reason: Why it was not committed; None if it was.
         """
         if self._observer is None:
             return
-        if self._observer.sampled and (notice := self._observer.take_notice()) is not None:
-            self._record.emit(run_events.DiagnosisLimited(why=notice))
-        if (
-            reason is not None
-            and outcome.provenance is not None
-            and outcome.provenance.origin is not None
-        ):
+        if self._observer.sampled:
+            notice = self._observer.take_notice()
+            if notice is not None:
+                self._record.emit(run_events.DiagnosisLimited(why=notice))
+        if reason is not None and _is_traced(outcome):
             self._origin = reason
-        limit, facts = self._max_grad_norm, outcome.attempt.facts
-        clipped = limit if limit is not None and facts.total > limit else 0.0
-        self._emit(
-            self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
-        )
+        self._emit(self._observer.end_step(outcome.attempt.facts.loss, names))
 
     def validated(self, value: float) -> None:
-        """Take in the loss of an evaluation."""
+        """Observe the loss of an evaluation."""
         if self._observer is not None:
             self._observer.validated(value)
 
-    def aligned(self, facts: dict[str, float]) -> None:
-        """Take in how an attention lies."""
+    def aligned(self, alignment: dict[str, float]) -> None:
+        """Observe how well an attention is aligned."""
         if self._observer is not None:
-            self._observer.aligned(facts)
+            self._observer.aligned(alignment)
 
     def _emit(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
-            kind = run_events.Note if finding.severity == "note" else run_events.Finding
-            facts = asdict(with_origin(finding, self._origin))
-            self._record.emit(kind(about=facts.pop("kind"), **facts))
+            fields = asdict(with_origin(finding, self._origin))
+            about = fields.pop("kind")
+            event = run_events.Note if finding.severity == "note" else run_events.Finding
+            self._record.emit(event(about=about, **fields))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what later judgements need of the past."""
@@ -131,10 +120,33 @@ class Diagnosis:
             self._observer.load_state_dict(state)
 
 
-def _norms_of(attempt: Attempt) -> dict[int, float]:
-    """Return the norm of each gradient before clipping, by the id of its parameter.
+def _observer_of(parts: Parts, policy: Policy) -> Observer:
+    # The guard advances the other schedulers itself, and in a resumed run they count the steps
+    # before it too.
+    plateaus = {
+        name: scheduler
+        for name, scheduler in parts.schedulers.items()
+        if isinstance(scheduler, ReduceLROnPlateau)
+    }
+    subjects = Subjects(
+        models=parts.models,
+        optimizers=parts.optimizers,
+        schedulers=plateaus,
+        compiled=parts.compiled,
+    )
+    intent = Intent(
+        objective=policy.objective,
+        frozen=tuple(policy.frozen),
+        ignore=frozenset(policy.ignore_rules),
+    )
+    return Observer(subjects, intent, guided=True)
 
-    One host sync.
-    """
-    held = (id(parameter) for group in attempt.groups for parameter in group.parameters)
-    return dict(zip(held, attempt.norms.tolist(), strict=True))
+
+def _is_traced(outcome: Outcome) -> bool:
+    return outcome.provenance is not None and outcome.provenance.origin is not None
+
+
+def _gradient_norms(attempt: Attempt) -> dict[int, float]:
+    """Return the norm of each gradient before clipping, by the id of its parameter; a host sync."""
+    ids = [id(parameter) for group in attempt.groups for parameter in group.parameters]
+    return dict(zip(ids, attempt.norms.tolist(), strict=True))

@@ -42,6 +42,7 @@ from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.trained_weights import TrainedWeights
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.stop import Interrupted, StopRequest
+from holdfast.learning.finding import Finding
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
 from holdfast.memory.host_memory import set_malloc_threshold
@@ -497,11 +498,20 @@ class Guard:
         """
         return next(iter(BestOf(self._directory.path, name, "min", writes=False).kept), None)
 
+    def diagnose(self) -> list[Finding]:
+        """Return why the run may not be learning, the most important finding first.
+
+        Most of it is recorded as events when it is found. Only on request it also says whether the
+        run learns nothing (H828) or its loss has risen (H826), which is often right, but not often
+        enough to be said of every run. Empty if the policy has ``diagnose=False``.
+        """
+        return self._engine.diagnosis.findings_on_request()
+
     def emit(self, data: EventData) -> None:
         """Record an event of ``core.events.run_events``, or of a subclass of `EventData` of your
         own.
 
-        `holdfast events` and the report show it. ``numerics.alignment.report_alignment`` uses it
+        `holdfast events` and the report show it. ``learning.alignment.report_alignment`` uses it
         for rule H852.
         """
         with self._session.recording():

@@ -27,8 +27,8 @@ from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy.kinds import Precision
 from holdfast.guard.optimizers import check_optimizer, identities
 from holdfast.guard.phase import RunState
+from holdfast.learning.learning_rate import rate_of
 from holdfast.numerics.eager import as_written
-from holdfast.numerics.learning_rate import rate_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _NOTHING = contextlib.nullcontext()

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from holdfast.core.errors import PolicyError
 from holdfast.guard.optimizers import identities, looks_like_an_optimizer
 from holdfast.guard.reachable import contents_of_closure, levels_inside
-from holdfast.numerics.learning_rate import rate_of
+from holdfast.learning.learning_rate import rate_of
 
 # Names that the argument of ``step`` has in schedulers that need a metric. "interval" and
 # "accumulated_steps" are not among them.

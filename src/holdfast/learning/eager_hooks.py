@@ -1,9 +1,8 @@
-"""`EagerHooks`: hooks on modules and a mode on functions, which see into models as long as nothing
-is compiled.
+"""`EagerHooks`: hooks on modules, and a mode on functions, that are removed when torch compiles.
 
-``torch.compile`` traces both into its graphs and compiles anew when they come or go, until it gives
-up. A module does not know by what it is called, and what is compiled may first be so in the middle
-of a step. So all of them go when torch begins to compile anything in this process, before it
+``torch.compile`` traces both into its graphs, and compiles again when they come or go, until it
+gives up. A module does not know who calls it, and compilation may first begin in the middle of a
+step. So all of them are removed when torch begins to compile anything in this process, before it
 traces, and do not come back. What an optimizer, a gradient or a weight shows needs none of them.
 """
 
@@ -20,23 +19,20 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.numerics.eager import anything_compiled, is_symbolic
 
 LOST = (
-    "torch.compile or TorchScript is at work in this process, so the diagnosis does not see"
-    " activations, inputs and what losses are given: looking at them would compile anew. It sees"
-    " gradients, updates and optimizers"
+    "torch.compile or TorchScript is at work in this process, so the diagnosis does not see inputs"
+    " and the arguments of losses: looking at them would compile again. It sees gradients, updates"
+    " and optimizers"
 )
 
 
 class Hook:
-    """A hook on a module that a copy of it does not have.
-
-    Neither ``deepcopy`` nor ``torch.save`` takes it.
-    """
+    """A hook on a module that ``deepcopy`` and ``torch.save`` do not copy with the module."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        """Call what was given, if values can be read just now."""
+        """Call the function, if values can be read at the moment."""
         if self._call is not None and not is_symbolic():
             self._call(*args)
 
@@ -45,7 +41,12 @@ class Hook:
 
 
 class EagerHooks:
-    """The hooks and the mode of one observer; `lost`: there can be none from the beginning."""
+    """The hooks and the mode of one observer.
+
+    Args:
+        mode: The mode.
+        lost: Whether something is compiled already, so that there can be neither.
+    """
 
     def __init__(self, mode: TorchFunctionMode, *, lost: bool) -> None:
         self._mode = mode
@@ -55,42 +56,45 @@ class EagerHooks:
 
     @property
     def lost(self) -> bool:
-        """Whether something is compiled, so that nothing is seen."""
+        """Whether something is compiled, so that hooks and mode are gone."""
         self._lost = self._lost or anything_compiled()
         return self._lost
 
     def keep(self, hooks: Iterable[RemovableHandle]) -> None:
-        """Make these hooks (lazily: none if all is lost) and keep them until `close`."""
-        self._make(hooks, self._kept)
+        """Register hooks until `close`.
+
+        Args:
+            hooks: Registers one at a time, lazily, so that none is registered if all are lost.
+        """
+        self._register(hooks, self._kept)
 
     def begin_step(self, hooks: Iterable[RemovableHandle]) -> None:
-        """Make these hooks and keep them until `end_step`."""
+        """Register hooks until `end_step`, likewise."""
         self.end_step()
-        self._make(hooks, self._of_step)
+        self._register(hooks, self._of_step)
 
-    def _make(self, hooks: Iterable[RemovableHandle], kept: list[RemovableHandle]) -> None:
+    def _register(self, hooks: Iterable[RemovableHandle], handles: list[RemovableHandle]) -> None:
         if self.lost:
             return
-        from torch._dynamo.callback import callback_handler  # an optimizer has imported it already
+        # Any optimizer has imported this already.
+        from torch._dynamo.callback import callback_handler
 
-        # Torch.compiler.reset() forgets it
-        if self._compilation_begins not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(self._compilation_begins)
-        kept += hooks
+        # torch.compiler.reset() forgets callbacks, so look again each time.
+        if self._on_compilation not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._on_compilation)
+        handles += hooks
 
     def end_step(self) -> None:
         """Remove the hooks of a step."""
         remove_all(self._of_step)
 
     def enter_mode(self) -> None:
-        """See functions from now on."""
+        """Begin to see function calls."""
         if not self.lost:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def leave_mode(self) -> None:
-        """Leave the mode if it is entered, also where others were entered after it and are not
-        left yet.
-        """
+        """Leave the mode if it is entered, even if other modes above it have not been left yet."""
         above = []
         while torch._C._len_torch_function_stack():
             top = torch._C._pop_torch_function_stack()
@@ -101,14 +105,14 @@ class EagerHooks:
             torch._C._push_on_torch_function_stack(mode)
 
     def close(self) -> None:
-        """Remove all; may be called again."""
+        """Remove everything. It may be called several times."""
         self.end_step()
         remove_all(self._kept)
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-        if handler is not None and self._compilation_begins in handler.start_callbacks:
-            handler.remove_start_callback(self._compilation_begins)
+        if handler is not None and self._on_compilation in handler.start_callbacks:
+            handler.remove_start_callback(self._on_compilation)
 
-    def _compilation_begins(self, _what: Any) -> None:
+    def _on_compilation(self, _arguments: Any) -> None:
         self._lost = True
         self.end_step()
         remove_all(self._kept)

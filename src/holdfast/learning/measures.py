@@ -1,4 +1,4 @@
-"""Small measurements of tensors that several observers make: samples, norms, medians."""
+"""Small measurements of tensors that several observers make: samples, norms and medians."""
 
 from __future__ import annotations
 
@@ -9,84 +9,109 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Types and layouts that torch stores and hardly computes with.
-_COMPUTED_WITH = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
-    | {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+# Dtypes whose values can be measured. Torch stores others but hardly computes with them.
+MEASURABLE_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+    }
 )
-_SAMPLE = 4096
-"""Elements of a tensor that are copied: 16 KiB a tensor, whatever the model's size."""
+# Elements of a tensor that are copied: 16 KiB of float32 per tensor, however large the model.
+SAMPLE_ELEMENTS = 4096
+# Entries of a history; older ones are dropped.
+HISTORY_LENGTH = 400
 
 
-def can_be_observed(tensor: Tensor) -> bool:
+def can_be_measured(tensor: Tensor) -> bool:
     """Return whether the values of a tensor can be measured.
 
-    Not those of integers, nested or quantized tensors.
+    Integers, quantized, nested and meta tensors cannot.
     """
-    if tensor.is_nested or tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
+    if tensor.is_nested or tensor.is_meta:
         return False
-    return tensor.dtype in _COMPUTED_WITH
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        return False
+    return tensor.dtype in MEASURABLE_DTYPES
 
 
-def spread_of(tensor: Tensor, most: int = _SAMPLE) -> Tensor:
-    """Return at most so many elements, spread over a tensor, shape ``(n,)``.
+def sample_of(tensor: Tensor, most: int = SAMPLE_ELEMENTS) -> Tensor:
+    """Return at most `most` elements that are spread over a tensor, shape ``(n,)``.
 
-    A view where there can be one.
-
-    Those of a float8 type come as float32, since torch knows no arithmetic of float8.
+    The result is a view where possible. Elements of a float8 dtype are returned as float32, since
+    torch has no float8 arithmetic.
     """
-    values = _spread_over(tensor, most)
-    return values.float() if values.is_floating_point() and values.element_size() == 1 else values
+    values = tensor.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    elements = _spread_over(values, most)
+    if elements.is_floating_point() and elements.element_size() == 1:
+        return elements.float()
+    return elements
 
 
 def _spread_over(tensor: Tensor, most: int) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
     if not tensor.is_contiguous():
         return tensor.flatten()[:most]
     flat = tensor.view(-1)
-    size = flat.numel()
-    if size <= most:
+    if flat.numel() <= most:
         return flat
-    stride = size // most
-    # Or all are of a few columns, such as a pixel that is always 0
+    stride = flat.numel() // most
+    # A stride that shares a factor with the row length would visit only some columns, for instance
+    # only pixels that are always 0.
     while math.gcd(stride, tensor.shape[-1]) > 1:
         stride += 1
     return flat[::stride][:most]
 
 
 def dense_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the gradient's values, of a sparse one the stored ones."""
+    """Return the gradient's values; of a sparse gradient, the stored ones."""
     gradient = parameter.grad
     if gradient is None:
         return None
-    return gradient.coalesce().values().detach() if gradient.is_sparse else gradient.detach()
+    if gradient.is_sparse:
+        return gradient.coalesce().values().detach()
+    return gradient.detach()
 
 
-def norms_of(tensors: Iterable[Tensor], order: float = 2) -> list[float]:
-    """Return the norm of each tensor, computed in at least fp32; one host sync."""
-    given = list(tensors)
-    if all(t.dtype == torch.float32 for t in given):
-        each = list(torch._foreach_norm(given, order)) if given else []
+def norms_of(tensors: Iterable[Tensor]) -> list[float]:
+    """Return the Euclidean norm of each tensor, computed in at least float32; one host sync."""
+    tensors = list(tensors)
+    if not tensors:
+        return []
+    if all(tensor.dtype == torch.float32 for tensor in tensors):
+        norms = list(torch._foreach_norm(tensors))
     else:
-        wide = [
-            None if t.dtype == torch.float64 or t.is_complex() else torch.float32 for t in given
-        ]
-        each = [
-            torch.linalg.vector_norm(t, order, dtype=w).double()
-            for t, w in zip(given, wide, strict=True)
-        ]
-    return torch.stack([norm.cpu() for norm in each]).tolist() if each else []
+        norms = [_wide_norm(tensor) for tensor in tensors]
+    values: list[float] = torch.stack([norm.cpu() for norm in norms]).tolist()
+    return values
 
 
-def median(values: Sequence[float]) -> float | None:
-    """Return the middle of the finite values, None if there are none."""
-    finite = sorted(value for value in values if math.isfinite(value))
-    return finite[len(finite) // 2] if finite else None
+def _wide_norm(tensor: Tensor) -> Tensor:
+    wide = tensor.dtype == torch.float64 or tensor.is_complex()
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=None if wide else torch.float32)
+    return norm.double()
 
 
-def append_newest(values: list[Any], value: Any) -> None:
-    """Append a value, and drop the oldest beyond 400."""
-    values.append(value)
-    del values[:-400]
+def median_or_none(values: Sequence[float]) -> float | None:
+    """Return the median of the finite values, or None if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return median(finite) if finite else None
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median; of an even number of values, the upper of the middle two."""
+    return sorted(values)[len(values) // 2]
+
+
+def append_newest(history: list[Any], value: Any) -> None:
+    """Append a value, and drop the oldest ones beyond `HISTORY_LENGTH`."""
+    history.append(value)
+    del history[:-HISTORY_LENGTH]

@@ -1,194 +1,227 @@
-"""What is observed of a model.
-
-Which weights learn, in which mode it is, and whether its weights ever change.
-"""
+"""What is observed of a model: which weights learn and change, and in which mode it runs."""
 
 from __future__ import annotations
 
 import fnmatch
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from holdfast.learning.facts import LayerFacts, ModelFacts
-from holdfast.learning.measures import can_be_observed, spread_of
+from holdfast.learning.measures import can_be_measured, sample_of
+from holdfast.learning.observations import ObservedLayer, ObservedModel
 
-_ENOUGH_WEIGHTS = 256  # to tell which distribution they were drawn from
+# Names that a finding lists.
+MOST_NAMES = 5
+# Sampled steps without a gradient before a parameter counts as one that never gets any.
+ENOUGH_STEPS_WITHOUT_GRADIENT = 10
+
+Named = Mapping[str, nn.Parameter]
 
 
-def is_meant(name: str, pattern: str) -> bool:
-    """Return whether a shell pattern of a parameter's name, or the name of a module that it is
-    in, means it.
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern means a parameter.
+
+    Args:
+        name: Full name of the parameter.
+        pattern: A shell pattern of such names, or the name of a module that the parameter is in.
     """
     return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 class ModelObserver:
-    """One model; `frozen` are parameters and modules that are meant not to learn, see
-    `is_meant`.
+    """One model.
+
+    Args:
+        module: The model.
+        prefix: What its parameters' names begin with, where several models are observed.
+        frozen: Patterns of parameters that are meant not to learn, see `matches`.
     """
 
     def __init__(self, module: nn.Module, prefix: str, frozen: Sequence[str]) -> None:
         self.module = module
-        self._prefix, self._frozen = prefix, frozen
-        self._start = {key: spread_of(p).clone() for key, p in self.named() if can_be_observed(p)}
-        self._facts = ModelFacts()
-        # In training mode or not, since the last step
+        self._prefix = prefix
+        self._frozen = frozen
+        self._at_start = {
+            name: sample_of(parameter).clone()
+            for name, parameter in self.named_parameters().items()
+            if can_be_measured(parameter)
+        }
+        self._observed = ObservedModel()
+        # Ids of the parameters that had a gradient at a step. A guard drops those of parameters
+        # that are in no optimizer, so they have to be seen before the step.
+        self._had_gradient: set[int] = set()
+        # Forward passes without a graph since the last step, by whether the model was in training
+        # mode.
         self._passes_without_graph = {True: 0, False: 0}
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters with their full names."""
-        lazy = nn.parameter.UninitializedParameter
-        return [
-            (self._prefix + k, p)
-            for k, p in self.module.named_parameters()
-            if not isinstance(p, lazy)
-        ]
-
-    def _modal(self) -> list[tuple[str, nn.Module]]:
-        return [
-            (k, m)
-            for k, m in self.module.named_modules()
-            if isinstance(m, (_DropoutNd, _BatchNorm))
-        ]
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the initialized parameters by their full names."""
+        return {
+            self._prefix + name: parameter
+            for name, parameter in self.module.named_parameters()
+            if not isinstance(parameter, nn.parameter.UninitializedParameter)
+        }
 
     def note_pass_without_graph(self) -> None:
         """Count a forward pass without a graph, as evaluations make them."""
         self._passes_without_graph[self.module.training] += 1
 
     def note_step(self) -> None:
-        """Count an observed step, and whether it was made in evaluation mode."""
-        self._facts.observed += 1
+        """Count a sampled step that is about to be made."""
+        self._observed.observed += 1
         self._passes_without_graph = {True: 0, False: 0}
+        self._had_gradient.update(
+            id(parameter) for parameter in self.module.parameters() if parameter.grad is not None
+        )
         if not self.module.training:
-            self._facts.eval_steps += any(not m.training for _, m in self._modal())
+            in_eval = any(not module.training for module in self._mode_dependent().values())
+            self._observed.eval_steps += in_eval
 
     def note_validation(self) -> None:
         """Count a validation, and whether all of it ran in training mode."""
         passes = self._passes_without_graph
-        self._facts.validations += 1
-        self._facts.train_mode_validations += bool(
-            passes[True] and not passes[False] and self._modal()
-        )
+        only_training = passes[True] > 0 and passes[False] == 0
+        self._observed.validations += 1
+        self._observed.train_mode_validations += only_training and bool(self._mode_dependent())
         self._passes_without_graph = {True: 0, False: 0}
 
-    def facts(self, held: set[int], layers: Mapping[str, LayerFacts]) -> ModelFacts:
-        """Return what is known, given the ids of the parameters of all optimizers, and what was
-        seen of each.
+    def observations(
+        self, in_optimizers: Collection[int], layers: Mapping[str, ObservedLayer]
+    ) -> ObservedModel:
+        """Return what was observed.
+
+        Args:
+            in_optimizers: Ids of the parameters of all optimizers.
+            layers: What was observed of each parameter.
         """
-        facts, named = self._facts, self.named()
-        learning = [(k, p) for k, p in named if p.requires_grad and not self._is_frozen(k)]
-        outside = {k: p for k, p in learning if id(p) not in held}
-        never = {k: p for k, p in learning if id(p) in held and _never(layers.get(k))}
-        facts.weights = sum(p.numel() for _, p in learning)
-        facts.outside, facts.outside_count = list(outside)[:5], len(outside)
-        facts.outside_weights = sum(p.numel() for p in outside.values())
-        facts.outside_with_gradient = sum(p.grad is not None for p in outside.values())
-        facts.outside_changed = self._changed(outside)
-        facts.outside_drawn = self._drawn({k: p for k, p in outside.items() if p.dim() > 1})
-        facts.never_gradient, facts.never_gradient_count = list(never)[:5], len(never)
-        facts.never_gradient_weights = sum(p.numel() for p in never.values())
-        facts.never_gradient_first = bool(never) and next(iter(never)) == learning[0][0]
-        facts.symmetric = self._symmetric(learning)
-        frozen = [
-            (k, p)
-            for k, p in named
-            if k in self._start and not (p.requires_grad or self._is_frozen(k))
-        ]
-        still = {k: p for k, p in frozen if p.layout is torch.strided and p.dim() > 1}
-        few = 0 < facts.weights < 0.05 * sum(p.numel() for p in still.values())
-        drawn = (
-            few
-            and all(_as_drawn(p, self._start[k]) for k, p in still.items())
-            and not self._changed(still)
+        learning = self._parameters_meant_to_learn()
+        self._observed.weights = _elements(learning)
+        self._note_outside(parameters_missing_from(in_optimizers, learning))
+        self._note_never(
+            parameters_without_gradient(in_optimizers, learning, layers),
+            first=next(iter(learning), ""),
         )
-        facts.still_drawn = list(still) if drawn else []
-        facts.changed = self._changed(self._start)
-        running = [
-            (k, b) for k, b in self.module.named_buffers() if "running" in k and can_be_observed(b)
-        ]
-        statistics = [
-            (k, b) for k, b in running if b.layout is torch.strided and b.element_size() > 1
-        ]
-        facts.nonfinite_buffers = [
-            self._prefix + k for k, b in statistics if not bool(torch.isfinite(b).all())
-        ][:5]
-        modal = self._modal()
-        facts.modal = [k for k, _ in modal][:5]
-        facts.dropout = max((m.p for _, m in modal if isinstance(m, _DropoutNd)), default=0.0)
-        facts.batch_norm = any(isinstance(m, _BatchNorm) and m.training for _, m in modal)
-        leaves = [
-            m
-            for m in self.module.modules()
-            if not list(m.children()) and not isinstance(m, nn.Flatten)
-        ]
-        facts.normalised_input = bool(leaves) and "Norm" in type(leaves[0]).__name__
-        return facts
+        self._observed.symmetric = self._symmetric(learning)[:MOST_NAMES]
+        self._observed.changed = self._any_changed(self._at_start)
+        self._observed.nonfinite_buffers = self._nonfinite_running_statistics()[:MOST_NAMES]
+        self._observed.mode_dependent = list(self._mode_dependent())[:MOST_NAMES]
+        self._observed.normalizes_input = normalizes_input(self.module)
+        return self._observed
 
-    def _is_frozen(self, name: str) -> bool:
-        return any(is_meant(name, pattern) for pattern in self._frozen)
-
-    def _symmetric(self, learning: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-        tables = {
-            self._prefix + k + ".weight"
-            for k, m in self.module.named_modules()
-            if isinstance(m, nn.Embedding)
+    def _parameters_meant_to_learn(self) -> Named:
+        return {
+            name: parameter
+            for name, parameter in self.named_parameters().items()
+            if parameter.requires_grad
+            and not any(matches(name, pattern) for pattern in self._frozen)
         }
-        found = []
-        for name, p in learning:
-            if (
-                p.dim() < 2
-                or p.shape[0] < 2
-                or p.numel() == p.shape[0]
-                or name in tables
-                or p.grad is None
-            ):
-                continue
-            # Two rows tell nearly always; reading all of a large model takes long.
-            if torch.equal(p[0], p[-1]) and bool((p.detach() == p.detach()[:1]).all()):
-                found.append(name)
-        return found[:5]
 
-    def _drawn(self, matrices: Mapping[str, nn.Parameter]) -> int:
-        """Return how many matrices show that an initialiser drew them.
-
-        0 where one shows that none did.
-        """
-        drawn = all(_as_drawn(p, self._start[k]) for k, p in matrices.items() if k in self._start)
-        return sum(p.numel() >= _ENOUGH_WEIGHTS for p in matrices.values()) if drawn else 0
-
-    def _changed(self, names: Iterable[str]) -> bool:
-        now = dict(self.named())
-        return any(
-            name not in now
-            or not torch.equal(torch.nan_to_num(spread_of(now[name])), torch.nan_to_num(then))
-            for name, then in ((name, self._start[name]) for name in names if name in self._start)
+    def _note_outside(self, outside: Named) -> None:
+        self._observed.outside = list(outside)[:MOST_NAMES]
+        self._observed.outside_count = len(outside)
+        self._observed.outside_weights = _elements(outside)
+        self._observed.outside_with_gradient = sum(
+            id(parameter) in self._had_gradient for parameter in outside.values()
         )
+        self._observed.outside_changed = self._any_changed(outside)
+
+    def _note_never(self, never: Named, *, first: str) -> None:
+        self._observed.never_gradient = list(never)[:MOST_NAMES]
+        self._observed.never_gradient_count = len(never)
+        self._observed.never_gradient_weights = _elements(never)
+        self._observed.never_gradient_first = first in never
+
+    def _symmetric(self, learning: Named) -> list[str]:
+        """Return the matrices all of whose rows are equal. Rows of an embedding are no units."""
+        tables = {
+            f"{self._prefix}{name}.weight"
+            for name, module in self.module.named_modules()
+            if isinstance(module, nn.Embedding)
+        }
+        return [
+            name
+            for name, parameter in learning.items()
+            if name not in tables and parameter.grad is not None and has_equal_rows(parameter)
+        ]
+
+    def _nonfinite_running_statistics(self) -> list[str]:
+        return [
+            self._prefix + name
+            for name, buffer in self.module.named_buffers()
+            if "running" in name and _is_dense_number(buffer) and not bool(buffer.isfinite().all())
+        ]
+
+    def _mode_dependent(self) -> dict[str, nn.Module]:
+        return {
+            name: module
+            for name, module in self.module.named_modules()
+            if isinstance(module, (_DropoutNd, _BatchNorm))
+        }
+
+    def _any_changed(self, names: Iterable[str]) -> bool:
+        """Return whether any of these parameters is gone, or differs from its sample at first."""
+        now = self.named_parameters()
+        for name in names:
+            if name not in self._at_start:
+                continue
+            if name not in now:
+                return True
+            sample = torch.nan_to_num(sample_of(now[name]))
+            if not torch.equal(sample, torch.nan_to_num(self._at_start[name])):
+                return True
+        return False
 
 
-def _never(layer: LayerFacts | None) -> bool:
-    return layer is not None and layer.steps >= 10 and layer.with_gradient == 0  # catalogue 14
+def parameters_missing_from(in_optimizers: Collection[int], learning: Named) -> Named:
+    """Return the parameters that are in no optimizer."""
+    return {
+        name: parameter
+        for name, parameter in learning.items()
+        if id(parameter) not in in_optimizers
+    }
 
 
-def _as_drawn(weight: nn.Parameter, sample: Tensor) -> bool:
-    """Return whether weights are distributed as initialisers draw them, which training blurs.
+def parameters_without_gradient(
+    in_optimizers: Collection[int], learning: Named, layers: Mapping[str, ObservedLayer]
+) -> Named:
+    """Return the parameters of the optimizers that had no gradient in any sampled step."""
+    without = {}
+    for name, parameter in learning.items():
+        layer = layers.get(name)
+        if layer is None or id(parameter) not in in_optimizers:
+            continue
+        if layer.steps >= ENOUGH_STEPS_WITHOUT_GRADIENT and layer.with_gradient == 0:
+            without[name] = parameter
+    return without
 
-    Few may be anything.
-    """
-    size, values = sample.numel(), sample.double()
-    spread = float(values.std()) if size > 1 else 0.0
-    if size < _ENOUGH_WEIGHTS or spread == 0:
-        return size < _ENOUGH_WEIGHTS
-    uniform = (
-        abs(float(values.abs().max()) / (math.sqrt(3) * spread) - 1) < 1.8 / math.sqrt(size) + 0.005
-    )
-    # Tables, transformers, convolutions
-    usual = (1.0, 0.02, math.sqrt(2 / (weight.shape[0] * weight[0, 0].numel())))
-    bell = abs(float((values / spread).pow(4).mean()) - 3) < 5 * math.sqrt(24 / size)
-    return uniform or (
-        bell and any(abs(spread / each - 1) < 3 / math.sqrt(2 * size) for each in usual)
-    )
+
+def has_equal_rows(weight: nn.Parameter) -> bool:
+    """Return whether a matrix has several rows, of several elements, that are all equal."""
+    if weight.dim() < 2 or weight.shape[0] < 2 or weight.numel() == weight.shape[0]:
+        return False
+    # The first and the last row nearly always differ, which is faster than comparing all of them.
+    if not torch.equal(weight[0], weight[-1]):
+        return False
+    return bool((weight.detach() == weight.detach()[:1]).all())
+
+
+def normalizes_input(module: nn.Module) -> bool:
+    """Return whether the first layer of a model is a normalisation."""
+    layers = [
+        layer
+        for layer in module.modules()
+        if not list(layer.children()) and not isinstance(layer, nn.Flatten)
+    ]
+    return bool(layers) and "Norm" in type(layers[0]).__name__
+
+
+def _is_dense_number(tensor: torch.Tensor) -> bool:
+    """Return whether `isfinite` works: torch has none for float8 and sparse tensors."""
+    return can_be_measured(tensor) and tensor.layout is torch.strided and tensor.element_size() > 1
+
+
+def _elements(parameters: Named) -> int:
+    return sum(parameter.numel() for parameter in parameters.values())

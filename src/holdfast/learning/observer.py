@@ -1,7 +1,7 @@
-"""`Observer`: the engine of the diagnosis, shared by `watch` and by the guard.
+"""`Observer`: collects and judges `Observations` of a run, driven by `watch` or the guard.
 
-It looks through torch's public hooks and, in sampled steps, a ``TorchFunctionMode``. It changes
-nothing. What it sees goes into `Facts`, which the rules judge.
+It looks through torch's public hooks and, in sampled steps, through a ``TorchFunctionMode``. It
+changes nothing. Not here: what the numbers mean (`rules`).
 """
 
 from __future__ import annotations
@@ -15,48 +15,42 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.learning.eager_hooks import LOST, EagerHooks, Hook
-from holdfast.learning.facts import Facts
 from holdfast.learning.finding import Finding
-from holdfast.learning.functions import FunctionMode, LossPlaces, unscaled
-from holdfast.learning.inputs import InputObserver, fingerprint
-from holdfast.learning.layers import ActivationObserver, LayerObserver
-from holdfast.learning.measures import median
-from holdfast.learning.models import ModelObserver, is_meant
-from holdfast.learning.optimizers import OptimizerObserver, SchedulerObserver
+from holdfast.learning.functions import FunctionMode
+from holdfast.learning.inputs import InputObserver
+from holdfast.learning.layers import LayerObserver
+from holdfast.learning.losses import LossSites
+from holdfast.learning.measures import median_or_none
+from holdfast.learning.models import ModelObserver
+from holdfast.learning.observations import Observations
+from holdfast.learning.optimizers import OptimizerObserver
 from holdfast.learning.rules.judge import Findings, judge
+from holdfast.learning.sampling import (
+    EXAMINED,
+    SAMPLED,
+    is_end_of_window,
+    is_in_schedule,
+    is_judged_after,
+)
+from holdfast.learning.schedulers import SchedulerObserver
+from holdfast.learning.sources import unscaled
+from holdfast.learning.subjects import Intent, Subjects, check_frozen
 from holdfast.memory.oom import find_out_of_memory
 
-_FIRST_WINDOW = 400
-"""Steps after which a run is judged as a whole for the first time."""
-SAMPLED, EXAMINED = (8, 12, 80), (6, 40, 160)
-"""Rounds of all optimizers at first, then one step in so many before the first window's end, and
-after it. Sampled: losses, their targets, gradients; examined too: layers, activations, weights,
-inputs, what losses are given."""
-_CALLS_PER_STEP = 4
-_JUDGED, _JUDGED_EVERY = (1, 3, 8, 10), 20  # sampled rounds
+# Calls of a model in one step whose arguments are looked at.
+MOST_CALLS_PER_STEP = 4
+# Backward passes without an optimizer step after which nothing more is sampled.
+MOST_BACKWARDS_WITHOUT_STEP = 400
+# Losses of backward passes that wait for the optimizer step.
+MOST_PENDING_LOSSES = 64
+# Training losses whose median is compared with that of a validation.
+LOSSES_BEFORE_VALIDATION = 10
 
 _log = logging.getLogger("holdfast")
 _Rest = ParamSpec("_Rest")
-
-
-def is_sampled(step: int, optimizers: int, schedule: tuple[int, int, int] = SAMPLED) -> bool:
-    """Return whether a step is looked at.
-
-    All of the first, then few, two rounds at no fixed distance.
-    """
-    players, (first, share, later_share) = max(1, optimizers), schedule
-    if step < first * players:
-        return True
-    # Two rounds, so that their batches can be compared. Multiplicative hashing instead of every
-    # tenth: it cannot fall into step with epochs, it draws no random number, and what is chosen
-    # once in 40 is chosen once in 12 too.
-    share = share if step < _FIRST_WINDOW * players else later_share
-    return (step // (2 * players) * 2654435761) % 2**32 < 2**32 // share
 
 
 def _harmless(
@@ -64,9 +58,8 @@ def _harmless(
 ) -> Callable[Concatenate[Observer, _Rest], None]:
     """Keep a failure of the diagnosis out of the training.
 
-    It is logged, and nothing is observed any more.
-
-    For want of memory only this observation is left out.
+    It is logged, and nothing more is observed. If memory ran out, only this observation is left
+    out: the guard retries the step with less memory, and it is observed then.
     """
 
     @functools.wraps(method)
@@ -75,153 +68,128 @@ def _harmless(
             return
         try:
             method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training continues
             if find_out_of_memory(error) is not None:
-                return  # the step is made again with less, and looked at then
+                return
             self.failure = f"{type(error).__name__}: {error}"
             _log.warning("the diagnosis has switched itself off: %s", self.failure, exc_info=error)
 
     return guarded  # type: ignore[return-value]
 
 
+@contextlib.contextmanager
+def _looking() -> Iterator[None]:
+    """Compute without a graph, and without passing through function modes."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
+
+
 class Observer:
     """Observes models and optimizers, and judges what it saw.
 
-    `frozen` are parameters and modules that are meant not to learn (H102 for one that is none), see
-    `is_meant`;
-    `ignore` rules that shall be silent. `compiled`: a model is compiled, so that only what the
-        optimizers see is
-    observed, see `EagerHooks`. `guided`: every pass of training is inside `begin_step`, and losses
-        are given to
-    `end_step`.
+    Args:
+        subjects: What is observed.
+        intent: What its owner says about it.
+        guided: Whether every training pass is inside `begin_step` and losses are given to
+            `end_step`, as a guard does it.
+
+    Raises:
+        PolicyError: H102 for a `frozen` pattern that means nothing.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        optimizers: Mapping[str, Optimizer],
-        schedulers: Mapping[str, Any] | None = None,
-        *,
-        total_steps: int | None = None,
-        objective: str = "minimize",
-        frozen: Sequence[str] = (),
-        ignore: Sequence[str] = (),
-        compiled: bool = False,
-        guided: bool = False,
-    ) -> None:
+    def __init__(self, subjects: Subjects, intent: Intent, *, guided: bool = False) -> None:
+        check_frozen(intent.frozen, subjects)
+        self._intent = intent
+        self._guided = guided
+        # What went wrong in the diagnosis itself. Nothing is observed after that.
         self.failure: str | None = None
-        self._facts = Facts(total_steps=total_steps, objective=objective)
-        self._ignore, self._guided = frozenset(ignore), guided
-        self._prefixes = {name: "" if len(models) == 1 else f"{name}." for name in models}
+
+        self._run = Observations(total_steps=intent.total_steps, objective=intent.objective)
         self._models = {
-            name: ModelObserver(module, self._prefixes[name], frozen)
-            for name, module in models.items()
+            name: ModelObserver(module, subjects.prefix(name), intent.frozen)
+            for name, module in subjects.models.items()
         }
-        named = [
-            f"{self._prefixes[key]}{k}"
-            for key, model in models.items()
-            for k, _ in model.named_parameters()
-        ]
-        for pattern in frozen:
-            if not any(is_meant(name, pattern) for name in named):
-                raise PolicyError(
-                    f"frozen names {pattern!r}, which is no parameter or module of the models",
-                    limit=(
-                        "it is a list of names as named_parameters() has them, of modules, or of"
-                        " shell patterns"
-                    ),
-                    fix=did_you_mean(
-                        pattern,
-                        named,
-                        otherwise=f"pass such as {'.'.join(named[:1])!r}, or drop it.",
-                    ),
-                    rule="H102",
-                )
-        names = {id(p): key for model in self._models.values() for key, p in model.named()}
+        names = {
+            id(parameter): name
+            for model in self._models.values()
+            for name, parameter in model.named_parameters().items()
+        }
         self._optimizers = {
-            name: OptimizerObserver(each, set(names)) for name, each in optimizers.items()
+            name: OptimizerObserver(optimizer, names)
+            for name, optimizer in subjects.optimizers.items()
         }
         self._schedulers = {
-            name: SchedulerObserver(each) for name, each in (schedulers or {}).items()
+            name: SchedulerObserver(scheduler) for name, scheduler in subjects.schedulers.items()
         }
-        self._inputs = {name: InputObserver() for name in models}
-        self._layers, self._activations, self._losses = (
-            LayerObserver(names),
-            ActivationObserver(),
-            LossPlaces(),
-        )
-        self.mode = FunctionMode(
-            self._losses, self._on_activation, self._on_backward, self._on_weight
-        )
-        self.hooks = EagerHooks(self.mode, lost=compiled)
-        self._inside = False  # a model's own forward is running
-        self._owned, self._strays = set[int](), set[int]()
-        self._held, self._shapes = set[int](), set[torch.Size]()  # of what the optimizers hold
-        self._copies: dict[int, int] = {}  # first fingerprints of weights that no optimizer holds
-        self._copied, self._examined = set[int](), 0  # steps with such, steps that were examined
-        self._copies_change = False
-        self._path: list[str] = []  # of the modules that run
+        self._inputs = {name: InputObserver() for name in subjects.models}
+        self._layers = LayerObserver(names)
+        self._losses = LossSites()
+        self._findings = Findings()
+
+        self.mode = FunctionMode(self._losses, self._on_backward, self._on_weight)
+        self.hooks = EagerHooks(self.mode, lost=subjects.compiled)
+        # True once it was said that compilation hides most of the run.
+        self._loss_of_hooks_reported = False
+
+        # Whether the step that is being made is sampled.
+        self.sampled = False
+        # Steps that were ended, of all optimizers, and those of them that were sampled.
+        self._ended_steps = 0
+        self._sampled_steps = 0
+        # Calls of the models in this step.
         self._calls = 0
-        self._ticks = self._observed = 0
-        self.sampled = self._lost_said = False  # sampled: this step is looked at
-        self._found = Findings()
+        # True while the forward method of a model runs.
+        self._in_forward = False
+        # Ids of the parameters that models and optimizers own, and of those that are computed with
+        # although nobody owns them.
+        self._owned: set[int] = set()
+        self._strays: set[int] = set()
 
     def install(self) -> None:
-        """Begin to observe, after making an observer or after `close`."""
-        for each in self._optimizers.values():
-            each.open()
+        """Begin to observe, for the first time or after `close`."""
+        self._run.ended = False
+        for optimizer in self._optimizers.values():
+            optimizer.open()
         if not self._guided:
             self.hooks.keep(self._hook_inputs())
 
-    def _hook_inputs(self) -> Iterator[RemovableHandle]:
-        for name, model in self._models.items():
-            yield model.module.register_forward_pre_hook(
-                Hook(partial(self._given, name)), with_kwargs=True
-            )
+    def close(self) -> None:
+        """Remove all hooks. It may be called several times."""
+        self.hooks.close()
+        for optimizer in self._optimizers.values():
+            optimizer.close()
 
-    def _hook_modules(self) -> Iterator[RemovableHandle]:
-        if self._guided:
-            yield from self._hook_inputs()
-        for name, model in self._models.items() if self.mode.closely else ():
-            yield model.module.register_forward_hook(Hook(partial(self._answered, name)))
-            for path, module in model.module.named_modules():
-                if path:
-                    enter = partial(self._enter, self._prefixes[name] + path)
-                    yield module.register_forward_pre_hook(Hook(enter))
-                    yield module.register_forward_hook(Hook(self._leave), always_call=True)
-
-    # --- sampling
-    # ------------------------------------------------------------------------
+    # --- sampling -------------------------------------------------------------------------------
 
     @property
-    def closure(self) -> bool:
-        """Whether an optimizer calls the loss within its own step."""
-        return any(each.known.closure for each in self._optimizers.values())
+    def uses_closure(self) -> bool:
+        """Whether an optimizer computes the loss within its own step."""
+        return any(optimizer.observed.uses_closure for optimizer in self._optimizers.values())
 
     @property
     def steps(self) -> int:
         """Steps of the optimizer that made most."""
-        most = 0
-        for each in self._optimizers.values():
-            most = max(most, each.known.steps)
-        return most
+        counts = [optimizer.observed.steps for optimizer in self._optimizers.values()]
+        return max(counts, default=0)
 
     def due(self) -> bool:
         """Return whether the next step is to be sampled."""
-        if self.failure is not None or self._facts.backwards_since_step > 400:
+        if self.failure is not None:
             return False
-        return is_sampled(self._ticks, len(self._optimizers))
+        if self._run.backwards_since_step > MOST_BACKWARDS_WITHOUT_STEP:
+            return False
+        return is_in_schedule(self._ended_steps, len(self._optimizers), SAMPLED)
 
     def begin_step(self) -> contextlib.AbstractContextManager[None]:
-        """Observe the forward and backward passes inside, if this step is `due`.
+        """Return a context that observes forward and backward passes, if this step is `due`.
 
-        May be entered several times.
+        A step may enter it several times.
         """
-        return self._seeing() if self.due() else contextlib.nullcontext()
+        return self._observing() if self.due() else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _seeing(self) -> Iterator[None]:
-        self.look()
+    def _observing(self) -> Iterator[None]:
+        self.begin_sampling()
         try:
             self.hooks.enter_mode()
             yield
@@ -230,94 +198,72 @@ class Observer:
             self.hooks.end_step()
 
     @_harmless
-    def look(self) -> None:
-        """Begin a sampled step: hooks on modules, counts within the step at zero."""
-        self.sampled, self._inside = True, False
+    def begin_sampling(self) -> None:
+        """Begin a sampled step: place hooks on the models, and reset what is counted per step."""
+        examine = is_in_schedule(self._ended_steps, len(self._optimizers), EXAMINED)
+        self.sampled = True
         self._calls = 0
-        self._path.clear()
-        self.mode.order = ""
-        for inputs in self._inputs.values():
-            inputs.begin_step(self._ticks)
-        self._begin_pass()
-        self.mode.closely = is_sampled(self._ticks, len(self._optimizers), EXAMINED)
-        if self.mode.closely:
-            owned, self._held = self._ids()
-            self._owned = owned | self._held
-            self._shapes = {
-                p.shape for each in self._optimizers.values() for p in each.parameters()
-            }
-            self._examined += 1
-        self.hooks.begin_step(self._hook_modules())
-
-    def _begin_pass(self) -> None:
+        self._in_forward = False
         self._losses.begin_pass()
-        self._activations.begin_pass()
+        self.mode.begin_step(examine=examine)
+        if examine:
+            self._owned = self._parameters_of_models() | self._parameters_of_optimizers()
+        self.hooks.begin_step(self._hooks_of_step())
 
-    # --- what the hooks see
-    # ------------------------------------------------------------------------
+    def _hook_inputs(self) -> Iterator[RemovableHandle]:
+        for name, model in self._models.items():
+            hook = Hook(partial(self._before_forward, name))
+            yield model.module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _enter(self, path: str, _module: nn.Module, _args: Any) -> None:
-        self._path.append(path)
+    def _hooks_of_step(self) -> Iterator[RemovableHandle]:
+        if self._guided:
+            yield from self._hook_inputs()
+        if self.mode.examine:
+            for model in self._models.values():
+                yield model.module.register_forward_hook(Hook(self._after_forward))
 
-    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if self._path:
-            self._path.pop()
+    # --- what hooks and the function mode see ---------------------------------------------------
 
     @_harmless
-    def _given(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             self._models[name].note_pass_without_graph()
-        elif self.sampled and not self.mode.in_backward:
-            self._inside = True
-            self._calls += 1
-            if self._calls <= _CALLS_PER_STEP:
-                with torch.no_grad(), torch._C.DisableTorchFunction():
-                    self._inputs[name].note_arguments(
-                        (args, kwargs) if kwargs else args, closely=self.mode.closely
-                    )
+            return
+        # Activation checkpointing runs a forward pass again in backward.
+        if not self.sampled or self.mode.in_backward:
+            return
+        self._in_forward = True
+        self._calls += 1
+        if self._calls <= MOST_CALLS_PER_STEP:
+            arguments = (args, kwargs) if kwargs else args
+            with _looking():
+                self._inputs[name].note_arguments(arguments, examine=self.mode.examine)
 
     @_harmless
-    def _answered(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if torch.is_grad_enabled() and not self.mode.in_backward:
-            self._inside = False
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                self._inputs[name].note_answer(output)
+            self._in_forward = False
 
     @_harmless
-    def _on_activation(self, function: str, output: Tensor) -> None:
-        if not self.mode.in_backward:
-            self._activations.note(function, self._path[-1] if self._path else "", output)
-
-    @_harmless
-    def _on_weight(self, weight: nn.Parameter, *, graph: bool) -> None:
-        if (
-            graph
-            and self._inside
-            and weight.requires_grad
-            and weight.is_leaf
-            and id(weight) not in self._owned
-        ):
+    def _on_weight(self, weight: nn.Parameter) -> None:
+        if not self._in_forward or id(weight) in self._owned:
+            return
+        if weight.requires_grad and weight.is_leaf:
             self._strays.add(id(weight))
-        if not graph and id(weight) not in self._held and weight.shape in self._shapes:
-            seen = fingerprint(weight)
-            self._copies_change = (
-                self._copies_change or self._copies.setdefault(id(weight), seen) != seen
-            )
-            self._copied.add(self._ticks)
 
     @_harmless
     def _on_backward(self, loss: Tensor) -> None:
-        self._facts.backwards += 1
-        self._facts.backwards_since_step += 1
-        self._begin_pass()
-        if loss.numel() == 1 and not self._guided:
-            value = unscaled(loss)
-            for each in self._optimizers.values():
-                each.pending.append(value)
-                del each.pending[:-64]
+        self._run.backwards += 1
+        self._run.backwards_since_step += 1
+        self._losses.begin_pass()
+        if loss.numel() != 1 or self._guided:
+            return
+        value = unscaled(loss)
+        for optimizer in self._optimizers.values():
+            optimizer.pending_losses.append(value)
+            del optimizer.pending_losses[:-MOST_PENDING_LOSSES]
 
-    # --- optimizer steps
-    # ------------------------------------------------------------------------
+    # --- optimizer steps ------------------------------------------------------------------------
 
     @_harmless
     def before_step(
@@ -327,185 +273,201 @@ class Observer:
         closure: bool = False,
         norms: Callable[[], Mapping[int, float]] | None = None,
     ) -> None:
-        """Take in that an optimizer is about to step.
+        """Observe that an optimizer is about to step.
 
-        `norms` gives those of unclipped gradients, where known.
+        Args:
+            name: Name of the optimizer.
+            closure: Whether it is given a closure.
+            norms: Returns the norms of the gradients before clipping, by the id of the parameter,
+                where the caller knows them.
         """
-        each = self._optimizers[name]
-        each.begin_step(closure=closure)
-        for scheduler in self._schedulers.values():
-            if getattr(scheduler.scheduler, "optimizer", each.optimizer) is each.optimizer:
-                scheduler.note_step()
+        optimizer = self._optimizers[name]
+        optimizer.begin_step(closure=closure)
+        self._note_step_of_schedulers(optimizer)
         if not self.sampled:
-            self._facts.backwards_since_step = 0
+            self._run.backwards_since_step = 0
             return
         for model in self._models.values():
             model.note_step()
-        if not closure:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                known, weights = norms() if norms else None, self.mode.closely
-                each.note_gradients(
-                    self._layers.before_step(name, each.parameters(), known, weights=weights)
-                )
+        if closure:
+            return
+        with _looking():
+            gradients = self._layers.before_step(
+                name,
+                optimizer.parameters(),
+                norms() if norms is not None else None,
+                weights=self.mode.examine,
+            )
+            optimizer.note_gradients(gradients)
+
+    def _note_step_of_schedulers(self, optimizer: OptimizerObserver) -> None:
+        for scheduler in self._schedulers.values():
+            # One that does not say which optimizer it belongs to is counted with every optimizer.
+            advanced = getattr(scheduler.scheduler, "optimizer", optimizer.optimizer)
+            if advanced is optimizer.optimizer:
+                scheduler.note_step()
 
     @_harmless
     def after_step(self, name: str) -> None:
-        """Take in that an optimizer has stepped; a guided step that is not sampled needs it not."""
-        each, moved = self._optimizers[name], False
-        self._facts.backwards_since_step = 0
-        if self.sampled and not each.known.closure:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+        """Observe that an optimizer has stepped. A guard only calls this in sampled steps."""
+        optimizer = self._optimizers[name]
+        self._run.backwards_since_step = 0
+        moved = False
+        if self.sampled and not optimizer.observed.uses_closure:
+            with _looking():
                 moved = self._layers.after_step()
-        each.end_step(moved=moved, has_loss=self._guided)
+        optimizer.end_step(moved=moved, has_loss=self._guided)
 
-    def end_step(
-        self,
-        loss: float | None = None,
-        names: Sequence[str] = (),
-        *,
-        committed: bool = True,
-        clipped: float = 0.0,
-    ) -> list[Finding]:
-        """End a step of these optimizers (none: all), and return what is found for the first time.
+    def end_step(self, loss: float | None = None, names: Sequence[str] = ()) -> list[Finding]:
+        """End a step, and return what is found for the first time.
 
-        `loss` is the mean loss, where the caller knows it, and `clipped` the norm that the gradient
-        was scaled down to, or 0. The weights of a step that is not `committed` were not changed.
+        Args:
+            loss: The mean loss, where the caller knows it.
+            names: The optimizers that stepped; all of them if empty.
         """
-        for name, each in self._optimizers.items():
-            if names and name not in names:
-                continue
-            if loss is not None:
-                each.add_loss(loss)
-            each.known.committed_steps += committed
-            if clipped:
-                each.known.clipped_steps, each.known.clipped_to = (
-                    each.known.clipped_steps + 1,
-                    clipped,
-                )
-        self._ticks += 1
-        window = self._window_due()
-        if not (window or self.sampled):
+        if loss is not None:
+            for name, optimizer in self._optimizers.items():
+                if not names or name in names:
+                    optimizer.add_loss(loss)
+        self._ended_steps += 1
+        windows = is_end_of_window(self.steps, self._run.total_steps)
+        if not (windows or self.sampled):
             return []
-        self._end(window=window)
+        self._judge_step(windows=windows)
         return self.take_fresh()
 
     @_harmless
-    def _end(self, *, window: bool) -> None:
-        sampled, self.sampled = self.sampled, False
-        if sampled and "c" in (order := self.mode.order):
-            early = order.startswith("c") and order.endswith("b")
-            self._facts.early_clips = self._facts.early_clips + 1 if early else 0
-        if sampled:
+    def _judge_step(self, *, windows: bool) -> None:
+        due = windows
+        if self.sampled:
+            self.sampled = False
             self.hooks.end_step()
-        self._observed += sampled
-        rounds = self._observed / max(1, len(self._optimizers))
-        if window or (sampled and (rounds in _JUDGED or rounds % _JUDGED_EVERY == 0)):
-            self._judge(windows=window)
+            self._note_clipping()
+            self._sampled_steps += 1
+            due = due or is_judged_after(self._sampled_steps, len(self._optimizers))
+        if due:
+            self._judge(windows=windows)
 
-    def _window_due(self) -> bool:
-        steps, total = self.steps, self._facts.total_steps
-        if total is not None:
-            return steps >= 200 and steps % max(1, total // 5) == 0
-        return (
-            steps >= _FIRST_WINDOW
-            and steps % _FIRST_WINDOW == 0
-            and (steps // _FIRST_WINDOW).bit_count() == 1
-        )
+    def _note_clipping(self) -> None:
+        too_early = self.mode.clipped_too_early()
+        if too_early:
+            self._run.early_clips += 1
+        elif too_early is False:
+            self._run.early_clips = 0
 
-    # --- judging
-    # ------------------------------------------------------------------------
+    # --- judging --------------------------------------------------------------------------------
 
-    def facts(self, *, windows: bool = True) -> Facts:
+    def observations(self, *, windows: bool = True) -> Observations:
         """Return everything that is known; it changes with the next step.
 
-        Without `windows` only for contracts.
+        Args:
+            windows: Whether medians and other statistics are brought up to date too, which only
+                the rules about windows need.
         """
-        owned, held = self._ids()
-        facts = self._facts
-        facts.steps = self.steps
-        facts.strays = len(self._strays)
-        facts.followed = self._copies_change and len(self._copied) >= 0.8 * self._examined
-        facts.layers = self._layers.facts(windows=windows)
-        facts.optimizers = {
-            name: each.facts(owned, windows=windows) for name, each in self._optimizers.items()
+        in_models = self._parameters_of_models()
+        in_optimizers = self._parameters_of_optimizers()
+        run = self._run
+        run.steps = self.steps
+        run.strays = len(self._strays)
+        run.layers = self._layers.observations(windows=windows)
+        run.losses = self._losses.observations(windows=windows)
+        run.inputs = {
+            name: inputs.observations(windows=windows) for name, inputs in self._inputs.items()
         }
-        facts.models = {name: each.facts(held, facts.layers) for name, each in self._models.items()}
-        facts.schedulers = {name: each.known for name, each in self._schedulers.items()}
-        facts.losses = self._losses.facts(windows=windows)
-        facts.inputs = {name: each.facts(windows=windows) for name, each in self._inputs.items()}
-        if windows:
-            facts.dead_units, facts.saturated = (
-                self._activations.dead(),
-                self._activations.saturated(),
-            )
-        return facts
+        run.optimizers = {
+            name: optimizer.observations(in_models) for name, optimizer in self._optimizers.items()
+        }
+        run.models = {
+            name: model.observations(in_optimizers, run.layers)
+            for name, model in self._models.items()
+        }
+        run.schedulers = {name: scheduler.observed for name, scheduler in self._schedulers.items()}
+        return run
 
-    def _ids(self) -> tuple[set[int], set[int]]:
-        """Return the parameters of the models, and those of the optimizers."""
-        owned = {id(p) for model in self._models.values() for _, p in model.named()}
-        return owned, {id(p) for each in self._optimizers.values() for p in each.parameters()}
+    def _parameters_of_models(self) -> set[int]:
+        return {
+            id(parameter)
+            for model in self._models.values()
+            for parameter in model.named_parameters().values()
+        }
+
+    def _parameters_of_optimizers(self) -> set[int]:
+        return {
+            id(parameter)
+            for optimizer in self._optimizers.values()
+            for parameter in optimizer.parameters()
+        }
 
     def _judge(self, *, windows: bool, ended: bool = False) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            facts = self.facts(windows=windows)
-        facts.ended = ended
-        statistical = judge(facts, "window", self._ignore) if windows else None
-        self._found.add(judge(facts, "contract", self._ignore), statistical)
+        with _looking():
+            run = self.observations(windows=windows)
+        run.ended = ended
+        self._findings.add_contracts(judge(run, "contract", self._intent.ignore))
+        if windows:
+            self._findings.replace_windows(judge(run, "window", self._intent.ignore))
 
     def findings(self) -> list[Finding]:
-        """Return what was found, the most important first."""
-        return self._found.all()
+        """Return what was found, the most important first, without what is only said on request."""
+        return self._findings.reported()
+
+    def findings_on_request(self) -> list[Finding]:
+        """Return what was found, including what is not right often enough to be said unasked."""
+        return self._findings.all()
 
     def take_fresh(self) -> list[Finding]:
-        """Return what was found since the last call and never returned before."""
-        return self._found.take_fresh()
+        """Return the findings that were never returned before."""
+        return self._findings.take_fresh()
 
     def take_notice(self) -> str | None:
-        """Return, once, why little is seen; None if all is seen."""
-        if self._lost_said or not self.hooks.lost:
+        """Return, once, why little is observed; None if everything is."""
+        if self._loss_of_hooks_reported or not self.hooks.lost:
             return None
-        self._lost_said = True
+        self._loss_of_hooks_reported = True
         return LOST
 
     @_harmless
-    def validated(self, value: float) -> None:
-        """Add the loss of an evaluation, less is better."""
-        losses = next(
-            (each.known.losses[-10:] for each in self._optimizers.values() if each.known.losses), []
-        )
-        self._facts.validations.append(
-            (self.steps, median([loss for _, loss in losses]), float(value))
-        )
+    def validated(self, loss: float) -> None:
+        """Add the loss of an evaluation; less is better."""
+        histories = [optimizer.observed.losses for optimizer in self._optimizers.values()]
+        history = next((losses for losses in histories if losses), [])
+        newest = [value for _, value in history[-LOSSES_BEFORE_VALIDATION:]]
+        self._run.validations.append((self.steps, median_or_none(newest), float(loss)))
         for model in self._models.values():
             model.note_validation()
 
-    def aligned(self, facts: dict[str, float]) -> None:
-        """Add how the attention of a speech synthesiser lies; see `alignment_facts`."""
-        self._facts.alignment = facts
+    def aligned(self, alignment: dict[str, float]) -> None:
+        """Add how well a speech synthesiser's attention is aligned; see `alignment_facts`."""
+        self._run.alignment = alignment
 
     @_harmless
     def finish(self) -> None:
         """Judge the run as a whole, at its end."""
         self._judge(windows=True, ended=True)
 
+    @_harmless
+    def judge_now(self) -> None:
+        """Judge the run as a whole, whether it has ended or not."""
+        self._judge(windows=True, ended=self._run.ended)
+
+    # --- state ----------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """Return what later judgements need of the past, as plain data."""
         return {
-            "optimizers": {name: each.state_dict() for name, each in self._optimizers.items()},
-            "validations": [list(each) for each in self._facts.validations],
-            "reported": self._found.reported(),
+            "optimizers": {
+                name: optimizer.state_dict() for name, optimizer in self._optimizers.items()
+            },
+            "validations": [list(validation) for validation in self._run.validations],
+            "reported": self._findings.reported_places(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a past; optimizers that it does not know begin anew."""
-        for name, each in self._optimizers.items():
+        """Continue from a past. Optimizers that it does not know start without one."""
+        for name, optimizer in self._optimizers.items():
             if name in state["optimizers"]:
-                each.load_state_dict(state["optimizers"][name])
-        self._facts.validations = [(int(s), t, float(v)) for s, t, v in state["validations"]]
-        self._found.load_reported(state["reported"])
-
-    def close(self) -> None:
-        """Remove all hooks; may be called again."""
-        self.hooks.close()
-        for each in self._optimizers.values():
-            each.close()
+                optimizer.load_state_dict(state["optimizers"][name])
+        self._run.validations = [
+            (int(step), training, float(validation))
+            for step, training, validation in state["validations"]
+        ]
+        self._findings.load_reported_places(state["reported"])

@@ -1,6 +1,4 @@
-"""`watch`: the diagnosis for a training loop of one's own, without a guard and without changing
-the loop.
-"""
+"""`watch`: the diagnosis for any training loop, without a guard and without changing the loop."""
 
 from __future__ import annotations
 
@@ -19,31 +17,36 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.policy.kinds import Objective
 from holdfast.core.policy.policy import Policy
 from holdfast.explain.rules import find_rule
+from holdfast.learning.alignment import alignment_facts
 from holdfast.learning.finding import Finding
 from holdfast.learning.observer import Observer
-from holdfast.numerics.alignment import alignment_facts
+from holdfast.learning.subjects import Intent, Subjects
 from holdfast.numerics.eager import as_written, is_symbolic
 
+LOG_LEVELS = {"error": logging.ERROR, "advice": logging.WARNING, "note": logging.INFO}
+
 _log = logging.getLogger("holdfast")
-_LEVELS = {"error": logging.ERROR, "advice": logging.WARNING, "note": logging.INFO}
 
 
 class Watch:
-    """A running observation; made by `watch`, used as a context manager."""
+    """A running observation; made by `watch` and used as a context manager."""
 
     def __init__(self, observer: Observer, optimizers: Mapping[str, Optimizer]) -> None:
         self._observer = observer
         self._optimizers = optimizers
-        self._depth = 0
         self._hooks: list[Any] = []
+        # Function modes that were entered when the watch began.
+        self._modes_at_start = 0
 
     def __enter__(self) -> Self:
-        self._depth = torch._C._len_torch_function_stack()
+        self._modes_at_start = torch._C._len_torch_function_stack()
         self._observer.install()
         for name, optimizer in self._optimizers.items():
-            self._hooks.append(optimizer.register_step_pre_hook(partial(self._before_step, name)))
-            self._hooks.append(optimizer.register_step_post_hook(partial(self._after_step, name)))
-        self._look()
+            self._hooks += [
+                optimizer.register_step_pre_hook(partial(self._before_step, name)),
+                optimizer.register_step_post_hook(partial(self._after_step, name)),
+            ]
+        self._sample_if_due()
         return self
 
     def __exit__(
@@ -66,17 +69,25 @@ class Watch:
         """Return what was found until now, the most important first."""
         return self._observer.findings()
 
-    def facts(self) -> dict[str, Any]:
-        """Return the plain data that the findings rest on.
+    def diagnose(self) -> list[Finding]:
+        """Return what was found until now, including what is only said on request.
 
-        ``["layers"]`` has, by parameter, the usual size of the gradient's elements and the usual
-        length of a step beside that of the weights; ``["dead_units"]`` and ``["saturated"]`` have
-        shares of activations by module.
+        Whether a run learns nothing (H828) or its loss has risen (H826) is often right, but not
+        often enough to be said of every run.
         """
-        return dataclasses.asdict(self._observer.facts())
+        self._observer.judge_now()
+        return self._observer.findings_on_request()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the plain data on which the findings are based.
+
+        ``["layers"]`` has, for each parameter, the usual size of the gradient's elements and the
+        usual length of a step relative to that of the weights.
+        """
+        return dataclasses.asdict(self._observer.observations())
 
     def validated(self, loss: float) -> None:
-        """Take in the loss of an evaluation; less is better."""
+        """Record the loss of an evaluation; less is better."""
         self._observer.validated(float(loss))
 
     def aligned(
@@ -86,41 +97,45 @@ class Watch:
         output_lengths: torch.Tensor,
         **limit: Any,
     ) -> None:
-        """Take in the attention of a speech synthesiser.
+        """Record the attention of a speech synthesiser.
 
-        See `holdfast.numerics.alignment.alignment_facts`.
+        The arguments are those of `holdfast.learning.alignment.alignment_facts`.
         """
         self._observer.aligned(alignment_facts(attention, input_lengths, output_lengths, **limit))
 
-    def _look(self) -> None:
-        if self._observer.due():
-            self._observer.look()
-            # Inside a mode of the caller's own, ours would be left by the caller's exit: then not
-            # in this step.
-            if torch._C._len_torch_function_stack() == self._depth:
-                self._observer.hooks.enter_mode()
+    def _sample_if_due(self) -> None:
+        if not self._observer.due():
+            return
+        self._observer.begin_sampling()
+        # Inside a mode of the caller's own, the caller's exit would leave our mode instead of
+        # theirs, so functions are not observed in this step.
+        if torch._C._len_torch_function_stack() == self._modes_at_start:
+            self._observer.hooks.enter_mode()
 
     def _before_step(self, name: str, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_symbolic():
             return
         # The arguments of step() as torch passes them on: the optimizer itself comes first.
-        closure = any(given is not None for given in (kwargs.get("closure"), *args[1:]))
-        self._observer.before_step(name, closure=closure)
-        if not self._observer.closure:
+        closures = (kwargs.get("closure"), *args[1:])
+        has_closure = any(closure is not None for closure in closures)
+        self._observer.before_step(name, closure=has_closure)
+        if not self._observer.uses_closure:
             self._observer.hooks.leave_mode()
 
     def _after_step(self, name: str, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not is_symbolic():
-            self._observer.after_step(name)
-            self._observer.hooks.leave_mode()
-            self._log(self._observer.end_step())
-            self._look()
+        if is_symbolic():
+            return
+        self._observer.after_step(name)
+        self._observer.hooks.leave_mode()
+        self._log(self._observer.end_step())
+        self._sample_if_due()
 
     def _log(self, findings: Sequence[Finding]) -> None:
-        if (notice := self._observer.take_notice()) is not None:
+        notice = self._observer.take_notice()
+        if notice is not None:
             _log.warning("%s", notice)
         for finding in findings:
-            _log.log(_LEVELS[finding.severity], "%s", finding)
+            _log.log(LOG_LEVELS[finding.severity], "%s", finding)
 
 
 def watch(
@@ -135,12 +150,13 @@ def watch(
 ) -> Watch:
     """Look for the reasons why a model does not learn, in any loop.
 
-    Losses, their targets and gradients are seen in the first 8 steps, then in one of 12, after 400
-    steps one of 80. Layers, activations, weights and inputs are looked into in the first 6, then in
-    one of 40, later one of 160.
+    Losses, their targets and gradients are observed in the first 8 steps, then in about one of 12,
+    and after 400 steps in about one of 80. Layers, weights, inputs and the arguments of losses are
+    examined in the first 6 steps, then in about one of 40, and later in about one of 160.
+
     Observing changes no result: no random number is drawn and no value is altered. Where
-        ``torch.compile`` is at work
-    in the process, only what needs no look inside of a model is observed, which is said once.
+    ``torch.compile`` is at work in the process, only what needs no look inside a model is observed,
+    which is logged once.
 
     Args:
         model: One module, or a dict of named ones.
@@ -149,14 +165,14 @@ def watch(
         total_steps: Optimizer steps that the run is meant to have.
         objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
         frozen: Shell patterns of names of parameters that are meant not to learn.
-        ignore: Rules that shall be silent, such as ``"H808"``.
+        ignore: Rules that stay silent, such as ``"H808"``.
 
     Returns:
-        A context manager; what was found is in its ``findings()``, and is logged to ``holdfast``
-        when first found.
+        A context manager. What was found is in its ``findings()``, and is logged to the logger
+        ``holdfast`` when first found.
 
     Raises:
-        PolicyError: H102 or H105 for an argument that cannot be, H702 for a rule to ignore that
+        PolicyError: H102 or H105 for an argument that is not valid, H702 for a rule to ignore that
             does not exist.
 
     Example:
@@ -174,37 +190,36 @@ def watch(
         >>> watching.findings()[0].rule
         'H836'
     """
+    # A single string is meant as one name, not as its letters.
     frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    checked = Policy(objective=objective, frozen=frozen, ignore_rules=ignore)
-    for rule in checked.ignore_rules:
+    policy = Policy(objective=objective, frozen=frozen, ignore_rules=ignore)
+    for rule in policy.ignore_rules:
         find_rule(rule)
-    optimizers = _named(optimizer, "optimizer", Optimizer)
-    models, compiled = as_written(_named(model, "model", nn.Module))
-    observer = Observer(
-        models,
-        optimizers,
-        {} if scheduler is None else _named(scheduler, "scheduler", object),
-        total_steps=total_steps,
-        objective=objective,
-        frozen=frozen,
-        ignore=ignore,
-        compiled=compiled,
+    optimizers = _by_name(optimizer, "optimizer", Optimizer)
+    models, compiled = as_written(_by_name(model, "model", nn.Module))
+    schedulers = {} if scheduler is None else _by_name(scheduler, "scheduler", object)
+    subjects = Subjects(
+        models=models, optimizers=optimizers, schedulers=schedulers, compiled=compiled
     )
-    return Watch(observer, optimizers)
+    intent = Intent(
+        total_steps=total_steps, objective=objective, frozen=frozen, ignore=frozenset(ignore)
+    )
+    return Watch(Observer(subjects, intent), optimizers)
 
 
-def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
-    found = dict(given) if isinstance(given, Mapping) else {what: given}
-    for name, value in found.items():
-        if not isinstance(value, kind) or value is None:
+def _by_name(argument: Any, name: str, kind: type) -> dict[str, Any]:
+    """Return one object as a dict of named ones, and check a dict."""
+    objects = dict(argument) if isinstance(argument, Mapping) else {name: argument}
+    for key, value in objects.items():
+        if value is None or not isinstance(value, kind):
             raise PolicyError(
-                f"{what} {name!r} is a {type(value).__name__}",
-                limit=f"a torch {what} is needed, or a dict of such",
+                f"{name} {key!r} is a {type(value).__name__}",
+                limit=f"a torch {name} is needed, or a dict of them",
                 fix=(
                     'pass one object, or a dict of named ones such as {"generator": ...,'
                     ' "discriminator": ...}.'
                 ),
                 rule="H105",
             )
-    return found
+    return objects

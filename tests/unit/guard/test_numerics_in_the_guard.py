@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import holdfast
 from holdfast.core.errors import DivergenceError
-from holdfast.numerics.alignment import report_alignment
+from holdfast.learning.alignment import report_alignment
 from holdfast.testing import FakeClock
 
 pytestmark = pytest.mark.usefixtures("unchecked_splits")
@@ -428,28 +428,34 @@ def test_a_plateau_scheduler_that_is_told_the_loss_of_each_batch_is_noticed(tmp_
     assert len(told) == (1 if every == 1 else 0)
 
 
-@pytest.mark.parametrize("layers", [0, 2])
-def test_an_optimizer_of_the_last_layer_only_is_noticed(tmp_path, layers):
-    """H808, whatever the loss does.
+def test_an_optimizer_of_the_last_layer_only_is_a_note(tmp_path):
+    """H808: it may be meant, and a guard computes no gradient that nothing uses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.01)
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=noisy_batches(10))
+    for batch in guard.batches(max_steps=5):
+        guard.step(batch, loss_of(model))
+    guard.close()
 
-    Not of one layer of random features, and not of weights that were trained.
-    """
-    for trained in (False, True):
-        torch.manual_seed(0)
-        body = [part for _ in range(layers) for part in (nn.Linear(32, 32), nn.ReLU())]
-        model = nn.Sequential(nn.Linear(8, 32), *body, nn.Linear(32, 1))
-        with torch.no_grad():
-            for parameter in model.parameters() if trained else ():
-                parameter.add_(0.02 * torch.randn_like(parameter))
-        optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.01)
-        run_dir = tmp_path / str(trained)
-        guard = holdfast.Guard(run_dir, model=model, optimizer=optimizer, loader=noisy_batches(10))
-        for batch in guard.batches(max_steps=5):
-            guard.step(batch, loss_of(model))
-        guard.close()
-        told = [event.data["what"] for event in guard.events() if event.kind == "finding"]
-        assert len(told) == (not trained and layers > 0)
-        assert all("in no optimizer: 0.weight" in what for what in told)
+    notes = [event.data for event in guard.events() if event.kind == "note"]
+    assert [note["rule"] for note in notes] == ["H808"]
+    assert "0.weight" in notes[0]["what"]
+    assert "finding" not in kinds_of(guard)
+
+
+def test_what_is_only_said_on_request_is_no_event(tmp_path):
+    """H828: random labels cannot be learnt; `diagnose` says so, the record does not."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batches = [(torch.randn(32, 8), torch.randint(2, (32,))) for _ in range(210)]
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches)
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, lambda pair: F.cross_entropy(model(pair[0]), pair[1]))
+
+    assert "H828" in [finding.rule for finding in guard.diagnose()]
+    assert all(event.data.get("rule") != "H828" for event in guard.events())
 
 
 def by_jvp(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -184,7 +184,7 @@ def test_what_is_not_seen_is_said_once(tmp_path):
         guard.step(batch, program.loss)
     limited = [event for event in guard.events() if event.kind == "diagnosis_limited"]
     assert len(limited) == 1
-    assert "activations" in limited[0].data["why"]
+    assert "inputs" in limited[0].data["why"]
 
 
 def test_a_step_with_nan_is_replayed_without_compiling(tmp_path):

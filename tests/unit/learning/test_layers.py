@@ -1,4 +1,4 @@
-"""Gradients, updates, leaks and activity are measured as they are."""
+"""Gradients and updates are measured as they are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.learning.layers import ActivationObserver, Gradients, LayerObserver
-from holdfast.learning.measures import spread_of
+from holdfast.learning.layers import Gradients, LayerObserver
+from holdfast.learning.measures import sample_of
 
 
 def step(layers: LayerObserver, optimizer: torch.optim.Optimizer) -> tuple[Gradients, bool]:
@@ -25,7 +25,7 @@ def test_norms_and_the_relative_length_of_a_step_are_exact() -> None:
     layers = LayerObserver({id(weight): "weight"})
     weight.grad = torch.full((10, 10), 3.0)
     before, moved = step(layers, torch.optim.SGD([weight], lr=0.1))
-    facts = layers.facts()["weight"]
+    facts = layers.observations()["weight"]
     assert before.total_norm == pytest.approx(30)
     assert moved
     assert facts.gradient_rms == pytest.approx(3)
@@ -48,10 +48,9 @@ def test_a_sparse_a_missing_and_a_zero_gradient_are_distinguished() -> None:
     before, _ = step(layers, torch.optim.SGD([table.weight, idle, zero], lr=0.1))
     assert before.tensors == 2
     assert before.total_norm == pytest.approx(math.sqrt(4 * 2**2 + 4 * 1))
-    facts = layers.facts()
+    facts = layers.observations()
     assert [facts[name].with_gradient for name in ("table", "idle", "zero")] == [1, 0, 1]
     assert [facts[name].zero_gradient for name in ("table", "idle", "zero")] == [0, 0, 1]
-    assert facts["zero"].unmoved == 1
 
 
 def test_what_is_not_finite_is_named_and_kept_out_of_the_medians() -> None:
@@ -64,22 +63,8 @@ def test_what_is_not_finite_is_named_and_kept_out_of_the_medians() -> None:
     weight.grad = torch.full((2, 2), math.nan)
     before, _ = step(layers, optimizer)
     assert before.nonfinite == ["weight"]
-    assert layers.facts()["weight"].gradient_rms == pytest.approx(1)
-    assert layers.facts()["weight"].nonfinite
-
-
-def test_dead_and_saturated_units_are_counted_over_windows() -> None:
-    """A unit counts as dead only if no sample of 20 steps woke it; three windows are kept."""
-    activity = ActivationObserver()
-    for number in range(80):
-        activity.begin_pass()
-        output = torch.zeros(8, 4)
-        output[number % 8, :1] = 1.0
-        output[0, 1] = float(number % 20 == 7)
-        activity.note("relu", "body.1", output)
-        activity.note("tanh", "gate", torch.tensor([[0.999, -0.999], [0.0, 0.999]]))
-    assert activity.dead() == {"body.1": [0.5, 0.5, 0.5]}
-    assert activity.saturated() == {"gate": 0.75}
+    assert layers.observations()["weight"].gradient_rms == pytest.approx(1)
+    assert layers.observations()["weight"].nonfinite
 
 
 def test_a_sample_of_a_matrix_is_of_all_its_columns():
@@ -88,5 +73,5 @@ def test_a_sample_of_a_matrix_is_of_all_its_columns():
     A sample of their columns would say that the layer stands still.
     """
     weight = torch.arange(512 * 64).view(512, 64)
-    assert len((spread_of(weight, 1024) % 64).unique()) == 64
-    assert spread_of(weight, 1024).numel() <= 1024
+    assert len((sample_of(weight, 1024) % 64).unique()) == 64
+    assert sample_of(weight, 1024).numel() <= 1024

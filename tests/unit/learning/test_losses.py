@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.learning.facts import LossFacts
-from holdfast.learning.functions import FunctionMode, LossPlaces, source_of, unscaled
+from holdfast.learning.functions import FunctionMode
+from holdfast.learning.losses import LossSites
+from holdfast.learning.observations import ObservedLoss
+from holdfast.learning.sources import Source, source_of, unscaled
 
 N, C = 16, 5
 LABELS = torch.arange(N) % C
@@ -21,15 +23,15 @@ ONES = torch.ones(N, C)
 LOGITS, with_logits = "binary_cross_entropy_with_logits#1", F.binary_cross_entropy_with_logits
 
 
-def seen(loss: Callable[[Tensor], Tensor], calls: int = 3) -> dict[str, LossFacts]:
+def seen(loss: Callable[[Tensor], Tensor], calls: int = 3) -> dict[str, ObservedLoss]:
     """Return the facts of some calls of a loss on fresh scores."""
-    places = LossPlaces()
-    mode = FunctionMode(places, lambda name, output: None, lambda loss: places.begin_pass())
+    sites = LossSites()
+    mode = FunctionMode(sites, lambda loss: sites.begin_pass(), lambda weight: None)
     for _ in range(calls):
         scores = torch.randn(N, C, requires_grad=True)
         with mode:
             loss(scores).backward()
-    return places.facts()
+    return sites.observations()
 
 
 FLAGS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
@@ -38,7 +40,7 @@ FLAGS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
         "softmax_input",
         lambda z: F.cross_entropy(z.exp() / z.exp().sum(1, keepdim=True), LABELS),
     ),
-    ("cross_entropy#1", "rectified", lambda z: F.cross_entropy(z.clamp_min(0), LABELS)),
+    ("cross_entropy#1", "relu_source", lambda z: F.cross_entropy(z.relu(), LABELS)),
     ("nll_loss#1", "batch_axis", lambda z: F.nll_loss(z.log_softmax(0), LABELS)),
     ("nll_loss#1", "positive", lambda z: F.nll_loss(z.abs() + 1, LABELS)),
     ("nll_loss#1", "not_normalised", lambda z: F.nll_loss(F.logsigmoid(z), LABELS)),
@@ -52,7 +54,6 @@ FLAGS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
     ("log#1", "batch_axis", lambda z: -z.softmax(0).clamp_min(1e-8).log()[range(N), LABELS].mean()),
     (LOGITS, "sigmoid_source", lambda z: with_logits(z.sigmoid().view(-1), ONES.view(-1))),
     (LOGITS, "target_out_of_range", lambda z: with_logits(z, 2 * ONES)),
-    (LOGITS, "unit_range", lambda z: with_logits(z.square() / (1 + z.square()), ONES)),
     (
         "binary_cross_entropy#1",
         "clamped_scores",
@@ -101,11 +102,13 @@ def test_a_wrong_argument_is_seen(place: str, flag: str, loss: Callable[[Tensor]
         lambda z: F.kl_div(z.log_softmax(1), ONES / C, reduction="batchmean"),
         lambda z: (z[:, None] - z[None, :]).square().mean(),
         lambda z: _ctc(z.log_softmax(1)),
+        lambda z: -z[0].softmax(0).log()[1],  # one state, as in reinforcement learning
+        lambda z: F.nll_loss(z.T.log_softmax(0).T, LABELS),
     ],
 )
 def test_right_arguments_raise_no_flag(loss: Callable[[Tensor], Tensor]) -> None:
     """The usual ways to call a loss leave every flag unset."""
-    assert not [key for facts in seen(loss).values() for key in facts.flags if key != "unit_spread"]
+    assert not [key for facts in seen(loss).values() for key in facts.flags]
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
@@ -139,10 +142,13 @@ def test_the_loss_of_the_best_constant_is_known() -> None:
 def test_the_source_of_a_tensor_is_found_behind_views() -> None:
     """Reshaping keeps the dimension, reordering forgets it, and a clamp is told."""
     scores = torch.randn(N, C, requires_grad=True)
-    assert source_of(scores.softmax(-1).view(4, 4, C).flatten(0, 1)) == ("Softmax", -1, False)
-    assert source_of(scores.softmax(1).T.contiguous().T) == ("Softmax", None, False)
-    assert source_of(scores.sigmoid().clamp(0.1, 0.9)) == ("Sigmoid", None, True)
-    assert source_of(scores) == ("", None, False)
+    split = scores.softmax(-1).view(4, 4, C).flatten(0, 1)
+    assert source_of(split) == Source(operation="Softmax", dim=-1, shape=(N, C))
+    turned = scores.softmax(1).T.contiguous().T
+    assert source_of(turned) == Source(operation="Softmax", dim=None, shape=(N, C))
+    clamped = scores.sigmoid().clamp(0.1, 0.9)
+    assert source_of(clamped) == Source(operation="Sigmoid", clamped=True)
+    assert source_of(scores) == Source()
 
 
 def test_the_factor_of_a_loss_scaler_is_taken_out() -> None:

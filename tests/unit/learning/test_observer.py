@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.learning.observer import EXAMINED, Observer, is_sampled
+from holdfast.learning.observer import Observer
+from holdfast.learning.sampling import EXAMINED, SAMPLED, is_in_schedule
+from holdfast.learning.subjects import Intent, Subjects
 
 X, Y = torch.randn(64, 6), torch.randint(3, (64,))
 
@@ -25,7 +27,8 @@ def small() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def observed(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Observer:
-    observer = Observer({"model": model}, {"optimizer": optimizer}, guided=True, **options)
+    subjects = Subjects(models={"model": model}, optimizers={"optimizer": optimizer}, **options)
+    observer = Observer(subjects, Intent(), guided=True)
     observer.install()
     return observer
 
@@ -53,12 +56,12 @@ def stepped(observer: Observer, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("players", [1, 2, 3])
 def test_the_first_rounds_are_observed_and_later_few(players: int) -> None:
-    """Eight rounds, then pairs of them at no fixed distance, every player alike.
+    """Eight rounds, then some at no fixed distance, every player alike.
 
     What is examined is sampled too.
     """
-    sampled = [step for step in range(2000 * players) if is_sampled(step, players)]
-    examined = [step for step in range(2000 * players) if is_sampled(step, players, EXAMINED)]
+    sampled = [step for step in range(2000 * players) if is_in_schedule(step, players, SAMPLED)]
+    examined = [step for step in range(2000 * players) if is_in_schedule(step, players, EXAMINED)]
     later = [step // players for step in sampled if 8 * players <= step < 400 * players]
     assert sampled[: 8 * players] == list(range(8 * players))
     assert set(examined) < set(sampled)
@@ -90,7 +93,7 @@ def test_layers_in_a_plain_list_are_seen() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     observer = observed(model, optimizer)
     guided_step(observer, model, optimizer)
-    assert observer.facts().strays == 2
+    assert observer.observations().strays == 2
     observer.close()
 
 
@@ -100,7 +103,7 @@ def test_micro_batches_are_one_place_and_no_leak() -> None:
     observer = observed(model, optimizer)
     for _ in range(12):
         guided_step(observer, model, optimizer, parts=4)
-    facts = observer.facts()
+    facts = observer.observations()
     assert list(facts.losses) == ["cross_entropy#1"]
     assert facts.losses["cross_entropy#1"].calls == 8 * 4
     assert facts.optimizers["optimizer"].steps == 12
@@ -123,7 +126,7 @@ def test_facts_and_state_are_plain_data() -> None:
         stepped(observer, optimizer)
         found += observer.end_step(1.5)
     observer.validated(0.5)
-    json.dumps(asdict(observer.facts()))
+    json.dumps(asdict(observer.observations()))
     state = json.loads(json.dumps(observer.state_dict()))
     observer.close()
     assert [finding.rule for finding in found] == ["H811"]
@@ -160,10 +163,9 @@ def test_recomputed_activations_are_not_counted_twice() -> None:
     observer = observed(model, optimizer)
     for _ in range(8):
         guided_step(observer, model, optimizer)
-    facts = observer.facts()
+    facts = observer.observations()
     for seen in (facts.inputs["model"], facts.losses["cross_entropy#1"]):
         assert (seen.calls, seen.examined) == (8, 6)
-    assert list(facts.dead_units) == ["block.1"]
     observer.close()
 
 

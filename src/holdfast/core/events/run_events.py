@@ -549,7 +549,7 @@ class DiagnosisLimited(_Why):
 
 
 class Aligned(EventData):
-    """How the attention of a speech synthesiser lies: see `numerics.alignment.alignment_facts`."""
+    """How the attention of a speech synthesiser lies: see `learning.alignment.alignment_facts`."""
 
     diagonality: float
     sharpness: float

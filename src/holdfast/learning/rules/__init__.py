@@ -1,1 +1,4 @@
-"""The rules about learning: pure functions from facts to findings."""
+"""The rules about learning: pure functions from observations to findings, by subject.
+
+Start with `registry` (what a rule is); `judge` applies all of them.
+"""

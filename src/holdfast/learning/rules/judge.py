@@ -1,66 +1,98 @@
-"""Facts are judged by all rules, and what they found in a run is kept."""
+"""Judge observations by all rules, and keep what was found in a run."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from holdfast.learning.facts import Facts
-from holdfast.learning.finding import Finding, ordered
-from holdfast.learning.rules import losses, optimizers, progress, setup, signals
-from holdfast.learning.rules.registry import REGISTERED, LearningRule, Tier
+from holdfast.learning.finding import Finding, in_order
+from holdfast.learning.observations import Observations
+from holdfast.learning.rules import (
+    data,
+    gradients,
+    losses,
+    modes,
+    nonfinite,
+    parameters,
+    progress,
+    schedules,
+    step_size,
+)
+from holdfast.learning.rules.registry import REGISTERED, Rule, Tier
 
-MODULES = (setup, optimizers, losses, progress, signals)
-"""Where rules are: importing a module registers its rules."""
+# Importing these registers their rules.
+MODULES = (
+    nonfinite,
+    parameters,
+    gradients,
+    schedules,
+    step_size,
+    losses,
+    modes,
+    data,
+    progress,
+)
 
 
-def learning_rules() -> Mapping[str, LearningRule]:
+def learning_rules() -> Mapping[str, Rule]:
     """Return every rule by its id, in the order of the ids."""
     return dict(sorted(REGISTERED.items()))
 
 
-def judge(facts: Facts, tier: Tier, ignore: Collection[str] = ()) -> list[Finding]:
-    """Judge facts by the rules of a tier, but for those that shall be silent."""
-    rules = [
-        rule for name, rule in learning_rules().items() if rule.tier == tier and name not in ignore
+def judge(run: Observations, tier: Tier, ignore: Collection[str] = ()) -> list[Finding]:
+    """Return what the rules of a tier find, without those that are ignored."""
+    return [
+        finding
+        for rule in learning_rules().values()
+        if rule.tier == tier and rule.id not in ignore
+        for finding in rule.find(run)
     ]
-    return [finding for rule in rules for finding in rule.findings(facts)]
+
+
+Place = tuple[str, str]
 
 
 class Findings:
     """What was found in a run so far, and what of it was reported."""
 
     def __init__(self) -> None:
-        self._contracts: dict[tuple[str, str], Finding] = {}
+        # A contract that was violated once stays violated.
+        self._contracts: dict[Place, Finding] = {}
+        # Of windows only the newest judgement counts: a slow start may have looked like a fault.
         self._windows: list[Finding] = []
-        self._reported: set[tuple[str, str]] = set()
-        self._fresh: list[Finding] = []
+        # Rule and place of what was returned by `take_fresh`, here or in an earlier attempt.
+        self._reported: set[Place] = set()
 
-    def add(self, contracts: Iterable[Finding], windows: list[Finding] | None) -> None:
-        """Add what was found by exact rules, and by statistical ones if they were judged.
+    def add_contracts(self, findings: Iterable[Finding]) -> None:
+        """Add violated contracts."""
+        for finding in findings:
+            self._contracts.setdefault(_place(finding), finding)
 
-        Contracts stay; of windows the last count, since a slow start may have been mistaken for a
-        fault.
-        """
-        for found in contracts:
-            self._contracts.setdefault((found.rule, found.where), found)
-        self._windows = self._windows if windows is None else windows
-        fresh = [found for found in self.all() if (found.rule, found.where) not in self._reported]
-        self._reported.update((found.rule, found.where) for found in fresh)
-        self._fresh += fresh
+    def replace_windows(self, findings: Iterable[Finding]) -> None:
+        """Replace what an earlier window found."""
+        self._windows = list(findings)
 
     def all(self) -> list[Finding]:
-        """Return what was found, the most important first."""
-        return ordered([*self._contracts.values(), *self._windows])
+        """Return everything that was found, the most important first."""
+        return in_order([*self._contracts.values(), *self._windows])
+
+    def reported(self) -> list[Finding]:
+        """Return what was found, without rules that are only reported on request."""
+        return [finding for finding in self.all() if not REGISTERED[finding.rule].on_request]
 
     def take_fresh(self) -> list[Finding]:
-        """Return what was found since the last call and never returned before."""
-        fresh, self._fresh = self._fresh, []
+        """Return the findings that were never returned before."""
+        fresh = [finding for finding in self.reported() if _place(finding) not in self._reported]
+        self._reported.update(_place(finding) for finding in fresh)
         return fresh
 
-    def reported(self) -> list[list[str]]:
-        """Return the rules and places that were reported, as plain data."""
-        return sorted(list(each) for each in self._reported)
+    def reported_places(self) -> list[list[str]]:
+        """Return rule and place of what was returned by `take_fresh`, as plain data."""
+        return sorted(list(place) for place in self._reported)
 
-    def load_reported(self, reported: Iterable[Iterable[str]]) -> None:
+    def load_reported_places(self, places: Iterable[Iterable[str]]) -> None:
         """Continue from what an earlier process has reported."""
-        self._reported = {(rule, where) for rule, where in reported}
+        self._reported = {(rule, where) for rule, where in places}
+
+
+def _place(finding: Finding) -> Place:
+    return finding.rule, finding.where

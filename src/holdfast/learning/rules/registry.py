@@ -1,9 +1,13 @@
 """How a rule about learning is registered.
 
-A rule is a pure function from `Facts` to findings. With ``each="models"`` it is called for each
-model, with its name and its facts too. *Contracts* are exact and are judged during the first steps;
-*windows* are statistical and are judged rarely, and at the end. About facts that are not known a
-rule is silent. What each rule means stands in ``explain/learning_rules.md``.
+A rule is a pure function from `Observations` to findings. *Contracts* are exact: what they state is
+violated or not. They are judged during the first steps. *Windows* are statistical, and are judged
+rarely and at the end. About what was not observed a rule is silent. What each rule means is in
+``explain/learning_rules.md``.
+
+A rule stays if it states a contract, or if 95 % of what it reported about programs that were not
+used to write it was right. One that was wrong about a healthy program and states no contract is
+only reported on request (`Guard.diagnose`, `Watch.diagnose`).
 """
 
 from __future__ import annotations
@@ -12,24 +16,47 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.learning.facts import Facts
 from holdfast.learning.finding import Finding, Kind, Severity
+from holdfast.learning.observations import Observations
 
 Tier = Literal["contract", "window"]
 
+# Ids of rules that are gone. They are never used again, so that an old run keeps its meaning.
+RETIRED = frozenset(
+    {
+        *("H803", "H805", "H807", "H816", "H818", "H821", "H823", "H827", "H829", "H830", "H832"),
+        *("H835", "H844", "H845", "H846", "H847", "H857", "H860", "H861", "H862"),
+    }
+)
 
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Makes findings of one rule, with the rule's severity and confidence unless a finding says
-    otherwise.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule: when it is judged, how it reports, and its check.
+
+    Args:
+        id: Such as ``"H811"``.
+        tier: When it is judged.
+        severity: Of its findings, unless a finding says otherwise.
+        kind: Whether it names a cause or a symptom.
+        confidence: Of its findings, unless a finding says otherwise.
+        on_request: Whether it is only reported to those who ask.
+        check: Returns what it finds.
     """
 
-    rule: str
+    id: str
+    tier: Tier
     severity: Severity
     kind: Kind
     confidence: float
+    on_request: bool
+    check: Check
 
-    def __call__(
+    def find(self, run: Observations) -> list[Finding]:
+        """Return what the rule finds."""
+        return list(self.check(run, self))
+
+    def finding(
         self,
         what: str,
         fix: str,
@@ -38,9 +65,9 @@ class Say:
         severity: Severity | None = None,
         confidence: float | None = None,
     ) -> Finding:
-        """Return a finding."""
+        """Return a finding of this rule."""
         return Finding(
-            rule=self.rule,
+            rule=self.id,
             severity=severity or self.severity,
             kind=self.kind,
             confidence=confidence or self.confidence,
@@ -50,42 +77,34 @@ class Say:
         )
 
 
-def advice_if(wrong: bool) -> Severity:  # noqa: FBT001 - a severity is asked for by a condition
-    """Return ``"advice"`` if something is very likely wrong, else ``"note"``."""
-    return "advice" if wrong else "note"
+Check = Callable[[Observations, Rule], Iterable[Finding]]
+
+REGISTERED: dict[str, Rule] = {}
 
 
-Check = Callable[..., Iterable[Finding]]
-"""Of the facts and `Say`; with `each`, also of the name and the facts of one part."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearningRule:
-    """One rule: when it is judged, and its check."""
-
-    tier: Tier
-    say: Say
-    check: Check
-    each: str
-
-    def findings(self, facts: Facts) -> list[Finding]:
-        """Return what the rule finds in the facts."""
-        parts = getattr(facts, self.each).items() if self.each else [()]
-        return [finding for part in parts for finding in self.check(facts, self.say, *part)]
-
-
-REGISTERED: dict[str, LearningRule] = {}
-
-
-def checks(
-    *, rule: str, tier: Tier, severity: Severity, kind: Kind, confidence: float, each: str = ""
+def rule(
+    id: str,  # noqa: A002 - what it is called everywhere
+    *,
+    tier: Tier,
+    severity: Severity,
+    kind: Kind,
+    confidence: float,
+    on_request: bool = False,
 ) -> Callable[[Check], Check]:
-    """Register a function as the check of a rule, of all facts or of `each` optimizer, model,
-    loss and so on.
-    """
+    """Register a function as the check of a rule; the arguments are those of `Rule`."""
+    assert id not in RETIRED
+    assert id not in REGISTERED
 
     def register(check: Check) -> Check:
-        REGISTERED[rule] = LearningRule(tier, Say(rule, severity, kind, confidence), check, each)
+        REGISTERED[id] = Rule(
+            id=id,
+            tier=tier,
+            severity=severity,
+            kind=kind,
+            confidence=confidence,
+            on_request=on_request,
+            check=check,
+        )
         return check
 
     return register

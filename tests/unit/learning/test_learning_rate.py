@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import PolicyError
-from holdfast.numerics.learning_rate import advise_learning_rate
+from holdfast.learning.learning_rate import advise_learning_rate
 
 
 def _parameter() -> list[nn.Parameter]:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.numerics.alignment import alignment_facts
+from holdfast.learning.alignment import alignment_facts
 
 
 def around(centres: torch.Tensor, positions: int, width: float = 0.5) -> torch.Tensor:

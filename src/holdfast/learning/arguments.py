@@ -1,0 +1,254 @@
+"""What is wrong with the arguments of a loss: a table of named checks, each of which is a flag.
+
+A check looks at one call. Rules judge how often a flag was raised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from holdfast.learning.loss_functions import (
+    BINARY_LOSSES,
+    REGRESSION_LOSSES,
+    SCORE_LOSSES,
+    TARGET_LOSSES,
+)
+from holdfast.learning.sources import Source, source_of
+
+# Rows of the scores that are looked at. Enough for a yes or no, and little work beside the loss.
+MOST_ROWS = 256
+# Values before "all of them lie between 0 and 1" is no accident.
+FEWEST_VALUES = 16
+# Distance of a sum of probabilities from 1 that rounding explains.
+SUM_TOLERANCE = 1e-4
+# The same for the logarithm of such a sum.
+LOG_SUM_TOLERANCE = 1e-2
+# A logarithm of a probability is never above 0, but for rounding.
+LOG_TOLERANCE = 1e-4
+# Share of scores at the limits of a clamp above which gradients are lost.
+MOST_AT_BOUNDS = 0.2
+# Share of targets outside the range of an activation above which it cannot fit them.
+MOST_BEYOND = 0.25
+# Smallest and largest value that an activation gives, by the name of its operation.
+RANGES = {
+    "Tanh": (-1.0, 1.0),
+    "Sigmoid": (0.0, 1.0),
+    "Softmax": (0.0, 1.0),
+    "Relu": (0.0, math.inf),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreStatistics:
+    """Statistics of the scores and targets of one call.
+
+    Args:
+        classes: How many classes a row has scores for.
+        elements: How many scores were looked at.
+        lowest: The lowest score.
+        highest: The highest score.
+        sum_error: Largest distance of the sum of a row from 1.
+        log_sum_error: Largest magnitude of the logsumexp of a row.
+        share_at_bounds: Share of scores that equal the lowest or the highest one.
+        target_lowest: The lowest target, 0 if targets are labels.
+        target_highest: The highest target, 0 if targets are labels.
+    """
+
+    classes: int
+    elements: int
+    lowest: float
+    highest: float
+    sum_error: float
+    log_sum_error: float
+    share_at_bounds: float
+    target_lowest: float
+    target_highest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCall:
+    """One call of a loss function that compares scores with targets."""
+
+    function: str
+    scores: Tensor
+    target: Tensor
+    source: Source
+    statistics: ScoreStatistics
+
+
+def raised_flags(function: str, scores: Tensor, target: Tensor) -> list[str]:
+    """Return the flags that a call of a loss function raises; one host sync."""
+    if function in REGRESSION_LOSSES:
+        return flags_beyond_range(scores, target)
+    call = LossCall(
+        function=function,
+        scores=scores,
+        target=target,
+        source=source_of(scores),
+        statistics=measure_scores(scores, target),
+    )
+    return [
+        check.flag for check in CHECKS if function in check.functions and check.is_raised_by(call)
+    ]
+
+
+def measure_scores(scores: Tensor, target: Tensor) -> ScoreStatistics:
+    """Return the statistics of a call; one host sync."""
+    rows = rows_of(scores).float()
+    lowest, highest = rows.aminmax()
+    zero = rows.new_zeros(())
+    target_lowest, target_highest = zero, zero
+    if target.is_floating_point():
+        target_lowest, target_highest = target.detach().float().aminmax()
+    values = torch.stack(
+        [
+            lowest,
+            highest,
+            (rows.sum(-1) - 1).abs().max(),
+            rows.logsumexp(-1).abs().max(),
+            ((rows <= lowest) | (rows >= highest)).float().mean(),
+            target_lowest,
+            target_highest,
+        ]
+    ).tolist()
+    return ScoreStatistics(
+        classes=rows.shape[-1],
+        elements=rows.numel(),
+        lowest=values[0],
+        highest=values[1],
+        sum_error=values[2],
+        log_sum_error=values[3],
+        share_at_bounds=values[4],
+        target_lowest=values[5],
+        target_highest=values[6],
+    )
+
+
+def rows_of(scores: Tensor) -> Tensor:
+    """Return the first rows of scores, shape ``(rows, classes)``; classes are on axis 1."""
+    scores = scores.detach()
+    if scores.dim() < 2:
+        return scores.reshape(1, -1)
+    positions = math.prod(scores.shape[2:])
+    samples = max(1, MOST_ROWS // max(1, positions))
+    by_class = scores[:samples].movedim(1, -1)
+    return by_class.reshape(-1, scores.shape[1])[:MOST_ROWS]
+
+
+def flags_beyond_range(predicted: Tensor, target: Tensor) -> list[str]:
+    """Return ``["beyond_tanh"]`` or the like if the predictions come out of an activation that
+    cannot reach many of the targets, else an empty list.
+    """
+    operation = source_of(predicted).operation
+    if operation not in RANGES:
+        return []
+    lowest, highest = RANGES[operation]
+    target = target.detach()
+    beyond = ((target < lowest) | (target > highest)).float().mean()
+    return [f"beyond_{operation.lower()}"] if bool(beyond > MOST_BEYOND) else []
+
+
+def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
+    """Return whether broadcasting makes more pairs than either side has values."""
+    if predicted == target:
+        return False
+    pairs = math.prod(torch.broadcast_shapes(predicted, target))  # type: ignore[no-untyped-call]
+    return pairs > max(math.prod(predicted), math.prod(target))
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentCheck:
+    """One check of the arguments of some loss functions."""
+
+    flag: str
+    functions: tuple[str, ...]
+    is_raised_by: Callable[[LossCall], bool]
+
+
+def is_given_probabilities(call: LossCall) -> bool:
+    """The scores come out of a softmax, or look exactly as if they did."""
+    if call.source.operation == "Softmax":
+        return True
+    statistics = call.statistics
+    if statistics.classes < 2 or statistics.elements < FEWEST_VALUES:
+        return False
+    within_unit_range = statistics.lowest >= 0 and statistics.highest <= 1
+    return within_unit_range and statistics.sum_error < SUM_TOLERANCE
+
+
+def comes_from_sigmoid(call: LossCall) -> bool:
+    """The scores come out of a sigmoid."""
+    return call.source.operation == "Sigmoid"
+
+
+def comes_from_tanh(call: LossCall) -> bool:
+    """The scores come out of a tanh."""
+    return call.source.operation == "Tanh"
+
+
+def comes_from_relu(call: LossCall) -> bool:
+    """The scores come out of a ReLU."""
+    return call.source.operation == "Relu"
+
+
+def is_normalized_over_batch(call: LossCall) -> bool:
+    """The softmax before the loss was taken over the samples instead of the classes."""
+    return call.source.is_softmax_over_batch
+
+
+def is_above_zero(call: LossCall) -> bool:
+    """Some log-probability is above 0."""
+    return call.statistics.highest > LOG_TOLERANCE
+
+
+def is_not_normalized(call: LossCall) -> bool:
+    """The log-probabilities of a row belong to probabilities that do not sum to 1."""
+    statistics = call.statistics
+    if statistics.classes < 2 or statistics.highest > LOG_TOLERANCE:
+        return False
+    return statistics.log_sum_error > LOG_SUM_TOLERANCE
+
+
+def is_clamped_into_range(call: LossCall) -> bool:
+    """Scores of any size were clamped into 0 to 1, and many were cut off."""
+    if not call.source.clamped or call.source.operation in ("Sigmoid", "Softmax", ""):
+        return False
+    return call.statistics.share_at_bounds > MOST_AT_BOUNDS
+
+
+def has_targets_outside_unit_range(call: LossCall) -> bool:
+    """Some target of a binary loss lies outside 0 to 1."""
+    return call.statistics.target_lowest < 0 or call.statistics.target_highest > 1
+
+
+CHECKS = (
+    ArgumentCheck(
+        flag="softmax_input", functions=SCORE_LOSSES, is_raised_by=is_given_probabilities
+    ),
+    ArgumentCheck(flag="sigmoid_source", functions=SCORE_LOSSES, is_raised_by=comes_from_sigmoid),
+    ArgumentCheck(flag="tanh_source", functions=SCORE_LOSSES, is_raised_by=comes_from_tanh),
+    ArgumentCheck(flag="relu_source", functions=SCORE_LOSSES, is_raised_by=comes_from_relu),
+    ArgumentCheck(
+        flag="batch_axis", functions=TARGET_LOSSES, is_raised_by=is_normalized_over_batch
+    ),
+    ArgumentCheck(flag="positive", functions=("nll_loss", "kl_div"), is_raised_by=is_above_zero),
+    ArgumentCheck(flag="not_normalised", functions=("nll_loss",), is_raised_by=is_not_normalized),
+    ArgumentCheck(
+        flag="clamped_scores",
+        functions=("binary_cross_entropy",),
+        is_raised_by=is_clamped_into_range,
+    ),
+    ArgumentCheck(
+        flag="target_out_of_range",
+        functions=BINARY_LOSSES,
+        is_raised_by=has_targets_outside_unit_range,
+    ),
+)

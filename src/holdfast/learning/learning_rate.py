@@ -1,0 +1,171 @@
+"""How to change the learning rate when the batch changes, for losses that are means over the batch.
+
+Advice only: nothing here changes an optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.core.errors import PolicyError
+
+By = Literal["batch", "accumulation", "micro_batch"]
+ScalingRule = Literal["linear", "square root", "none"]
+
+GOYAL = "Goyal et al., arXiv 1706.02677"
+MALLADI = "Malladi et al., arXiv 2205.10287"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to change.
+
+    Args:
+        rule: How the learning rate follows the batch.
+        factor: What to multiply every learning rate by.
+        betas: New values by parameter group (of RMSprop: alpha); empty: leave them.
+        eps: New value by parameter group; empty: leave it.
+        reason: Why, and where the rule ends.
+        source: Where it was published; empty for no change.
+    """
+
+    rule: ScalingRule
+    factor: float
+    betas: tuple[tuple[float, ...], ...] = ()
+    eps: tuple[float, ...] = ()
+    reason: str
+    source: str
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group; 1 for optimizers that need none."""
+    rate = group.get("lr")
+    return 1.0 if rate is None else float(rate)
+
+
+def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> Advice:
+    """Return what to change so that training behaves as before, for the same number of samples.
+
+    Args:
+        optimizer: The optimizer whose learning rate is to be changed.
+        old_batch: The size before.
+        new_batch: The size now.
+        by: What the sizes count. ``"batch"``: samples of one update, over all micro-batches and
+            ranks. ``"accumulation"``: micro-batches of one update, and ``"micro_batch"``: samples
+            of one forward pass, while the samples of the update stay the same.
+
+    Returns:
+        The change, with the reason and its source.
+
+    Raises:
+        PolicyError: H105 for a size that is not a whole number >= 1, or another `by`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> advise_learning_rate(torch.optim.SGD([weight], lr=0.1), 256, 1024, by="batch").factor
+        4.0
+        >>> advise_learning_rate(torch.optim.AdamW([weight], lr=1e-3), 256, 1024, by="batch").factor
+        2.0
+        >>> optimizer = torch.optim.AdamW([weight], lr=1e-3)
+        >>> advise_learning_rate(optimizer, 2, 8, by="accumulation").factor
+        1.0
+    """
+    _check_size("old_batch", old_batch)
+    _check_size("new_batch", new_batch)
+    _check_by(by)
+    if by != "batch":
+        return _no_change(
+            "one update still averages over the same samples, into however many pieces they are"
+            " divided; if the number of samples changes, ask by='batch' with these numbers"
+        )
+    ratio = new_batch / old_batch
+    if ratio == 1:
+        return _no_change("the batch is the same")
+    if isinstance(optimizer, torch.optim.SGD):
+        return _linear(ratio)
+    if _divides_by_mean_square(optimizer):
+        return _square_root(optimizer, ratio)
+    name = type(optimizer).__name__
+    return _no_change(f"no published rule is known for {name}: try the old rate first")
+
+
+def _divides_by_mean_square(optimizer: Optimizer) -> bool:
+    """Return whether steps are divided by the root of a decaying mean of squares, as Adam's are."""
+    if isinstance(optimizer, torch.optim.RMSprop):
+        return True
+    return all("betas" in group and "eps" in group for group in optimizer.param_groups)
+
+
+def _no_change(reason: str) -> Advice:
+    return Advice(rule="none", factor=1.0, source="", reason=reason)
+
+
+def _linear(ratio: float) -> Advice:
+    return Advice(
+        rule="linear",
+        factor=ratio,
+        reason=(
+            f"{ratio:g} x the samples in an update make 1/{ratio:g} x the updates, each of which"
+            f" has to go {ratio:g} x as far; leave the momentum alone. It ends where a step is"
+            " no longer small compared with the curvature (above 8192 images in the source), and a"
+            " large rate needs a warm-up"
+        ),
+        source=GOYAL,
+    )
+
+
+def _square_root(optimizer: Optimizer, ratio: float) -> Advice:
+    decays = [
+        group["betas"] if "betas" in group else (group["alpha"],)
+        for group in optimizer.param_groups
+    ]
+    reason = (
+        f"{type(optimizer).__name__} divides by the size of a gradient that is mostly noise, which"
+        f" shrinks with the root of the batch: the rate by sqrt({ratio:g}), 1 - beta by {ratio:g},"
+        f" eps by 1/sqrt({ratio:g})"
+    )
+    betas: tuple[tuple[float, ...], ...] = ()
+    if all(ratio * (1 - decay) < 1 for group in decays for decay in group):
+        betas = tuple(tuple(1 - ratio * (1 - decay) for decay in group) for group in decays)
+    else:
+        reason += (
+            f"; the decay rates are left alone, since {ratio:g} x (1 - beta) is no longer below 1"
+        )
+    return Advice(
+        rule="square root",
+        factor=math.sqrt(ratio),
+        betas=betas,
+        eps=tuple(group["eps"] / math.sqrt(ratio) for group in optimizer.param_groups),
+        reason=(
+            f"{reason}. Where the batch is so large that the noise is small, the rule changes too"
+            " little"
+        ),
+        source=MALLADI,
+    )
+
+
+def _check_size(name: str, value: object) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    raise PolicyError(
+        f"{name}={value!r}",
+        limit="it must be a whole number >= 1",
+        fix="pass a count.",
+        rule="H105",
+    )
+
+
+def _check_by(by: object) -> None:
+    if by not in get_args(By):
+        raise PolicyError(
+            f"by={by!r}",
+            limit=f"it must be one of {get_args(By)}",
+            fix="say what the two numbers count.",
+            rule="H105",
+        )

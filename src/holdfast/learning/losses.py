@@ -1,0 +1,128 @@
+"""What is observed at each place where a loss is computed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from holdfast.learning.loss_functions import BINARY_LOSSES, CLASS_LOSSES
+from holdfast.learning.measures import append_newest
+from holdfast.learning.observations import ObservedLoss
+from holdfast.learning.targets import (
+    ConstantMean,
+    LabelMix,
+    best_constant_for,
+    binary_labels_in,
+    labels_in,
+)
+
+# Calls of one function in a pass that are told apart. A loss over a varying number of parts shares
+# the last site, so that sites stay few.
+MOST_SITES = 8
+
+
+class LossSite:
+    """What was seen at one call of one loss function, step after step."""
+
+    def __init__(self, function: str) -> None:
+        self.observed = ObservedLoss(function=function)
+        self._constant = best_constant_for(function)
+        # False once a call was weighted or smoothed, so that the loss of a constant means nothing.
+        self._comparable = True
+        # Loss of the best constant on the targets of the newest call.
+        self._constant_now: float | None = None
+        self._labels = LabelMix()
+
+    def note_flags(self, flags: Iterable[str]) -> None:
+        """Count the flags that a call raised."""
+        for flag in flags:
+            self.observed.flags[flag] = self.observed.flags.get(flag, 0) + 1
+
+    def note_broadcast(self, left: Tensor, right: Tensor) -> None:
+        """Count a call that pairs all values with all, and keep its shapes."""
+        self.note_flags(["broadcast"])
+        self.observed.shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+
+    def note_sign(self, gradient: float) -> None:
+        """Add the derivative of what is minimised by this loss."""
+        if math.isfinite(gradient) and gradient != 0:
+            append_newest(self.observed.signs, 1 if gradient > 0 else -1)
+
+    def note_value(self, value: float, *, comparable: bool) -> None:
+        """Add the mean loss of a call.
+
+        Args:
+            value: The mean loss.
+            comparable: Whether the loss of a constant is on the same scale.
+        """
+        self._comparable = self._comparable and comparable
+        if not math.isfinite(value):
+            return
+        if self.observed.first is None:
+            self.observed.first = value
+        append_newest(self.observed.values, value)
+        if self._constant_now is not None:
+            append_newest(self.observed.gains, self._constant_now - value)
+
+    def note_targets(self, target: Tensor, *, ignore_index: int) -> None:
+        """Add the targets of a call."""
+        if self._constant is None or target.dtype.is_complex:
+            self._comparable = False
+            return
+        function = self.observed.function
+        if function in CLASS_LOSSES:
+            if target.is_floating_point():  # probabilities of classes instead of labels
+                self._comparable = False
+                return
+            if target.dim() == 1:
+                self._labels.add(labels_in(target, ignore_index))
+        elif function in BINARY_LOSSES and (target.dim() < 2 or target.shape[-1] == 1):
+            labels = binary_labels_in(target)
+            if labels is not None:
+                self._labels.add(labels)
+        self._constant_now = self._constant.add(target, ignore_index=ignore_index)
+
+    def observations(self) -> ObservedLoss:
+        """Return what was observed, with everything brought up to date."""
+        self.observed.baseline = None
+        if self._constant is not None and self._comparable:
+            self.observed.baseline = self._constant.loss()
+        self.observed.labelled_calls = self._labels.batches
+        self.observed.distinct_labels = self._labels.mean_different()
+        self.observed.expected_labels = self._labels.expected_different()
+        if isinstance(self._constant, ConstantMean):
+            self.observed.target_scale = self._constant.mean_square()
+        return self.observed
+
+
+class LossSites:
+    """All places of one run where a loss is computed.
+
+    A site is known by its function and by its position among the calls of a pass.
+    """
+
+    def __init__(self) -> None:
+        self._sites: dict[str, LossSite] = {}
+        self._calls_in_pass: Counter[str] = Counter()
+
+    def begin_pass(self) -> None:
+        """Start to number the calls of a pass."""
+        self._calls_in_pass.clear()
+
+    def enter(self, function: str, *, examine: bool = True) -> LossSite:
+        """Return the site of this call and count the call."""
+        self._calls_in_pass[function] += 1
+        position = min(self._calls_in_pass[function], MOST_SITES)
+        site = self._sites.setdefault(f"{function}#{position}", LossSite(function))
+        site.observed.calls += 1
+        site.observed.examined += examine
+        return site
+
+    def observations(self, *, windows: bool = True) -> dict[str, ObservedLoss]:
+        """Return what was observed by site; only what was counted without `windows`."""
+        if windows:
+            return {name: site.observations() for name, site in self._sites.items()}
+        return {name: site.observed for name, site in self._sites.items()}

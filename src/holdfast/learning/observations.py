@@ -1,0 +1,239 @@
+"""`Observations`: everything that is known about a run, as plain counters and short histories.
+
+Observers fill them in, and rules read them. Everything here can be written as JSON, so that each
+rule can be tested on a recording. No tensors and no decisions live here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# Calls of a loss before its habits are known from a few batches.
+FEWEST_CALLS = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class ObservedOptimizer:
+    """One optimizer: its settings, its steps and its gradients."""
+
+    kind: str = ""
+    # All steps, and those of them that were sampled.
+    steps: int = 0
+    observed: int = 0
+    # Whether `step` is given a closure, so that the loss is computed inside the step.
+    uses_closure: bool = False
+    # Pairs of step and loss, thinned out in long runs.
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    nonfinite_losses: int = 0
+    first_nonfinite_loss: int | None = None
+    gradient_norms: list[float] = field(default_factory=list)
+
+    # Parameters in the optimizer, and those of them with ``requires_grad=False``.
+    tensors: int = 0
+    frozen: int = 0
+    # Parameters that no observed model has; of these, those with a gradient, and those that a
+    # model had when the observation began.
+    foreign: int = 0
+    foreign_with_gradient: int = 0
+    replaced: int = 0
+
+    lr: float = 0.0
+    largest_lr: float = 0.0
+    # Steps in a row, up to the newest, with a learning rate of practically 0.
+    zero_lr_steps: int = 0
+    # Steps in a row, up to the newest, with less than a thousandth of the largest learning rate.
+    low_lr_steps: int = 0
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    # Sampled steps in which a parameter had a gradient.
+    with_gradient_steps: int = 0
+    # Sampled steps in a row, up to the newest, in which no parameter had a gradient.
+    no_gradient_steps: int = 0
+    # Sampled steps in a row, up to the newest, in which all gradients were exactly 0.
+    zero_gradient_steps: int = 0
+    nonfinite_gradients: int = 0
+    nonfinite_names: list[str] = field(default_factory=list)
+    first_nonfinite_gradient: int | None = None
+    # Sampled steps that changed a weight.
+    moved: int = 0
+
+    # Steps in which gradients were seen to arrive; the counts below are of these.
+    checked: int = 0
+    # Steps in a row, up to the newest, whose gradients were added to those of the step before.
+    leaks: int = 0
+    # Steps whose gradient was reversed, or set to zero, between backward and step.
+    reversed: int = 0
+    zeroed: int = 0
+
+    @property
+    def gradient_failed_first(self) -> bool:
+        """Whether a gradient was not finite before any loss was."""
+        if self.first_nonfinite_gradient is None:
+            return False
+        if self.first_nonfinite_loss is None:
+            return True
+        return self.first_nonfinite_gradient < self.first_nonfinite_loss
+
+
+@dataclass(slots=True, kw_only=True)
+class ObservedModel:
+    """One model: which weights learn, and in which mode it runs."""
+
+    # Elements of all parameters that are meant to learn.
+    weights: int = 0
+    # Trainable parameters that are in no optimizer: the first names, their number, their elements,
+    # those that had a gradient, and whether any of them has changed.
+    outside: list[str] = field(default_factory=list)
+    outside_count: int = 0
+    outside_weights: int = 0
+    outside_with_gradient: int = 0
+    outside_changed: bool = False
+    # Parameters that had no gradient in any sampled step, likewise, and whether the model's first
+    # trainable parameter is one of them.
+    never_gradient: list[str] = field(default_factory=list)
+    never_gradient_count: int = 0
+    never_gradient_weights: int = 0
+    never_gradient_first: bool = False
+    # Weights whose rows are all equal.
+    symmetric: list[str] = field(default_factory=list)
+    # Whether any parameter differs from what it was when the observation began.
+    changed: bool = False
+    # Running statistics, as of batch norm, that hold NaN or Inf.
+    nonfinite_buffers: list[str] = field(default_factory=list)
+    observed: int = 0
+    # Modules that behave differently in training: dropout and batch norm.
+    mode_dependent: list[str] = field(default_factory=list)
+    eval_steps: int = 0
+    validations: int = 0
+    train_mode_validations: int = 0
+    # Whether the first layer normalises the input.
+    normalizes_input: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ObservedScheduler:
+    """One scheduler: how often it was advanced for each step of its optimizer."""
+
+    kind: str = ""
+    optimizer_steps: int = 0
+    # All advances, and those before the first step of the optimizer.
+    advanced: int = 0
+    before_first: int = 0
+    # Optimizer steps since whose predecessor the scheduler was advanced once, and several times.
+    advanced_once: int = 0
+    advanced_several: int = 0
+    patience: int | None = None
+    period: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ObservedLayer:
+    """One parameter, in the sampled steps of its optimizer."""
+
+    dims: int = 0
+    steps: int = 0
+    with_gradient: int = 0
+    zero_gradient: int = 0
+    nonfinite: bool = False
+    # Length of a step relative to the length of the parameter: the median, and the largest of the
+    # first steps.
+    ratio: float | None = None
+    largest_ratio: float | None = None
+    # Median of the root mean square of the gradient's elements.
+    gradient_rms: float | None = None
+    first_weight_rms: float | None = None
+    last_weight_rms: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ObservedLoss:
+    """One place where a loss is computed."""
+
+    function: str = ""
+    # All calls, and those whose arguments were examined.
+    calls: int = 0
+    examined: int = 0
+    # How many examined calls raised a flag, such as "softmax_input"; see `arguments.CHECKS`.
+    flags: dict[str, int] = field(default_factory=dict)
+    # The shapes that were broadcast, as text.
+    shapes: str = ""
+    first: float | None = None
+    values: list[float] = field(default_factory=list)
+    # Loss of the best constant prediction.
+    baseline: float | None = None
+    # Loss of that constant on a batch, minus the loss of the model.
+    gains: list[float] = field(default_factory=list)
+    # 1 or -1 for each call: the sign with which it enters the loss that is minimised.
+    signs: list[int] = field(default_factory=list)
+    labelled_calls: int = 0
+    # Different labels in a batch: the mean, and what shuffled data would give.
+    distinct_labels: float | None = None
+    expected_labels: float | None = None
+    # Mean squared target: the loss of predicting 0.
+    target_scale: float | None = None
+
+    def always(self, flag: str) -> bool:
+        """Return whether at least 90 % of enough examined calls raised a flag."""
+        return self.examined >= FEWEST_CALLS and self.flags.get(flag, 0) >= 0.9 * self.examined
+
+    def mostly(self, flag: str) -> bool:
+        """Return whether more than half of enough examined calls raised a flag."""
+        return self.examined >= FEWEST_CALLS and self.flags.get(flag, 0) > 0.5 * self.examined
+
+
+@dataclass(slots=True, kw_only=True)
+class ObservedInput:
+    """What one model was given."""
+
+    # All calls, and those whose values were examined.
+    calls: int = 0
+    examined: int = 0
+    # Examined batches that hold a single value.
+    flat: int = 0
+    # Batches with NaN or plus infinity.
+    nonfinite: int = 0
+    # Medians over the examined batches: the largest magnitude, and the mean relative to the spread.
+    largest: float | None = None
+    offset: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Observations:
+    """Everything that is known about a run; its parts by name."""
+
+    # Steps of the optimizer that made most, and those that the run is meant to have.
+    steps: int = 0
+    total_steps: int | None = None
+    ended: bool = False
+    objective: str = "minimize"
+    backwards: int = 0
+    backwards_since_step: int = 0
+    # Sampled steps in a row in which gradients were clipped before backward made them, and not
+    # after.
+    early_clips: int = 0
+    # Trainable parameters that a model computes with and that neither it nor an optimizer owns.
+    strays: int = 0
+    optimizers: dict[str, ObservedOptimizer] = field(default_factory=dict)
+    models: dict[str, ObservedModel] = field(default_factory=dict)
+    schedulers: dict[str, ObservedScheduler] = field(default_factory=dict)
+    layers: dict[str, ObservedLayer] = field(default_factory=dict)
+    losses: dict[str, ObservedLoss] = field(default_factory=dict)
+    inputs: dict[str, ObservedInput] = field(default_factory=dict)
+    # Step, training loss and validation loss of each evaluation.
+    validations: list[tuple[int, float | None, float]] = field(default_factory=list)
+    # Of a speech synthesiser's attention, see `alignment.alignment_facts`.
+    alignment: dict[str, float] | None = None
+
+    @property
+    def minimizes_one_loss(self) -> bool:
+        """Whether one optimizer minimises one loss, so that its level and sign mean something."""
+        return self.objective == "minimize" and len(self.optimizers) == 1
+
+    @property
+    def had_nonfinite(self) -> bool:
+        """Whether a loss or a gradient was not finite."""
+        return any(
+            optimizer.nonfinite_losses or optimizer.nonfinite_gradients
+            for optimizer in self.optimizers.values()
+        )

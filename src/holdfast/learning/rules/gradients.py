@@ -1,0 +1,235 @@
+"""Contracts about gradients: leaked, missing, zero, reversed or clipped too early. And whether
+signals vanish or explode on their way through the layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.learning.finding import Finding
+from holdfast.learning.measures import median
+from holdfast.learning.observations import Observations, ObservedLoss
+from holdfast.learning.progress import measure_progress
+from holdfast.learning.rules.data import is_far_from_unit_scale
+from holdfast.learning.rules.registry import Rule, rule
+
+# Two steps in a row could be a deliberate warm-up of gradients; a forgotten zero_grad never stops.
+LEAKED_STEPS = 3
+# Observed steps in a row before a missing or zero gradient is more than a bad batch.
+STEPS_IN_A_ROW = 10
+# Checked steps, all together, before what happens to a gradient after backward is a habit.
+HABIT_STEPS = 6
+# Until then a loop may accumulate by hand. At the end of a run fewer are enough, since no step is
+# to come.
+BACKWARDS_WITHOUT_STEP = 200
+BACKWARDS_WITHOUT_STEP_AT_END = 10
+# Gradient of the first layer relative to the last: AutoTrainer's 1e-3 for vanishing ones.
+VANISHING_RATIO = 1e-3
+EXPLODING_RATIO = 1e4
+# First loss relative to the usual one, and largest gradient norm relative to the usual one.
+EXPLODING_LOSS = 10
+EXPLODING_NORM = 1e3
+# Layers in a chain, and gradient norms, before they say something.
+FEWEST_LAYERS = 3
+FEWEST_NORMS = 5
+FIRST_NORMS = 10
+
+
+@rule("H811", tier="contract", severity="error", kind="cause", confidence=0.95)
+def gradients_never_reset(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """Gradients are added to those of the step before."""
+    for name, optimizer in run.optimizers.items():
+        if optimizer.leaks >= LEAKED_STEPS and not optimizer.uses_closure:
+            yield rule.finding(
+                f"in {optimizer.leaks} steps in a row gradients were added to those of the step"
+                " before",
+                "call optimizer.zero_grad() before the first backward pass of each step.",
+                name,
+            )
+
+
+@rule("H812", tier="contract", severity="error", kind="cause", confidence=0.9)
+def backward_without_step(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """The optimizer never steps."""
+    needed = BACKWARDS_WITHOUT_STEP_AT_END if run.ended else BACKWARDS_WITHOUT_STEP
+    if run.steps or not run.models or run.backwards_since_step < needed:
+        return
+    if any(model.changed for model in run.models.values()):
+        yield rule.finding(
+            f"{run.backwards} backward passes without optimizer.step(); something else changes the"
+            " weights",
+            "nothing, if the update is your own.",
+            severity="note",
+        )
+    else:
+        yield rule.finding(
+            f"{run.backwards} backward passes and no optimizer step; the weights have not changed",
+            "call optimizer.step() after backward.",
+        )
+
+
+@rule("H813", tier="contract", severity="error", kind="cause", confidence=0.9)
+def step_without_gradients(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """No parameter of an optimizer has a gradient when it steps."""
+    for name, optimizer in run.optimizers.items():
+        # An optimizer that had gradients before may only be waiting for its phase.
+        if optimizer.uses_closure or optimizer.with_gradient_steps:
+            continue
+        if optimizer.no_gradient_steps >= STEPS_IN_A_ROW:
+            yield rule.finding(
+                f"{optimizer.no_gradient_steps} steps in a row had no gradient in any tensor of the"
+                " optimizer",
+                "call backward before step, and zero_grad not between them; the loss must depend on"
+                " these weights without .detach(), .item() or no_grad.",
+                name,
+            )
+
+
+@rule("H815", tier="contract", severity="advice", kind="symptom", confidence=0.9)
+def all_gradients_zero(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """All gradients of an optimizer are exactly 0, so its steps change nothing."""
+    for name, optimizer in run.optimizers.items():
+        if optimizer.zero_gradient_steps < STEPS_IN_A_ROW or optimizer.zeroed:
+            continue
+        # A hinge that is satisfied has a loss of 0.
+        satisfied = bool(optimizer.losses) and optimizer.losses[-1][1] == 0
+        yield rule.finding(
+            f"all gradients were exactly 0 in {optimizer.zero_gradient_steps} observed steps in a"
+            " row",
+            "look for a saturated or clamped output, dead units, a loss multiplied by 0, or a"
+            " masked batch.",
+            name,
+            severity="note" if satisfied else "advice",
+        )
+
+
+@rule("H817", tier="contract", severity="error", kind="cause", confidence=0.95)
+def gradient_reversed(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """The gradient is reversed or set to zero between backward and step."""
+    for name, optimizer in run.optimizers.items():
+        changes = {"reversed": optimizer.reversed, "set to zero": optimizer.zeroed}
+        for change, count in changes.items():
+            if count >= HABIT_STEPS and count > optimizer.checked / 2:
+                yield rule.finding(
+                    f"between backward and step the gradient was {change} in {count} observed"
+                    " steps",
+                    "look at the clipping limit, which must be above 0, and for zero_grad between"
+                    " backward and step.",
+                    name,
+                )
+
+
+@rule("H859", tier="contract", severity="advice", kind="cause", confidence=0.9)
+def clipped_before_backward(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """Gradients are clipped before backward makes them."""
+    # With several optimizers one may clip what another step's backward pass has left.
+    if run.early_clips >= HABIT_STEPS and len(run.optimizers) == 1:
+        yield rule.finding(
+            f"in {run.early_clips} observed steps gradients were clipped before backward made them,"
+            " and not after",
+            "clip between backward (with a loss scaler: unscale_) and optimizer.step().",
+        )
+
+
+# --- vanishing and exploding ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostSignal:
+    """Where a signal vanishes or explodes, and what was measured."""
+
+    what: str
+    where: str
+
+
+@rule("H848", tier="window", severity="note", kind="cause", confidence=0.7)
+def signal_vanishes_or_explodes(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """Signals vanish or explode in a run that gets nowhere."""
+    failing = measure_progress(run).is_failing
+    fix = (
+        "use ReLU-like activations or gates with a matching initialisation, normalisation, or"
+        " residual paths; clip the gradient of recurrent networks."
+    )
+    # What explodes is the surer cause: gradients may also vanish because the learning rate is too
+    # high.
+    exploding = find_exploding(run) if failing or run.had_nonfinite else None
+    if exploding is not None:
+        yield rule.finding(exploding.what, fix, exploding.where, severity="advice", confidence=0.85)
+        return
+    vanishing = find_uneven_gradients(run)
+    if vanishing is not None:
+        yield rule.finding(
+            vanishing.what, fix, vanishing.where, severity="advice" if failing else "note"
+        )
+
+
+def find_exploding(run: Observations) -> LostSignal | None:
+    """Return where a signal explodes, in the first loss or in the gradient norms."""
+    if any(is_far_from_unit_scale(inputs) for inputs in run.inputs.values()):
+        return None  # large signals have another reason
+    for name, loss in run.losses.items():
+        usual = usual_first_loss(loss)
+        if loss.first is not None and usual and loss.first > EXPLODING_LOSS * usual:
+            return LostSignal(
+                what=(
+                    "signals explode on the way forward: the first loss,"
+                    f" {loss.first:.3g}, is far above {usual:.3g}"
+                ),
+                where=name,
+            )
+    for name, optimizer in run.optimizers.items():
+        norms = [norm for norm in optimizer.gradient_norms if math.isfinite(norm)]
+        if len(norms) < FEWEST_NORMS:
+            continue
+        if max(norms) > EXPLODING_NORM * max(1.0, median(norms[:FIRST_NORMS])):
+            return LostSignal(
+                what=f"the gradient norm reached {max(norms):.2g}, a thousand times the usual",
+                where=name,
+            )
+    return None
+
+
+def usual_first_loss(loss: ObservedLoss) -> float | None:
+    """Return what the first loss should be about: that of predicting 0, or of the best constant."""
+    if loss.target_scale:
+        return loss.target_scale
+    if loss.function == "mse_loss":
+        return None
+    return loss.baseline
+
+
+def find_uneven_gradients(run: Observations) -> LostSignal | None:
+    """Return where gradients vanish or explode between the last layer and the first one."""
+    for model in run.models:
+        # Layers of several models are no chain.
+        prefix = f"{model}." if len(run.models) > 1 else ""
+        signal = _find_uneven_gradients_within(run, prefix)
+        if signal is not None:
+            return signal
+    return None
+
+
+def _find_uneven_gradients_within(run: Observations, prefix: str) -> LostSignal | None:
+    sizes = {
+        name: layer.gradient_rms
+        for name, layer in run.layers.items()
+        if name.startswith(prefix) and layer.dims > 1 and layer.gradient_rms is not None
+    }
+    if len(sizes) < FEWEST_LAYERS:
+        return None
+    first, *_, last = sizes
+    if not sizes[last] > 0:
+        return None
+    ratio = sizes[first] / sizes[last]
+    if VANISHING_RATIO <= ratio <= EXPLODING_RATIO:
+        return None
+    verb = "vanish" if ratio < 1 else "explode"
+    return LostSignal(
+        what=(
+            f"gradients {verb} towards the input: {sizes[first]:.1e} in {first},"
+            f" {sizes[last]:.1e} in {last}"
+        ),
+        where=first,
+    )

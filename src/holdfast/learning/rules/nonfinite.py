@@ -1,0 +1,70 @@
+"""Contracts about NaN and Inf: in inputs, losses, gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.learning.finding import Finding
+from holdfast.learning.observations import Observations
+from holdfast.learning.rules.registry import Rule, rule
+
+# Names that a finding lists.
+MOST_NAMES = 5
+
+
+@rule("H801", tier="contract", severity="error", kind="symptom", confidence=0.95)
+def nonfinite_loss(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """A loss was NaN or Inf."""
+    for name, optimizer in run.optimizers.items():
+        if optimizer.nonfinite_losses:
+            yield rule.finding(
+                f"the loss was NaN or Inf in {optimizer.nonfinite_losses} observed step(s)",
+                "look for log(0), a division by 0, an overflow, or too high a learning rate.",
+                name,
+                severity="note" if optimizer.gradient_failed_first else "error",
+            )
+
+
+@rule("H802", tier="contract", severity="error", kind="symptom", confidence=0.95)
+def nonfinite_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """A step was made with NaN or Inf in a gradient."""
+    for name, optimizer in run.optimizers.items():
+        if not optimizer.nonfinite_gradients:
+            continue
+        what = f"{optimizer.nonfinite_gradients} observed step(s) used NaN or Inf as a gradient"
+        if optimizer.nonfinite_names:
+            what += f", first in {', '.join(optimizer.nonfinite_names)}"
+        yield rule.finding(
+            what,
+            "skip such steps (holdfast.Guard does), and find the operation that causes them.",
+            name,
+            severity="error" if optimizer.gradient_failed_first else "note",
+        )
+
+
+@rule("H804", tier="contract", severity="error", kind="symptom", confidence=0.95)
+def nonfinite_weights(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """Weights or running statistics hold NaN or Inf."""
+    names = [name for name, layer in run.layers.items() if layer.nonfinite]
+    for model in run.models.values():
+        names += model.nonfinite_buffers
+    if names:
+        yield rule.finding(
+            f"NaN or Inf in {', '.join(names[:MOST_NAMES])}",
+            "go back to the last good checkpoint; the first of these findings is the cause.",
+        )
+
+
+@rule("H806", tier="contract", severity="error", kind="cause", confidence=0.9)
+def nonfinite_input(run: Observations, rule: Rule) -> Iterator[Finding]:
+    """A batch held NaN or Inf."""
+    for name, inputs in run.inputs.items():
+        if inputs.nonfinite:
+            yield rule.finding(
+                f"{inputs.nonfinite} observed batch(es) given to the model held NaN or Inf",
+                "find and drop these samples; with Policy(drop_nonfinite_samples=True) a guard"
+                " makes the steps without them.",
+                name,
+                # A model may fill in missing values itself.
+                severity="error" if run.had_nonfinite else "note",
+            )

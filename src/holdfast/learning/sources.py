@@ -1,0 +1,130 @@
+"""What computed a tensor, read from its autograd graph."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+# Operations that move values without changing them: the one before them is the real source.
+MOVES = frozenset(
+    {
+        "View",
+        "UnsafeView",
+        "Reshape",
+        "Squeeze",
+        "Unsqueeze",
+        "ToCopy",
+        "Clone",
+        "Alias",
+        "Select",
+        "Slice",
+    }
+)
+# Operations that put the axes into another order, so that a dimension means something else.
+TURNS = frozenset({"Transpose", "Permute", "T"})
+# Operations that pick values, or cut them off at a limit.
+PICKS = frozenset({"Index", "Gather", "Clamp", "ClampMin"})
+SOFTMAXES = ("Softmax", "LogSoftmax")
+# Operations that are looked behind.
+MOST_NODES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What computed a tensor.
+
+    Args:
+        operation: Such as ``"Softmax"`` or ``"Relu"``; ``""`` for a tensor without a graph.
+        dim: The dimension of a softmax; None if the axes were reordered since.
+        shape: The shape of what a softmax returned.
+        clamped: Whether the values were clamped since.
+    """
+
+    operation: str = ""
+    dim: int | None = None
+    shape: tuple[int, ...] = ()
+    clamped: bool = False
+
+    @property
+    def is_softmax_over_batch(self) -> bool:
+        """Whether it is a softmax over the samples of ``(samples, classes)``.
+
+        A square matrix may hold the scores of pairs, as in CLIP, for which both axes are right.
+        """
+        if self.operation not in SOFTMAXES or self.dim not in (0, -2) or len(self.shape) != 2:
+            return False
+        samples, classes = self.shape
+        return samples > 1 and samples != classes
+
+
+def source_of(tensor: Tensor, *, behind_sums: bool = False) -> Source:
+    """Return what computed a tensor, looking behind views, reordering, picking and clamping.
+
+    Args:
+        tensor: Any tensor.
+        behind_sums: Whether to look behind a sum with a number too, such as the epsilon that keeps
+            a logarithm finite.
+    """
+    node: Any = tensor.grad_fn
+    turned = False
+    clamped = False
+    for _ in range(MOST_NODES):
+        if node is None:
+            break
+        operation = _operation_of(node)
+        passes = operation in MOVES or operation in TURNS or operation in PICKS
+        if behind_sums and operation == "Add":
+            passes = len([1 for parent, _ in node.next_functions if parent is not None]) == 1
+        if not passes:
+            return Source(
+                operation=operation,
+                dim=None if turned else _softmax_dim(node, operation),
+                shape=_softmax_shape(node, operation),
+                clamped=clamped,
+            )
+        turned = turned or operation in TURNS
+        clamped = clamped or operation == "Clamp"
+        node = node.next_functions[0][0] if node.next_functions else None
+    return Source(clamped=clamped)
+
+
+def _operation_of(node: Any) -> str:
+    """Return ``"Softmax"`` for a node called ``SoftmaxBackward0``."""
+    name: str = node.name()
+    return name.removesuffix("0").removesuffix("1").removesuffix("Backward")
+
+
+def _softmax_dim(node: Any, operation: str) -> int | None:
+    if operation not in SOFTMAXES:
+        return None
+    dim: int | None = getattr(node, "_saved_dim", None)
+    # Autograd saves a negative dimension as an unsigned 64-bit number.
+    if dim is not None and dim >= 2**63:
+        return dim - 2**64
+    return dim
+
+
+def _softmax_shape(node: Any, operation: str) -> tuple[int, ...]:
+    if operation not in SOFTMAXES:
+        return ()
+    # What a backward node is given, the gradient of the result, has the shape of the result.
+    return tuple(node._input_metadata[0].shape)
+
+
+def unscaled(loss: Tensor) -> float:
+    """Return the value of a one-element loss without a loss scaler's factor; one host sync."""
+    value = float(loss.detach())
+    node = loss.grad_fn
+    if node is None or node.name() != "MulBackward0":
+        return value
+    factor = getattr(node, "_saved_other", None)
+    if not isinstance(factor, Tensor) or factor.numel() != 1 or factor.requires_grad:
+        return value
+    # The scales of torch.amp.GradScaler are powers of two.
+    scale = float(factor)
+    if scale > 1 and math.log2(scale).is_integer():
+        return value / scale
+    return value
