@@ -219,13 +219,12 @@ def presets_table() -> str:
 
 def events_table() -> str:
     """Return a table of the kinds of events: kind, fields with their types, what it means."""
-    from holdfast.checkpoint import interval
-    from holdfast.core.events import event as events
-    from holdfast.core.events import process_events, run_events
+    from holdfast.core.events import decisions, process_events, run_events
+    from holdfast.core.events.event import event_kinds
 
     lines = ["| kind | fields | meaning |", "|---|---|---|"]
-    for module in (run_events, events, interval, process_events):
-        for kind, each in events.KINDS.items():
+    for module in (run_events, decisions, process_events):
+        for kind, each in event_kinds().items():
             if each.__module__ == module.__name__:
                 fields = ", ".join(
                     f"`{field.name}: {field.type}`" for field in dataclasses.fields(each)

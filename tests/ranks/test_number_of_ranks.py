@@ -96,7 +96,7 @@ def test_a_foreign_loader_resumed_on_another_number_of_ranks_promises_nothing(
         assert reasons == [promise]
         assert f"{before} rank" in promise
         assert f"{now} rank" in promise
-    assert "".join(end.output for end in ends).count("resume_may_differ") == 1
+    assert "".join(end.output for end in ends).count("resume promise: none") == 1
 
 
 @pytest.mark.parametrize(

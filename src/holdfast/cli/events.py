@@ -12,7 +12,8 @@ from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordi
 from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.sources import EventSeen, is_sound_event
 
-_MOST_CHARACTERS = 400  # of one fact, for people
+# A sentence may quote the message of an exception, which has up to 2,000 characters.
+_MAX_SENTENCE_CHARACTERS = 800
 
 
 def run(
@@ -26,53 +27,65 @@ def run(
     """List the events of a run, oldest first."""
     with failing_clearly(as_json=as_json):
         recordings = open_recordings(folder_of_first_host(run_dir))
-        wanted = frozenset(kind or ())
-        found = [each for each in _all(recordings) if not wanted or each.event.kind in wanted]
-        unread = list(dict.fromkeys(recordings.missing))  # some rings are read twice
+        all_events = _read_events(recordings)
+        # Some rings are read twice, and both times they may be unreadable.
+        unread = list(dict.fromkeys(recordings.missing))
+    events = _of_kinds(all_events, kind)
     if as_json:
-        print_json(
-            {"run": str(run_dir), "events": [_as_json(each) for each in found], "unread": unread}
-        )
+        json_events = [_as_json(seen) for seen in events]
+        print_json({"run": str(run_dir), "events": json_events, "unread": unread})
         return
-    for each in found:
-        typer.echo(_line(each))
-    if not found:
-        kinds = sorted({each.event.kind for each in _all(recordings)})
-        typer.echo(
-            f"no such events; this run has {sanitise(', '.join(kinds)) or 'none at all'}", err=True
-        )
-    for word in unread:
-        typer.echo(f"not read: {sanitise(word)}", err=True)
+    for seen in events:
+        typer.echo(_line(seen))
+    if not events:
+        typer.echo(_no_such_events(all_events), err=True)
+    for reason in unread:
+        typer.echo(f"not read: {sanitise(reason)}", err=True)
 
 
-def _all(recordings: Recordings) -> list[EventSeen]:
-    found = []
-    for who, folder in all_rings(recordings):
-        recordings.say_lost_steps({folder: who})
+def _read_events(recordings: Recordings) -> list[EventSeen]:
+    """Return the events of all processes by time; what cannot be read is noted in `recordings`."""
+    all_events = []
+    for source, folder in all_rings(recordings):
+        recordings.say_lost_steps({folder: source})
         events = recordings.events(folder)
-        sound = [event for event in events if is_sound_event(event)]
-        if left_out := len(events) - len(sound):
-            recordings.missing.append(f"{left_out} events of {who} without a time or a step")
-        found += [EventSeen(source=who, event=event) for event in sound]
-    return sorted(found, key=lambda each: each.event.unix_seconds)
+        sound_events = [event for event in events if is_sound_event(event)]
+        left_out = len(events) - len(sound_events)
+        if left_out:
+            recordings.missing.append(f"{left_out} events of {source} without a time or a step")
+        all_events += [EventSeen(source=source, event=event) for event in sound_events]
+    return sorted(all_events, key=lambda seen: seen.event.unix_seconds)
+
+
+def _of_kinds(events: list[EventSeen], kinds: list[str] | None) -> list[EventSeen]:
+    """Return the events of these kinds, or all events if no kind is asked for."""
+    if not kinds:
+        return events
+    return [seen for seen in events if seen.event.kind in kinds]
 
 
 def _as_json(seen: EventSeen) -> Any:
     event = seen.event
-    facts = {"unix_seconds": event.unix_seconds, "who": seen.source, "kind": event.kind}
-    return as_json_value({**facts, "global_step": event.global_step, "data": dict(event.data)})
+    return as_json_value(
+        {
+            "unix_seconds": event.unix_seconds,
+            "who": seen.source,
+            "kind": event.kind,
+            "global_step": event.global_step,
+            "data": dict(event.data),
+        }
+    )
 
 
 def _line(seen: EventSeen) -> str:
-    event = seen.event
-    when = moment(event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
-    # `repr` shows what a line break or an escape sequence in a fact is.
-    facts = ", ".join(
-        f"{sanitise(key)}={sanitise(repr(value), most=_MOST_CHARACTERS)}"
-        for key, value in event.facts().items()
-        if value is not None
-    )
-    return (
-        f"{when}  {sanitise(seen.source)}  [step {event.global_step}] {sanitise(event.kind)} "
-        f" {facts}"
-    )
+    """Return the time, source, step and sentence of an event."""
+    time = moment(seen.event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
+    sentence = sanitise(str(seen.event), most=_MAX_SENTENCE_CHARACTERS)
+    return f"{time}  {sanitise(seen.source)}  {sentence}"
+
+
+def _no_such_events(all_events: list[EventSeen]) -> str:
+    kinds = sorted({seen.event.kind for seen in all_events})
+    if not kinds:
+        return "this run has no events"
+    return f"no such events; this run has {sanitise(', '.join(kinds))}"

@@ -1,4 +1,4 @@
-"""Time behind a port, so that tests never sleep."""
+"""The clock, which is passed in, so that tests never sleep."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Clock(Protocol):
     """What holdfast needs to know about time."""
 
     def unix_seconds(self) -> float:
-        """Return the wall-clock time, in seconds since 1970, for people to read."""
+        """Return the wall-clock time in seconds since 1970, for people to read."""
 
     def monotonic_seconds(self) -> float:
-        """Return a time that never goes back, in seconds, for durations."""
+        """Return a time in seconds that never goes back, for durations."""
 
 
 class SystemClock:

@@ -1,9 +1,7 @@
-"""Containers that a batch is nested in.
+"""Take apart the containers that a batch is nested in, and rebuild them with other contents.
 
-Taken apart by key, and put together again as what they were.
-
-Known are mappings, lists, tuples, named tuples and dataclasses; everything else is a leaf. Does not
-know tensors.
+Mappings, lists, tuples, named tuples and dataclasses are containers; everything else is a leaf.
+Tensors are not known here. `number` and `count` check leaves that somebody else has written.
 """
 
 from __future__ import annotations
@@ -13,25 +11,38 @@ import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+# Larger integers do not fit the records and tensors that numbers are put into.
+_BELOW = 2**63
+_MAX_SHOWN_CHARACTERS = 50
+
 
 def number(value: Any, *, or_none: bool = False) -> Any:
-    """Return a number that others may have written.
+    """Return a number that somebody else may have written.
 
-    A TypeError if it is none, or of more than 64 bits.
+    Args:
+        value: What was written.
+        or_none: Whether it may be None.
+
+    Raises:
+        TypeError: If it is not a number, or an integer of more than 64 bits.
     """
-    if (
-        (value is None and or_none)
-        or isinstance(value, float)
-        or (isinstance(value, int) and abs(value) < 2**63)
-    ):
+    if value is None and or_none:
+        return value
+    if isinstance(value, float):
+        return value
+    if isinstance(value, int) and abs(value) < _BELOW:
         return value
     raise TypeError(f"a {type(value).__name__} in place of a number, or a large one")
 
 
-def count(value: Any, *, least: int = 0, below: int = 2**63) -> int:
-    """Return a count that others may have written; a ValueError if it is none."""
+def count(value: Any, *, least: int = 0, below: int = _BELOW) -> int:
+    """Return a count that somebody else may have written.
+
+    Raises:
+        ValueError: If it is not an integer of at least `least` and less than `below`.
+    """
     if type(value) is not int or not least <= value < below:
-        raise ValueError(f"{str(value)[:50]!r} in place of a count")
+        raise ValueError(f"{str(value)[:_MAX_SHOWN_CHARACTERS]!r} in place of a count")
     return value
 
 
@@ -51,14 +62,19 @@ def children_of(node: Any) -> dict[Any, Any] | None:
 
 
 def rebuilt(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any:
-    """Return a container like another one, with other children by the keys of `children_of`.
+    """Return a container like another one, with other children.
 
-    A dataclass is made anew, with its own checks, or copied past them if not `checked`.
+    Args:
+        node: The other container.
+        children: The children, by the keys of `children_of`.
+        checked: Whether a dataclass is made by its constructor, with its own checks. Otherwise it
+            is copied, and its fields are set past the checks.
     """
     if isinstance(node, MutableMapping):
-        made = copy.copy(node)  # keeps the type: Hugging Face's BatchEncoding is a UserDict
-        made.update(children)
-        return made
+        # A copy keeps the type, such as Hugging Face's BatchEncoding, which is a UserDict.
+        mapping = copy.copy(node)
+        mapping.update(children)
+        return mapping
     if isinstance(node, Mapping):
         return children
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -67,7 +83,8 @@ def rebuilt(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any
         return type(node)(children.values())
     if checked:
         return dataclasses.replace(node, **children)
-    made = copy.copy(node)
+    twin = copy.copy(node)
     for name, child in children.items():
-        object.__setattr__(made, name, child)  # past a frozen class too
-    return made
+        # This sets the fields of a frozen class, too.
+        object.__setattr__(twin, name, child)
+    return twin

@@ -1,8 +1,7 @@
-"""What the kernel's control groups and its memory leave to this process.
+"""How much memory and how many processors the kernel's control groups leave to this process.
 
-Linux; what cannot be read does not limit.
-
-Readers take the root of the file system, so that tests can give them the files of other machines.
+Linux only. A limit that cannot be read counts as none. The functions take the root of the file
+system, so that tests can pass the files of other machines.
 """
 
 from __future__ import annotations
@@ -10,85 +9,120 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path("/")
+# From here on, a limit of version 1 means none: it is the largest multiple of a page below 2**63.
 UNLIMITED_V1 = 1 << 60
-"""From here on a limit is none.
 
-Version 1 writes the largest multiple of a page that fits 63 bits for that.
-"""
+
+@dataclass(frozen=True, slots=True)
+class _MemoryFiles:
+    """The files of a group that say how much memory it may use and uses.
+
+    Args:
+        limit: The limit in bytes; in version 2 it may be "max".
+        usage: The used bytes, including cached file pages.
+        cache: The field of ``memory.stat`` with the bytes of file pages that nobody has used for a
+            while. They count as available, as they do in ``MemAvailable``.
+    """
+
+    limit: str
+    usage: str
+    cache: str
+
+
+_MEMORY_FILES = (
+    _MemoryFiles("memory.max", "memory.current", "inactive_file"),  # version 2
+    _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # 1
+)
 
 
 def memory_available_bytes(root: Path = _ROOT) -> int | None:
-    """Return what may still be allocated: the least of the machine's memory and every group's.
+    """Return how many bytes may still be allocated, or None if that is unknown.
 
-    None if unknown.
-
-    File pages that nobody has used for a while count as available, as they do in ``MemAvailable``.
+    It is the least of what the machine and every group of this process leave.
     """
-    machine = fields_of(root / "proc/meminfo").get("MemAvailable")
-    left = [] if machine is None else [machine * 1024]
+    available = []
+    machine_kib = fields_of(root / "proc/meminfo").get("MemAvailable")
+    if machine_kib is not None:
+        available.append(machine_kib * 1024)
     for folder in group_folders(root, "memory"):
-        inactive = fields_of(folder / "memory.stat")
-        for limit, usage, cache in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            with contextlib.suppress(OSError, ValueError):  # the other version, or "max"
-                most = int((folder / limit).read_text())
-                if most < UNLIMITED_V1:
-                    left.append(most - int((folder / usage).read_text()) + inactive.get(cache, 0))
-    return max(0, min(left)) if left else None
+        available += _group_memory(folder)
+    if not available:
+        return None
+    return max(0, min(available))
+
+
+def _group_memory(folder: Path) -> Iterator[int]:
+    """Yield what a group leaves, if it has a limit of either version."""
+    cached_bytes = fields_of(folder / "memory.stat")
+    for files in _MEMORY_FILES:
+        # The files may be those of the other version, and the limit may be "max".
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / files.limit).read_text())
+            if limit < UNLIMITED_V1:
+                used = int((folder / files.usage).read_text())
+                yield limit - used + cached_bytes.get(files.cache, 0)
 
 
 def cpu_quota(root: Path = _ROOT) -> float:
     """Return how many processors this process may use at once.
 
-    The least of affinity and every group's quota.
-
-    torch's own warning looks at the affinity only, and so misses the quota of ``docker --cpus``.
-    The root of the file system is passed by tests, which have the files of other machines.
+    It is the least of its affinity and the quota of every group. torch's own warning about workers
+    looks only at the affinity, and so misses the quota of ``docker --cpus``.
     """
-    return min([float(len(os.sched_getaffinity(0))), *_group_quotas(root)])
+    affinity = float(len(os.sched_getaffinity(0)))
+    return min([affinity, *_group_quotas(root)])
 
 
 def _group_quotas(root: Path) -> Iterator[float]:
+    """Yield the quota of each group that has one, as a number of processors."""
     for folder in group_folders(root, "cpu"):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        # Version 2. There may be no such file, and the quota may be "max".
+        with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()
             yield int(quota) / int(period)
+        # Version 1, in which -1 means no quota.
         with contextlib.suppress(OSError, ValueError):
             quota_us = int((folder / "cpu.cfs_quota_us").read_text())
-            if quota_us > 0:  # -1 is no quota
+            if quota_us > 0:
                 yield quota_us / int((folder / "cpu.cfs_period_us").read_text())
 
 
 def group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, and of those above them, of both
-    versions.
+    """Yield the folders of this process's control groups, and of those above them.
 
-    In a container the path of /proc/self/cgroup is often one of the host, and only the root of it
-    is mounted.
+    Args:
+        root: The root of the file system.
+        controller: The controller of version 1, such as ``"memory"``; version 2 has one hierarchy
+            for all.
     """
     top = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, names, path = line.split(":", 2)
-            mounts = [top, top / "unified"] if not names else [top / names, top / controller]
-            if names and controller not in names.split(","):
+            if not names:
+                mounts = [top, top / "unified"]
+            elif controller in names.split(","):
+                mounts = [top / names, top / controller]
+            else:
                 continue
-            inner = Path(path.lstrip("/"))
+            # In a container this is often the path on the host, of which only the root is mounted,
+            # so the folders above it are tried as well.
+            group = Path(path.lstrip("/"))
             for mount in dict.fromkeys(mounts):
-                yield from (mount / part for part in (inner, *inner.parents))
+                for folder in (group, *group.parents):
+                    yield mount / folder
 
 
 def fields_of(path: Path) -> dict[str, int]:
-    """Return the ``name value`` lines of a file; nothing if it cannot be read."""
-    found = {}
+    """Return the ``name value`` lines of a file; no lines if it cannot be read."""
+    values = {}
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             words = line.replace(":", " ").split()
             if len(words) >= 2 and words[1].isdigit():
-                found[words[0]] = int(words[1])
-    return found
+                values[words[0]] = int(words[1])
+    return values

@@ -1,9 +1,8 @@
-"""Files that are either whole and on the disk, or not there.
+"""Files that are either complete and on the disk, or not there.
 
-Temporary file in the same directory, fsync, rename, fsync of the directory: the order without which
-    a power
-cut or a kill leaves a truncated file under the final name (measured: 10 of 12 kills during
-``torch.save``).
+The order is: a temporary file in the same directory, fsync, rename, fsync of the directory. Without
+it, a power cut or a kill leaves a truncated file under the final name (measured: 10 of 12 kills
+during ``torch.save``).
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from holdfast.core.files import PRIVATE, SHARED, created
 def fsync_path(path: Path) -> None:
     """Flush a file or a directory to the disk.
 
-    OSError if the disk reports that the data did not arrive. It is reported once only, so the
-    caller must write a new file rather than call this again.
+    Raises:
+        OSError: If the disk reports that the data did not arrive. It reports that only once, so the
+            caller must write a new file rather than call this again.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -42,14 +42,16 @@ def write_file(path: Path, data: bytes, mode: int = SHARED) -> None:
 def replace_file(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Replace a file atomically and durably.
 
-    Where that fails (OSError) the old file is untouched.
+    Raises:
+        OSError: If that fails. The old file is then untouched.
     """
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         write_file(temporary, data, mode)
         temporary.replace(path)
     except OSError:
-        with suppress(OSError):  # a folder lies there
+        # A folder may be in the place of the temporary file.
+        with suppress(OSError):
             temporary.unlink()
         raise
     fsync_path(path.parent)
@@ -58,10 +60,11 @@ def replace_file(path: Path, data: bytes, mode: int = PRIVATE) -> None:
 def rename_directory(source: Path, target: Path) -> None:
     """Rename a directory within one file system, and flush both it and its parent.
 
-    OSError if the target exists or the file systems differ.
+    Raises:
+        OSError: If the target exists or the file systems differ.
     """
+    # POSIX would silently replace an empty directory.
     if target.exists():
-        # POSIX would replace an empty directory without a word
         raise FileExistsError(f"{target} exists already")
     fsync_path(source)
     source.rename(target)
@@ -70,5 +73,5 @@ def rename_directory(source: Path, target: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """Return the bytes that this user can still write to the file system of ``path``."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize

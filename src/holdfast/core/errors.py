@@ -1,20 +1,21 @@
-"""Every error that holdfast raises, built by one constructor.
+"""All errors that holdfast raises, and the one constructor that builds them.
 
-What, the limit, the fix, the rule id.
+Every message says what was found, the limit it broke, the fix and the rule id. The tree:
 
     HoldfastError
     ├── PolicyError (ValueError)          H1xx  a setting or an argument is wrong
-    ├── BatchError (ValueError)           H2xx  a batch, a loss or a split is not what a step can
-    use ├── RunDirectoryError                 H30x  the run directory cannot be used ├──
-    CheckpointError                   H31x  saved state cannot be written, trusted or loaded ├──
-    OutOfMemoryError (MemoryError)    H4xx  memory is short and every remedy that keeps the promise
-    is spent ├── DeviceError (RuntimeError)         H403  the device's context is dead ├──
-    NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skipping and rolling back ├──
-    DivergenceError (ArithmeticError) H503  finite values that run away persist after rolling back
-    ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked └──
-    RankError (RuntimeError)          H11x  another rank has failed, or is somewhere else
+    ├── BatchError (ValueError)           H2xx  a batch, a loss or a split cannot be used in a step
+    ├── RunDirectoryError                 H30x  the run directory cannot be used
+    ├── CheckpointError                   H31x  saved state cannot be written, trusted or loaded
+    ├── OutOfMemoryError (MemoryError)    H4xx  out of memory, and every remedy that keeps the
+    │                                           promise is used up
+    ├── DeviceError (RuntimeError)        H403  the device's context is dead
+    ├── NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skips and rollbacks
+    ├── DivergenceError (ArithmeticError) H503  finite values keep diverging after rollbacks
+    ├── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
+    └── RankError (RuntimeError)          H11x  another rank has failed, or is at another place
 
-`holdfast explain` says what each rule means, from the catalogue in ``explain.rules``.
+`holdfast explain` describes each rule, from the catalogue in ``explain.rules``.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from typing import Any
 
 
 class HoldfastError(Exception):
-    """The family of all errors that holdfast raises on purpose.
+    """The base of all errors that holdfast raises on purpose.
 
     Args:
         what: What was found, with its value and unit.
-        limit: What it broke: the rule or bound, as the rest of the sentence.
+        limit: The rule or bound that it broke, as the rest of the sentence.
         fix: One action to take now.
         rule: Rule id such as ``"H101"``, known to ``holdfast explain``.
     """
@@ -41,40 +42,15 @@ class HoldfastError(Exception):
         self.rule = rule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A keyword-only constructor breaks the default pickling, and an exception that cannot be
-        # pickled in a loader worker makes the parent wait for ever (pytorch#142884).
+        # Default pickling cannot call a keyword-only constructor, and if an exception of a loader
+        # worker cannot be pickled, the parent waits forever (pytorch#142884).
         return _rebuild, (type(self), self.what, self.limit, self.fix, self.rule)
 
 
-_ALIKE = str.maketrans("oil|sbz", "0111582")
-
-
-def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | None:
-    """Return the known name that is most like another one, letters and figures that look alike
-    taken for the same.
-
-    `least` is how alike it must be at least: 1 for the same, 0 for nothing in common.
-    """
-    import difflib  # every process that is observed imports this module
-
-    folded = {each.lower().translate(_ALIKE): each for each in known}
-    near = difflib.get_close_matches(str(name).lower().translate(_ALIKE), folded, n=1, cutoff=least)
-    return folded[near[0]] if near else None
-
-
-def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
-    """Return the fix for a name that is not known.
-
-    The nearest of those that are, `otherwise` where none is alike.
-    """
-    near = nearest(name, known)
-    return otherwise if near is None else f"did you mean {near!r}?"
-
-
 def _rebuild(
-    kind: type[HoldfastError], what: str, limit: str, fix: str, rule: str
+    error_class: type[HoldfastError], what: str, limit: str, fix: str, rule: str
 ) -> HoldfastError:
-    return kind(what, limit=limit, fix=fix, rule=rule)
+    return error_class(what, limit=limit, fix=fix, rule=rule)
 
 
 class PolicyError(HoldfastError, ValueError):
@@ -86,7 +62,7 @@ class BatchError(HoldfastError, ValueError):
 
 
 class RunDirectoryError(HoldfastError):
-    """The run directory is locked, foreign, newer, or cannot be written."""
+    """The run directory is locked, foreign, of a newer version, or cannot be written."""
 
 
 class CheckpointError(HoldfastError):
@@ -94,11 +70,11 @@ class CheckpointError(HoldfastError):
 
 
 class OutOfMemoryError(HoldfastError, MemoryError):
-    """Memory is short and no remedy that keeps its promise is left."""
+    """Out of memory, and no remedy that keeps its promise is left."""
 
 
 class DeviceError(HoldfastError, RuntimeError):
-    """The device's context is dead: nothing in this process can use it any more."""
+    """The device's context is dead: nothing in this process can use the device any more."""
 
 
 class NonFiniteError(HoldfastError, ArithmeticError):
@@ -106,9 +82,7 @@ class NonFiniteError(HoldfastError, ArithmeticError):
 
 
 class DivergenceError(HoldfastError, ArithmeticError):
-    """Training runs away, with finite values, although it went back to a good state several
-    times.
-    """
+    """Training diverges, with finite values, although it was rolled back several times."""
 
 
 class RankError(HoldfastError, RuntimeError):
@@ -116,4 +90,38 @@ class RankError(HoldfastError, RuntimeError):
 
 
 class LoaderError(HoldfastError, ValueError):
-    """The loader gives no batch, or was built with arguments that exclude each other."""
+    """The loader yields no batch, or was built with arguments that exclude each other."""
+
+
+# --- the nearest name -----------------------------------------------------------------------------
+
+# Letters and the digits that look like them count as the same.
+_LOOKALIKES = str.maketrans("oil|sbz", "0111582")
+
+
+def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | None:
+    """Return the known name that is most similar to another name, or None if none is.
+
+    Args:
+        name: What somebody wrote.
+        known: The names that exist.
+        least: The least similarity: 1 for the same name, 0 for nothing in common. The default is
+            that of `difflib.get_close_matches`.
+    """
+    import difflib  # Every observed process imports this module, and few need a nearest name.
+
+    known_by_folded = {_fold(known_name): known_name for known_name in known}
+    matches = difflib.get_close_matches(_fold(str(name)), known_by_folded, n=1, cutoff=least)
+    return known_by_folded[matches[0]] if matches else None
+
+
+def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
+    """Return the fix for an unknown name: the nearest known name, or `otherwise` without one."""
+    nearest_name = nearest(name, known)
+    if nearest_name is None:
+        return otherwise
+    return f"did you mean {nearest_name!r}?"
+
+
+def _fold(name: str) -> str:
+    return name.lower().translate(_LOOKALIKES)

@@ -1,9 +1,8 @@
-"""Files of a run directory, opened so that what lies in their place can neither lead elsewhere nor
-hold us up.
+"""Open the files of a run directory, so that whatever is in their place can do no harm.
 
-Others may be able to write there. So no link at the end of a path is followed, nothing but a
-regular file is opened, and what is read whole has a limit. New files that may hold command lines or
-output are for this user alone.
+Others may be able to write there. So no symbolic link at the end of a path is followed, nothing but
+a regular file is opened, and a file that is read as a whole has a limit. New files that may hold
+command lines or output are readable for this user alone. Durable writes are in ``durable``.
 """
 
 from __future__ import annotations
@@ -17,84 +16,119 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-PRIVATE, SHARED = 0o600, 0o666  # the latter is what the user's umask leaves of it
-_MOST_BYTES = 64 << 20
+# Modes of new files: for this user alone, or for everybody whom the user's umask permits.
+PRIVATE = 0o600
+SHARED = 0o666
+
+# More than any file that is read as a whole.
+_MAX_READ_BYTES = 64 << 20
+# What the errors of open(2) mean with the flags used here.
+_MEANINGS = {
+    errno.ELOOP: "it is a link, and a file is needed",
+    errno.ENXIO: "it is not a regular file",
+}
 
 
 def open_file(
     path: Path, flags: int = os.O_RDONLY, mode: int = PRIVATE, most: int | None = None
 ) -> int:
-    """Return a descriptor of a regular file.
+    """Open a regular file and return its descriptor.
 
-    OSError for anything else, and for one of more than `most` bytes.
+    Args:
+        path: The file.
+        flags: Flags of open(2), such as ``os.O_RDWR | os.O_CREAT``.
+        mode: The mode of a new file.
+        most: The largest size in bytes, or None.
+
+    Raises:
+        OSError: If it is not a regular file, is larger than `most`, or cannot be opened.
     """
     try:
-        # Without O_NONBLOCK a pipe would keep us waiting for whoever writes to it.
+        # Without O_NONBLOCK, opening a pipe would wait for a process that writes to it.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        why = {
-            errno.ELOOP: "it is a link, and a file is needed",
-            errno.ENXIO: "it is no regular file",
-        }
-        if error.errno in why:
-            raise OSError(error.errno, why[error.errno], str(path)) from error
+        if error.errno in _MEANINGS:
+            raise OSError(error.errno, _MEANINGS[error.errno], str(path)) from error
         raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        odd = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL, "it is no regular file"
-    elif most is not None and found.st_size > most:  # a hole of a terabyte costs nothing to make
-        odd = errno.EFBIG, f"it has more than {most} bytes"
-    else:
-        return descriptor
-    close_descriptor(descriptor)
-    raise OSError(*odd, str(path))
+    try:
+        _check_regular(descriptor, path, most)
+    except OSError:
+        close_descriptor(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(descriptor: int, path: Path, most: int | None) -> None:
+    """Check that an open file is a regular one of at most this many bytes."""
+    status = os.fstat(descriptor)
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, "it is not a regular file", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    # A sparse file of a terabyte takes no space on the disk.
+    if most is not None and status.st_size > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
 
 
 def close_descriptor(descriptor: int) -> None:
     """Close a descriptor and ignore errors.
 
-    Use it only if nothing that must be on the disk was written through it.
-
-    ``close`` may fail on a network file system that could not write data which it had accepted.
-    Linux frees the
-    descriptor even then, so it must not be closed again: its number may already belong to another
-        file.
+    Use it only if nothing that must be on the disk was written through it. ``close`` may fail on a
+    network file system that could not write data which it had accepted. Linux frees the descriptor
+    even then, so it must not be closed again: its number may already belong to another file.
     """
     with suppress(OSError):
         os.close(descriptor)
 
 
 def opened(path: Path, most: int | None = None) -> BufferedReader:
-    """Return a file object of a regular file, to read; OSError as `open_file`."""
+    """Open a regular file to read.
+
+    Raises:
+        OSError: As `open_file` does.
+    """
     return open(path, "rb", opener=_opener(most=most))
 
 
 def opened_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
-    """Return a file object of a regular file, to write; OSError as `open_file`."""
+    """Open a regular file to write.
+
+    Raises:
+        OSError: As `open_file` does.
+    """
     return open(path, how, opener=_opener())
 
 
-def _opener(mode: int = PRIVATE, most: int | None = None) -> Callable[[str, int], int]:
-    return lambda path, flags: open_file(Path(path), flags, mode, most)
-
-
 def created(path: Path, mode: int = PRIVATE) -> BinaryIO:
-    """Return a new file, to write and read.
+    """Create a file, to write and read.
 
-    What has its name is removed, and not written through. OSError if not.
+    A file of the same name is removed first, so that nothing is written through a link.
+
+    Raises:
+        OSError: If it cannot be removed or created.
     """
     path.unlink(missing_ok=True)
     return open(path, "xb+", opener=_opener(mode))
 
 
-def read_file(path: Path, most: int = _MOST_BYTES) -> bytes:
-    """Return all of a regular file; OSError as `opened`."""
+def _opener(mode: int = PRIVATE, most: int | None = None) -> Callable[[str, int], int]:
+    """Return `open_file` as `open` takes it."""
+    return lambda path, flags: open_file(Path(path), flags, mode, most)
+
+
+def read_file(path: Path, most: int = _MAX_READ_BYTES) -> bytes:
+    """Return the contents of a regular file.
+
+    Raises:
+        OSError: As `open_file` does.
+    """
     with opened(path, most) as file:
+        # The file may grow meanwhile.
         return file.read(os.fstat(file.fileno()).st_size)
 
 
 def swap_in(path: Path, data: bytes) -> None:
-    """Replace a file as a whole, but not durably: it must survive this process, not the machine."""
+    """Replace a file atomically, but not durably: it survives this process, not a power cut."""
     temporary = path.with_name(f".{path.name}")
     with created(temporary) as file:
         file.write(data)
@@ -102,9 +136,10 @@ def swap_in(path: Path, data: bytes) -> None:
 
 
 def make_folder(run: Path, *names: str) -> Path:
-    """Make a folder within a run directory and return it.
+    """Make a folder within a run directory, and the folders above it, and return it.
 
-    OSError if a link on the way might lead out of it.
+    Raises:
+        OSError: If one of them is a link, which may lead out of the run directory.
     """
     path = run
     for name in names:
@@ -115,11 +150,20 @@ def make_folder(run: Path, *names: str) -> Path:
     return path
 
 
-def remove(path: Path) -> None:
-    """Remove a folder with its contents, or a file, as far as the system permits.
+def make_run_directory(path: Path) -> None:
+    """Make a run directory that only this user can enter.
 
-    `shutil.rmtree` is not used: if closing a folder's descriptor fails, it closes it twice (CPython
-        3.11 to 3.13).
+    An existing directory, or a link to one, stays as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with its contents, as far as the system permits.
+
+    `shutil.rmtree` is not used, because it closes a folder's descriptor twice if closing it fails
+    (CPython 3.11 to 3.13).
     """
     with suppress(OSError):
         if stat.S_ISDIR(path.lstat().st_mode):
@@ -143,21 +187,12 @@ def _remove_folder(name: str, parent: int | None) -> None:
     try:
         with os.scandir(folder) as entries:
             contents = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        for entry, is_folder in contents:
+        for entry_name, is_folder in contents:
             with suppress(OSError):
                 if is_folder:
-                    _remove_folder(entry, folder)
+                    _remove_folder(entry_name, folder)
                 else:
-                    os.unlink(entry, dir_fd=folder)
+                    os.unlink(entry_name, dir_fd=folder)
     finally:
         close_descriptor(folder)
     os.rmdir(name, dir_fd=parent)
-
-
-def make_run_directory(path: Path) -> None:
-    """Make a run directory that only this user may enter.
-
-    One that exists, or a link to one, stays as it is.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)

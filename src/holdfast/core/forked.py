@@ -1,10 +1,9 @@
 """Run a function in a forked copy of this process, so that it leaves no trace in this one.
 
-Only where nothing but the CPU is used: the context of an accelerator does not survive a fork, nor
-    do the threads that
-autograd has for each (see `backward_works_in_a_copy`).
-
-Does not: know what is run there. It must say what it has found as JSON values.
+This works only as long as nothing but the CPU is used: the context of an accelerator does not
+survive a fork, and neither do the threads that autograd has for each accelerator (see
+`backward_works_in_a_copy`). What the function does is up to the caller; its result must be made of
+JSON values.
 """
 
 from __future__ import annotations
@@ -23,16 +22,24 @@ from typing import Any, NoReturn
 
 from holdfast.core.warned import ignoring
 
-_TIMEOUT_SECONDS = 60.0
-_PR_SET_PDEATHSIG = 1
+# Whether a copy is being forked right now. The observer of `holdfast run` does not record copies.
 is_copying = False
-"""Whether the fork under way is of such a copy: whoever records this process stays out of it."""
-# Sent ahead, since the end of a pipe may be held open by other forks of the caller
+
+_TIMEOUT_SECONDS = 60.0
+# The option of prctl(2) that names the signal a process gets when its parent dies.
+_PR_SET_PDEATHSIG = 1
+# The highest value of oom_score_adj: the kernel kills this process first when memory is short.
+_KILLED_FIRST = "1000"
+# The length of the answer is sent first. The end of the pipe cannot mark its end, because other
+# forks of the caller may hold the pipe open.
 _LENGTH = struct.Struct("=Q")
+_MAX_FAILURE_CHARACTERS = 300
+
+Answer = dict[str, Any]
 
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
-    """The copy could not be made, has failed or has said nothing; the text says which.
+    """The copy could not be made, failed, or gave no answer; the text says which.
 
     Attributes:
         died: Whether the copy ended without an answer.
@@ -47,122 +54,174 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
 
 
 def backward_works_in_a_copy() -> bool:
-    """Say whether a copy of this process may make a backward pass.
+    """Return whether a copy of this process can run a backward pass.
 
     torch refuses it if autograd has threads, one for each accelerator of the machine. It starts
-    them in the first backward pass of a process, even of a model on the CPU.
+    them in the first backward pass of a process, even for a model on the CPU.
 
     Raises:
         NoAnswer: If the threads cannot be listed, for example because no descriptor is left.
     """
+    return not any(name.startswith("pt_autograd") for name in _thread_names())
+
+
+def _thread_names() -> list[str]:
+    """Return the names of this process's threads, as the kernel has them.
+
+    Raises:
+        NoAnswer: If they cannot be read.
+    """
+    names = []
     try:
-        threads = list(Path("/proc/self/task").iterdir())
+        for thread in Path("/proc/self/task").iterdir():
+            # A thread may end while it is being read.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                names.append((thread / "comm").read_text())
     except OSError as error:
         raise NoAnswer(
-            f"the threads of this process cannot be listed ({error})", not_made=True
+            f"the threads of this process cannot be read ({error})", not_made=True
         ) from error
-    for thread in threads:
-        try:
-            name = (thread / "comm").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            # The thread has ended.
-            continue
-        except OSError as error:
-            raise NoAnswer(
-                f"the threads of this process cannot be read ({error})", not_made=True
-            ) from error
-        if name.startswith("pt_autograd"):
-            return False
-    return True
+    return names
 
 
-def in_a_copy_of_this_process(
-    run: Callable[[], dict[str, Any]], *, timeout_seconds: float = _TIMEOUT_SECONDS
-) -> dict[str, Any]:
-    """Fork, run there, and return what the copy has found; NaN and Inf may be in it.
+def run_in_forked_copy(
+    function: Callable[[], Answer], *, timeout_seconds: float = _TIMEOUT_SECONDS
+) -> Answer:
+    """Run a function in a forked copy of this process and return its result.
 
-    `NoAnswer` has the reason else.
+    The copy uses one thread, because OpenMP's others do not survive a fork. It prints nothing, is
+    the first process to be killed when memory is short, and dies with its parent.
 
-    The copy uses one thread (OpenMP's others do not survive a fork), says nothing, is the first to
-    be killed when the machine's memory is short, and dies with its parent, or when it has not
-    answered in time.
+    Args:
+        function: Its result must be made of JSON values; NaN and Inf are allowed.
+        timeout_seconds: How long the copy may be silent before it is killed.
+
+    Raises:
+        NoAnswer: If the copy could not be made, failed, or did not answer in time.
     """
+    reading, writing = _open_pipe()
+    child = _fork(reading, writing)
+    if child == 0:
+        # The copy needs a descriptor, and this one may be the last.
+        os.close(reading)
+        _be_the_copy(function, writing)
+    os.close(writing)
     try:
-        reading, writing = os.pipe()
+        message = _read_message(reading, timeout_seconds)
+    finally:
+        os.close(reading)
+        _kill(child)
+    if "failure" in message:
+        raise NoAnswer(message["failure"])
+    answer: Answer = message["answer"]
+    return answer
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+
+def _open_pipe() -> tuple[int, int]:
+    try:
+        return os.pipe()
     except OSError as error:
         raise NoAnswer(f"no pipe for a copy of this process ({error})", not_made=True) from error
+
+
+def _fork(reading: int, writing: int) -> int:
+    """Fork and return the process id of the copy, or 0 in the copy itself."""
     global is_copying
-    with ignoring(DeprecationWarning):  # Python 3.12 on forking with threads
+    # Python 3.12 warns of forking a process with threads.
+    with ignoring(DeprecationWarning):
         try:
             is_copying = True
-            child = os.fork()
+            return os.fork()
         except (OSError, MemoryError) as error:
             os.close(reading)
             os.close(writing)
             raise NoAnswer(f"cannot fork ({error})", not_made=True) from error
         finally:
             is_copying = False
-    if child == 0:
-        # The copy needs a descriptor, and this one may be the last.
-        os.close(reading)
-        _be_the_copy(run, writing)
-    os.close(writing)
-    try:
-        answer = _read_answer(reading, timeout_seconds)
-    finally:
-        os.close(reading)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    if "failure" in answer:
-        raise NoAnswer(answer["failure"])
-    found: dict[str, Any] = answer["found"]
-    return found
 
 
-def _read_answer(reading: int, timeout_seconds: float) -> dict[str, Any]:
-    received, wanted = b"", _LENGTH.size
-    while len(received) < wanted:
+def _read_message(reading: int, timeout_seconds: float) -> dict[str, Any]:
+    """Return what the copy sends.
+
+    Raises:
+        NoAnswer: If it dies, or sends nothing for this many seconds.
+    """
+    (length,) = _LENGTH.unpack(_read_bytes(reading, _LENGTH.size, timeout_seconds))
+    message: dict[str, Any] = json.loads(_read_bytes(reading, length, timeout_seconds))
+    return message
+
+
+def _read_bytes(reading: int, count: int, timeout_seconds: float) -> bytes:
+    received = b""
+    while len(received) < count:
         ready, _, _ = select.select([reading], [], [], timeout_seconds)
-        piece = os.read(reading, 65536) if ready else b""
+        if not ready:
+            raise NoAnswer(f"the copy of the process gave no answer in {timeout_seconds:g} s")
+        piece = os.read(reading, min(count - len(received), 65536))
         if not piece:
-            why = "died" if ready else f"gave no answer in {timeout_seconds:g} s"
-            raise NoAnswer(f"the copy of the process {why}", died=bool(ready))
+            raise NoAnswer("the copy of the process died", died=True)
         received += piece
-        if len(received) >= _LENGTH.size:
-            wanted = _LENGTH.size + _LENGTH.unpack_from(received)[0]
-    answer: dict[str, Any] = json.loads(received[_LENGTH.size :])
-    return answer
+    return received
 
 
-def _be_the_copy(run: Callable[[], dict[str, Any]], writing: int) -> NoReturn:
+def _kill(child: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+# --- in the copy ----------------------------------------------------------------------------------
+
+
+def _be_the_copy(function: Callable[[], Answer], writing: int) -> NoReturn:
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # A terminal or a scheduler signals all processes. The caller handles the signal and still
-        # needs the answer.
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "prctl"):
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
+        _handle_signals()
+        _be_killed_first()
+        _print_nothing()
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
-        answer = _attempted(run)
-        answer = _LENGTH.pack(len(answer)) + answer
-        while answer:
-            answer = answer[os.write(writing, answer) :]
+        _send(_run(function), writing)
     finally:
         os._exit(0)
 
 
-def _attempted(run: Callable[[], dict[str, Any]]) -> bytes:
+def _handle_signals() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A terminal or a scheduler signals all processes. The caller handles the signal, and still
+    # needs the answer.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _be_killed_first() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST)
+
+
+def _print_nothing() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+
+
+def _run(function: Callable[[], Answer]) -> bytes:
+    """Return the message to send: the answer of a function, or why it failed."""
     try:
-        return json.dumps({"found": run()}).encode()
-    except Exception as error:  # noqa: BLE001 - whatever it was, the parent goes on training
-        first = (str(error).strip().splitlines() or [""])[0]
-        return json.dumps({"failure": f"{type(error).__name__}: {first}"[:300]}).encode()
+        return json.dumps({"answer": function()}).encode()
+    except Exception as error:  # noqa: BLE001 - whatever it was, the parent continues training
+        lines = str(error).strip().splitlines() or [""]
+        failure = f"{type(error).__name__}: {lines[0]}"[:_MAX_FAILURE_CHARACTERS]
+        return json.dumps({"failure": failure}).encode()
+
+
+def _send(message: bytes, writing: int) -> None:
+    rest = _LENGTH.pack(len(message)) + message
+    while rest:
+        written = os.write(writing, rest)
+        rest = rest[written:]

@@ -1,8 +1,8 @@
-"""Act when a module has been imported by whoever imports it, and import nothing until then.
+"""Do something when a module is imported by somebody else, without importing anything before.
 
-A finder looks at every import, and wraps the loader of the few modules that somebody waits for,
-once. The module gets its own loader back before it runs, so neither it nor a failing import shows
-that we were there.
+A finder of ours sees every import. It wraps the loader of the few modules that are waited for, once
+each. The module gets its own loader back before it runs, so neither the module nor the traceback of
+a failing import shows that we were involved.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-Act = Callable[[ModuleType], None]
+Action = Callable[[ModuleType], None]
 
 
 class ImportWatch:
-    """Acts when modules have been imported."""
+    """A finder of ``sys.meta_path`` that acts when modules have been imported.
+
+    Args:
+        failed: Called with the exception if an action fails; it never reaches the script.
+    """
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
-        self._acts: dict[str, Act] = {}
-        self._looking: set[str] = set()
+        self._actions: dict[str, Action] = {}
+        # The modules that `find_spec` is asking the other finders for.
+        self._searches: set[str] = set()
 
-    def when_imported(self, name: str, act: Act) -> None:
-        """Do something with a module once it is imported, now if it is already."""
+    def when_imported(self, name: str, action: Action) -> None:
+        """Call an action with a module once it is imported: now, if it is already."""
+        self._actions[name] = action
         module = sys.modules.get(name)
-        self._acts[name] = act
-        if module is not None and not getattr(
-            getattr(module, "__spec__", None), "_initializing", False
-        ):
+        if module is not None and not _is_being_imported(module):
             self.imported(module, name)
         elif self not in sys.meta_path:
             sys.meta_path.insert(0, self)
@@ -38,43 +41,56 @@ class ImportWatch:
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module as the other finders do, and wrap its loader if somebody waits for it."""
-        if name not in self._acts or name in self._looking:
-            return None  # the second: a finder that asks all the others
-        self._looking.add(name)
+        """Find a module as the other finders do, and wrap its loader if it is waited for."""
+        # Another finder may itself ask all finders, and so come back to this one.
+        if name not in self._actions or name in self._searches:
+            return None
+        self._searches.add(name)
         try:
-            finders = (
-                each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")
-            )
-            spec = next(
-                filter(None, (each.find_spec(name, path, target) for each in finders)), None
-            )
+            spec = self._ask_other_finders(name, path, target)
         finally:
-            self._looking.discard(name)
+            self._searches.discard(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment] # a loader as well
         return spec
 
+    def _ask_other_finders(
+        self, name: str, path: Any, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
     def imported(self, module: ModuleType, name: str) -> None:
-        """Do what was asked for, once: a module that is loaded again is not wrapped."""
-        act = self._acts.pop(name, None)
+        """Call the action of a module, once: it is not called when the module is loaded again."""
+        action = self._actions.pop(name, None)
+        if action is None:
+            return
         try:
-            if act is not None:
-                act(module)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            action(module)
+        except Exception as error:  # noqa: BLE001 - an error of ours must not stop the script
             self._failed(error)
 
 
+def _is_being_imported(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
 class _Loader:
-    """Stands for a loader until it is used."""
+    """Stands in for a loader until it is used."""
 
     def __init__(self, loader: Any, watch: ImportWatch) -> None:
         self._loader = loader
         self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
+        # While a copy is being made, it has no attributes yet, and `_loader` would be looked up
+        # here again and again.
         if name in ("_loader", "_watch"):
-            raise AttributeError(name)  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -85,8 +101,8 @@ class _Loader:
         self._watch.imported(module, module.__name__)
 
 
-# Python leaves frames of its own importing out of a traceback, by this name: a failing import reads
-# as without us.
+# Python removes frames of its own import system from a traceback, and recognises them by this file
+# name. Under it, a failing import reads as it would without us.
 _Loader.exec_module.__code__ = _Loader.exec_module.__code__.replace(
     co_filename="<frozen importlib._bootstrap_external>"
 )

@@ -1,10 +1,8 @@
 """Lock a file that only one process at a time may hold, and that names its holder.
 
 It is a POSIX record lock and not a ``flock``, which forked loader workers inherit: a stuck worker
-    would keep the file
-locked after its trainer was killed.
-
-Does not: decide what the lock protects, or build errors for users.
+would keep the file locked after its trainer was killed. What the lock protects, and the errors for
+users, are up to the caller.
 """
 
 from __future__ import annotations
@@ -59,9 +57,7 @@ class FileLock:
         self._take(_lock_file(self._path))
 
     def hold(self) -> None:
-        """Check that the lock is still held and still protects its path.
-
-        Take it again if it was lost.
+        """Check that the lock is still held and still protects its path; take it again if not.
 
         A POSIX lock is lost when the process closes any descriptor of the file. It protects nothing
         once the file was removed or its directory was moved, because another process would lock a
@@ -106,9 +102,7 @@ class FileLock:
             close_descriptor(descriptor)
 
     def _take(self, descriptor: int) -> None:
-        """Keep the descriptor of a file that was just locked, and write the name of this process
-        into the file.
-        """
+        """Keep the descriptor of a file that was just locked, and write our name into the file."""
         self._descriptor = descriptor
         _held.add(str(self._path))
         # The lock works without the name of its holder, which a full disk may not take.
@@ -118,9 +112,7 @@ class FileLock:
         self._own_text = _text(descriptor)
 
     def _take_again(self) -> None:
-        """Lock a new file at the path, from which the old one was removed, and then release the
-        old one.
-        """
+        """Lock a new file at the path, because the old one was removed, and release the old one."""
         path = _without_links(self._given_path)
         if path != self._path and str(path) in _held:
             # A symbolic link in the path was changed, and leads to a file that this process has
@@ -133,9 +125,7 @@ class FileLock:
 
 
 def _without_links(path: Path) -> Path:
-    """Return the path with the symbolic links in its directory resolved, but not a link at its
-    end.
-    """
+    """Return the path with the links in its directory resolved, but not a link at its end."""
     return path.parent.resolve() / path.name
 
 
@@ -173,10 +163,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _last_holder(path: Path) -> str:
-    """Return the name in a lock file that another process has created.
-
-    Its holder, or its last one.
-    """
+    """Return the current or last holder of a lock file that another process has created."""
     try:
         descriptor = open_file(path)
     except OSError:
@@ -188,9 +175,9 @@ def _last_holder(path: Path) -> str:
 
 
 def find_holder(path: Path) -> str | None:
-    """Return the name of the holder of a lock, or None.
+    """Return the name of the holder of a lock, or None if nobody holds it.
 
-    Does not take the lock, so no other process is refused.
+    The lock is not taken to find out, so no other process is refused meanwhile.
     """
     if str(_without_links(path)) in _held:
         # Opening and closing the file would release our own lock.
@@ -200,7 +187,9 @@ def find_holder(path: Path) -> str | None:
     except OSError:
         return None
     try:
-        return _text(descriptor) if _is_locked(descriptor) else None
+        if not _is_locked(descriptor):
+            return None
+        return _text(descriptor)
     finally:
         close_descriptor(descriptor)
 
@@ -213,15 +202,17 @@ def is_locked(path: Path) -> bool | None:
         is_unreadable = path.exists() and not os.access(path, os.R_OK)
     except (OSError, struct.error):
         return None
-    return None if is_unreadable else False
+    if is_unreadable:
+        return None
+    return False
 
 
 def _is_locked(descriptor: int) -> bool:
     """Return whether another process holds the lock of an open file, without taking it."""
-    answer = fcntl.fcntl(
-        descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    )
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    # The kernel answers with the lock that would conflict with this one, if there is any.
+    whole_file = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    conflicting_type, *_ = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, whole_file))
+    return bool(conflicting_type != fcntl.F_UNLCK)
 
 
 def _text(descriptor: int) -> str:

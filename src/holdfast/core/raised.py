@@ -1,6 +1,7 @@
-"""An exception as facts: type, message, frames, and what it was raised from.
+"""An exception as facts: its type, message, frames, and what it was raised from.
 
-Text only, bounded, never an error.
+Everything is bounded text that can be printed, and nothing here raises, whatever the exception's
+own methods do.
 """
 
 from __future__ import annotations
@@ -8,75 +9,101 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-_MOST_MESSAGE = 2_000
-_MOST_FRAMES = 40
-_MOST_FRAMES_OF_CAUSE = 10
-_MOST_CAUSES = 6
+# The facts of an exception go into a ring of the recorder, which has room for a few kilobytes.
+_MAX_MESSAGE_CHARACTERS = 2_000
+_MAX_FRAMES = 40
+_MAX_FRAMES_OF_CAUSE = 10
+_MAX_CAUSES = 6
 
 
 def printable(text: str) -> str:
-    """Return text that can be printed.
-
-    Half characters, as of a file name that is no UTF-8, are spelt out.
-    """
+    """Return text with lone surrogates spelt out, as in a file name that is not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def exception_text(type_name: str, message: str) -> str:
+    """Return an exception as Python prints it: ``Type: message``, or the type alone."""
+    if not message:
+        return type_name
+    return f"{type_name}: {message}"
 
 
 def describe_exception(
     error: BaseException, traceback: TracebackType | None, *, without: str | None = None
 ) -> dict[str, Any]:
-    """Return an exception as JSON values, without the frames of files whose path begins with
-    `without`.
+    """Return an exception as JSON values.
 
-    Its type, message and frames, each as [file, line, function] with the innermost last, and the
-    chain of its causes, the nearest first.
+    Args:
+        error: The exception.
+        traceback: Its traceback, or None.
+        without: Frames of files whose path begins with this are left out.
+
+    Returns:
+        Its ``type``, its ``message``, its ``frames`` as [file, line, function] with the innermost
+        last, and the ``chain`` of its causes, the nearest first.
     """
     chain: list[dict[str, Any]] = []
-    seen = {id(error)}
+    described = {id(error)}
     cause = _cause(error)
-    while cause is not None and id(cause) not in seen and len(chain) < _MOST_CAUSES:
-        seen.add(id(cause))
-        chain.append(_describe(cause, cause.__traceback__, _MOST_FRAMES_OF_CAUSE, without))
+    while cause is not None and id(cause) not in described and len(chain) < _MAX_CAUSES:
+        described.add(id(cause))
+        chain.append(_describe(cause, cause.__traceback__, _MAX_FRAMES_OF_CAUSE, without))
         cause = _cause(cause)
-    return {**_describe(error, traceback, _MOST_FRAMES, without), "chain": chain}
+    return {**_describe(error, traceback, _MAX_FRAMES, without), "chain": chain}
 
 
 def _cause(error: BaseException) -> BaseException | None:
+    """Return what Python shows as the cause of an exception."""
     if error.__cause__ is not None or error.__suppress_context__:
         return error.__cause__
     return error.__context__
 
 
 def _describe(
-    error: BaseException, traceback: TracebackType | None, most: int, without: str | None
+    error: BaseException, traceback: TracebackType | None, max_frames: int, without: str | None
 ) -> dict[str, Any]:
-    kind = type(error)
-    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     return {
-        "type": printable(module + kind.__qualname__),
-        "message": printable(_message(error)[:_MOST_MESSAGE]),
-        "frames": _frames(traceback, most, without),
+        "type": printable(_type_name(type(error))),
+        "message": printable(_message(error)[:_MAX_MESSAGE_CHARACTERS]),
+        "frames": _frames(traceback, max_frames, without),
     }
 
 
+def _type_name(error_class: type[BaseException]) -> str:
+    """Return the name of a class with its module, as Python prints it in a traceback."""
+    if error_class.__module__ in ("builtins", "__main__"):
+        return error_class.__qualname__
+    return f"{error_class.__module__}.{error_class.__qualname__}"
+
+
 def _message(error: BaseException) -> str:
+    """Return the text of an exception with its notes, one per line."""
     try:
+        lines = [str(error)]
         notes = getattr(error, "__notes__", None)
-        return "\n".join([str(error), *map(str, notes if isinstance(notes, list) else [])])
-    except Exception as second:  # noqa: BLE001 - the script's own __str__
-        return f"(its text cannot be had: {type(second).__name__})"
+        if isinstance(notes, list):
+            lines += map(str, notes)
+        return "\n".join(lines)
+    except Exception as second:  # noqa: BLE001 - the exception's own __str__ may do anything
+        return f"(its text cannot be read: {type(second).__name__})"
 
 
-def _frames(traceback: TracebackType | None, most: int, without: str | None) -> list[list[Any]]:
-    """Return the frames; of very many, a quarter from the outer end and the rest from the inner."""
-    found: list[list[Any]] = []
+def _frames(
+    traceback: TracebackType | None, max_frames: int, without: str | None
+) -> list[list[Any]]:
+    """Return the frames of a traceback, outermost first.
+
+    Of a deep traceback, a quarter of `max_frames` comes from the outer end and the rest from the
+    inner end.
+    """
+    frames: list[list[Any]] = []
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if without is None or not code.co_filename.startswith(without):
-            found.append(
+            frames.append(
                 [printable(code.co_filename), traceback.tb_lineno, printable(code.co_name)]
             )
-            if len(found) > most:
-                del found[most // 4]
+        if len(frames) > max_frames:
+            del frames[max_frames // 4]
         traceback = traceback.tb_next
-    return found
+    return frames

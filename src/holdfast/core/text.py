@@ -1,7 +1,7 @@
-"""Text for people: what a run printed made harmless, and durations, sizes and moments with a unit.
+"""Text for people: untrusted text made harmless; sizes, durations and times with their units.
 
-Does not: escape for HTML (the page does, once, where text enters it) or for Rich (which gets
-    `Text`, not markup).
+Escaping for HTML is done by the page, once, where text enters it. Rich gets `Text` objects instead
+of markup, so nothing is escaped for it.
 """
 
 from __future__ import annotations
@@ -9,71 +9,90 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
 # Escape sequences of terminals (ECMA-48): CSI, the string sequences OSC, DCS, SOS, PM and APC, and
-# short ones. A string takes at most 512 characters away: one that never ends would hide all that
-# follows.
+# short ones. At most 512 characters of a string sequence are removed, because one that never ends
+# would hide everything that follows.
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b["
     r" -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
 )
-# Controls, surrogates (which no UTF-8 file takes), private and unassigned code points, and the
-# format characters, which include those that reverse the direction of writing; line and paragraph
-# separators.
-_UNSEEN = frozenset({"Cc", "Cs", "Cf", "Co", "Cn", "Zl", "Zp"})
+# Unicode categories that are not shown: controls, surrogates (which UTF-8 cannot hold), private and
+# unassigned code points, line and paragraph separators, and format characters, some of which
+# reverse the direction of writing.
+_INVISIBLE_CATEGORIES = frozenset({"Cc", "Cs", "Cf", "Co", "Cn", "Zl", "Zp"})
+_SPACE_CATEGORY = "Zs"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 def sanitise(value: object, *, most: int = 2000, lines: bool = False) -> str:
-    """Return text (anything else as ``str`` has it) that shows what it is and does nothing.
+    """Return text that shows what it is and does nothing to the terminal that prints it.
 
-    What is longer than `most` characters is cut and marked by an ellipsis; line breaks stay with
-    `lines`, else they become spaces.
+    Args:
+        value: A text; anything else is converted by ``str``.
+        most: Longer texts are cut to this many characters, the last of which is an ellipsis.
+        lines: Whether line breaks are kept. Otherwise they become spaces.
     """
     text = value if isinstance(value, str) else str(value)
-    text = text[: 4 * most + 64]  # never a regular expression over a gigabyte
+    # Escape sequences are removed before the text is cut, but not from a gigabyte of text.
+    text = text[: 4 * most + 64]
     if not text.isascii() or not text.isprintable():
         text = _ESCAPES.sub("", text).expandtabs(4)
         if lines:
             text = text.replace("\r\n", "\n").replace("\r", "\n")
-        text = "".join(_seen(character, lines=lines) for character in text)
-    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+        text = "".join(_visible(character, lines=lines) for character in text)
+    if len(text) > most:
+        text = text[: most - 1] + _ELLIPSIS
+    return text
 
 
-def _seen(character: str, *, lines: bool) -> str:
+def _visible(character: str, *, lines: bool) -> str:
+    """Return a character, or what is shown in its place."""
     if character == "\n":
         return "\n" if lines else " "
     category = unicodedata.category(character)
-    return _REPLACEMENT if category in _UNSEEN else " " if category == "Zs" else character
+    if category in _INVISIBLE_CATEGORIES:
+        return _REPLACEMENT
+    if category == _SPACE_CATEGORY:
+        return " "
+    return character
 
 
 def as_json_value(value: Any, *, depth: int = 8) -> Any:
-    """Return a value that every JSON parser takes.
+    """Return a value that every JSON parser accepts.
 
-    What is not finite becomes "NaN", "Infinity" or "-Infinity".
-
-    These are the texts that protobuf's JSON mapping uses, and that ``float()`` and JavaScript's
-    ``Number()`` read.
+    NaN and infinities become the texts "NaN", "Infinity" and "-Infinity", which are those of
+    protobuf's JSON mapping and can be read by ``float()`` and by JavaScript's ``Number()``. Keys
+    and objects of other types become text, and so do containers nested more than `depth` deep.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return _nonfinite_text(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if depth == 0:
         return sanitise(value)
     if isinstance(value, dict):
         return {
-            _whole(str(key)): as_json_value(each, depth=depth - 1) for key, each in value.items()
+            _without_surrogates(str(key)): as_json_value(item, depth=depth - 1)
+            for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [as_json_value(each, depth=depth - 1) for each in value]
-    return _whole(value if isinstance(value, str) else str(value))
+        return [as_json_value(item, depth=depth - 1) for item in value]
+    return _without_surrogates(value if isinstance(value, str) else str(value))
 
 
-def _whole(text: str) -> str:
-    """Return the text without lone surrogates, which UTF-8 cannot hold."""
+def _nonfinite_text(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def _without_surrogates(text: str) -> str:
+    """Return the text with question marks for lone surrogates, which UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -83,29 +102,72 @@ def duration(seconds: float) -> str:
     "4.2 ms", "8.2 s", "45 s", "3 min 5 s", "5 h 3 min", "2 d 4 h".
     """
     if seconds < 60:
-        if 0 < seconds < 0.1:
-            return f"{1000 * seconds:.3g} ms"
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+        return _short_duration(seconds)
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
-    large = next(index for index, (count, _) in enumerate(units) if count)
-    return " ".join(f"{count} {unit}" for count, unit in units[large : large + 2] if count)
+    counts = {"d": days, "h": hours, "min": minutes, "s": rest}
+    units = list(counts)
+    largest = next(index for index, unit in enumerate(units) if counts[unit])
+    two_largest = units[largest : largest + 2]
+    return " ".join(f"{counts[unit]} {unit}" for unit in two_largest if counts[unit])
+
+
+def _short_duration(seconds: float) -> str:
+    """Return a duration of less than a minute."""
+    if 0 < seconds < 0.1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s"
 
 
 def size(count: float) -> str:
-    """Return a number of bytes with three digits and a binary unit."""
-    count = min(count, 2**100)  # whatever others have written: larger integers are no floats
+    """Return a number of bytes with up to three digits and a binary unit, such as "1.25 GiB"."""
+    # Recordings of others may hold any integer, and larger ones do not fit a float.
+    count = min(count, 2**100)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1000:
+        # From here on, three digits would be rounded to "1e+03".
+        if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"
 
 
+def number(value: float) -> str:
+    """Return a number with four digits, such as "0.01235" or "12,346"."""
+    if 1000 <= abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Return a share between 0 and 1 as a percentage with two digits, such as "8 %"."""
+    if abs(share) >= 0.1:
+        return f"{100 * share:.0f} %"
+    return f"{100 * share:.2g} %"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 batch" or "1,200 batches"."""
+    if count == 1:
+        return f"1 {noun}"
+    plural = f"{noun}es" if noun.endswith(("s", "x", "tch", "sh")) else f"{noun}s"
+    return f"{count:,} {plural}"
+
+
+def listed(values: Iterable[object], *, most: int = 5) -> str:
+    """Return values as a list in a sentence, such as "a, b and c" or "a, b and 7 more"."""
+    words = [str(value) for value in values]
+    if len(words) > most + 1:
+        words = [*words[:most], f"{len(words) - most} more"]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
 def moment(unix_seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Return a time in UTC, "unknown" if it is none."""
+    """Return a time in UTC, formatted by ``strftime``, or "unknown" if there is no such time."""
     try:
         return datetime.fromtimestamp(unix_seconds, UTC).strftime(form)
     except (ValueError, OverflowError, OSError):

@@ -1,32 +1,43 @@
-"""Threads where memory is short."""
+"""Start threads even when memory is short."""
 
 from __future__ import annotations
 
 import threading
 
+# A thread that has not begun by then never will.
 _START_SECONDS = 30.0
 
 
-class _Started(threading.Event):
-    """What `threading.Thread.start` waits for, but not without end."""
+class _StartedEvent(threading.Event):
+    """What `threading.Thread.start` waits for, but not forever."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait; as long as was said where no time is given."""
-        return super().wait(self._seconds if timeout is None else timeout)
+        """Wait, and at most for the given seconds if there is no timeout."""
+        if timeout is None:
+            timeout = self._seconds
+        return super().wait(timeout)
 
 
 def start_thread(thread: threading.Thread, seconds: float = _START_SECONDS) -> None:
-    """Start a thread; `threading.Thread.start` waits for ever for one that dies before it can say
-    that it runs.
+    """Start a thread.
 
-    So it does where memory is refused to the thread's first lines. MemoryError if no sign of life
-    came in so many seconds, RuntimeError if no stack could be had for it.
+    `threading.Thread.start` waits forever for a thread that dies before it can report that it runs,
+    which happens if memory is refused to its first lines.
+
+    Args:
+        thread: A thread that was not started yet.
+        seconds: How long to wait for it to begin.
+
+    Raises:
+        MemoryError: If it did not begin in time.
+        RuntimeError: If the system has no room for its stack.
     """
-    thread._started = started = _Started(seconds)  # type: ignore[attr-defined] # CPython has it from 3.2 on
+    started = _StartedEvent(seconds)
+    thread._started = started  # type: ignore[attr-defined] # CPython has it since 3.2
     thread.start()
     if not started.is_set():
         raise MemoryError(f"thread {thread.name!r} did not begin")

@@ -1,8 +1,7 @@
-"""Modules and files of the user's that a command is given by name.
+"""Import the modules and files of the user that a command is given by name.
 
-Imported as the user would run them.
-
-Does not: say in an error of ours why that failed; whatever is raised is the user's.
+They are imported as if the user ran them. Whatever is raised is the user's: errors of ours that say
+why an import failed are built by the commands.
 """
 
 from __future__ import annotations
@@ -15,22 +14,28 @@ from types import ModuleType
 
 
 def import_user_module(place: str) -> ModuleType:
-    """Import a module by its dotted name, or a file by its path, from where the user stands.
+    """Import a module by its dotted name, or a file by its path, from the current directory.
 
-    FileNotFoundError if there is no such file, ImportError, or whatever the user's code raises.
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ImportError: If there is no such module; or whatever else the user's code raises.
     """
-    if not place.endswith(".py"):
-        if "" not in sys.path:
-            sys.path.insert(0, "")
-        return importlib.import_module(place)
-    path = Path(place)
+    if place.endswith(".py"):
+        return _import_file(Path(place))
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(place)
+
+
+def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # so that what is in it can be pickled for workers
+    # So that its classes and functions can be pickled for workers.
+    sys.modules[spec.name] = module
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module

@@ -1,11 +1,10 @@
-"""Torch's functions of vectors on the CPU, called once before several threads call them at a
-time.
-"""
+"""Call torch's vector functions on the CPU once, before several threads call them at a time."""
 
 from __future__ import annotations
 
 from typing import Any
 
+# The functions that torch takes from the vector library of MKL.
 _FUNCTIONS = (
     "acos",
     "asin",
@@ -35,14 +34,15 @@ _FUNCTIONS = (
 def settle_vector_functions(torch: Any) -> None:
     """Let MKL choose its kernels, which it does in the first call of each function.
 
-    Of calls that meet, one may err.
+    torch's threads each call a function for their part of a tensor. If their first calls coincide,
+    one thread may get a kernel of oneMKL 2024 that is exact to 4 digits only, for that call
+    (pytorch#188792). On a busy machine this happened in one of about sixty resumed processes: half
+    of a matrix was wrong, in the square roots of Adam's first step.
 
-    Torch's threads each call it for their part of a tensor. In oneMKL 2024 one of them may then
-    take a kernel that is exact to 4 digits, for that call only (pytorch issue 188792). On a busy
-    machine this was seen in one of some sixty
-    resumed processes: half of a matrix, in the square roots of the first step of Adam.
+    Args:
+        torch: The module, which core never imports itself.
     """
     for dtype in (torch.float32, torch.float64):
-        one = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        value = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for name in _FUNCTIONS:
-            getattr(torch, name)(one)
+            getattr(torch, name)(value)

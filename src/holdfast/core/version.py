@@ -1,3 +1,3 @@
-"""The version, where every floor can read it without importing the root package."""
+"""The version of holdfast, where every layer can read it without importing the root package."""
 
 __version__ = "0.1.0"

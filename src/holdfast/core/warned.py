@@ -1,4 +1,4 @@
-"""Warnings that are nobody's concern, left out without an effect on others."""
+"""Ignore warnings that concern nobody, without an effect on other warnings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from collections.abc import Iterator
 def ignoring(category: type[Warning], message: str = "") -> Iterator[None]:
     """Ignore the warnings of a class whose text begins with `message`, a regular expression.
 
-    `warnings.catch_warnings` marks the filters as changed, whereupon each module forgets what it
-        has warned of: what
-    is to be shown once would be shown once more after each use. So the filter is put into the list
-    as it is.
+    `warnings.catch_warnings` marks the filters as changed, and then every module forgets which
+    warnings it has shown: those that are shown once would be shown again after each use. Therefore
+    the filter is inserted into the list directly.
     """
-    own = ("ignore", re.compile(message, re.IGNORECASE) if message else None, category, None, 0)
-    warnings.filters.insert(0, own)  # type: ignore[attr-defined]
+    pattern = re.compile(message, re.IGNORECASE) if message else None
+    own_filter = ("ignore", pattern, category, None, 0)
+    warnings.filters.insert(0, own_filter)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # somebody has emptied the list meanwhile
-            warnings.filters.remove(own)  # type: ignore[attr-defined]
+        # Somebody may have emptied the list meanwhile.
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(own_filter)  # type: ignore[attr-defined]

@@ -166,9 +166,7 @@ def warn_of_kept_workers(loaders: Any, emit: Emit | None) -> None:
 
 def log_event(data: EventData) -> None:
     """Log an event, where no guard is there yet that could record it."""
-    _log.warning(
-        "%s: %s", data.kind, ", ".join(f"{name}={value}" for name, value in data.facts().items())
-    )
+    _log.warning("%s", data)
 
 
 def open_guard(

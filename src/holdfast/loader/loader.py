@@ -304,11 +304,7 @@ class DataLoader(TorchDataLoader[Any]):
         if self._record is not None:
             self._record(data)
         else:
-            _log.warning(
-                "%s: %s",
-                data.kind,
-                ", ".join(f"{name}={fact!r}" for name, fact in data.facts().items()),
-            )
+            _log.warning("%s", data)
 
     def quarantine(self, index: int, kind: str, evidence: str) -> None:
         """Replace a sample by another one from the next epoch on.

@@ -18,7 +18,7 @@ from holdfast.core.text import duration, moment, sanitise
 from holdfast.report.goodput import breaks
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
 from holdfast.report.series import LOGGED, MOST_LOGGED, Numbers, Series
-from holdfast.report.severity import in_words, named, severity
+from holdfast.report.severity import severity
 from holdfast.report.sources import EventSeen
 
 Figure = dict[str, Any]
@@ -470,10 +470,7 @@ def _event_traces(
             "x": [x for _, x, _ in group],
             "y": [y for *_, y in group],
             "marker": {"symbol": _MARKS[name][1], "size": 10, "color": _MARKS[name][0]},
-            "hovertext": [
-                label(f"{at.source}, {named(at.event)}: {in_words(at.event)}", 300)
-                for at, *_ in group
-            ],
+            "hovertext": [label(f"{at.source}, {at.event}", 300) for at, *_ in group],
             "hovertemplate": "%{hovertext}<extra></extra>",
             **drawn,
         }

@@ -21,7 +21,7 @@ from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.recorder.progress import Phase
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
-from holdfast.report.severity import in_words, severity
+from holdfast.report.severity import severity
 from holdfast.report.sources import EventSeen
 from holdfast.report.verdicts import how_sure, tone
 from holdfast.report.watching import Runs, Watched
@@ -199,7 +199,7 @@ _EVENTS: dict[str, Callable[[EventSeen], Text]] = {
     "by": lambda seen: Text(sanitise(seen.source, most=20)),
     "event": lambda seen: Text(sanitise(seen.event.kind, most=24), _STYLES[severity(seen.event)]),
     "what": lambda seen: Text(
-        sanitise(in_words(seen.event), most=300), no_wrap=True, overflow="ellipsis"
+        sanitise(seen.event.sentence(), most=300), no_wrap=True, overflow="ellipsis"
     ),
 }
 _SCALARS: dict[str, Callable[[Scalar], Text]] = {

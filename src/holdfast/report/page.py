@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.core.text import duration, moment, size
+from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.report.environment import environment
 from holdfast.report.figures import figures
 from holdfast.report.goodput import COLOURS, goodput
@@ -97,6 +97,4 @@ def _pace(run: RunSnapshot) -> dict[str, str]:
 
 
 def _facts_of(seen: EventSeen) -> str:
-    return ", ".join(
-        f"{key}={value!r}"[:400] for key, value in list(seen.event.facts().items())[:40]
-    )
+    return sanitise(seen.event.sentence(), most=2000)

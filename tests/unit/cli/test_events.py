@@ -36,7 +36,7 @@ def write(folder: Path, *given: tuple[float, str, int, dict[str, object]]) -> No
 def run(tmp_path: Path) -> Path:
     write(
         tmp_path / SUPERVISOR_FOLDER,
-        (1.0, "attempt_started", 0, {"attempt": 0}),
+        (1.0, "attempt_started", 0, {"attempt": 0, "argv": ["python", "train.py"]}),
         (4.0, "attempt_ended", 9, {}),
     )
     folder = write_process(
@@ -62,7 +62,8 @@ def test_events_of_all_processes_are_merged_by_time(run):
         ("attempt_ended", "supervisor"),
     ]
     lines = call(run).output.splitlines()
-    assert lines[0] == "1970-01-01 00:00:01.000000  supervisor  [step 0] attempt_started  attempt=0"
+    assert lines[0].startswith("1970-01-01 00:00:01.000000  supervisor  step 0: attempt 0 ")
+    assert lines[0].endswith("python train.py")
     assert len(lines) == 5
 
 
@@ -76,9 +77,9 @@ def test_a_guard_in_the_folder_of_the_run_is_listed_once(run, monkeypatch):
     monkeypatch.chdir(run.parent)
     (found,) = json.loads(call(run.name, "--json", "--kind", "validated").output)["events"]
     assert found["data"] == {"loss": 0.4, "name": "accuracy"}
-    assert call(run, "--kind", "validated").output.endswith(
-        "guard rank0  [step 8] validated  accuracy=0.4\n"
-    )
+    (line,) = call(run, "--kind", "validated").output.splitlines()
+    assert "guard rank0  step 8: " in line
+    assert "accuracy is 0.4" in line
 
 
 def test_kinds_choose(run):

@@ -226,9 +226,9 @@ def test_an_error_of_a_source_says_what_was_meant(
     """
     for text, said in {
         "diagnose: true\n\ndiagnose: off": (
-            r"line 3: 'diagnose' stands in line 1 already(.|\n)*H103"
+            r"line 3: 'diagnose' is already set in line 1(.|\n)*H103"
         ),
-        "{preset: tts, preset: asr}": "'preset' stands in line 1 already",
+        "{preset: tts, preset: asr}": "'preset' is already set in line 1",
         "frozen: {a: b}": "a list of texts",
         "precision: BF16": "did you mean 'bf16'",
         "allow_split_with: [batchnorm]": "did you mean 'batch_norm'",

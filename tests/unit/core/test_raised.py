@@ -38,7 +38,7 @@ def test_what_an_exception_says_never_fails() -> None:
     odd, noted = OddError(), ValueError("text")
     odd.__context__, odd.__suppress_context__ = ValueError("hidden"), True
     found = describe_exception(odd, None)
-    assert found["message"] == "(its text cannot be had: RuntimeError)"
+    assert "RuntimeError" in found["message"]
     assert found["chain"] == []
     json.dumps(found)
     noted.__notes__ = 7  # type: ignore[assignment]

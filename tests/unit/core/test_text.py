@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.text import as_json_value, duration, sanitise
+from holdfast.core.text import (
+    as_json_value,
+    counted,
+    duration,
+    listed,
+    number,
+    percent,
+    sanitise,
+    size,
+)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +94,33 @@ def test_a_duration_has_its_two_largest_units():
         "2 h",
         "2 d 4 h",
     ]
+
+
+def test_a_size_has_three_digits_and_never_an_exponent():
+    """What three digits would round to 1,000 is shown in the next unit."""
+    sizes = [size(count) for count in (0, 999, 1000, 1536, 1023 << 10, (1 << 20) - 300, 5 << 40)]
+    assert sizes == ["0 B", "999 B", "0.977 KiB", "1.5 KiB", "0.999 MiB", "1 MiB", "5 TiB"]
+    assert not any("e" in size(count) for count in range(990_000, 1_060_000, 13))
+
+
+def test_numbers_are_rounded_for_people():
+    """Four digits of a number, two of a percentage."""
+    assert [number(value) for value in (0.0123456, 12.345678, 98765.4)] == [
+        "0.01235",
+        "12.35",
+        "98,765",
+    ]
+    assert [percent(share) for share in (0.0812, 0.5, 0.00123)] == ["8.1 %", "50 %", "0.12 %"]
+
+
+def test_counts_and_lists_read_as_in_a_sentence():
+    """A noun is singular or plural, and a long list is cut."""
+    assert [counted(count, "batch") for count in (0, 1, 1200)] == [
+        "0 batches",
+        "1 batch",
+        "1,200 batches",
+    ]
+    assert listed([]) == ""
+    assert listed("ab") == "a and b"
+    assert listed(range(3), most=2) == "0, 1 and 2"
+    assert listed(range(9), most=2) == "0, 1 and 7 more"

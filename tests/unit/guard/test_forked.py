@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.prepared import run_prepared
 
-from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
+from holdfast.core.forked import NoAnswer, run_in_forked_copy
 
 
 def _children() -> set[str]:
@@ -38,7 +38,7 @@ def test_the_copy_answers_and_its_changes_stay_with_it():
         return {"pid": os.getpid(), "nan": math.nan, "threads": torch.get_num_threads()}
 
     before = _children()
-    found = in_a_copy_of_this_process(run, timeout_seconds=60)
+    found = run_in_forked_copy(run, timeout_seconds=60)
     assert found["pid"] != os.getpid()
     assert math.isnan(found["nan"])
     assert found["threads"] == 1
@@ -58,7 +58,7 @@ def test_ctrl_c_does_not_cost_the_answer():
         os.kill(os.getpid(), signal.SIGINT)
         return {"answers": True}
 
-    assert in_a_copy_of_this_process(run) == {"answers": True}
+    assert run_in_forked_copy(run) == {"answers": True}
 
 
 def test_a_backward_runs_in_the_copy_of_a_process_that_has_used_autograd():
@@ -74,7 +74,7 @@ def test_a_backward_runs_in_the_copy_of_a_process_that_has_used_autograd():
         assert weight.grad is not None
         return {"sum": float(weight.grad.sum())}
 
-    assert in_a_copy_of_this_process(run) == {"sum": 600.0}
+    assert run_in_forked_copy(run) == {"sum": 600.0}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_copy_that_fails_dies_or_hangs_is_said_with_the_reason(run, why):
     """No zombie is left and no exception other than `NoAnswer` comes out."""
     before = _children()
     with pytest.raises(NoAnswer, match=why):
-        in_a_copy_of_this_process(run, timeout_seconds=0.2 if "0.2" in why else 60)
+        run_in_forked_copy(run, timeout_seconds=0.2 if "0.2" in why else 60)
     assert _children() == before
 
 

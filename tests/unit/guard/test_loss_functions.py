@@ -294,7 +294,7 @@ def test_what_each_forward_pass_changes_is_named_and_what_it_only_overwrites_is_
         guard.step(torch.randn(8, 4), lambda x: model["b"](model["a"](x)).square().mean())
     said = the_event(guard, "side_effects").data["attributes"]
     assert said == ["a.calls", "a.history", "a.recent", "a.seen", "a.state"]
-    assert "side_effects" in caplog.text
+    assert "a.calls" in caplog.text
     assert the_event(guard, "promises").data["side_effects"] == said
     assert (model["a"].calls, len(model["a"].history)) == (2, 2)
 

@@ -188,5 +188,5 @@ def test_indices_that_cannot_be_pickled_are_an_error_at_once(
     loader = DataLoader(functions, batch_size=2, sampler=numbers, num_workers=2)
     with pytest.raises(TypeError, match="indices that cannot be pickled"):
         next(iter(loader))
-    assert "loader_healed" not in caplog.text, "no worker was given up for it"
+    assert not caplog.records, "no worker was given up for it"
     loader.close()

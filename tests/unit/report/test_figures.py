@@ -48,10 +48,8 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
     assert list(timeline.layout.yaxis.categoryarray) == ["rank 1", "rank 0", "supervisor"]
     (marks,) = [trace for trace in timeline.data if trace.name == "error"]
     assert list(marks.y) == ["rank 0", "rank 1"]
-    assert (
-        marks.hovertext[0]
-        == "rank 0, step 300, exception: shapes differ; type RuntimeError; fatal True"
-    )
+    assert marks.hovertext[0].startswith("rank 0, step 300: ")
+    assert "RuntimeError: shapes differ" in marks.hovertext[0]
     (bars,) = [trace for trace in timeline.data if trace.name == "training"]
     assert bars.base[0] == "2026-09-21 14:13:25.000"
     assert bars.x[0] == pytest.approx(30_000)

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,6 @@ from holdfast.recorder.run_files import (
     VERDICT_FILE,
 )
 from holdfast.report.live import draw, follow
-from holdfast.report.severity import in_words
 from holdfast.report.watching import Runs, Watched
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
@@ -83,8 +81,14 @@ def _running(tmp_path: Path) -> tuple[Path, Clock]:
     ]
     samples[-1] = sample(1200, host_bytes=900 << 20, loss=0.0719, grad_norm=0.62, **memory)
     here = {"pid": os.getpid(), "started": BEGAN + 1}
+    saved = {"checkpoint": "step-600", "size_bytes": 312 << 20, "seconds": 0.8}
     folder = add_process(
-        run, samples, happened("checkpoint_saved", 60, 600), phase=Phase.DATA_WAIT, rank=0, **here
+        run,
+        samples,
+        happened("checkpoint_saved", 60, 600, **saved, stall_seconds=0.1),
+        phase=Phase.DATA_WAIT,
+        rank=0,
+        **here,
     )
     other = folder.with_name(f"0{folder.name}")  # the same process as another rank
     other.mkdir()
@@ -350,21 +354,6 @@ def test_a_worker_and_a_launcher_run_and_do_not_start_for_ever(tmp_path):
         watched = Watched(tmp_path / role, SystemClock())
         assert [each["phase"] for each in watched.look().as_json()["processes"]] == [None]
         assert re.search(rf"{role.split()[-1]} \d+ +running", drawn(watched, 80))
-
-
-def test_events_are_said_in_words():
-    """What holds nothing is left out; sizes and durations have units; a sentence comes first."""
-    data = {
-        "asked_by": None,
-        "seconds": 3.0,
-        "size_bytes": 2048,
-        "why": "it was asked to",
-        "steps": [1, 2],
-        "odd": inf,
-        "step": 12345678,
-    }
-    said = in_words(happened("saved", 0.0, **data))
-    assert said == "it was asked to; in 3.0 s; size 2 KiB; steps 1, 2; odd inf; step 12,345,678"
 
 
 def test_several_runs_are_one_line_each(tmp_path):

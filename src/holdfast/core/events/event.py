@@ -1,24 +1,47 @@
-"""What happened, and what was decided: frozen records that go into the recorder.
+"""The record of one thing that happened in a run, as readers get it and as people read it.
 
-`EventData` is what one kind of event says: one class for each kind, here those of decisions, the
-    others in
-``run_events`` (of training) and ``process_events`` (of processes). Written down with its step and
-time it is an `Event`, which is what readers get.
+What an event of each kind says is in ``decisions``, ``run_events`` and ``process_events``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import MISSING, FrozenInstanceError, asdict, dataclass, field, fields
-from typing import Any, ClassVar, Literal, dataclass_transform
+from dataclasses import dataclass, field
+from typing import Any
 
-Promise = Literal["bit-exact", "equal up to rounding", "equal in distribution", "changes training"]
+from holdfast.core.events.data import KINDS, EventData, Promise, key_value_text
+from holdfast.core.events.decisions import (
+    Decision,
+    Grow,
+    Recompute,
+    Retry,
+    RollBack,
+    SkipStep,
+    Split,
+    Stop,
+)
+
+__all__ = [
+    "Decision",
+    "Event",
+    "EventData",
+    "Grow",
+    "Promise",
+    "Recompute",
+    "Retry",
+    "RollBack",
+    "SkipStep",
+    "Split",
+    "Stop",
+    "event_kinds",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One thing that happened in a run.
+
+    ``str(event)`` is its step and what happened, as a sentence.
 
     Args:
         kind: Short name such as ``"out_of_memory"``, ``"skip_step"``, ``"checkpoint_saved"``.
@@ -33,143 +56,33 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        facts = ", ".join(
-            f"{key}={value!r}" for key, value in self.data.items() if value is not None
-        )
-        return f"[step {self.global_step}] {self.kind}: {facts}"
+        return f"step {self.global_step}: {self.sentence()}"
 
-    def facts(self) -> dict[str, Any]:
-        """Return the facts as people read them: a validation's value by its name."""
-        facts = dict(self.data)
-        if (
-            self.kind == "validated"
-            and "loss" in facts
-            and isinstance(name := facts.pop("name", "loss"), str)
-        ):
-            facts = {name: facts.pop("loss")} | facts
-        return facts
+    def sentence(self) -> str:
+        """Return what happened on one line, without the step.
+
+        An event that this version cannot say, because a newer version has written it or its facts
+        are damaged, reads ``kind: key=value``.
+        """
+        data_class = event_kinds().get(self.kind)
+        if data_class is not None:
+            try:
+                return _one_line(str(data_class.from_facts(self.data)))
+            except Exception:  # noqa: BLE001, S110 - the facts come from a file and may be anything
+                pass
+        return _one_line(key_value_text(self.kind, self.data))
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class _FrozenDataclass(type):
-    """Makes each class a dataclass with keyword arguments, and names its kind after it.
+def event_kinds() -> Mapping[str, type[EventData]]:
+    """Return the class of every kind of event.
 
-    What `dataclass` would generate for each is written once, in `EventData`: that takes a tenth of
-        the time.
+    The kinds are imported only when they are needed: every process of a supervised run records
+    events, but few of them print any.
     """
+    from holdfast.core.events import process_events, run_events  # noqa: F401 - registers the kinds
 
-    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
-        namespace.setdefault("kind", re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
-        made = super().__new__(cls, name, bases, namespace)
-        return dataclass(init=False, repr=False, eq=False, kw_only=True)(made)
+    return KINDS
 
 
-class EventData(metaclass=_FrozenDataclass):
-    """What events of one kind say.
-
-    `kind` is the name of the class in snake case, such as ``"roll_back"``.
-    """
-
-    kind: ClassVar[str] = ""
-
-    def __init_subclass__(cls) -> None:
-        if cls.kind:
-            KINDS[cls.kind] = cls
-
-    def __init__(self, **given: Any) -> None:
-        known = {
-            each.name: each.default if each.default_factory is MISSING else each.default_factory()
-            for each in fields(self)
-        }
-        wrong = [name for name in given if name not in known]
-        wrong += [
-            name for name, default in known.items() if default is MISSING and name not in given
-        ]
-        if wrong:
-            raise TypeError(
-                f"{type(self).__name__} takes {', '.join(known) or 'nothing'}: {', '.join(wrong)}?"
-            )
-        vars(self).update({**known, **given})
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"cannot assign to field {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).values()))
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__qualname__}({fields})"
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
-
-KINDS: dict[str, type[EventData]] = {}
-"""The class of each kind of event, as far as the modules with the classes are imported."""
-
-
-class Decision(EventData):
-    """What a part proposes and only the guard carries out: why, and what the result is equal to."""
-
-    kind: ClassVar[str] = ""
-    reason: str
-    promise: Promise
-
-
-class Retry(Decision):
-    """Run the same attempt again, now that memory was freed."""
-
-
-class Recompute(Decision):
-    """Run the attempt again with activation checkpointing of these modules (none.
-
-    Switch it off).
-    """
-
-    modules: tuple[str, ...]
-
-
-class Split(Decision):
-    """Run the attempt again with this many samples in one forward/backward."""
-
-    micro_batch_size: int
-
-
-class Grow(Decision):
-    """From the next step on, try this many samples in one forward/backward (None.
-
-    The whole batch).
-    """
-
-    micro_batch_size: int | None
-
-
-class SkipStep(Decision):
-    """Leave no trace of this batch: which one of which epoch, where the guard counts them."""
-
-    epoch: int | None = None
-    batch: int | None = None
-
-
-class RollBack(Decision):
-    """Return to the last good checkpoint.
-
-    `rewind_data` replays the batches since then, else they are passed over.
-    """
-
-    rewind_data: bool
-    epoch: int | None = None
-    batch: int | None = None
-
-
-class Stop(Decision):
-    """End the run: no remedy is left. `rule` is that of the error."""
-
-    epoch: int | None = None
-    batch: int | None = None
-    rule: str | None = None
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,19 +1,21 @@
-"""What happens to processes.
+"""What happens to processes: the supervisor, its watchdog and the observer in each process record
+these.
 
-The supervisor, its watchdog and the observer in each process record these.
-
-`attempt` counts from 0. `step` is that of the process that the event is about. See ``events``.
+In all of them, `attempt` counts from 0, `step` is that of the process that the event is about, and
+`why` is prose for people. What happens within a training run is in ``run_events``.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from holdfast.core.events.event import EventData
+from holdfast.core.events.data import EventData
+from holdfast.core.raised import exception_text
+from holdfast.core.text import counted, duration, listed, size
 
-# --- the supervisor
-# ------------------------------------------------------------------------
+# --- the supervisor -------------------------------------------------------------------------------
 
 
 class AttemptStarted(EventData):
@@ -22,9 +24,17 @@ class AttemptStarted(EventData):
     attempt: int
     argv: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return f"attempt {self.attempt} started: {' '.join(self.argv)}"
+
 
 class AttemptEnded(EventData):
-    """The command ended: its wait status, and who asked for that."""
+    """The command ended.
+
+    `status` is its exit code, or minus the number of the signal that killed it. `signal_sent_by_us`
+    is the last signal that the supervisor sent it, and `asked_by` is the signal by which the
+    supervisor was asked to stop.
+    """
 
     attempt: int
     status: int
@@ -34,13 +44,31 @@ class AttemptEnded(EventData):
     signal_sent_by_us: int | None
     asked_by: int | None
 
+    def __str__(self) -> str:
+        text = f"attempt {self.attempt} ended after {duration(self.seconds)}"
+        if self.steps is not None:
+            text += f" and {counted(self.steps, 'step')}"
+        text += f": {_end(self.status, self.oom_kills)}"
+        if self.signal_sent_by_us is not None:
+            text += f"; holdfast had sent {signal_name(self.signal_sent_by_us)}"
+        if self.asked_by is not None:
+            text += f"; stop requested by {signal_name(self.asked_by)}"
+        return text
+
 
 class ProcessEnded(EventData):
-    """A process ended: its wait status, and kills for memory that the kernel counted."""
+    """A process ended.
+
+    `status` is its exit code, or minus the number of the signal that killed it. `oom_kills` counts
+    the kernel's kills for memory.
+    """
 
     pid: int
     status: int
     oom_kills: int | None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ended: {_end(self.status, self.oom_kills)}"
 
 
 class Restart(EventData):
@@ -52,24 +80,43 @@ class Restart(EventData):
     delay_seconds: float
     changes: Mapping[str, str]
 
+    def __str__(self) -> str:
+        text = f"restarting as attempt {self.attempt} in {duration(self.delay_seconds)}: {self.why}"
+        text += f" ({self.cause})"
+        if self.changes:
+            variables = [f"{name} is {value!r}" for name, value in self.changes.items()]
+            text += f"; in its environment {listed(variables)}"
+        return text
+
 
 class Stopped(EventData):
     """The supervisor ended, and why the command is not started again."""
 
     why: str
 
+    def __str__(self) -> str:
+        return f"supervisor ended: {self.why}"
+
 
 class Signal(EventData):
-    """A signal came, and was passed on."""
+    """The supervisor received a signal and passed it on."""
 
     number: int
 
+    def __str__(self) -> str:
+        return f"received {signal_name(self.number)} and passed it on to the command"
 
-class Verdict(EventData):
+
+class VerdictReached(EventData):
     """Why an attempt ended, with all of ``verdict.json``, which a full disk may have refused."""
 
+    kind: ClassVar[str] = "verdict"
     attempt: int
     verdict: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        title, cause = self.verdict["title"], self.verdict["cause"]
+        return f"verdict on attempt {self.attempt}: {title} ({cause})"
 
 
 class NotWritten(EventData):
@@ -78,11 +125,17 @@ class NotWritten(EventData):
     file: str
     error: str
 
+    def __str__(self) -> str:
+        return f"{self.file} could not be written: {self.error}"
+
 
 class OutputLost(EventData):
-    """What the command prints is not kept any more."""
+    """The output of the command is no longer recorded."""
 
     error: str
+
+    def __str__(self) -> str:
+        return f"the output of the command is no longer recorded: {self.error}"
 
 
 class Leftovers(EventData):
@@ -90,21 +143,29 @@ class Leftovers(EventData):
 
     pids: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"ending {_processes(self.pids)} that the command left behind"
+
 
 class NotKillable(EventData):
-    """Processes could not be killed: they hang in the kernel."""
+    """Processes could not be killed, because they hang in the kernel."""
 
     pids: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{_processes(self.pids)} could not be killed: hanging in the kernel"
+
 
 class EndedElsewhere(EventData):
-    """Another host of the same training has ended the attempt."""
+    """Another host of the same training run has ended the attempt."""
 
     why: str
 
+    def __str__(self) -> str:
+        return f"another host ended the attempt: {self.why}"
 
-# --- the watchdog
-# ------------------------------------------------------------------------
+
+# --- the watchdog ---------------------------------------------------------------------------------
 
 
 class HangSuspected(EventData):
@@ -117,14 +178,20 @@ class HangSuspected(EventData):
     seconds: float
     limit: float
 
+    def __str__(self) -> str:
+        return (
+            f"{_process(self.pid, self.rank)} may hang: no progress for {duration(self.seconds)}"
+            f" in phase {self.phase!r} (limit {duration(self.limit)})"
+        )
+
 
 class Hang(HangSuspected):
-    """A process stands still.
+    """A process hangs.
 
-    `hang_kind`, with its `signature`, is how; `blamed_pid` is the process to blame, such as a
-    worker or another rank, with the innermost `frame` of user code, or an empty text. `odd_one_out`
-    is the rank that others wait for. `remedy` is that of ``explain.hangs.blame``. `files` are the
-    stacks that were taken.
+    `hang_kind`, with its `signature`, is how. `blamed_pid` is the process to blame, such as a
+    worker or another rank, and `frame` is its innermost frame of user code, or an empty text.
+    `odd_one_out` is the rank that others wait for. `remedy` is that of ``explain.hangs.blame``.
+    `files` are the stack traces that were taken.
     """
 
     hang_kind: str
@@ -138,56 +205,84 @@ class Hang(HangSuspected):
     remedy: str
     files: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"hang: {self.sentence} ({self.signature})"
+
 
 class HangOver(EventData):
-    """A process that stood still goes on, or is gone."""
+    """A process that hung continues, or has ended."""
 
     pid: int
     phase: str
     step: int
     why: str
 
+    def __str__(self) -> str:
+        return f"process {self.pid} does not hang in phase {self.phase!r} any more: {self.why}"
+
 
 class Stacks(EventData):
-    """Stacks of a process were written into files of the run directory."""
+    """Stack traces of a process were written to files of the run directory."""
 
     pid: int
     files: tuple[str, ...]
     seconds: float
 
+    def __str__(self) -> str:
+        took = duration(self.seconds)
+        if not self.files:
+            return f"no stack traces of process {self.pid} could be taken ({took})"
+        return f"stack traces of process {self.pid} written to {listed(self.files)} ({took})"
+
 
 class ProcessStopped(EventData):
-    """A signal has stopped a process."""
+    """A signal stopped a process."""
 
     pid: int
     rank: int | None
     step: int
     phase: str
 
+    def __str__(self) -> str:
+        return f"{_process(self.pid, self.rank)} was stopped by a signal in phase {self.phase!r}"
+
 
 class ProcessContinued(EventData):
-    """A process that a signal had stopped goes on."""
+    """A process that a signal had stopped continues."""
 
     pid: int
     step: int
     seconds: float
 
+    def __str__(self) -> str:
+        return f"process {self.pid} continues after being stopped for {duration(self.seconds)}"
+
 
 class WatchdogSuspended(EventData):
-    """Nothing ran on this machine for a while: no limit counts it."""
+    """Nothing ran on this machine for a while; no limit counts that time."""
 
     seconds: float
 
+    def __str__(self) -> str:
+        return f"the machine was suspended for {duration(self.seconds)}, which no limit counts"
+
 
 class WatchingFailed(EventData):
-    """A watcher of processes met an error and is off, or the watchdog or the verdict did."""
+    """A watcher of processes failed and is off, or the watchdog or the verdict (`what`) failed."""
 
     what: str
     error: str
 
+    def __str__(self) -> str:
+        return f"{self.what} failed: {self.error}"
+
 
 class MemoryTrend(EventData):
-    """The memory of a process grows with its steps, or no longer (0 bytes a step)."""
+    """The memory of a process grows with its steps, or no longer does (0 bytes per step).
+
+    `what` is ``"host"`` or the device, `between` is an interval of confidence for the bytes per
+    step, and `minutes_left` is the time until memory runs out at this rate.
+    """
 
     pid: int
     what: str
@@ -198,21 +293,40 @@ class MemoryTrend(EventData):
     steps: int = 0
     signature: str | None = None
 
+    def __str__(self) -> str:
+        memory = f"{self.what} memory of process {self.pid}"
+        if self.bytes_per_step == 0:
+            return f"{memory} no longer grows"
+        text = f"{memory} grows by {size(self.bytes_per_step)} per step"
+        if self.grown_bytes:
+            text += f", {size(self.grown_bytes)} in {counted(self.steps, 'step')}"
+        if self.minutes_left is not None:
+            text += f"; it runs out in {duration(60 * self.minutes_left)}"
+        if self.signature is not None:
+            text += f" ({self.signature})"
+        return text
 
-# --- the observer in each process
-# ------------------------------------------------------------------------
+
+# --- the observer in each process -----------------------------------------------------------------
 
 
-class Guard(EventData):
+class GuardOpened(EventData):
     """A guard in this process records into another run directory."""
 
+    kind: ClassVar[str] = "guard"
     path: str
+
+    def __str__(self) -> str:
+        return f"a guard in this process records into {self.path}"
 
 
 class TorchImported(EventData):
     """torch was imported."""
 
     version: str
+
+    def __str__(self) -> str:
+        return f"torch {self.version} imported"
 
 
 class EnvironmentsImported(EventData):
@@ -222,9 +336,12 @@ class EnvironmentsImported(EventData):
 
     package: str
 
+    def __str__(self) -> str:
+        return f"{self.package} imported: this is reinforcement learning"
+
 
 class ExceptionRaised(EventData):
-    """An exception ended a thread, or the process (`fatal`): its text, frames and causes."""
+    """An exception ended a thread, or the process if `fatal`: its text, frames and causes."""
 
     kind: ClassVar[str] = "exception"
     type: str
@@ -234,13 +351,30 @@ class ExceptionRaised(EventData):
     thread: str
     fatal: bool
 
+    def __str__(self) -> str:
+        ended = "the process" if self.fatal else f"thread {self.thread!r}"
+        return f"{ended} ended by {exception_text(self.type, self.message)}"
+
 
 class Exiting(EventData):
-    """The process ends by itself: how, its exit status, and what it said to `sys.exit`."""
+    """The process ends: how, its exit status, and what it said to `sys.exit`."""
 
     how: str
     status: int | None
     said: str | None = None
+
+    def __str__(self) -> str:
+        sentences = {
+            "returned": "process exits at the end of its script",
+            "sys.exit": "process exits by sys.exit",
+            "exception": "process exits after an exception",
+        }
+        text = sentences[self.how]
+        if self.status is not None:
+            text += f" with exit code {self.status}"
+        if self.said is not None:
+            text += f": {self.said}"
+        return text
 
 
 class StepsNotRecorded(EventData):
@@ -248,11 +382,17 @@ class StepsNotRecorded(EventData):
 
     error: str
 
+    def __str__(self) -> str:
+        return f"steps are not recorded: {self.error}"
+
 
 class ScalarsNotRecorded(EventData):
-    """What the script logs of its own is not recorded."""
+    """The values that the script logs are not recorded."""
 
     error: str
+
+    def __str__(self) -> str:
+        return f"logged values are not recorded: {self.error}"
 
 
 class Leak(EventData):
@@ -267,11 +407,20 @@ class Leak(EventData):
     retained_at: str
     signature: str
 
+    def __str__(self) -> str:
+        text = (
+            f"leak of {size(self.bytes_per_step)} per step on {self.device}:"
+            f" {self.count_per_step:g} x {self.what} per step, held by {self.held_by}"
+        )
+        if self.retained_at:
+            text += f" at {self.retained_at}"
+        return f"{text} ({self.signature})"
+
 
 class LeakTrace(EventData):
-    """A search for leaks ended, of so many steps.
+    """A search for leaks over this many steps ended.
 
-    It was asked for by the request of this number.
+    `request` is the number of the request that asked for it, and `why` says why it was given up.
     """
 
     found: int
@@ -279,3 +428,44 @@ class LeakTrace(EventData):
     request: int
     seconds: float | None = None
     why: str = ""
+
+    def __str__(self) -> str:
+        text = f"search over {counted(self.steps, 'step')} found {counted(self.found, 'leak')}"
+        if self.seconds is not None:
+            text += f" in {duration(self.seconds)}"
+        if self.why:
+            text += f": {self.why}"
+        return text
+
+
+# --- parts of sentences ---------------------------------------------------------------------------
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as "SIGTERM"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _process(pid: int, rank: int | None) -> str:
+    if rank is None:
+        return f"process {pid}"
+    return f"process {pid} (rank {rank})"
+
+
+def _processes(pids: Sequence[int]) -> str:
+    if len(pids) == 1:
+        return f"process {pids[0]}"
+    return f"processes {listed(pids)}"
+
+
+def _end(status: int, oom_kills: int | None) -> str:
+    """Return how a process ended, from its exit code or minus the signal that killed it."""
+    text = f"exit code {status}"
+    if status < 0:
+        text = f"killed by {signal_name(-status)}"
+    if oom_kills:
+        text += f", {counted(oom_kills, 'process')} killed by the kernel for lack of memory"
+    return text

@@ -1,10 +1,9 @@
-"""What happens in a training process: the guard, the loader and frameworks record these.
+"""What happens in a training process: the guard, the loader and the frameworks record these.
 
-See ``events``.
-
-`why` is a sentence for people, `error` the type and text of an exception, `promise` what the rest
-of the run is equal to. Steps are optimizer steps, and the step that an event belongs to is not
-repeated in its fields.
+In all of them, `why` is prose for people, `error` is the type and text of an exception, and
+`promise` is what the rest of the run is equal to. Steps are optimizer steps; the step at which an
+event happened is not repeated in its fields. Decisions are in ``decisions``, and what happens to
+processes is in ``process_events``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from holdfast.core.events.event import EventData, Promise
+from holdfast.core.events.data import EventData, Promise
+from holdfast.core.events.decisions import name_of_batch
+from holdfast.core.raised import exception_text
+from holdfast.core.text import counted, duration, listed, number, percent, size
 
 
 class _Why(EventData):
@@ -25,15 +27,11 @@ class _Failure(EventData):
     error: str
 
 
-# --- a run begins, is looked at, and ends
-# ------------------------------------------------------------------------
+# --- a run starts, is observed, and ends ----------------------------------------------------------
 
 
 class Loop(EventData):
-    """An iteration over batches began.
-
-    Who drives it (``by``), and what the loader promises after a resume.
-    """
+    """An iteration over batches began: who drives it (`by`), and what a resume promises."""
 
     by: str = "guard"
     resume_promise: str | None = None
@@ -42,13 +40,31 @@ class Loop(EventData):
     max_epochs: int | None = None
     max_steps: int | None = None
 
+    def __str__(self) -> str:
+        text = "training loop started"
+        if self.by != "guard":
+            text += f" by {self.by}"
+        if self.epoch is not None:
+            text += f" in epoch {self.epoch}"
+        if self.batches:
+            text += f" after {counted(self.batches, 'batch')}"
+        limits = []
+        if self.max_epochs is not None:
+            limits.append(counted(self.max_epochs, "epoch"))
+        if self.max_steps is not None:
+            limits.append(counted(self.max_steps, "step"))
+        if limits:
+            text += f", for at most {' or '.join(limits)}"
+        if self.resume_promise is not None:
+            text += f"; resume promise: {self.resume_promise}"
+        return text
+
 
 class EpochEnded(EventData):
-    """So many epochs are over, the last of so many batches and steps (None.
+    """This many epochs are over; the last one had this many batches and steps.
 
-    Begun before a restart or a return).
-
-    Recorded of each of the first 100, then after 1, 2, 4, 8 ... whole ones of a process.
+    `steps` is None if the epoch began before a restart or a rollback. The first 100 epochs of a
+    process are recorded, and of later ones those after 1, 2, 4, 8, ... more.
     """
 
     epochs: int
@@ -56,41 +72,66 @@ class EpochEnded(EventData):
     batches: int
     batch_size: int | None = None
 
+    def __str__(self) -> str:
+        text = f"{counted(self.epochs, 'epoch')} completed; the last had"
+        text += f" {counted(self.batches, 'batch')}"
+        if self.batch_size is not None:
+            text += f" of {counted(self.batch_size, 'sample')}"
+        if self.steps is not None:
+            text += f" and {counted(self.steps, 'step')}"
+        return text
+
 
 class Resumed(EventData):
-    """The run went on from a checkpoint, or from what a framework loaded.
+    """The run resumed from a checkpoint, or from what a framework loaded.
 
-    Batches are those of its epoch.
+    `trained_batches` counts the batches of its epoch that were trained before.
     """
 
     checkpoint: str | None = None
     trained_batches: int | None = None
     by: str = "guard"
 
+    def __str__(self) -> str:
+        text = "run resumed"
+        if self.checkpoint is not None:
+            text += f" from checkpoint {self.checkpoint}"
+        if self.by != "guard":
+            text += f" by {self.by}"
+        if self.trained_batches is not None:
+            text += f", after {counted(self.trained_batches, 'batch')} of its epoch"
+        return text
+
 
 class SettingsKept(EventData):
-    """The script sets an optimizer or a scheduler up otherwise than the run began with.
+    """The script sets up an optimizer or a scheduler differently from how the run began.
 
-    That stays in force.
+    The run keeps the settings it began with.
     """
 
     changed: tuple[str, ...]
     why: str = (
-        "a run goes on with the settings of its checkpoint. To change them, set them after"
-        " Guard(...), such as optimizer.param_groups[0]['lr'], or begin in another directory"
+        "a resumed run keeps the settings of its checkpoint. To change them, set them after"
+        " Guard(...), such as optimizer.param_groups[0]['lr'], or start in another directory"
     )
+
+    def __str__(self) -> str:
+        return f"settings of the script ignored: {'; '.join(self.changed)}. {_sentence(self.why)}"
 
 
 class GroupsChanged(EventData):
-    """Parameter groups were added since the run began, which the script will not have when it
-    starts again.
+    """Parameter groups were added since the run began, so the script will lack them when it starts
+    again.
     """
 
     why: str = (
-        "a resume is refused (H313) unless Guard(...) is given the same groups: add them before, if"
-        " holdfast.latest(run_dir) is of a later step, or give all from the start, and set"
-        " requires_grad"
+        "a resume is refused (H313) unless Guard(...) is given the same groups: add them before it"
+        " if holdfast.latest(run_dir) is of a later step, or pass all of them from the start and"
+        " set requires_grad"
     )
+
+    def __str__(self) -> str:
+        return f"parameter groups were added since the run began: {self.why}"
 
 
 class PositionNotKept(EventData):
@@ -99,16 +140,24 @@ class PositionNotKept(EventData):
     """
 
     why: str = (
-        "the loop is not guard.batches(...), and begins wherever it begins: an epoch that was under"
-        " way is repeated. Iterate guard.batches(max_epochs=...), or go to the place of"
-        " guard.global_step yourself"
+        "the loop is not guard.batches(...), so it starts at its own beginning, and an epoch that"
+        " was interrupted is repeated. Iterate guard.batches(max_epochs=...), or move to the"
+        " position of guard.global_step yourself"
     )
+
+    def __str__(self) -> str:
+        return f"the run does not continue at the batch where it was interrupted: {self.why}"
 
 
 class ResumeMayDiffer(_Why):
-    """A resume may read other batches, augment them differently, or train at another rate than
-    an unbroken run.
+    """A resumed run may read other batches, augment them differently, or use another learning rate
+    than an uninterrupted run.
+
+    `why` continues "promise of a resume:".
     """
+
+    def __str__(self) -> str:
+        return f"a resumed run may differ from an uninterrupted one; resume promise: {self.why}"
 
 
 class OwnStateNotKept(EventData):
@@ -126,6 +175,12 @@ class OwnStateNotKept(EventData):
         " all ranks continue with those of rank 0"
     )
 
+    def __str__(self) -> str:
+        return (
+            f"resumed on {counted(self.ranks_now, 'rank')} instead of {self.ranks_before};"
+            f" {listed(self.names)} not restored: {self.why}"
+        )
+
 
 class StepsLeftBehind(EventData):
     """A guard resumes at `to_step`, although an earlier guard of this process had trained up to
@@ -140,11 +195,20 @@ class StepsLeftBehind(EventData):
         " call guard.close() before making a new Guard"
     )
 
+    def __str__(self) -> str:
+        return (
+            f"resumed at step {self.to_step}, although this process had trained up to step"
+            f" {self.from_step}: {self.why}"
+        )
+
 
 class BeginsAnew(EventData):
-    """A framework began at step 0, although there are checkpoints in this directory."""
+    """A framework began at step 0, although this directory holds checkpoints."""
 
     though_saved_in: str
+
+    def __str__(self) -> str:
+        return f"training starts from scratch, although {self.though_saved_in} holds checkpoints"
 
 
 class StopRequested(EventData):
@@ -157,6 +221,14 @@ class StopRequested(EventData):
     signal: str | None = None
     asked_rank: int | None = None
 
+    def __str__(self) -> str:
+        text = f"stop requested: {self.reason}"
+        if self.signal is not None and self.signal not in self.reason:
+            text += f" ({self.signal})"
+        if self.asked_rank is not None:
+            text += f", on rank {self.asked_rank}"
+        return text
+
 
 class SignalLeftAlone(EventData):
     """A signal of ``Policy.stop_signals`` does not stop the run, because native code handles it."""
@@ -167,11 +239,14 @@ class SignalLeftAlone(EventData):
         " another signal, such as signal.SIGRTMIN, or leave the signal out of stop_signals"
     )
 
+    def __str__(self) -> str:
+        return f"{self.signal} does not stop the run: {self.why}"
+
 
 class LeftByException(EventData):
-    """An exception ended the loop.
+    """An exception ended the loop: its class, text, causes, and frames as [file, line, function].
 
-    Its class, its text, frames as [file, line, function], and its causes.
+    `rule` is set if it is an error of holdfast.
     """
 
     exception: str
@@ -181,31 +256,52 @@ class LeftByException(EventData):
     frames: tuple[Any, ...] = ()
     chain: tuple[Any, ...] = ()
 
+    def __str__(self) -> str:
+        return f"training loop ended by {exception_text(self.type or self.exception, self.message)}"
+
 
 class Closed(EventData):
-    """The run was closed; without this or an exception as last word it was cut off."""
+    """The run was closed. If the last event is neither this nor an exception, it was cut off."""
 
     how: Literal["finished", "stopped", "left", "failed"]
+
+    def __str__(self) -> str:
+        sentences = {
+            "finished": "run finished",
+            "stopped": "run stopped as requested",
+            "left": "run closed after its loop was left early",
+            "failed": "run closed after a failure",
+        }
+        return sentences[self.how]
 
 
 class Validated(EventData):
     """The loss of an evaluation or another metric (`name`), and the schedulers that changed a
-    rate because of it.
+    learning rate because of it.
+
+    `kept_as` is the checkpoint that was kept for it.
     """
 
     loss: float
     learning_rate_changed_by: tuple[str, ...] = ()
     name: str = "loss"
-    kept_as: str | None = None  # the checkpoint that was kept for it
+    kept_as: str | None = None
+
+    def __str__(self) -> str:
+        text = f"validation {self.name} is {number(self.loss)}"
+        if self.kept_as is not None:
+            text += f"; kept as checkpoint {self.kept_as}"
+        if self.learning_rate_changed_by:
+            text += f"; learning rate changed by {listed(self.learning_rate_changed_by)}"
+        return text
 
 
 class RankIsSlow(EventData):
-    """The others have waited for one rank in the steps of an epoch.
+    """The other ranks waited for this one in the steps of an epoch, because of its time before the
+    loss.
 
-    Its own seconds before the loss.
-
-    `share` is of the time of a step; items and memory are those of all ranks. What is lost in
-    backward does not show.
+    `share` is of the time of a step; `of_others` are the seconds of the other ranks, and items and
+    memory (since each process began) are those of all ranks. Time lost in backward does not show.
     """
 
     rank: int
@@ -214,7 +310,14 @@ class RankIsSlow(EventData):
     of_others: float
     share: float
     items_a_step: tuple[float, ...]
-    peak_bytes: tuple[int, ...] = ()  # since each process began
+    peak_bytes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is slow {self.where}: {duration(self.seconds_a_step)} per step,"
+            f" {duration(self.of_others)} on the other ranks, which wait for it"
+            f" {percent(self.share)} of the time"
+        )
 
 
 class OwnCollectives(EventData):
@@ -229,14 +332,29 @@ class OwnCollectives(EventData):
         " recomputes alone; and NaN is traced only up to the first of them"
     )
 
+    def __str__(self) -> str:
+        collectives = counted(self.count, "collective")
+        return f"the loss or the model began {collectives} of its own: {self.why}"
+
 
 class ImageAdded(EventData):
-    """An image was written, relative to the run directory; and how many of its values were odd."""
+    """An image was written (`path`, relative to the run directory).
+
+    `nonfinite` and `outside_0_to_1` count its invalid values.
+    """
 
     tag: str
     path: str
     nonfinite: int = 0
     outside_0_to_1: int = 0
+
+    def __str__(self) -> str:
+        text = f"image {self.tag!r} written to {self.path}"
+        if self.nonfinite:
+            text += f"; NaN or Inf values: {self.nonfinite}"
+        if self.outside_0_to_1:
+            text += f"; values outside 0 to 1: {self.outside_0_to_1}"
+        return text
 
 
 class ImageLeftOut(EventData):
@@ -245,29 +363,37 @@ class ImageLeftOut(EventData):
     tag: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"image {self.tag!r} not written: {self.reason}"
+
 
 class RecordingMovedAside(EventData):
-    """A recording could not be continued.
+    """A recording could not be continued, so a new one was begun.
 
-    A new one was begun, and `what` says where the old one lies.
+    `what` says where the old one is.
     """
 
     what: str
 
+    def __str__(self) -> str:
+        return f"a new recording was begun: {self.what}"
+
 
 class SchedulersWait(EventData):
-    """These schedulers need a validation loss, and an epoch went by without one."""
+    """These schedulers need a validation loss, and an epoch passed without one."""
 
     schedulers: tuple[str, ...]
     fix: str
 
+    def __str__(self) -> str:
+        return f"no validation loss for {listed(self.schedulers)} in an epoch. Fix: {self.fix}"
 
-# --- checkpoints
-# ------------------------------------------------------------------------
+
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 class CheckpointSaved(EventData):
-    """A checkpoint counts from now on; `stall_seconds` of these seconds held the loop."""
+    """A checkpoint is complete. The loop waited for `stall_seconds` of the `seconds` it took."""
 
     checkpoint: str
     size_bytes: int
@@ -275,39 +401,73 @@ class CheckpointSaved(EventData):
     stall_seconds: float
     removed: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        took = f"{size(self.size_bytes)}, {duration(self.seconds)}"
+        if self.stall_seconds < self.seconds:
+            took += f"; training waited {duration(self.stall_seconds)}"
+        text = f"checkpoint {self.checkpoint} saved ({took})"
+        if self.removed:
+            text += f"; {listed(self.removed)} removed"
+        return text
+
 
 class Saved(EventData):
     """A framework saved a checkpoint of its own, which was sealed."""
 
     checkpoint: str
 
+    def __str__(self) -> str:
+        return f"checkpoint {self.checkpoint} of the framework saved and sealed"
+
 
 class SaveFailed(_Failure):
-    """A checkpoint could not be written; training goes on, and the older ones stay."""
+    """A checkpoint could not be written; training continues, and older checkpoints stay."""
 
     checkpoint: str | None = None
     seconds: float | None = None
 
+    def __str__(self) -> str:
+        text = f"{_checkpoint(self.checkpoint)} not saved"
+        if self.seconds is not None:
+            text += f" after {duration(self.seconds)}"
+        return f"{text}: {self.error}"
+
 
 class SaveRefused(_Why):
-    """A state was not saved, or not kept as a checkpoint, since it is not sound."""
+    """A state was not saved, or not kept as a checkpoint, because it is damaged.
+
+    `kept` is its name from now on. `nonfinite` lists tensors with NaN or Inf, and `count` says how
+    many there are.
+    """
 
     checkpoint: str | None = None
     kept: str | None = None
     nonfinite: tuple[str, ...] = ()
     count: int = 0
 
+    def __str__(self) -> str:
+        return f"{_checkpoint(self.checkpoint)} refused: {self.why}{_kept_as(self.kept)}"
+
 
 class SavePostponed(_Why):
     """A save waits until spikes are over."""
+
+    def __str__(self) -> str:
+        return f"save postponed: {self.why}"
 
 
 class SavesSynchronous(_Why):
     """From now on training waits for saves."""
 
+    def __str__(self) -> str:
+        return f"training waits for saves from now on: {self.why}"
+
 
 class PruneFailed(_Failure):
     """Older checkpoints could not be removed."""
+
+    def __str__(self) -> str:
+        return f"older checkpoints could not be removed: {self.error}"
 
 
 class NotSaved(EventData):
@@ -316,6 +476,17 @@ class NotSaved(EventData):
     newest_checkpoint: int | None
     failed_saves: int
     error: str | None = None
+
+    def __str__(self) -> str:
+        newest = "there is no checkpoint"
+        if self.newest_checkpoint is not None:
+            newest = f"the newest checkpoint is of step {self.newest_checkpoint}"
+        text = f"the run ended with unsaved steps: {newest}"
+        if self.failed_saves:
+            text += f", and {counted(self.failed_saves, 'save')} failed"
+        if self.error is not None:
+            text += f" ({self.error})"
+        return text
 
 
 class StepsNotSaved(EventData):
@@ -327,33 +498,49 @@ class StepsNotSaved(EventData):
     from_step: int
     to_step: int
 
+    def __str__(self) -> str:
+        if self.from_step == self.to_step:
+            return f"step {self.to_step} is in no checkpoint"
+        return f"steps {self.from_step} to {self.to_step} are in no checkpoint"
+
 
 class ChangesNotSaved(_Why):
     """Something changes that no checkpoint holds."""
 
+    def __str__(self) -> str:
+        return f"changes are in no checkpoint: {self.why}"
+
 
 class CheckpointDamaged(_Why):
-    """A checkpoint did not verify and was moved aside; `kept` is its name from now on."""
+    """A checkpoint failed verification and was moved aside; `kept` is its name from now on."""
 
     checkpoint: str | None = None
     kept: str | None = None
 
+    def __str__(self) -> str:
+        return f"{_checkpoint(self.checkpoint)} is damaged: {self.why}{_kept_as(self.kept)}"
+
 
 class CheckpointKept(_Why):
-    """A checkpoint that does not verify was kept."""
+    """A checkpoint that failed verification was kept."""
 
     checkpoint: str
 
+    def __str__(self) -> str:
+        return f"checkpoint {self.checkpoint} failed verification and is kept: {self.why}"
+
 
 class CheckpointInstead(EventData):
-    """This checkpoint was loaded, in the place of another."""
+    """This checkpoint was loaded instead of another one."""
 
     checkpoint: str
     of: str
 
+    def __str__(self) -> str:
+        return f"checkpoint {self.checkpoint} loaded instead of {self.of}"
 
-# --- memory and splitting
-# ------------------------------------------------------------------------
+
+# --- memory and splitting -------------------------------------------------------------------------
 
 
 class OutOfMemory(_Failure):
@@ -363,17 +550,32 @@ class OutOfMemory(_Failure):
     micro_batch_size: int | None
     recompute: bool
 
+    def __str__(self) -> str:
+        text = f"out of memory in attempt {self.attempt}"
+        if self.micro_batch_size is not None:
+            text += f", with {counted(self.micro_batch_size, 'sample')} at a time"
+        if self.recompute:
+            text += " and activation checkpointing"
+        return f"{text}: {self.error}"
+
 
 class StateTaken(_Failure):
-    """The optimizer of this rank ran out of memory half-way.
-
-    The state of a rank that has stepped is taken.
+    """The optimizer of this rank ran out of memory halfway; it takes the state of a rank that has
+    stepped.
     """
+
+    def __str__(self) -> str:
+        return (
+            "the optimizer of this rank ran out of memory halfway; the state of a rank that"
+            f" completed the step is used: {self.error}"
+        )
 
 
 class Promises(EventData):
-    """What splitting a batch of this loss function would be equal to, and how that was found
-    out.
+    """What splitting a batch of this loss function would be equal to, and how that was determined.
+
+    `split_check` has the facts of the check, and `side_effects` is None if they were not looked
+    for.
     """
 
     batch_size: int | None
@@ -383,11 +585,27 @@ class Promises(EventData):
     split_check: Mapping[str, Any] | None = None
     side_effects: tuple[str, ...] | None = None
 
+    def __str__(self) -> str:
+        text = "splitting batches"
+        if self.batch_size is not None:
+            text += f" of {counted(self.batch_size, 'sample')}"
+        text += f": {self.split}"
+        if self.split_promise is not None:
+            text += f" ({self.split_promise})"
+        if self.weighting is not None:
+            text += f"; micro-batches weighted by: {self.weighting}"
+        if self.side_effects:
+            text += f"; each forward pass changes {listed(self.side_effects)}"
+        return text
+
 
 class SideEffects(_Why):
     """Each forward pass changes attributes that are in no checkpoint."""
 
     attributes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"the forward pass has side effects on {listed(self.attributes)}: {self.why}"
 
 
 class SplitNotTried(_Why):
@@ -396,11 +614,17 @@ class SplitNotTried(_Why):
     It is tried before the first split.
     """
 
+    def __str__(self) -> str:
+        return f"splitting was not tried yet, and will be before the first split: {self.why}"
+
 
 class SplitRefused(_Why):
     """Batches of this loss function are not split, unless the hazard is allowed by name."""
 
     allow_split_with: str
+
+    def __str__(self) -> str:
+        return f"batches are not split: {self.why}; {_how_to_allow(self.allow_split_with)}"
 
 
 class SplitStopped(_Why):
@@ -414,11 +638,24 @@ class SplitStopped(_Why):
     equal_until_step: int | None
     promise: Promise = "changes training"
 
+    def __str__(self) -> str:
+        checked = "no check has passed"
+        if self.equal_until_step is not None:
+            checked = f"the last check passed at step {self.equal_until_step}"
+        return (
+            f"batches are no longer split: {self.why}; {checked}, and steps split after that may"
+            f" have had another gradient ({self.promise});"
+            f" {_how_to_allow(self.allow_split_with)}"
+        )
+
 
 class CannotSplit(_Why):
     """A batch could not be cut."""
 
     fix: str
+
+    def __str__(self) -> str:
+        return f"a batch cannot be split: {self.why}. Fix: {self.fix}"
 
 
 class RecomputeImpossible(_Why):
@@ -426,12 +663,23 @@ class RecomputeImpossible(_Why):
 
     modules: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        if not self.modules:
+            return f"activation checkpointing cannot help: {self.why}"
+        return f"activation checkpointing cannot help in {listed(self.modules)}: {self.why}"
+
 
 class NotRestored(EventData):
-    """These changed in an attempt that was taken back, and could not be put back."""
+    """These changed in an attempt that was undone, and could not be restored."""
 
     names: tuple[str, ...]
     promise: Promise = "changes training"
+
+    def __str__(self) -> str:
+        return (
+            f"{listed(self.names)} changed in an attempt that was undone, and could not be restored"
+            f" ({self.promise})"
+        )
 
 
 class OnednnSwitchedOff(EventData):
@@ -439,23 +687,43 @@ class OnednnSwitchedOff(EventData):
 
     promise: Promise = "equal up to rounding"
 
+    def __str__(self) -> str:
+        return f"oneDNN ran out of memory and is switched off from now on ({self.promise})"
 
-# --- values
-# ------------------------------------------------------------------------
+
+# --- values ---------------------------------------------------------------------------------------
 
 
 class NonfiniteOrigin(EventData):
-    """Where NaN or Inf came from, as `numerics.provenance.Origin` says it, and the samples that
-    cause it.
+    """Where NaN or Inf came from, with the facts of `numerics.provenance.Origin`, and the samples
+    that cause it.
     """
 
     origin: Mapping[str, Any]
     bad_samples: tuple[int, ...]
     dataset_indices: tuple[int, ...] | None
 
+    def __str__(self) -> str:
+        text = f"NaN or Inf came from {self._place()}: {self.origin['mechanism']}"
+        if self.bad_samples:
+            text += f"; caused by {_samples(self.bad_samples, self.dataset_indices)}"
+        return text
+
+    def _place(self) -> str:
+        """Return the operation with its module and line, or the name of the bad tensor."""
+        place = str(self.origin["op"])
+        if self.origin.get("module"):
+            place += f" in {self.origin['module']}"
+        if self.origin.get("line"):
+            place += f" ({self.origin['line']})"
+        return f"{place}, {self.origin['phase']} pass"
+
 
 class NonfiniteNotTraced(_Why):
     """The replay of a step did not show where NaN or Inf came from."""
+
+    def __str__(self) -> str:
+        return f"the origin of NaN or Inf was not found: {self.why}"
 
 
 class SamplesDropped(EventData):
@@ -466,9 +734,16 @@ class SamplesDropped(EventData):
     epoch: int | None = None
     batch: int | None = None
 
+    def __str__(self) -> str:
+        batch = _of_batch(self.epoch, self.batch)
+        return f"step made without the bad samples{batch}: {self.reason} ({self.promise})"
+
 
 class MicroBatchDropped(EventData):
-    """A step was made without micro-batches whose loss was not finite: ranges of the batch."""
+    """A step was made without micro-batches whose loss was not finite.
+
+    `samples` are their ranges within the batch.
+    """
 
     samples: tuple[tuple[int, int], ...]
     dataset_indices: tuple[int, ...] | None
@@ -476,33 +751,56 @@ class MicroBatchDropped(EventData):
     epoch: int | None = None
     batch: int | None = None
 
+    def __str__(self) -> str:
+        ranges = listed(f"{first} to {end - 1}" for first, end in self.samples)
+        text = f"step made without samples {ranges}{_of_batch(self.epoch, self.batch)}"
+        if self.dataset_indices:
+            text += f" (dataset indices {listed(self.dataset_indices)})"
+        return f"{text}: the loss of their micro-batches was not finite ({self.promise})"
+
 
 class Spike(EventData):
-    """Loss and gradient norm stand out, and the step was made."""
+    """Loss and gradient norm are far from what is usual, and the step was made all the same."""
 
     loss: float
     grad_norm: float
     usual_norm: float | None
     level: str
 
+    def __str__(self) -> str:
+        what = "spike"
+        if self.level == "DIVERGED":
+            what = "the loss has diverged"
+        text = f"{what}: loss {number(self.loss)}, gradient norm {number(self.grad_norm)}"
+        if self.usual_norm is not None:
+            text += f" (usually {number(self.usual_norm)})"
+        return f"{text}; the step was made"
+
 
 class NormOverflowed(EventData):
-    """The norm of a finite gradient is larger than float32 holds; it was taken in float64."""
+    """The norm of a finite gradient exceeds the range of float32, so it was computed in float64."""
 
     total: float
 
+    def __str__(self) -> str:
+        return f"gradient norm {self.total:.4g} exceeds float32; it was computed in float64"
+
 
 class LossScaleLowered(EventData):
-    """A step was skipped and the loss scale of fp16 lowered, as it does when it looks for its
-    place.
-    """
+    """A step was skipped and the fp16 loss scale lowered, as happens while the scale is found."""
 
     loss_scale: float
     reason: str
 
+    def __str__(self) -> str:
+        return f"batch skipped and fp16 loss scale lowered to {self.loss_scale:g}: {self.reason}"
+
 
 class LossScaleCollapsed(LossScaleLowered):
-    """The loss scale of fp16 has fallen below 1: gradients are not finite whatever it is."""
+    """The fp16 loss scale has fallen below 1: the gradients are not finite at any scale."""
+
+    def __str__(self) -> str:
+        return f"fp16 loss scale collapsed to {self.loss_scale:g}: {self.reason}"
 
 
 class RolledBack(EventData):
@@ -511,25 +809,36 @@ class RolledBack(EventData):
     from_step: int
     to_step: int
 
+    def __str__(self) -> str:
+        return f"rolled back from step {self.from_step} to step {self.to_step}"
+
 
 class RollbackFailed(_Failure):
-    """The state could not be put back."""
+    """The state could not be restored."""
+
+    def __str__(self) -> str:
+        return f"rollback failed: {self.error}"
 
 
 class SnapshotFailed(_Failure):
     """The state could not be copied to host memory."""
 
+    def __str__(self) -> str:
+        return f"snapshot failed: {self.error}"
+
 
 class SnapshotsDoNotFit(EventData):
     """No copies of the state are kept in host memory: a rollback returns to a checkpoint."""
 
+    def __str__(self) -> str:
+        return "snapshots do not fit into host memory; a rollback returns to a checkpoint"
 
-# --- why it does not learn
-# ------------------------------------------------------------------------
+
+# --- why it does not learn ------------------------------------------------------------------------
 
 
 class Finding(EventData):
-    """A rule of the diagnosis speaks; `about` says whether it names a cause or a symptom."""
+    """A rule of the diagnosis applies; `about` says whether it names a cause or a symptom."""
 
     rule: str
     severity: str
@@ -539,17 +848,31 @@ class Finding(EventData):
     confidence: float | None = None
     where: str = ""
 
+    def __str__(self) -> str:
+        place = self.rule
+        if self.where:
+            place = f"{self.where}, {self.rule}"
+        text = f"{self.what.removesuffix('.')} ({place})"
+        if self.fix:
+            text += f". Fix: {self.fix}"
+        return text
+
 
 class Note(Finding):
-    """A rule speaks of what is worth knowing and often intended."""
+    """A rule reports what is worth knowing and often intended."""
 
 
 class DiagnosisLimited(_Why):
     """The diagnosis sees less than it could."""
 
+    def __str__(self) -> str:
+        return f"diagnosis limited: {self.why}"
+
 
 class Aligned(EventData):
-    """How the attention of a speech synthesiser lies: see `learning.alignment.alignment_facts`."""
+    """How well the attention of a speech synthesiser is aligned, with the facts of
+    `learning.alignment.alignment_facts`.
+    """
 
     diagonality: float
     sharpness: float
@@ -558,13 +881,20 @@ class Aligned(EventData):
     share_at_max_decoder: float
     utterances: int
 
+    def __str__(self) -> str:
+        return (
+            f"attention of {counted(self.utterances, 'utterance')}: diagonality"
+            f" {number(self.diagonality)}, sharpness {number(self.sharpness)}, entropy"
+            f" {number(self.entropy)}, {percent(self.monotonic_share)} monotonic,"
+            f" {percent(self.share_at_max_decoder)} at the decoder's limit"
+        )
 
-# --- the loader
-# ------------------------------------------------------------------------
+
+# --- the loader -----------------------------------------------------------------------------------
 
 
 class LoaderHealed(EventData):
-    """Workers were lost or stuck, and new ones go on where the last batch was handed out."""
+    """Workers were lost or stuck, and new ones continue after the last batch that was delivered."""
 
     cause: str
     remedy: str
@@ -573,11 +903,20 @@ class LoaderHealed(EventData):
     workers: int
     seconds: float
 
+    def __str__(self) -> str:
+        cause = self.cause
+        if self.sample is not None:
+            cause += f" at sample {self.sample}"
+        workers = counted(self.workers, "worker")
+        if self.workers != self.workers_before:
+            workers += f" instead of {self.workers_before}"
+        return f"loader recovered in {duration(self.seconds)}: {cause}; {self.remedy} ({workers})"
+
 
 class SampleQuarantined(_Why):
     """A sample is replaced by another one from now on.
 
-    How many are, and why that could not be written.
+    `quarantined` is how many samples are, and `not_written` is why the list could not be written.
     """
 
     sample: int | str
@@ -585,16 +924,31 @@ class SampleQuarantined(_Why):
     quarantined: int
     not_written: str | None = None
 
+    def __str__(self) -> str:
+        text = (
+            f"sample {self.sample} quarantined: {self.why} ({self.evidence});"
+            f" {counted(self.quarantined, 'sample')} in quarantine"
+        )
+        if self.not_written is not None:
+            text += f"; the list could not be written: {self.not_written}"
+        return text
+
 
 class QuarantineFull(_Failure):
-    """One more sample would be too many."""
+    """One more sample would exceed the limit of the quarantine."""
+
+    def __str__(self) -> str:
+        return f"quarantine is full: {self.error}"
 
 
 class DescriptorLimitRaised(_Why):
-    """This process may open more files from now on, also after the loader is gone."""
+    """This process may open more files from now on, even after the loader is gone."""
 
     before: int
     now: int
+
+    def __str__(self) -> str:
+        return f"limit of open files raised from {self.before:,} to {self.now:,}: {self.why}"
 
 
 class StreamReadOver(_Why):
@@ -602,15 +956,24 @@ class StreamReadOver(_Why):
 
     items: int
 
+    def __str__(self) -> str:
+        return f"reading {counted(self.items, 'item')} of the stream again: {self.why}"
+
 
 class RanksNotDivided(_Why):
     """Each rank gets all samples."""
 
+    def __str__(self) -> str:
+        return f"each rank gets all samples: {self.why}"
+
 
 class NothingLeft(_Why):
-    """An iteration without batches: the position that was loaded is the end of its epoch."""
+    """An iteration had no batches, because the loaded position is the end of its epoch."""
 
     epoch: int
+
+    def __str__(self) -> str:
+        return f"no batches left in epoch {self.epoch}: {self.why}"
 
 
 class EpochSetBack(_Why):
@@ -619,9 +982,15 @@ class EpochSetBack(_Why):
     before: int
     now: int
 
+    def __str__(self) -> str:
+        return f"epoch set back from {self.before} to {self.now} by the loop: {self.why}"
+
 
 class Preflight(EventData):
-    """Loading will probably fail or be slow; it is certain if a single batch is too much."""
+    """Loading will probably fail or be slow.
+
+    It is `certain` to fail if a single batch is too large.
+    """
 
     rule: str
     what: str
@@ -629,20 +998,69 @@ class Preflight(EventData):
     fix: str
     certain: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.what}; {self.limit} ({self.rule}). Fix: {self.fix}"
 
-# --- frameworks
-# ------------------------------------------------------------------------
+
+# --- frameworks -----------------------------------------------------------------------------------
 
 
 class OwnSteps(_Why):
-    """A module of Lightning optimizes by itself, past the guard."""
+    """A Lightning module optimizes by itself, without the guard."""
+
+    def __str__(self) -> str:
+        return f"steps are not guarded: {self.why}"
 
 
 class OwnFitBatch(_Why):
-    """A Brain of SpeechBrain has a `fit_batch` of its own, which is not guarded."""
+    """A SpeechBrain Brain has its own `fit_batch`, which is not guarded."""
+
+    def __str__(self) -> str:
+        return f"the Brain has its own fit_batch: {self.why}"
 
 
 class ItemsIgnored(_Why):
     """The model ignores `num_items_in_batch`."""
 
     model: str
+
+    def __str__(self) -> str:
+        return f"{self.model} ignores num_items_in_batch: {self.why}"
+
+
+# --- parts of sentences ---------------------------------------------------------------------------
+
+
+def _sentence(clause: str) -> str:
+    """Return a clause with a capital letter."""
+    return clause[:1].upper() + clause[1:]
+
+
+def _checkpoint(name: str | None) -> str:
+    if name is None:
+        return "checkpoint"
+    return f"checkpoint {name}"
+
+
+def _kept_as(name: str | None) -> str:
+    if name is None:
+        return ""
+    return f"; kept as {name}"
+
+
+def _how_to_allow(hazard: str) -> str:
+    return f"to split anyway, add {hazard!r} to Policy.allow_split_with"
+
+
+def _of_batch(epoch: int | None, batch: int | None) -> str:
+    if batch is None:
+        return ""
+    return f" of {name_of_batch(epoch, batch)}"
+
+
+def _samples(rows: tuple[int, ...], dataset_indices: tuple[int, ...] | None) -> str:
+    """Return samples of a batch, by their places in it and in the dataset."""
+    text = f"samples {listed(rows)} of the batch"
+    if dataset_indices:
+        text += f" (dataset indices {listed(dataset_indices)})"
+    return text

@@ -1,6 +1,7 @@
-"""What each policy field may be.
+"""What each policy field may be: types that pydantic checks.
 
-Types that pydantic checks, each with the rest of the sentence "it must be".
+The last text in the metadata of a type says what is allowed, as the rest of the sentence "it must
+be ...". Where values come from is in ``sources``.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ import contextlib
 import functools
 import math
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from holdfast.core.errors import PolicyError, nearest
-from holdfast.core.policy.sources import Sourced, named
+from holdfast.core.policy.sources import SourcedValue, describe_sources
 from holdfast.core.secrets import without_secrets
 from holdfast.core.text import sanitise
+
+
+def _some_of(choices: Any) -> str:
+    """Return what is allowed of a list of some of these choices."""
+    return f"a list of some of {', '.join(map(repr, get_args(choices)))}"
+
 
 SplitHazard = Literal["batch_norm", "buffers", "coupled_loss"]
 ClipBy = Literal["global", "optimizer", "group"]
@@ -26,11 +34,13 @@ Objective = Literal["minimize", "adversarial", "reinforcement"]
 SchedulerInterval = Literal["step", "epoch"]
 StopSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGQUIT"]
 
-_BELOW = Lt(2**53)  # what is counted is put into records, and into floats
+# Counts are written into records and converted to floats, which hold whole numbers up to 2**53.
+_BELOW = Lt(2**53)
 _WHOLE = "a whole number >= 1 and below 2**53"
 _Rule = Annotated[str, Predicate(re.compile(r"H8[0-9]{2}").fullmatch)]
 _Count = Annotated[int, Ge(1), _BELOW]
-# As a limit zero would freeze training, and a negative one climb the gradient (pytorch#31367).
+# As a limit of the gradient norm, zero would stop training, and a negative number would climb the
+# gradient (pytorch#31367).
 _Positive = Annotated[float, Gt(0), Lt(math.inf)]
 _Texts = tuple[Annotated[str, MinLen(1)], ...]
 
@@ -47,50 +57,87 @@ Share = Annotated[float, Gt(0), Lt(1), "a number above 0 and below 1"]
 Texts = Annotated[_Texts, "a list of texts"]
 Rules = Annotated[tuple[_Rule, ...], "a list of rules like H808"]
 FlagOrTexts = Annotated[bool | Annotated[_Texts, MinLen(1)], "true, false, or names of modules"]
-Hazards = Annotated[
-    tuple[SplitHazard, ...], f"a list of some of {', '.join(map(repr, get_args(SplitHazard)))}"
-]
-StopSignals = Annotated[
-    tuple[StopSignal, ...], f"a list of some of {', '.join(map(repr, get_args(StopSignal)))}"
-]
+Hazards = Annotated[tuple[SplitHazard, ...], _some_of(SplitHazard)]
+StopSignals = Annotated[tuple[StopSignal, ...], _some_of(StopSignal)]
 ExitCodeOrNone = Annotated[
     Annotated[int, Ge(0), Le(255)] | None, "a whole number from 0 to 255, or None"
 ]
 StepEpochOrNone = Annotated[SchedulerInterval | None, "'step', 'epoch' or None"]
 
-
-@functools.cache
-def _checker(kind: Any) -> tuple[Any, str]:
-    """Return what checks the values of a type, and what is allowed in words."""
-    from pydantic import TypeAdapter  # here: it takes 0.1 s, and a policy of defaults needs none
-
-    said = [each for each in getattr(kind, "__metadata__", ()) if isinstance(each, str)]
-    return TypeAdapter(kind), said[0] if said else f"one of {', '.join(map(repr, get_args(kind)))}"
+# Longer values are cut in error messages.
+_MAX_SHOWN_CHARACTERS = 400
 
 
-def check(name: str, kind: Any, given: Any) -> Any:
-    """Return the value of a field: an argument as it is, a list as a tuple.
+def check(name: str, kind: Any, value: Any) -> Any:
+    """Return the checked value of a field.
 
-    What the text of a `Sourced` means.
+    Args:
+        name: The field.
+        kind: What it may be: one of the types above.
+        value: An argument, which must be of the type itself (a list counts as a tuple), or a
+            `SourcedValue`, whose text is converted.
 
     Raises:
         PolicyError: H102, naming the field, its value, where that came from, and what is allowed.
     """
-    checker, allowed = _checker(kind)
-    argument = not isinstance(given, Sourced)
-    for each in (
-        (tuple(given) if isinstance(given, list) else given,) if argument else given.readings()
-    ):
+    is_argument = not isinstance(value, SourcedValue)
+    for reading in _readings(value):
         with contextlib.suppress(ValueError):
-            return checker.validate_python(each, strict=argument)
-    value = given if argument else given.value
-    shown = value if isinstance(value, str) and not argument else repr(value)
-    shown = sanitise(*without_secrets([shown]), most=400)
-    what = f"{name}={shown}{named(given)}"
-    known = re.findall(r"['\"](\w+)['\"]", allowed)
-    meant = (nearest(word, known) for word in re.findall(r"[\w-]+", shown) if word not in known)
-    fix = next(
-        (f"did you mean {near!r}?" for near in meant if near),
-        "give such a value, or leave it out for the default.",
+            return _type_adapter(kind).validate_python(reading, strict=is_argument)
+    raise _wrong_value(name, value, _allowed(kind))
+
+
+def _readings(value: Any) -> Iterable[Any]:
+    """Return what a given value can mean, in the order in which to try."""
+    if isinstance(value, SourcedValue):
+        return value.readings()
+    if isinstance(value, list):
+        return (tuple(value),)
+    return (value,)
+
+
+@functools.cache
+def _type_adapter(kind: Any) -> Any:
+    # Imported here, because it takes 0.1 s, and a policy of defaults needs no checks.
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _allowed(kind: Any) -> str:
+    """Return what values a type allows, for "it must be ..."."""
+    for metadata in getattr(kind, "__metadata__", ()):
+        if isinstance(metadata, str):
+            return metadata
+    return f"one of {', '.join(map(repr, get_args(kind)))}"
+
+
+def _wrong_value(name: str, value: Any, allowed: str) -> PolicyError:
+    shown = _shown(value)
+    return PolicyError(
+        f"{name}={shown}{describe_sources(value)}",
+        limit=f"it must be {allowed}",
+        fix=_fix_of_wrong_value(shown, allowed),
+        rule="H102",
     )
-    raise PolicyError(what, limit=f"it must be {allowed}", fix=fix, rule="H102")
+
+
+def _shown(value: Any) -> str:
+    """Return a value as its source has it: text as it is, other values as Python writes them."""
+    is_argument = not isinstance(value, SourcedValue)
+    raw_value = value if is_argument else value.value
+    text = raw_value if isinstance(raw_value, str) and not is_argument else repr(raw_value)
+    (text,) = without_secrets([text])
+    return sanitise(text, most=_MAX_SHOWN_CHARACTERS)
+
+
+def _fix_of_wrong_value(shown: str, allowed: str) -> str:
+    """Propose the allowed word that is most similar to one of the value, if there is any."""
+    allowed_words = re.findall(r"['\"](\w+)['\"]", allowed)
+    for word in re.findall(r"[\w-]+", shown):
+        if word in allowed_words:
+            continue
+        meant = nearest(word, allowed_words)
+        if meant is not None:
+            return f"did you mean {meant!r}?"
+    return "pass such a value, or omit it for the default."

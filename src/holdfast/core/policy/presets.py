@@ -1,7 +1,7 @@
-"""Presets: what published recipes of a domain set, each figure with the recipe that it comes from.
+"""Presets: what published recipes of a domain set, each value with the recipe that it comes from.
 
-A preset is the weakest layer above the defaults; anything that you give yourself wins over it. Only
-what a recipe decides is in here. What a field means is said in ``policy``.
+A preset is the weakest layer above the defaults: anything that you set yourself overrides it. It
+contains only what a recipe decides. What a field means is documented in ``policy``.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast.core.errors import PolicyError, did_you_mean
 
 
-class Setting(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Setting:
     """A value of a policy field, and the recipe, program or paper where it was published."""
 
     value: Any
     source: str
 
 
-class Preset(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Preset:
     """The settings of a domain, by field.
 
-    A value may equal the default, since the recipes chose it too.
+    A value may equal the default, because the recipes chose it too.
     """
 
     name: str
@@ -39,27 +42,41 @@ class Preset(NamedTuple):
 
 @functools.cache
 def presets() -> Mapping[str, Preset]:
-    """Return all presets by name, from ``presets.json``: ``name: [about, {field.
+    """Return all presets by name.
 
-    [value, source]}]``.
+    They are read from ``presets.json``, which maps each name to [about, {field: [value, source]}].
     """
-    found = json.loads(
-        resources.files(__package__).joinpath("presets.json").read_text(encoding="utf-8")
+    file = resources.files(__package__).joinpath("presets.json")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return {name: _preset(name, about, settings) for name, (about, settings) in content.items()}
+
+
+def _preset(name: str, about: str, settings: Mapping[str, tuple[Any, str]]) -> Preset:
+    return Preset(
+        name=name,
+        about=about,
+        settings={
+            field: Setting(value=value, source=source)
+            for field, (value, source) in settings.items()
+        },
     )
-    return {
-        name: Preset(name, about, {field: Setting(*each) for field, each in settings.items()})
-        for name, (about, settings) in found.items()
-    }
 
 
 def find_preset(name: object, source: str = "") -> Preset:
-    """Return a preset by its name; H110 names the nearest one, and the source of the name."""
-    found = presets().get(name) if isinstance(name, str) else None
-    if found is None:
-        raise PolicyError(
-            f"{name!r}{source} is not a preset",
-            limit=f"the presets are {', '.join(presets())}",
-            fix=did_you_mean(name, presets(), otherwise="take one of these."),
-            rule="H110",
-        )
-    return found
+    """Return a preset by its name.
+
+    Args:
+        name: The name; anything that is not the name of a preset is an error.
+        source: Where the name came from, for the error.
+
+    Raises:
+        PolicyError: H110, naming the most similar preset.
+    """
+    if isinstance(name, str) and name in presets():
+        return presets()[name]
+    raise PolicyError(
+        f"{name!r}{source} is not a preset",
+        limit=f"the presets are {', '.join(presets())}",
+        fix=did_you_mean(name, presets(), otherwise="use one of these."),
+        rule="H110",
+    )

@@ -1,9 +1,7 @@
-"""Where the values of a policy come from.
+"""Where the values of a policy come from: YAML files, ``HOLDFAST_*`` variables and options.
 
-YAML files, ``HOLDFAST_*`` variables, options of a command line.
-
-All three give texts by field name, each with its source. What a text means is decided in ``kinds``
-by the type of the field, alike for all of them; which source wins is decided in ``policy``.
+All three give texts by field, each with its source. What a text means is decided in ``kinds`` by
+the type of the field, in the same way for all sources; which source wins is decided in ``policy``.
 """
 
 from __future__ import annotations
@@ -14,96 +12,127 @@ import functools
 import itertools
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.files import read_file
 from holdfast.core.policy.presets import presets
 
+if TYPE_CHECKING:
+    import yaml
+
 PREFIX = "HOLDFAST_"
-PRESET = "preset"  # a key beside the fields: the name of the values that lie below all others
-_MOST_BYTES, _DEEPEST, _LONGEST = 64 << 10, 8, 400
+# A key beside the fields: the name of the preset, whose values all others override.
+PRESET = "preset"
+
+# More than any policy file needs.
+_MAX_FILE_BYTES = 64 << 10
+_MAX_DEPTH = 8
+# Longer messages of the YAML parser are cut.
+_MAX_MESSAGE_CHARACTERS = 400
+# What may surround a text: white space and quotes.
 _AROUND = " \t\n'\""
-_NONE = ("", "~", "null", "none")
-# Of the options' names in a namespace, which they share with the program's own
-_OPTION = "holdfast_"
+# Texts that mean None, in lower case.
+_NONE_TEXTS = ("", "~", "null", "none")
+# The names of our options in a namespace, which they share with the program's own options.
+_OPTION_PREFIX = "holdfast_"
 
 
-class Sourced(NamedTuple):
-    """A value that is no argument: a text, a list of texts, or what a preset says.
+@dataclass(frozen=True, slots=True)
+class SourcedValue:
+    """A value that is not an argument, and where it came from.
 
-    And where it stands.
+    Args:
+        value: A text or a list of texts from a file, a variable or an option; or any value of a
+            preset.
+        source: Such as ``"policy.yaml, line 2"``.
     """
 
     value: Any
     source: str
 
     def readings(self) -> tuple[Any, ...]:
-        """Return what the value can mean, to be tried in this order.
+        """Return what the value can mean, in the order in which to try.
 
-        Itself or None, or the parts between commas.
-
-        Brackets around the parts, and quotes, are as in YAML, and need not be.
+        A text is either itself (or None), or a list of the parts between its commas. As in YAML,
+        there may be brackets around a list and quotes around a part.
         """
         if not isinstance(self.value, str):
             return (self.value,)
-        whole = self.value.strip(_AROUND)
-        inner = whole[1:-1] if whole.startswith("[") and whole.endswith("]") else whole
-        parts = [each.strip(_AROUND) for each in inner.split(",")]
-        return None if whole.lower() in _NONE else whole, [
-            each for each in parts if each.lower() not in _NONE
-        ]
+        text = self.value.strip(_AROUND)
+        inner = text
+        if text.startswith("[") and text.endswith("]"):
+            inner = text[1:-1]
+        parts = [part.strip(_AROUND) for part in inner.split(",")]
+        parts = [part for part in parts if not _is_none(part)]
+        return (None if _is_none(text) else text, parts)
 
 
-def named(*given: Any) -> str:
+def _is_none(text: str) -> bool:
+    return text.lower() in _NONE_TEXTS
+
+
+def describe_sources(*values: Any) -> str:
     """Return in brackets where values came from, for the end of what an error says of them."""
-    sources = dict.fromkeys(
-        each.source if isinstance(each, Sourced) else "argument" for each in given
-    )
-    return f" ({' and '.join(sources)})"
+    sources = [value.source if isinstance(value, SourcedValue) else "argument" for value in values]
+    return f" ({' and '.join(dict.fromkeys(sources))})"
 
 
-def check_keys(given: Mapping[str, Any], fields: Iterable[str]) -> None:
-    """Check that every key is a policy field, or ``"preset"``; H101 names the nearest field."""
-    known = [*fields, PRESET]
-    for key, value in given.items():
-        if key not in known:
-            others = "`python -c 'import holdfast; help(holdfast.Policy)'` lists them."
-            otherwise = "pass a file as Guard(policy=FILE)." if key == "policy" else others
+def check_keys(values: Mapping[str, Any], fields: Iterable[str]) -> None:
+    """Check that every key is a policy field, or ``"preset"``.
+
+    Raises:
+        PolicyError: H101, naming the most similar field.
+    """
+    known_keys = [*fields, PRESET]
+    for key, value in values.items():
+        if key not in known_keys:
             raise PolicyError(
-                f"{key!r:.100}{named(value)} is not a policy field",
-                limit=f"holdfast.Policy has {len(known) - 1} of them, and there is {PRESET}",
-                fix=did_you_mean(key, known, otherwise=otherwise),
+                f"{key!r:.100}{describe_sources(value)} is not a policy field",
+                limit=f"holdfast.Policy has {len(known_keys) - 1} fields, and there is {PRESET!r}",
+                fix=_fix_of_unknown_key(key, known_keys),
                 rule="H101",
             )
 
 
-# --- YAML and variables
-# ------------------------------------------------------------------------
+def _fix_of_unknown_key(key: str, known_keys: list[str]) -> str:
+    otherwise = "`python -c 'import holdfast; help(holdfast.Policy)'` lists them."
+    if key == "policy":
+        otherwise = "pass a file as Guard(policy=FILE)."
+    return did_you_mean(key, known_keys, otherwise=otherwise)
 
 
-def from_environment() -> dict[str, Sourced]:
-    """Return the texts of the ``HOLDFAST_*`` variables."""
+# --- YAML and variables ---------------------------------------------------------------------------
+
+
+def from_environment() -> dict[str, SourcedValue]:
+    """Return the texts of the ``HOLDFAST_*`` variables. An empty variable counts as unset."""
     return {
-        variable.removeprefix(PREFIX).lower(): Sourced(text, f"environment variable {variable}")
+        variable.removeprefix(PREFIX).lower(): SourcedValue(
+            text, f"environment variable {variable}"
+        )
         for variable, text in os.environ.items()
-        if variable.startswith(PREFIX) and text.strip()  # an empty one is one that is not set
+        if variable.startswith(PREFIX) and text.strip()
     }
 
 
-def from_yaml(path: Path) -> dict[str, Sourced]:
+def from_yaml(path: Path) -> dict[str, SourcedValue]:
     """Return the texts of a YAML file by key, with their lines.
 
-    H103 for a file that is no YAML mapping.
+    Raises:
+        PolicyError: H103, if the file cannot be read or is not a YAML mapping.
     """
-    import yaml  # here, so that a process without such a file never loads it
+    # Imported here, so that a process without such a file never loads it.
+    import yaml
 
     try:
-        return _texts(read_file(Path(os.path.realpath(path)), _MOST_BYTES).decode(), path)
+        text = read_file(Path(os.path.realpath(path)), _MAX_FILE_BYTES).decode()
+        return _read_mapping(text, path)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise PolicyError(
-            f"policy file {path} cannot be read ({str(error)[:_LONGEST]})",
+            f"policy file {path} cannot be read ({str(error)[:_MAX_MESSAGE_CHARACTERS]})",
             limit="a YAML mapping of field names to values is needed, each name once",
             fix=(
                 "check the path, and write one `field: value` per line, for instance"
@@ -113,62 +142,104 @@ def from_yaml(path: Path) -> dict[str, Sourced]:
         ) from error
 
 
-def _texts(text: str, path: Path) -> dict[str, Sourced]:
+def _read_mapping(text: str, path: Path) -> dict[str, SourcedValue]:
     """Return what a YAML mapping says, each scalar as its text.
 
-    ValueError for more than a policy needs.
+    Raises:
+        ValueError: If it is not a mapping, has a key twice, or has more than a policy needs.
+    """
+    import yaml
 
-    An alias within aliases makes gigabytes of a few lines, what is nested deeply takes seconds, and
-    a tag asks for a type of its own.
+    _check_is_simple(text)
+    # The base loader makes nothing but texts, lists and dicts.
+    loader = yaml.BaseLoader(text)
+    root = loader.get_single_node()
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError("it is not a mapping")  # noqa: TRY004 - the content of the file is wrong
+    # This refuses keys that are no texts.
+    values = loader.construct_document(root)
+    lines = _lines_of_keys(root)
+    return {key: SourcedValue(values[key], f"{path}, line {line}") for key, line in lines.items()}
+
+
+def _check_is_simple(text: str) -> None:
+    """Refuse YAML that is dangerous to load.
+
+    An alias within aliases makes gigabytes from a few lines, deep nesting takes seconds, and a tag
+    asks for a type of its own.
+
+    Raises:
+        ValueError: If the text has any of these.
     """
     import yaml
 
     depth = 0
     for event in yaml.parse(text, yaml.BaseLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
-        )
-        if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST or getattr(event, "tag", None):
-            raise ValueError(f"it has an alias or a tag, or is nested more than {_DEEPEST} deep")
-    loader = yaml.BaseLoader(text)  # which makes nothing but texts, lists and dicts
-    root = loader.get_single_node()
-    if root is None:
-        return {}
-    if not isinstance(root, yaml.MappingNode):
-        raise ValueError("it is no mapping")  # noqa: TRY004 - of the file
-    found = loader.construct_document(root)
-    marks = [(key.value, key.start_mark) for key, _ in root.value]
-    first = dict(reversed(marks))
-    for key, mark in marks:
-        if mark is not first[key]:
-            raise ValueError(
-                f"line {mark.line + 1}: {key!r} stands in line {first[key].line + 1} already"
-            )
-    return {key: Sourced(found[key], f"{path}, line {mark.line + 1}") for key, mark in marks}
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        is_tagged = bool(getattr(event, "tag", None))
+        if isinstance(event, yaml.AliasEvent) or depth > _MAX_DEPTH or is_tagged:
+            raise ValueError(f"it has an alias or a tag, or is nested more than {_MAX_DEPTH} deep")
 
 
-# --- the command line
-# ------------------------------------------------------------------------
+def _lines_of_keys(root: yaml.MappingNode) -> dict[str, int]:
+    """Return the line of each key.
+
+    Raises:
+        ValueError: If a key occurs twice.
+    """
+    lines: dict[str, int] = {}
+    for key_node, _ in root.value:
+        key = key_node.value
+        line = key_node.start_mark.line + 1
+        if key in lines:
+            raise ValueError(f"line {line}: {key!r} is already set in line {lines[key]}")
+        lines[key] = line
+    return lines
+
+
+# --- the command line -----------------------------------------------------------------------------
 
 
 @functools.cache
 def meanings_of(file: Path, name: str) -> dict[str, str]:
-    """Return the text under each field of a class, by field, so that help and source cannot
-    disagree.
+    """Return the text under each field of a class, by field.
 
-    A module that has no source any more gives no texts.
+    Help and documentation are made from these texts, so they cannot disagree with the source. If
+    the source of the module is not installed, there are no texts.
     """
     try:
-        body = ast.parse(file.read_text(encoding="utf-8")).body
+        module = ast.parse(file.read_text(encoding="utf-8"))
     except OSError:
         return {}
-    (found,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
-    return {
-        field.target.id: str(text.value.value)
-        for field, text in itertools.pairwise(found.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
+    (class_node,) = [
+        node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    meanings = {}
+    for statement, next_statement in itertools.pairwise(class_node.body):
+        field = _field_name(statement)
+        text = _text(next_statement)
+        if field is not None and text is not None:
+            meanings[field] = text
+    return meanings
+
+
+def _field_name(statement: ast.stmt) -> str | None:
+    """Return the name of the field that a statement of a class declares, if it declares one."""
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return statement.target.id
+    return None
+
+
+def _text(statement: ast.stmt) -> str | None:
+    """Return the text that a statement consists of, as a docstring does."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return str(statement.value.value)
+    return None
 
 
 def add_options(
@@ -176,34 +247,54 @@ def add_options(
 ) -> None:
     """Add ``--preset``, ``--policy`` and one option for each field to a program's parser.
 
-    Defaults, by field, are shown in the help beside their meanings, and put nothing into the
-    namespace.
+    Args:
+        parser: The parser. An option that is not given puts nothing into its namespace.
+        defaults: The default of each field, which is shown in the help.
+        meanings: The meaning of each field, as `meanings_of` returns it.
     """
     group = parser.add_argument_group(
         "holdfast", "values are as in YAML: 1.0, true, none, auto; lists: a,b"
     )
-    add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
-    add(
+    add_option = functools.partial(group.add_argument, default=argparse.SUPPRESS)
+    add_option(
         "--preset",
-        dest=_OPTION + PRESET,
+        dest=_OPTION_PREFIX + PRESET,
         metavar="NAME",
         help=f"settings of a domain: {', '.join(presets())}",
     )
-    add("--policy", dest=_OPTION + "policy", metavar="FILE", help="YAML file of fields and values")
+    add_option(
+        "--policy",
+        dest=_OPTION_PREFIX + "policy",
+        metavar="FILE",
+        help="YAML file of fields and values",
+    )
     for field, default in defaults.items():
-        meaning = " ".join(meanings.get(field, "").replace("`", "").split())
-        shown = f"{meaning} (default: {default!r})".replace("%", "%%").strip()
-        add("--" + field.replace("_", "-"), dest=_OPTION + field, metavar="VALUE", help=shown)
+        add_option(
+            _option(field),
+            dest=_OPTION_PREFIX + field,
+            metavar="VALUE",
+            help=_help(meanings.get(field, ""), default),
+        )
+
+
+def _option(field: str) -> str:
+    """Return ``"--max-grad-norm"`` for ``"max_grad_norm"``."""
+    return "--" + field.replace("_", "-")
+
+
+def _help(meaning: str, default: Any) -> str:
+    text = " ".join(meaning.replace("`", "").split())
+    # argparse formats help texts with %.
+    return f"{text} (default: {default!r})".replace("%", "%%").strip()
 
 
 def from_options(
     namespace: argparse.Namespace, fields: Iterable[str]
-) -> tuple[str | None, dict[str, Sourced]]:
-    """Return the path given by ``--policy``, and the texts of the options."""
-    given = {key: getattr(namespace, _OPTION + key, None) for key in (PRESET, *fields)}
-    found = {
-        key: Sourced(text, f"option --{key.replace('_', '-')}")
-        for key, text in given.items()
-        if text is not None
-    }
-    return getattr(namespace, _OPTION + "policy", None), found
+) -> tuple[str | None, dict[str, SourcedValue]]:
+    """Return the path given by ``--policy``, and the texts of the options that were given."""
+    values = {}
+    for field in (PRESET, *fields):
+        text = getattr(namespace, _OPTION_PREFIX + field, None)
+        if text is not None:
+            values[field] = SourcedValue(text, f"option {_option(field)}")
+    return getattr(namespace, _OPTION_PREFIX + "policy", None), values

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _pytree as pytree
 
-from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
+from holdfast.core.forked import NoAnswer, run_in_forked_copy
 from holdfast.guard.splitting.draws import Draws, NotRepeatableError
 from holdfast.guard.splitting.loss_functions import Called, CalledInsideError, find_side_effects
 from holdfast.guard.splitting.selection import MASK, SelectionFinder
@@ -844,7 +844,7 @@ def in_a_copy(run: Callable[[], Verdict]) -> Verdict:
 
 def _asked(run: Callable[[], Verdict]) -> Verdict:
     try:
-        return Verdict.from_json(in_a_copy_of_this_process(lambda: asdict(run())))
+        return Verdict.from_json(run_in_forked_copy(lambda: asdict(run())))
     except NoAnswer as error:
         return Verdict(
             outcome="unknown", why=str(error), short_of_memory=error.died, not_made=error.not_made

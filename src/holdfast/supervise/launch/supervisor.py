@@ -283,7 +283,7 @@ class Supervisor:
             self.emit(
                 process_events.NotWritten(file=VERDICT_FILE, error=error.strerror or str(error))
             )
-        self.emit(process_events.Verdict(attempt=self._number, verdict=verdict.as_json()))
+        self.emit(process_events.VerdictReached(attempt=self._number, verdict=verdict.as_json()))
         return verdict
 
     def _decide(self, end: End, verdict: Verdict) -> Again | Stop:

@@ -247,7 +247,7 @@ class Observer:
     def _on_guard(self, path: Path) -> None:
         from holdfast.core.events import process_events
 
-        self.emit(process_events.Guard(path=str(path)))
+        self.emit(process_events.GuardOpened(path=str(path)))
 
     def _on_environments(self, package: Any) -> None:
         from holdfast.core.events import process_events

@@ -1,0 +1,105 @@
+"""What an event says: the base class of all kinds of events, and the table of the kinds.
+
+The kinds themselves are in ``decisions``, ``run_events`` (training) and ``process_events``
+(processes). Written down with its step and time, the data becomes an `Event` (in ``event``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, FrozenInstanceError, asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, Self, dataclass_transform
+
+Promise = Literal["bit-exact", "equal up to rounding", "equal in distribution", "changes training"]
+
+# The class of each kind, for the modules imported so far; `event.event_kinds` imports all of them.
+KINDS: dict[str, type[EventData]] = {}
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class EventData:
+    """What events of one kind say.
+
+    A subclass lists its facts as annotated fields, which become keyword arguments, and says them
+    as a sentence in ``__str__``. It is registered in `KINDS` under its `kind`: the name of the
+    class in snake case, such as ``"roll_back"``, unless it sets another one. An empty `kind` makes
+    a class a base of other kinds.
+
+    Instances behave like frozen dataclasses. The methods that `dataclass` would generate for each
+    class are written once, here, because generating them for 100 classes takes ten times as long
+    as the rest of the import.
+    """
+
+    kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        if "kind" not in vars(cls):
+            cls.kind = _snake_case(cls.__name__)
+        dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
+        if cls.kind:
+            KINDS[cls.kind] = cls
+
+    def __init__(self, **facts: Any) -> None:
+        defaults = {field.name: _default_of(field) for field in fields(self)}  # type: ignore[arg-type] # subclasses are dataclasses
+        unknown = [name for name in facts if name not in defaults]
+        missing = [
+            name for name, default in defaults.items() if default is MISSING and name not in facts
+        ]
+        if unknown or missing:
+            raise TypeError(
+                f"{type(self).__name__} takes {', '.join(defaults) or 'no arguments'};"
+                f" unknown: {unknown}, missing: {missing}"
+            )
+        vars(self).update({**defaults, **facts})
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the data that was recorded as these facts, without the facts this class lacks.
+
+        Raises:
+            TypeError: If a fact without a default is missing.
+        """
+        names = {field.name for field in fields(cls)}  # type: ignore[arg-type] # as above
+        return cls(**{name: value for name, value in facts.items() if name in names})
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return] # as above
+
+    def __str__(self) -> str:
+        """Return what happened as a sentence, without its step and time."""
+        return key_value_text(self.kind, self.facts())
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({arguments})"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+
+def key_value_text(kind: str, facts: Mapping[str, Any]) -> str:
+    """Return ``kind: key=value, ...``, the text of an event for which there is no sentence."""
+    pairs = [f"{key}={value!r}" for key, value in facts.items() if value is not None]
+    if not pairs:
+        return kind
+    return f"{kind}: {', '.join(pairs)}"
+
+
+def _default_of(field: Field[Any]) -> Any:
+    """Return the default of a field, or `MISSING`."""
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _snake_case(name: str) -> str:
+    """Return ``"roll_back"`` for ``"RollBack"``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

@@ -1,0 +1,122 @@
+"""What a part of holdfast proposes and only the guard carries out."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.core.events.data import EventData, Promise
+from holdfast.core.text import counted, listed
+
+
+class Decision(EventData):
+    """What a part proposes and only the guard carries out: why, and what the result is equal to."""
+
+    kind: ClassVar[str] = ""
+    reason: str
+    promise: Promise
+
+
+class Retry(Decision):
+    """Run the same attempt again, now that memory was freed."""
+
+    def __str__(self) -> str:
+        return f"retrying the step: {self.reason} ({self.promise})"
+
+
+class Recompute(Decision):
+    """Run the attempt again with activation checkpointing of these modules.
+
+    Without modules, activation checkpointing is switched off.
+    """
+
+    modules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.modules:
+            return f"switching activation checkpointing off: {self.reason} ({self.promise})"
+        modules = listed(self.modules)
+        return (
+            f"retrying with activation checkpointing of {modules}: {self.reason} ({self.promise})"
+        )
+
+
+class Split(Decision):
+    """Run the attempt again with this many samples in one forward/backward."""
+
+    micro_batch_size: int
+
+    def __str__(self) -> str:
+        samples = counted(self.micro_batch_size, "sample")
+        return f"retrying with micro-batches of {samples}: {self.reason} ({self.promise})"
+
+
+class Grow(Decision):
+    """From the next step on, try this many samples in one forward/backward, or the whole batch.
+
+    `micro_batch_size` is None for the whole batch.
+    """
+
+    micro_batch_size: int | None
+
+    def __str__(self) -> str:
+        size = "whole batches"
+        if self.micro_batch_size is not None:
+            size = f"micro-batches of {counted(self.micro_batch_size, 'sample')}"
+        return f"trying {size} from the next step on: {self.reason} ({self.promise})"
+
+
+class SkipStep(Decision):
+    """Leave no trace of this batch. `epoch` and `batch` say which one, if the guard counts them."""
+
+    epoch: int | None = None
+    batch: int | None = None
+
+    def __str__(self) -> str:
+        batch = "batch"
+        if self.batch is not None:
+            batch = name_of_batch(self.epoch, self.batch)
+        return f"{batch} skipped: {self.reason} ({self.promise})"
+
+
+class RollBack(Decision):
+    """Return to the last good state.
+
+    With `rewind_data` the batches since then are replayed; otherwise they are passed over.
+    """
+
+    rewind_data: bool
+    epoch: int | None = None
+    batch: int | None = None
+
+    def __str__(self) -> str:
+        start = "rolling back"
+        if self.batch is not None:
+            start += f" from {name_of_batch(self.epoch, self.batch)}"
+        data = "passing over the batches since then"
+        if self.rewind_data:
+            data = "replaying the batches since then"
+        return f"{start} to the last good state, {data}: {self.reason} ({self.promise})"
+
+
+class Stop(Decision):
+    """End the run, because no remedy is left. `rule` is that of the error."""
+
+    epoch: int | None = None
+    batch: int | None = None
+    rule: str | None = None
+
+    def __str__(self) -> str:
+        text = "stopping the run"
+        if self.batch is not None:
+            text += f" at {name_of_batch(self.epoch, self.batch)}"
+        text += f": {self.reason}"
+        if self.rule is not None:
+            text += f" ({self.rule})"
+        return text
+
+
+def name_of_batch(epoch: int | None, batch: int) -> str:
+    """Return "batch 7 of epoch 2", or "batch 7" if the epoch is not known."""
+    if epoch is None:
+        return f"batch {batch}"
+    return f"batch {batch} of epoch {epoch}"

@@ -1,0 +1,299 @@
+"""Find the secrets in the words of a command line.
+
+Read `hide_in_words` first. `OPTIONS` says by the name of an option which of its values are hidden;
+the patterns above it say what names, values and shapes count. What is a secret is described in
+``secrets``, which imports this module only for command lines that may contain one.
+
+Patterns are bounded (``{0,80}`` instead of ``*``), so that a word of 128 KiB, the longest that
+Linux passes on, is searched in linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+HIDDEN = "***"
+
+# --- names ----------------------------------------------------------------------------------------
+
+# Words before "key" that make it a secret. Any other key names a column, a layer or a field.
+_PRIVATE_KEYS = (
+    "api|access|account|app|client|consumer|deploy|encryption|licen[cs]e|master|private|secret"
+    "|service|shared|signing|ssh|storage|subscription|wandb"
+)
+# Words before "token" that make it an entry of a vocabulary, as in `--pad_token`.
+_VOCABULARY_TOKENS = ("pad", "eos", "bos", "unk", "sep", "cls", "mask", "image")
+_TOKEN = "".join(f"(?<!{word}[-_])" for word in _VOCABULARY_TOKENS) + "token"
+# Ends of names whose values are always secrets.
+_SECRET_NAMES = (
+    rf"(?:{_PRIVATE_KEYS})[-_.]?key(?:[-_.]?id)?"
+    r"|secret|passw(?:or)?d|passphrase|pwd|credentials?|jwt|otp"
+    r"|(?:db|ftp|http|ldap|mail|my|mysql|pg|proxy|redis|root|smtp|sudo|user)[-_.]?pass"
+    rf"|{_TOKEN}"
+)
+# The beginning of the name of an option, as argparse, Hydra and others write it.
+_PREFIX = r"[-+]{0,3}[\w.-]{0,80}?"
+
+# An option whose value is always a secret.
+SECRET_OPTION = re.compile(rf"{_PREFIX}(?:{_SECRET_NAMES})", re.IGNORECASE)
+# An option that often has another meaning, so its whole name must match.
+AMBIGUOUS_OPTION = re.compile(
+    r"(?:-{1,2}|[+]{0,2})(?:key|k|p|pass|pw|auth|bearer|cookie|sas)", re.IGNORECASE
+)
+# An environment variable that often has another meaning.
+AMBIGUOUS_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,80}_(?:KEY|PASS|PAT|PW|AUTH|SAS)")
+# Any other key, most of which name a column.
+KEY_OPTION = re.compile(rf"{_PREFIX}key", re.IGNORECASE)
+# An option whose value may be ``name:password``.
+USER_OPTION = re.compile(r"-u|--(?:user|login|proxy-user)", re.IGNORECASE)
+# A password that directly follows its option, as in ``mysql -pS3cret``; not ``-preset``.
+ATTACHED_PASSWORD = re.compile(r"-p(?![a-z_-]*\Z)([^=\s]+)")
+
+# --- values ---------------------------------------------------------------------------------------
+
+# Values of an ambiguous option that are plainly no secrets.
+HARMLESS_VALUE = re.compile(
+    # Numbers, sizes, ports and addresses.
+    r"[-+]?[\d.,:_x]*\d[\d.,:_x]*(?:e[-+]?\d+)?%?|[-+]?(?:nan|inf)"
+    # Switches.
+    r"|true|false|yes|no|on|off|none|null|auto|default"
+    # Data types and precisions.
+    r"|(?:bf|fp|tf|float|int|uint)\d{1,3}\w{0,9}(?:-(?:mixed|true))?|16-mixed|32-true"
+    # A variable that the shell did not expand.
+    r"|\$\{?\w+\}?"
+    # Paths and addresses. A relative path has no capitals, because base64 does.
+    r"|(?:~|\.{1,2})?/.*|\w{1,20}://.*|[a-z0-9_.-]+(?:/[a-z0-9_.-]+)+/?"
+    # Files.
+    r"|[\w.-]+\.(?:py|json|ya?ml|toml|txt|csv|pem|key|crt|pt|ckpt|safetensors)",
+    re.IGNORECASE,
+)
+# An entry of a vocabulary, such as ``<pad>``, which is the value of an option such as --stop-token.
+VOCABULARY_ENTRY = re.compile(r"<[^<>]{0,40}>|\[[A-Z_]{1,20}\]")
+# A word that cannot be the value of an option: another option, or an operator of the shell. A word
+# such as ``-S3cr`` does not match, because it may be a password.
+NO_VALUE = re.compile(
+    r"(?s)--[a-zA-Z][\w.-]*(?:=.*)?|-[a-z][a-z_.-]*\d*(?:=.*)?|-[A-Z]\d?|-[\d.]+(?:e-?\d+)?"
+    r"|[&|;<>]{1,2}"
+)
+
+# --- within a word --------------------------------------------------------------------------------
+
+# The words within a word, and the white space between them.
+PARTS = re.compile(r"\s+|(?:\"[^\"]*\"|'[^']*'|[^\s\"']+|[\"'])+")
+# The part of a URL before the password. The number after the colon may be a port instead.
+ADDRESS = re.compile(r"://[^\s/@:\[]{0,80}:(?!\d{1,5}(?:[/,?#]|$))")
+# An HTTP header whose whole value is a secret.
+HEADER = re.compile(
+    r"((?:(?:proxy-)?authorization|(?:set-)?cookie)[\"']?\s{0,3}[:=]\s{0,3}[\"']?"
+    r"(?:(?:apikey|basic|bearer|digest|negotiate|token)\s{1,3})?)[^\s\"'][^\"'\n]*",
+    re.IGNORECASE,
+)
+# A name and its value within a word, as in JSON, a function call, a shell command or a query
+# string. Group 1 is the name; groups 2 and 3 are the quotes around the value, if there are any.
+_NAME_BEFORE_VALUE = (
+    rf"(?:{_SECRET_NAMES})[\"']?\s{{0,3}}[=:]\s{{0,3}}|\bbearer\s{{1,3}}"
+    rf"|(?<![\w-])--?[\w.-]{{0,80}}?(?:{_SECRET_NAMES})\s{{1,3}}(?!-|<|\[[A-Z])"
+    r"|[?&;](?:[\w.-]{0,40}(?:sig|signature|auth|password)|key|code)="
+)
+_VALUE = r"(?:(\")[^\"]+\"|(')[^']+'|[\"']?(?!\*)[^\s\"',;&]+)"
+ASSIGNMENT = re.compile(rf"({_NAME_BEFORE_VALUE}){_VALUE}", re.IGNORECASE)
+# Secrets that are recognised by their shape, wherever they are.
+SECRET_SHAPE = re.compile(
+    # Access tokens with the prefix of their issuer.
+    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|npm_|pypi-|xox[abeoprs]-|AIza|gsk_|r8_|dop_v1_|nvapi-"
+    r"|wandb_v1_|[rs]k_(?:live|test)_)[\w-]{16,}"
+    r"|\bsk-[\w-]{16,}"
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
+    # JSON web tokens.
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
+    # The secret part of a Slack webhook.
+    r"|(?<=hooks\.slack\.com/services/)[\w/]+"
+    # A private key in PEM format, even if its end is cut off.
+    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]*?"
+    r"(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)"
+)
+
+# Slurm's commands, in whose options -p is a partition.
+_SLURM_PROGRAMS = ("srun", "sbatch", "salloc")
+# Shorter words are too short to tell random ones from names.
+_LEAST_RANDOM_CHARACTERS = 20
+
+
+def hide_in_words(words: Sequence[str], *, nested: bool) -> list[str]:
+    """Return words without secrets.
+
+    Args:
+        words: The words of a command line.
+        nested: Whether they are the words within one word, such as a command for ``sh -c``. They
+            may also be text, so only a word that begins with a dash counts as an option.
+    """
+    shown = []
+    # The option before the current word, whose value the word may be.
+    option: Option | None = None
+    # Whether the options are those of Slurm, up to the name of the Python program.
+    is_slurm = False
+    for word in words:
+        if option is not None and _may_be_value(word):
+            word = option.hide(word)
+        option = None
+        program = word.rpartition("/")[2]
+        if program in _SLURM_PROGRAMS:
+            is_slurm = True
+        elif program.startswith("python"):
+            is_slurm = False
+        is_partition = is_slurm and word.startswith("-p")
+        if not is_partition:
+            word = _hide_own_value(word)
+            if word.startswith("-") or not nested:
+                option = _option_before_value(word)
+        word = _hide_within_word(word, nested=nested)
+        shown.append(SECRET_SHAPE.sub(HIDDEN, word))
+    return shown
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def hide_always(value: str) -> str:
+    """Hide the value of an option such as ``--password``, except an entry of a vocabulary."""
+    if VOCABULARY_ENTRY.fullmatch(value):
+        return value
+    return HIDDEN
+
+
+def hide_unless_harmless(value: str) -> str:
+    """Hide the value of an option such as ``-p`` unless it is plainly something else."""
+    if HARMLESS_VALUE.fullmatch(value):
+        return value
+    return hide_always(value)
+
+
+def hide_if_random(value: str) -> str:
+    """Hide the value of an option such as ``--sort-key`` if it looks random."""
+    if not _is_random(value):
+        return value
+    return hide_always(value)
+
+
+def hide_password(value: str) -> str:
+    """Hide the password in ``name:password``; ``1000:1000`` is a user and a group."""
+    name, colon, _ = value.partition(":")
+    if not name or not colon or HARMLESS_VALUE.fullmatch(value):
+        return value
+    return f"{name}:{HIDDEN}"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A kind of option.
+
+    Args:
+        name: The pattern that its whole name must match.
+        hide: Returns a value of it, hidden if it is a secret.
+        takes_next_word: Whether its value may be the next word, and not only follow ``=``.
+    """
+
+    name: re.Pattern[str]
+    hide: Callable[[str], str]
+    takes_next_word: bool = True
+
+
+# The first kind whose pattern matches the name of an option applies.
+OPTIONS = (
+    Option(SECRET_OPTION, hide_always),
+    Option(AMBIGUOUS_OPTION, hide_unless_harmless),
+    Option(AMBIGUOUS_VARIABLE, hide_unless_harmless, takes_next_word=False),
+    Option(KEY_OPTION, hide_if_random),
+    Option(USER_OPTION, hide_password),
+)
+
+
+def _find_option(name: str) -> Option | None:
+    for option in OPTIONS:
+        if option.name.fullmatch(name):
+            return option
+    return None
+
+
+def _option_before_value(word: str) -> Option | None:
+    """Return the option that a word is, if its value may be the next word."""
+    option = _find_option(word)
+    if option is None or not option.takes_next_word:
+        return None
+    return option
+
+
+def _may_be_value(word: str) -> bool:
+    """Return whether a word can be the value of the option before it."""
+    return NO_VALUE.fullmatch(word) is None or _is_random(word.lstrip("-"))
+
+
+def _is_random(word: str) -> bool:
+    """Return whether a word looks generated, such as 40 hexadecimal digits, and not like a name."""
+    return len(word) >= _LEAST_RANDOM_CHARACTERS and word.isalnum() and not word.isalpha()
+
+
+# --- within a word --------------------------------------------------------------------------------
+
+
+def _hide_own_value(word: str) -> str:
+    """Return an option with the value that follows it in the same word hidden, if it is secret.
+
+    Such as ``--password=S3cret``, ``HF_TOKEN=S3cret`` or ``-pS3cret``.
+    """
+    name, _, value = word.partition("=")
+    option = _find_option(name)
+    if option is not None:
+        return f"{name}={option.hide(value)}" if value else word
+    attached = ATTACHED_PASSWORD.fullmatch(word)
+    if attached is not None and not HARMLESS_VALUE.fullmatch(attached[1]):
+        return f"-p{HIDDEN}"
+    return word
+
+
+def _hide_within_word(word: str, *, nested: bool) -> str:
+    """Return a word without the secrets in it.
+
+    It may hold a shell command, a quoted value, a URL, an HTTP header or JSON.
+    """
+    parts = PARTS.findall(word)
+    if len(parts) > 1:
+        word = _hide_in_parts(parts)
+    elif nested and _is_quoted(word):
+        (inner,) = hide_in_words([word[1:-1]], nested=True)
+        word = f"{word[0]}{inner}{word[0]}"
+    else:
+        word = _hide_password_in_address(word)
+    word = HEADER.sub(rf"\1{HIDDEN}", word)
+    return ASSIGNMENT.sub(_hide_assigned_value, word)
+
+
+def _hide_in_parts(parts: Sequence[str]) -> str:
+    """Return a text or a command, as for ``sh -c``, without the secrets in its words."""
+    inner_words = [part for part in parts if not part.isspace()]
+    shown_words = iter(hide_in_words(inner_words, nested=True))
+    return "".join(part if part.isspace() else next(shown_words) for part in parts)
+
+
+def _is_quoted(word: str) -> bool:
+    return len(word) > 2 and word[0] == word[-1] and word[0] in "\"'"
+
+
+def _hide_password_in_address(word: str) -> str:
+    """Return a URL such as ``https://name:password@host`` with its password hidden.
+
+    The password ends at the last ``@``, because it may contain others.
+    """
+    address = ADDRESS.search(word)
+    end = word.rfind("@")
+    if address is None or end <= address.end():
+        return word
+    return word[: address.end()] + HIDDEN + word[end:]
+
+
+def _hide_assigned_value(assignment: re.Match[str]) -> str:
+    name, double_quote, single_quote = assignment.groups()
+    quote = double_quote or single_quote or ""
+    return f"{name}{quote}{HIDDEN}{quote}"
