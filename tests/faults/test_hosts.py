@@ -84,7 +84,7 @@ def test_the_hosts_begin_an_attempt_together(tmp_path: Path) -> None:
     assert lines[2:4] == ["1 0 dies", "0 0 ends"]
     assert set(lines[4:]) == {"0 1 begins", "1 1 begins"}
     assert "host 1 has ended: " in results[1][1], results[1][1]
-    assert "started anew" not in results[1][1]  # but why
+    assert "started again" not in results[1][1]  # but why
 
 
 def test_an_error_that_no_restart_mends_stops_all_hosts(tmp_path: Path) -> None:
