@@ -129,7 +129,7 @@ def alarms(run: Run, steps: int, seed: int) -> tuple[int, float, int]:
         nearest = max(nearest, seconds / limit)
         count += seen > limit
         above += seconds > floors[phase]
-        learned.ended(phase, seen, now)
+        learned.add_duration(phase, seen, now)
         polled = last
     return count, nearest, above
 

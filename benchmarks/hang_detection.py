@@ -30,9 +30,10 @@ from benchmarks.hang_cases import MECHANISMS, ODD, PHASES, RANKS, marked_lines, 
 from benchmarks.results_file import Result, read_options
 from holdfast.core.events.event import EventData
 from holdfast.core.events.process_events import Hang, HangSuspected
-from holdfast.supervise.launch.commands import observing
+from holdfast.supervise.launch.commands import make_observed_environment
+from holdfast.supervise.watch.attempt_watch import AttemptWatch
 from holdfast.supervise.watch.limits import HangLimits
-from holdfast.supervise.watch.stacks import Stacks
+from holdfast.supervise.watch.stacks import StackSampler
 from holdfast.supervise.watch.watchdog import Watchdog
 
 _ROOT = Path(__file__).parents[1]
@@ -79,7 +80,10 @@ def limits_of(case: str) -> HangLimits:
 @contextmanager
 def running(case: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run a case in sessions of its own, and kill all of it in the end."""
-    environment = {**observing(os.environ, folder / "run", 0), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **make_observed_environment(os.environ, folder / "run", 0),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks: list[dict[str, str]] = [{}]
     if of_ranks(case)[0] in RANKS:
         size = of_ranks(case)[1]
@@ -127,10 +131,16 @@ def watch(
         hangs.append(hang)
         stop.set()
 
-    stacks = Stacks(folder / "run", pause=stop.wait, py_spy=py_spy)
-    watchdog = Watchdog(
-        folder / "run", limits=limits_of(case), emit=emit, on_hang=on_hang, stacks=stacks
+    stacks = StackSampler(folder / "run", pause=stop.wait, py_spy=py_spy)
+    watch = AttemptWatch(
+        run_path=folder / "run",
+        attempt=0,
+        limits=limits_of(case),
+        emit=emit,
+        on_hang=on_hang,
+        say=lambda _: None,
     )
+    watchdog = Watchdog(watch, stacks=stacks)
     with running(case, folder):
         thread = threading.Thread(target=watchdog.run, args=(stop,))
         thread.start()

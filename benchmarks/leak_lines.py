@@ -27,7 +27,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board, request_trace
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, read_processes
-from holdfast.supervise.launch.commands import observing
+from holdfast.supervise.launch.commands import make_observed_environment
 
 _STEPS_BEFORE = 5
 _PATIENCE_SECONDS = 40.0
@@ -53,7 +53,7 @@ def running(script: Path, run: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (script.parent / "stderr.txt").open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, str(script)],
-            env={**observing(os.environ, run, 0), "OMP_NUM_THREADS": "1"},
+            env={**make_observed_environment(os.environ, run, 0), "OMP_NUM_THREADS": "1"},
             cwd=script.parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import Result, read_options
-from holdfast.supervise.launch.commands import observing
+from holdfast.supervise.launch.commands import make_observed_environment
 
 _TIMED = (("mlp", 50.0, 1.01), ("conv", 50.0, 1.01), ("mlp", 5.0, 1.03), ("conv", 5.0, 1.03))
 _STARTUP_SECONDS = 0.3
@@ -67,7 +67,7 @@ print("SCRIPT", used)
 def environment(run: Path | None) -> dict[str, str]:
     """Return the environment of a child, observed or not."""
     plain = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return plain if run is None else observing(plain, run, 0)
+    return plain if run is None else make_observed_environment(plain, run, 0)
 
 
 def measure_steps(

@@ -14,7 +14,7 @@ from benchmarks.hang_detection import Row
 from tests.faults.programs.forked_hangs import row_of
 from tests.own_process import in_own_process
 
-from holdfast.supervise.watch.stacks import find_py_spy
+from holdfast.supervise.watch.py_spy import find_py_spy
 
 pytestmark = pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
 _NOW = ("lock held at fork/worker", "regex/dataset", "rank sleeps")

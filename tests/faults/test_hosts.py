@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.recorder.run_files import ATTEMPT_VARIABLE
-from holdfast.supervise.launch.hosts import find_host
+from holdfast.supervise.launch.hosts import HostPosition, find_host
 
 pytestmark = pytest.mark.slow
 _CLI = [sys.executable, "-c", "from holdfast.cli.main import main; main()"]
@@ -84,7 +84,7 @@ def test_the_hosts_begin_an_attempt_together(tmp_path: Path) -> None:
     assert lines[2:4] == ["1 0 dies", "0 0 ends"]
     assert set(lines[4:]) == {"0 1 begins", "1 1 begins"}
     assert "host 1 has ended: " in results[1][1], results[1][1]
-    assert "started anew" not in results[1][1]  # but why
+    assert "host 1 has ended: started again" not in results[1][1], "the reason is known"
 
 
 def test_an_error_that_no_restart_mends_stops_all_hosts(tmp_path: Path) -> None:
@@ -263,4 +263,4 @@ def test_what_a_command_says_of_hosts(
     words: list[str], variables: dict[str, str], expected: tuple[int, int]
 ) -> None:
     """The launcher's options, as they are written, or its variables."""
-    assert find_host(words, variables) == expected
+    assert find_host(words, variables) == HostPosition(*expected)

@@ -21,7 +21,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board, request_trace
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, read_processes
-from holdfast.supervise.launch.commands import observing
+from holdfast.supervise.launch.commands import make_observed_environment
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "programs" / "leak_list.py"
@@ -67,7 +67,9 @@ def test_a_traced_training_computes_the_same(tmp_path: Path) -> None:
     program = [PROGRAM, "200"]
     plain = run_prepared(program, text=False, timeout=_TIMEOUT_SECONDS)
     assert plain.returncode == 0, plain.stderr
-    with Prepared(program, env=observing(os.environ, run, 0), stdout=subprocess.PIPE) as process:
+    with Prepared(
+        program, env=make_observed_environment(os.environ, run, 0), stdout=subprocess.PIPE
+    ) as process:
         request(run, process.poll)
         output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)
     assert process.returncode == 0

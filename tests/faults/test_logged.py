@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli.main import make_app
-from holdfast.supervise.launch.commands import observing
+from holdfast.supervise.launch.commands import make_observed_environment
 
 # The part of W&B that a script meets: `init` puts the method of the run into the module.
 WANDB = {
@@ -57,7 +57,7 @@ def ran(tmp_path: Path, text: str, *, observed: bool = True, ends: int = 0) -> s
     done = subprocess.run(
         [sys.executable, "script.py"],
         cwd=tmp_path,
-        env=observing(theirs, run, 0) if observed else theirs,
+        env=make_observed_environment(theirs, run, 0) if observed else theirs,
         capture_output=True,
         text=True,
         check=False,

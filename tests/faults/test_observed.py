@@ -22,7 +22,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.progress import Phase, Standing, StepSample, read_board, read_samples
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, ProcessInfo, read_processes
-from holdfast.supervise.launch.commands import observing
+from holdfast.supervise.launch.commands import make_observed_environment
 
 PROGRAM = Path(__file__).parent / "programs" / "observed_train.py"
 GUARDED = Path(__file__).parent / "programs" / "train.py"
@@ -72,7 +72,7 @@ def train(tmp_path: Path) -> Train:
         place = tmp_path / ("observed" if observed else "plain")
         place.mkdir()
         environment = {
-            **(observing(os.environ, place, 0) if observed else os.environ),
+            **(make_observed_environment(os.environ, place, 0) if observed else os.environ),
             "OMP_NUM_THREADS": "1",
         }
         given: dict[str, Any] = {"cwd": place, "env": environment, "timeout": _SECONDS}
@@ -181,7 +181,7 @@ def test_two_ranks_under_torchrun_with_fsdp2(tmp_path: Path) -> None:
             "--nproc-per-node=2",
             str(FSDP2),
         ],
-        env={**observing(os.environ, tmp_path, 0), "OMP_NUM_THREADS": "1"},
+        env={**make_observed_environment(os.environ, tmp_path, 0), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -223,7 +223,7 @@ def test_an_exception_of_a_worker_comes_out_of_the_trainer(train: Train) -> None
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_training_leaves_what_it_recorded(tmp_path: Path, number: signal.Signals) -> None:
     """After a kill at any moment the board and the samples are there, at most one step apart."""
-    environment = observing(os.environ, tmp_path, 0)
+    environment = make_observed_environment(os.environ, tmp_path, 0)
     given = {"env": environment, "cwd": tmp_path, "stdout": subprocess.PIPE, "text": True}
     with Prepared([PROGRAM, "plain", 1_000_000], **given) as process:
         assert process.stdout is not None
@@ -288,7 +288,7 @@ def test_wrapped_functions_are_what_they_were(tmp_path: Path) -> None:
             text=True,
             check=True,
         )
-        for environment in (dict(os.environ), observing(os.environ, run, 0))
+        for environment in (dict(os.environ), make_observed_environment(os.environ, run, 0))
     ]
     assert outputs[0].stdout == outputs[1].stdout
     assert Ended("", 0, run).processes("other")

@@ -28,7 +28,7 @@ from holdfast.checkpoint.seal import FILE_NAME
 from holdfast.checkpoint.store import Store
 from holdfast.cli.main import make_app
 from holdfast.supervise.launch.restarts import Budgets
-from holdfast.supervise.launch.supervisor import Plan, Supervisor
+from holdfast.supervise.launch.supervisor import RunOptions, Supervisor
 
 COMMANDS = ("events", "explain", "watch --once", "metrics --jsonl /dev/null", "report")
 
@@ -71,10 +71,15 @@ def plant(path: Path, kind: str, victim: Path) -> None:
 def supervised(run: Path, *words: str) -> int:
     words = words or ("-c", "print(1)")
     supervisor = Supervisor(
-        Plan(command=(sys.executable, *words), program=sys.executable, run=run, budgets=Budgets()),
+        RunOptions(
+            command=(sys.executable, *words),
+            program=sys.executable,
+            run_path=run,
+            budgets=Budgets(),
+        ),
         quiet=True,
     )
-    return supervisor.run().status
+    return supervisor.run().exit_code
 
 
 GUARD_FILES = (

@@ -28,7 +28,7 @@ from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import SUPERVISOR_FOLDER
 from holdfast.recorder.scalars import Scalars, checked
 from holdfast.supervise.launch.restarts import Budgets
-from holdfast.supervise.launch.supervisor import Plan, Supervisor
+from holdfast.supervise.launch.supervisor import RunOptions, Supervisor
 
 pytestmark = pytest.mark.slow
 COMMANDS = ("events", "explain", "watch --once", "metrics --jsonl /dev/null", "report")
@@ -144,7 +144,10 @@ def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(
             assert kind == "directory" or "format" in (run / "run.json").read_text(errors="replace")
         try:
             supervisor = Supervisor(
-                Plan(command=("true",), program="/bin/true", run=run, budgets=Budgets()), quiet=True
+                RunOptions(
+                    command=("true",), program="/bin/true", run_path=run, budgets=Budgets()
+                ),
+                quiet=True,
             )
             supervisor.emit(OutputLost(error="here"))
             assert "output_lost" in {event.kind for event in read_events(run / SUPERVISOR_FOLDER)}

@@ -27,7 +27,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.recorder.run_files import OBSERVE_VARIABLE
 from holdfast.supervise.launch import child_start
 from holdfast.supervise.launch.commands import make_environment
-from holdfast.supervise.launch.supervisor import become_subreaper
+from holdfast.supervise.launch.kernel import become_subreaper
 from holdfast.supervise.process_tree import Tree, kill_all, marked_processes, signal_all
 
 Line = dict[str, Any]

@@ -18,12 +18,12 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from holdfast.cli.attach import nvidia_smi
+from holdfast.cli.nvidia_smi import nvidia_smi
 from holdfast.cli.output import Json, print_json
 from holdfast.core.control_groups import cpu_quota, fields_of
 from holdfast.core.text import moment, sanitise, size
 from holdfast.memory.host_memory import available_bytes, may_be_refused
-from holdfast.supervise.watch.stacks import find_py_spy
+from holdfast.supervise.watch.py_spy import find_py_spy
 
 _GIB = 1 << 30
 _TRACE_ANY = 1 << 19  # CAP_SYS_PTRACE

@@ -1,5 +1,6 @@
-"""What `holdfast run` does, without the command line's own parser, which takes longer to import
-than all of this.
+"""What `holdfast run` does, without the parser of the command line.
+
+Importing the parser (typer) takes longer than all of this, so a plain call does without it.
 """
 
 from __future__ import annotations
@@ -16,23 +17,41 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from holdfast.core.errors import HoldfastError
 from holdfast.supervise.launch.commands import CommandError, find_program
 from holdfast.supervise.launch.run_folder import choose_folder
-from holdfast.supervise.launch.supervisor import Plan, Supervisor
+from holdfast.supervise.launch.supervisor import RunOptions, Supervisor
 
 if TYPE_CHECKING:
-    from holdfast.supervise.launch.supervisor import Outcome
+    from holdfast.supervise.launch.supervisor import RunOutcome
+
+_STDOUT = 1
+_STDERR = 2
+_WRONG_USE = 2
+# A good end that is at least this certain needs no word about its certainty.
+_CERTAIN = 0.9
 
 
 def run_if_called_plainly(words: list[str]) -> None:
-    """Supervise what follows ``--`` if nothing but --run-dir and --quiet is before it.
+    """Supervise what follows ``--`` if nothing but --run-dir and --quiet comes before it.
 
-    Return if anything else is.
+    Returns without doing anything if there is another option.
+
+    Args:
+        words: The command line after ``holdfast run``.
     """
-    if "--" in words:
-        before, command = words[: words.index("--")], words[words.index("--") + 1 :]
-        run_dir = Path(before.pop(1)) if len(before) > 1 and before[0] == "--run-dir" else None
-        quiet = before[-1:] in (["--quiet"], ["-q"])
-        if command and len(before) == (run_dir is not None) + quiet:
-            supervise(command, run_dir, quiet=quiet)
+    if "--" not in words:
+        return
+    separator = words.index("--")
+    options = words[:separator]
+    command = words[separator + 1 :]
+    run_dir = None
+    if len(options) > 1 and options[0] == "--run-dir":
+        run_dir = Path(options[1])
+        del options[:2]
+    quiet = False
+    if options and options[-1] in ("--quiet", "-q"):
+        quiet = True
+        options.pop()
+    if command and not options:
+        supervise(command, run_dir, quiet=quiet)
 
 
 def supervise(
@@ -41,75 +60,96 @@ def supervise(
     *,
     quiet: bool = False,
     as_json: bool = False,
-    **settings: Any,
+    **options: Any,
 ) -> NoReturn:
-    """Run a command, print how it went, and exit as it did; `settings` are those of `Plan`."""
-    stdout = 1
+    """Run a command, print how it went, and exit as it did.
+
+    Args:
+        command: The words of the command.
+        run_dir: Where to record; by default a new directory in ``runs``.
+        quiet: Whether to print nothing but what the command prints.
+        as_json: Whether stdout is a summary in JSON; the command's output then goes to stderr.
+        options: Further fields of `RunOptions`.
+    """
+    stdout = _STDOUT
     try:
         if as_json:
-            stdout = os.dup(1)
-            os.dup2(2, 1)  # what the command prints
-        plan = Plan(
+            stdout = os.dup(_STDOUT)
+            os.dup2(_STDERR, _STDOUT)
+        run_options = RunOptions(
             command=tuple(command),
             program=find_program(command),
-            run=run_dir or choose_folder(command, time.time()),
-            shared=run_dir is not None,
-            **settings,
+            run_path=run_dir or choose_folder(command, time.time()),
+            is_run_path_shared=run_dir is not None,
+            **options,
         )
-        supervisor = Supervisor(plan, quiet=quiet)
+        supervisor = Supervisor(run_options, quiet=quiet)
         outcome = supervisor.run()
     except (HoldfastError, OSError) as error:
         from holdfast.cli.output import print_error
 
-        os.dup2(stdout, 1)
+        os.dup2(stdout, _STDOUT)
         print_error(error, as_json=as_json)
-        sys.exit(error.status if isinstance(error, CommandError) else 2)
+        sys.exit(error.status if isinstance(error, CommandError) else _WRONG_USE)
     if not quiet:
-        supervisor.begin_line(2)
-        _print_end(outcome)
+        supervisor.begin_line(_STDERR)
+        _print_outcome(outcome)
     if as_json:
-        os.dup2(stdout, 1)
-        _echo(json.dumps(_summary(outcome)), 1)
-    sys.exit(outcome.status)
+        os.dup2(stdout, _STDOUT)
+        _print_line(json.dumps(_summarise(outcome)), _STDOUT)
+    sys.exit(outcome.exit_code)
 
 
-def _print_end(outcome: Outcome) -> None:
-    from holdfast.core.text import duration, sanitise
+def _print_outcome(outcome: RunOutcome) -> None:
+    """Print the verdict, the facts of the run, and the command that explains it."""
+    from holdfast.core.text import duration
+
+    attempts = "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
+    run_path = _shorten(outcome.run_path)
+    lines = [
+        _describe_verdict(outcome),
+        f"{attempts} in {duration(outcome.seconds)}; {outcome.why}; recorded in {run_path}",
+        f"holdfast explain {shlex.quote(run_path)}",
+    ]
+    for line in lines:
+        _print_line(f"holdfast: {line}", _STDERR)
+
+
+def _describe_verdict(outcome: RunOutcome) -> str:
+    from holdfast.core.text import sanitise
     from holdfast.report.verdicts import how_sure
 
-    verdict, times = (
-        outcome.verdict,
-        "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts",
-    )
-    where = f", {sanitise(verdict.where)}" if verdict.where else ""
-    sure = "" if verdict.family == "ended well" and verdict.confidence > 0.9 else how_sure(verdict)
-    run = str(outcome.run)
-    with contextlib.suppress(ValueError, OSError):  # as it is shortest from here
-        run = str(outcome.run.relative_to(Path.cwd()))
-    _echo(
-        f"holdfast: {sanitise(verdict.title)} [{verdict.cause}]{', ' if sure else ''}{sure}{where}",
-        2,
-    )
-    _echo(f"holdfast: {times} in {duration(outcome.seconds)}; {outcome.why}; recorded in {run}", 2)
-    _echo(f"holdfast: holdfast explain {shlex.quote(run)}", 2)
+    verdict = outcome.verdict
+    parts = [f"{sanitise(verdict.title)} [{verdict.cause}]"]
+    is_certain_good_end = verdict.family == "ended well" and verdict.confidence > _CERTAIN
+    certainty = "" if is_certain_good_end else how_sure(verdict)
+    if certainty:
+        parts.append(certainty)
+    if verdict.where:
+        parts.append(sanitise(verdict.where))
+    return ", ".join(parts)
 
 
-def _echo(text: str, stream: int) -> None:
-    """Print a line to stdout or stderr.
+def _shorten(path: Path) -> str:
+    """Return the path relative to the working directory, if it lies below it."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
-    That nobody reads any more does not change the exit code.
-    """
+
+def _print_line(text: str, stream: int) -> None:
+    """Print a line to stdout or stderr; a reader that is gone does not change the exit code."""
     try:
-        print(text, file=sys.stderr if stream == 2 else sys.stdout, flush=True)
+        print(text, file=sys.stderr if stream == _STDERR else sys.stdout, flush=True)
     except (OSError, SystemExit):
-        # Nor does Python's own attempt at its end
+        # Python flushes again when it exits, which must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
-def _summary(outcome: Outcome) -> dict[str, Any]:
+def _summarise(outcome: RunOutcome) -> dict[str, Any]:
     return {
-        "run": str(outcome.run),
-        "exit_code": outcome.status,
+        "run": str(outcome.run_path),
+        "exit_code": outcome.exit_code,
         "attempts": outcome.attempts,
         "seconds": round(outcome.seconds, 3),
         "why_stopped": outcome.why,

@@ -1,14 +1,12 @@
 """Find every process of a supervised command, and end all of them.
 
-From the supervisor, and after its own death.
+The supervisor is a subreaper, so while it lives all processes of its command are its descendants
+(`Tree`). When it is killed itself, that tie is gone. Then a *sentinel*, a separate process that
+only waits for the end of a pipe, finds them by the mark in their environment, by their session, and
+by descent from such a process (`marked_processes`).
 
-The supervisor is a subreaper, so while it lives all processes of its command are its descendants.
-When it is killed
-itself, that tie is gone: then a *sentinel*, a process of its own that waits for nothing but the end
-    of a pipe, finds
-them by the mark in their environment, by their session and by descent from such a one. This module
-is its program (``python -I -S process_tree.py``), so it uses the standard library only, and of that
-what is imported quickly.
+This module is also the sentinel's program (``python -I -S process_tree.py``). So it uses the
+standard library only, and of that what is imported quickly.
 """
 
 from __future__ import annotations
@@ -19,13 +17,17 @@ import sys
 import time
 from contextlib import suppress
 
-TYPE_CHECKING = False  # as in ``typing``
+# As in ``typing``, whose import takes too long here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-MARK_VARIABLE = "SUPERVISED_BY_HOLDFAST"  # not HOLDFAST_*: those are the fields of a policy
+# Not HOLDFAST_*: those variables are the fields of a policy.
+MARK_VARIABLE = "SUPERVISED_BY_HOLDFAST"
+# How often the processes are listed again while they are being killed.
 _LOOK_SECONDS = 0.01
-_SENTINEL_SECONDS = 20.0  # a process in an uninterruptible wait cannot be killed: then it gives up
+# A process in an uninterruptible wait cannot be killed: the sentinel then gives up.
+_SENTINEL_SECONDS = 20.0
 
 
 class Process:
@@ -34,189 +36,239 @@ class Process:
     __slots__ = ("pid", "ppid", "session", "state", "ticks")
 
     def __init__(self, pid: int, ppid: int, session: int, state: str, ticks: int) -> None:
-        self.pid, self.ppid = pid, ppid
-        self.session = session  # pid of the session's leader
-        self.state = state  # such as "R", "S", "T" (stopped), "Z" (ended, not yet waited for)
-        self.ticks = ticks  # when it started, in clock ticks since boot
+        self.pid = pid
+        self.ppid = ppid
+        # PID of the session's leader.
+        self.session = session
+        # For example "R", "S", "T" (stopped), "Z" (ended, but not yet waited for).
+        self.state = state
+        # When it started, in clock ticks since boot.
+        self.ticks = ticks
 
 
 def read_process(pid: int) -> Process | None:
     """Return one process, or None if there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - of all processes, at each look
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - faster, of all processes
+            # The name of the program, in parentheses, may contain anything.
             words = file.read().rpartition(b")")[2].split()
-        return Process(pid, int(words[1]), int(words[3]), words[0].decode(), int(words[19]))
+        return Process(
+            pid=pid,
+            ppid=int(words[1]),
+            session=int(words[3]),
+            state=words[0].decode(),
+            ticks=int(words[19]),
+        )
     except (OSError, ValueError, IndexError):
         return None
 
 
 def read_table() -> dict[int, Process]:
-    """Return all processes by pid; about 20 microseconds for each."""
-    found = (read_process(int(name)) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
-    return {each.pid: each for each in found if each is not None}
+    """Return all processes by PID; takes about 20 microseconds for each."""
+    table = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - faster
+        if name.isdigit():
+            process = read_process(int(name))
+            if process is not None:
+                table[process.pid] = process
+    return table
 
 
 def descendants(table: dict[int, Process], of: Iterable[int]) -> set[int]:
-    """Return the pids of these processes' children, their children, and so on.
+    """Return the PIDs of these processes' children, their children, and so on.
 
-    Themselves not included.
+    Args:
+        table: All processes.
+        of: PIDs; they themselves are not returned, unless one descends from another.
     """
     children: dict[int, list[int]] = {}
-    for each in table.values():
-        children.setdefault(each.ppid, []).append(each.pid)
-    found: set[int] = set()
-    waiting = list(of)
-    while waiting:
-        new = [child for child in children.get(waiting.pop(), ()) if child not in found]
-        found.update(new)
-        waiting += new
-    return found
+    for process in table.values():
+        children.setdefault(process.ppid, []).append(process.pid)
+    pids: set[int] = set()
+    parents = list(of)
+    while parents:
+        for child in children.get(parents.pop(), ()):
+            if child not in pids:
+                pids.add(child)
+                parents.append(child)
+    return pids
 
 
 class Tree:
-    """The processes of the command, as its supervisor sees them.
+    """The processes of the command, as its supervisor sees them: its descendants.
 
-    Its descendants, since it is a subreaper.
+    Three kinds of children do not belong to the command:
 
-    What the supervisor runs for itself, such as py-spy or the sentinel, stays in its own session;
-    the command never
-    does. What was there before is spared: a script may start a daemon and then execute us in its
-        place. Process 1 of
-    a container inherits the orphans of strangers too, so there a child counts only if it carries
-    the mark.
+    - What the supervisor runs for itself, such as py-spy or the sentinel, stays in its own session,
+      which the command never does.
+    - What was there before: a script may start a daemon and then execute us in its place.
+    - Process 1 of a container inherits the orphans of strangers too, so there a child counts only
+    if
+      it carries the mark.
+
+    Args:
+        mark: Identifies the supervisor in the environment of the command's processes.
     """
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._supervisor = os.getpid()
-        self._spared: set[tuple[int, int]] = set()
+        # PID and start time of the children that were there before.
+        self._earlier_children: set[tuple[int, int]] = set()
         table = read_table()
-        self._session = table[self._supervisor].session if self._supervisor in table else 0
-        self._spared = {(each.pid, each.ticks) for each in self._children(table)}
+        self._own_session = 0
+        if self._supervisor in table:
+            self._own_session = table[self._supervisor].session
+        self._earlier_children = {(child.pid, child.ticks) for child in self._children(table)}
 
     def processes(self) -> set[int]:
-        """Return the pids of all live processes of the command."""
+        """Return the PIDs of all live processes of the command."""
         table = read_table()
-        tops = [each.pid for each in self._children(table)]
+        children = [child.pid for child in self._children(table)]
         if self._supervisor == 1:
-            tops = [pid for pid in tops if _carries(pid, self._mark)]
-        return {pid for pid in {*tops, *descendants(table, tops)} if table[pid].state != "Z"}
+            children = [pid for pid in children if _carries_mark(pid, self._mark)]
+        pids = {*children, *descendants(table, children)}
+        return {pid for pid in pids if table[pid].state != "Z"}
 
-    def ended_orphans(self, known: set[int]) -> list[int]:
-        """Return the pids of ended children that nobody else waits for.
+    def ended_orphans(self, waited_for: set[int]) -> list[int]:
+        """Return the PIDs of children that have ended and that nobody waits for.
 
-        These are waited for elsewhere.
+        Args:
+            waited_for: PIDs of children that somebody else waits for.
         """
-        children = self._children(read_table())
-        return [each.pid for each in children if each.state == "Z" and each.pid not in known]
+        return [
+            child.pid
+            for child in self._children(read_table())
+            if child.state == "Z" and child.pid not in waited_for
+        ]
 
     def _children(self, table: dict[int, Process]) -> list[Process]:
         return [
-            each
-            for each in table.values()
-            if each.ppid == self._supervisor
-            and each.session != self._session
-            and (each.pid, each.ticks) not in self._spared
+            process
+            for process in table.values()
+            if process.ppid == self._supervisor
+            and process.session != self._own_session
+            and (process.pid, process.ticks) not in self._earlier_children
         ]
 
 
 def marked_processes(mark: str, sessions: Iterable[int]) -> set[int]:
-    """Return the live processes that carry the mark, those of the sessions, and the descendants
-    of both.
-    """
-    table, wanted = read_table(), set(sessions)
-    tops = [
-        each.pid for each in table.values() if each.session in wanted or _carries(each.pid, mark)
+    """Return the live processes that carry the mark or are in a session, and their descendants."""
+    table = read_table()
+    sessions = set(sessions)
+    roots = [
+        process.pid
+        for process in table.values()
+        if process.session in sessions or _carries_mark(process.pid, mark)
     ]
-    found = {*tops, *descendants(table, tops)}
-    return {pid for pid in found if table[pid].state != "Z" and pid != os.getpid()}
+    pids = {*roots, *descendants(table, roots)}
+    return {pid for pid in pids if table[pid].state != "Z" and pid != os.getpid()}
 
 
-def _carries(pid: int, mark: str) -> bool:
+def _carries_mark(pid: int, mark: str) -> bool:
+    """Return whether the environment of a process has the mark.
+
+    There may be several, since a supervised command may be a supervisor itself.
+    """
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            entries = file.read().split(b"\0")
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - faster
+            variables = file.read().split(b"\0")
     except OSError:
         return False
-    name = MARK_VARIABLE.encode() + b"="
+    prefix = MARK_VARIABLE.encode() + b"="
     return any(
-        mark.encode() in entry[len(name) :].split(b",")
-        for entry in entries
-        if entry.startswith(name)
+        mark.encode() in variable[len(prefix) :].split(b",")
+        for variable in variables
+        if variable.startswith(prefix)
     )
 
 
 def catches(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal and does not block it.
 
-    Else most signals would end it.
+    Most signals would otherwise end the process.
     """
     masks = {}
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123
+        with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123 - faster
             for line in file:
                 name, _, value = line.partition(b":")
                 if name in (b"SigCgt", b"SigBlk"):
                     masks[name] = int(value, 16)
     except (OSError, ValueError):
         return False
+    if len(masks) < 2:
+        return False
     bit = 1 << (number - 1)
-    return bool(masks.get(b"SigCgt", 0) & bit and not masks.get(b"SigBlk", bit) & bit)
+    is_caught = bool(masks[b"SigCgt"] & bit)
+    is_blocked = bool(masks[b"SigBlk"] & bit)
+    return is_caught and not is_blocked
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each; one that has ended, or that is not ours to signal, is passed over."""
+    """Send a signal to each process, except those that have ended or that we may not signal."""
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, number)
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], set[int]]:
-    """Kill what `find` returns until it returns nothing, for so many seconds.
+    """Kill what `find` returns until it returns nothing: processes may be born meanwhile.
 
-    Processes may be born meanwhile.
+    Args:
+        find: Returns the PIDs of the processes that are left.
+        seconds: When to give up.
 
-    Return the pids that were killed, and those that cannot be, since the kernel waits for something
-    in their name.
+    Returns:
+        The PIDs that were killed, and those that cannot be, because they wait in the kernel.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
-    while left := find():
+    while True:
+        left = find()
+        if not left:
+            return killed, set()
         signal_all(left, signal.SIGKILL)
         killed |= left
         if time.monotonic() > deadline:
             return killed - left, left
         time.sleep(_LOOK_SECONDS)
-    return killed, set()
 
 
-def keep_watch(pipe: int, mark: str, note: str) -> None:
-    """Wait until the supervisor's end of the pipe is closed.
+# --- the sentinel ---
 
-    Then kill what it has left (`marked_processes`).
 
-    Each line that comes through the pipe is the number of the newest session; a line ``"done"``
-    says that the supervisor has ended by itself. If it has not, what was found is written to the
-    file `note`.
+def guard_command(pipe: int, mark: str, note: str) -> None:
+    """Wait until the supervisor's end of the pipe is closed, and kill what it has left.
+
+    Each line that comes through the pipe is the number of the newest session. A line ``done`` says
+    that the supervisor ends in the regular way.
+
+    Args:
+        pipe: Descriptor to read from.
+        mark: Identifies the supervisor in the environment of the command's processes.
+        note: File to write what was killed to, unless the supervisor ended in the regular way.
     """
-    session, done = 0, False
+    session = 0
+    ended_regularly = False
     with open(pipe, "rb", closefd=False) as file:
         for line in file:
-            done = line == b"done\n"
-            session = int(line) if line.strip().isdigit() else session
-    ended = time.time()
-    killed, left = kill_all(
-        lambda: marked_processes(mark, [session] if session else []), _SENTINEL_SECONDS
-    )
-    if not done:
+            ended_regularly = line == b"done\n"
+            if line.strip().isdigit():
+                session = int(line)
+    ended_at = time.time()
+    sessions = [session] if session else []
+    killed, left = kill_all(lambda: marked_processes(mark, sessions), _SENTINEL_SECONDS)
+    if not ended_regularly:
         import json
 
-        with suppress(OSError), open(note, "w") as file:  # noqa: PTH123 - as above
-            json.dump({"unix_seconds": ended, "killed": sorted(killed), "left": sorted(left)}, file)
+        content = {"unix_seconds": ended_at, "killed": sorted(killed), "left": sorted(left)}
+        with suppress(OSError), open(note, "w") as file:  # noqa: PTH123 - pathlib imports slowly
+            json.dump(content, file)
 
 
 def main(arguments: list[str]) -> None:
-    """Be the sentinel: descriptor of the pipe, mark, and file to write to."""
+    """Run the sentinel with its arguments: descriptor of the pipe, mark, and file to write to."""
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -226,7 +278,7 @@ def main(arguments: list[str]) -> None:
         signal.SIGUSR2,
     ):
         signal.signal(number, signal.SIG_IGN)
-    keep_watch(int(arguments[0]), arguments[1], arguments[2])
+    guard_command(int(arguments[0]), arguments[1], arguments[2])
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_every_phase_can_be_set_by_its_name() -> None:
         ("data wait", "H726", "PHASE=SECONDS"),
         ("", "H726", "PHASE=SECONDS"),
         ("data waits=3", "H727", "'data wait'"),
-        ("=3", "H727", "there are"),
+        ("=3", "H727", "saving"),
         *((f"saving={bad}", "H728", "seconds above 0") for bad in ("soon", "-1", "0", "nan", "")),
     ],
 )
@@ -57,12 +57,12 @@ def test_a_wrong_setting_is_refused_with_what_is_right(setting: str, rule: str, 
 def test_a_limit_follows_the_longest_and_only_of_its_phase() -> None:
     """Eight times the longest, never below the floor; a phase that comes once keeps its floor."""
     learned = LearnedLimits(HangLimits())
-    learned.ended(Phase.DATA_WAIT, 1.0, 0.0)
+    learned.add_duration(Phase.DATA_WAIT, 1.0, 0.0)
     assert learned.limit(Phase.DATA_WAIT) == FLOORS[Phase.DATA_WAIT]
-    learned.ended(Phase.DATA_WAIT, 10.0, 1.0)
+    learned.add_duration(Phase.DATA_WAIT, 10.0, 1.0)
     assert learned.limit(Phase.DATA_WAIT) == 80.0
     assert learned.limit(Phase.OPTIMIZER) == FLOORS[Phase.OPTIMIZER]
-    learned.ended(Phase.FIRST_STEP, 1_000.0, 1.0)
+    learned.add_duration(Phase.FIRST_STEP, 1_000.0, 1.0)
     assert learned.limit(Phase.FIRST_STEP) == FLOORS[Phase.FIRST_STEP]
 
 
@@ -71,12 +71,12 @@ def test_what_comes_with_each_step_is_forgotten_and_what_comes_seldom_is_not() -
     remembered.
     """
     learned = LearnedLimits(HangLimits())
-    learned.ended(Phase.DATA_WAIT, 100.0, 0.0)
-    learned.ended(Phase.EVALUATION, 500.0, 0.0)
+    learned.add_duration(Phase.DATA_WAIT, 100.0, 0.0)
+    learned.add_duration(Phase.EVALUATION, 500.0, 0.0)
     for number in range(1, 4_000):
-        learned.ended(Phase.DATA_WAIT, 0.1, 4.0 * number)
+        learned.add_duration(Phase.DATA_WAIT, 0.1, 4.0 * number)
         if number % 1_000 == 0:
-            learned.ended(Phase.EVALUATION, 1.0, 4.0 * number)
+            learned.add_duration(Phase.EVALUATION, 1.0, 4.0 * number)
     assert learned.limit(Phase.DATA_WAIT) == FLOORS[Phase.DATA_WAIT]
     assert learned.limit(Phase.EVALUATION) == 4_000.0
 
@@ -88,7 +88,7 @@ def test_a_limit_is_never_below_its_floor_nor_below_the_longest_in_its_window(
     """Whatever was seen within an hour, what was healthy then is no hang now."""
     learned = LearnedLimits(HangLimits())
     for number, (phase, seconds) in enumerate(ended):
-        learned.ended(phase, seconds, float(number))
+        learned.add_duration(phase, seconds, float(number))
     for phase, seconds in ended:
         if phase not in (Phase.STARTING, Phase.FIRST_STEP, Phase.ENDING):
             assert learned.limit(phase) >= seconds

@@ -31,8 +31,8 @@ from holdfast.recorder.run_files import (
     write_process,
 )
 from holdfast.supervise.observe.launchers import find_launcher_name
-from holdfast.supervise.observe.steps import Steps
-from holdfast.supervise.observe.values import OnItsWay, ValueReader
+from holdfast.supervise.observe.step_tracker import StepTracker
+from holdfast.supervise.observe.values import PendingValue, ValueReader
 
 # Imports ---
 # ------------------------------------------------------------------------
@@ -177,9 +177,9 @@ def test_a_value_on_a_gpu_comes_later() -> None:
     """A loss on a GPU is not waited for: it is a promise, kept once the stream has come so far."""
     reader = ValueReader(torch)
     found = reader.read((torch.ones(3, device="cuda", requires_grad=True) * 2).sum())
-    assert isinstance(found, OnItsWay)
+    assert isinstance(found, PendingValue)
     torch.cuda.synchronize()
-    assert found.arrived()
+    assert found.has_arrived()
     assert found.value() == 6.0
 
 
@@ -201,16 +201,16 @@ class Seen:
         self.events: list[Any] = []
         self.emit = self.events.append
 
-    def samples(self) -> SampleRing:
+    def open_samples(self) -> SampleRing:
         return self._samples
 
-    def describe(self, settings: dict[str, Any]) -> None:
+    def write_settings(self, settings: dict[str, Any]) -> None:
         self.settings = dict(settings)
 
-    def becomes(self, role: str) -> None:
+    def set_role(self, role: str) -> None:
         self.roles.append(role)
 
-    def failed(self, error: BaseException) -> None:
+    def note_error(self, error: BaseException) -> None:
         self.failures.append(error)
 
 
@@ -228,16 +228,16 @@ def seen(tmp_path: Path) -> Any:
     assert found.failures == []
 
 
-def steps_of(seen: Seen, *, optimizer: bool = True) -> Steps:
-    return Steps(seen, torch, lambda: optimizer)  # type: ignore[arg-type]
+def steps_of(seen: Seen, *, optimizer: bool = True) -> StepTracker:
+    return StepTracker(seen, torch, lambda: optimizer)  # type: ignore[arg-type]
 
 
-def backward(steps: Steps, loss: float = 1.0) -> None:
+def backward(steps: StepTracker, loss: float = 1.0) -> None:
     steps.backward_begins(torch.tensor(loss))
     steps.backward_ends()
 
 
-def step(steps: Steps, optimizer: Any) -> None:
+def step(steps: StepTracker, optimizer: Any) -> None:
     steps.optimizer_begins(optimizer, (optimizer,), {})
     steps.optimizer_ends(optimizer, (optimizer,), {})
 
@@ -264,7 +264,7 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
         does(steps.optimizer_ends, judge, (judge,), {})
     does(steps.aside_begins, Phase.SAVING)
     does(steps.aside_ends)
-    does(steps.evaluates)
+    does(steps.evaluation_begins)
     does(steps.wait_begins)
     does(steps.wait_ends, Phase.EVALUATION)
     does(steps.wait_ends, Phase.END_OF_EPOCH)
@@ -297,7 +297,7 @@ def test_fast_steps_are_read_now_and_then(seen: Seen, monkeypatch: pytest.Monkey
         steps.wait_begins()
         steps.wait_ends(None)
         backward(steps, math.nan if number > 1050 else 1.0)
-        steps.clipped(torch.tensor(2.0))
+        steps.norm_computed(torch.tensor(2.0))
         step(steps, one)
     samples = read_samples(seen.ring)
     assert [each.step for each in samples] == [*range(1, 1101)]
@@ -327,7 +327,7 @@ def test_a_step_takes_few_calls(seen: Seen) -> None:
         steps.wait_ends(None)
         steps.backward_begins(loss)
         steps.backward_ends()
-        steps.clipped(loss)
+        steps.norm_computed(loss)
         steps.optimizer_begins(one, (one,), {})
         steps.optimizer_ends(one, (one,), {})
     sys.setprofile(None)
@@ -342,19 +342,19 @@ def test_a_norm_is_that_of_the_newest_gradients(seen: Seen) -> None:
     steps, one, other = steps_of(seen, optimizer=False), Optimizer(), Optimizer()
     for norm in (1.0, 2.0):  # a step written by hand
         backward(steps)
-        steps.clipped(torch.tensor(norm))
+        steps.norm_computed(torch.tensor(norm))
     backward(steps)
     step(steps, one)
-    steps.clipped(torch.tensor(3.0))  # for the parameters of the other, or for a log
+    steps.norm_computed(torch.tensor(3.0))  # for the parameters of the other, or for a log
     step(steps, other)
     backward(steps)
-    steps.clipped(torch.tensor(4.0))
+    steps.norm_computed(torch.tensor(4.0))
     step(steps, one)
     assert [each.grad_norm for each in read_samples(seen.ring)] == [1.0, 2.0, 3.0, 4.0]
     seen.board = ProgressBoard(seen.path)
     without = steps_of(seen)
     for norm in (5.0, 6.0):  # gradients of autograd.grad, or of a formula
-        without.clipped(torch.tensor(norm))
+        without.norm_computed(torch.tensor(norm))
         step(without, one)
     assert [each.grad_norm for each in read_samples(seen.ring)][4:] == [5.0, 6.0]
 
@@ -439,7 +439,7 @@ def test_a_scaled_loss_is_recorded_without_its_scale(seen: Seen) -> None:
     for combines in (False, True):
         loss = torch.tensor(2.0)
         scaled = loss * 1024
-        steps.scales(loss, weakref.ref(scaled))
+        steps.loss_scaled(loss, weakref.ref(scaled))
         steps.backward_begins(scaled + 1 if combines else scaled)
         steps.backward_ends()
         step(steps, one)
@@ -467,24 +467,20 @@ def test_a_late_value_completes_its_sample(seen: Seen) -> None:
     waiting.
     """
 
-    class Late(OnItsWay):
+    class Late(PendingValue):
         here = False
 
         def __init__(self, value: float) -> None:
-            super().__init__(
-                torch.tensor([value]),
-                None,
-                lambda address: ctypes.c_float.from_address(address).value,
-            )
+            super().__init__(torch.tensor([value]), None, ctypes.c_float)
 
-        def arrived(self) -> bool:
+        def has_arrived(self) -> bool:
             return self.here
 
     late = [Late(float(number)) for number in range(3)]
     steps, one = steps_of(seen), Optimizer()
     for each in late:
         backward(steps)
-        steps._loss = each
+        steps._step.loss = each
         step(steps, one)
     assert all(each.loss is None for each in read_samples(seen.ring))
     late[0].here = late[2].here = True
@@ -513,7 +509,7 @@ def test_samples_that_cannot_be_written_are_given_up(tmp_path: Path) -> None:
     def fails() -> SampleRing:
         raise OSError(28, "No space left on device")
 
-    seen.samples = fails  # type: ignore[method-assign]
+    seen.open_samples = fails  # type: ignore[method-assign]
     for _ in range(3):
         backward(steps)
         step(steps, one)

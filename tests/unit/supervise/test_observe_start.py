@@ -17,7 +17,7 @@ from holdfast.core.events.event import Event
 from holdfast.recorder.progress import read_board
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, STACKS_SIGNAL, read_processes
-from holdfast.supervise.launch.commands import observing
+from holdfast.supervise.launch.commands import make_observed_environment
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 _OUTSIDE = sys._base_executable  # type: ignore[attr-defined] # the interpreter without the packages of the environment
@@ -45,7 +45,7 @@ def run(tmp_path: Path, run_directory: Path) -> Run:
         file.write_text(textwrap.dedent(script))
         environment = {**os.environ, **variables}
         if observed:
-            environment = observing(environment, run_directory, 2)
+            environment = make_observed_environment(environment, run_directory, 2)
         command = [python, *options, str(file)]
         return subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -135,7 +135,7 @@ def test_a_run_directory_that_cannot_be_used_changes_nothing(tmp_path: Path, bro
         directory.mkdir()
     if broken == "a file in the way":
         (directory / "processes").touch()
-    environment = observing(os.environ, directory, 0)
+    environment = make_observed_environment(os.environ, directory, 0)
     if broken == "relative":
         environment["OBSERVED_BY_HOLDFAST"] = "run"
     command = [sys.executable, "-c", "print(1)"]

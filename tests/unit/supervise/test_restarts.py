@@ -11,16 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.explain.verdict import Verdict
+from holdfast.supervise.launch.attempt_end import AttemptEnd
 from holdfast.supervise.launch.restarts import (
-    Again,
     Budgets,
-    Past,
-    Stop,
+    EndedAttempt,
+    EndRun,
+    PastAttempt,
+    RestartDecision,
+    StartAgain,
     decide_restart,
-    new_changes,
+    effective_changes,
 )
 
-BUDGETS = Budgets(max_restarts=3, max_preemptions=2, least_steps=10)
+BUDGETS = Budgets(max_restarts=3, max_preemptions=2, min_progress_steps=10)
+FAILED = AttemptEnd(status=1, seconds=60.0)
 
 
 def verdict(
@@ -40,14 +44,22 @@ def past(
     cause: str = "H921",
     kind: str = "retry",
     seconds: float = 60,
-) -> Past:
-    return Past(cause=cause, kind=kind, at_step=at_step, steps=steps, seconds=seconds)  # type: ignore[arg-type]
+) -> PastAttempt:
+    return PastAttempt(cause=cause, kind=kind, at_step=at_step, steps=steps, seconds=seconds)  # type: ignore[arg-type]
 
 
 def decide(
-    last: Verdict, *history: Past, environment: dict[str, str] | None = None
-) -> Again | Stop:
-    return decide_restart(last, history, BUDGETS, environment or {})
+    last: Verdict, *history: PastAttempt, environment: dict[str, str] | None = None
+) -> RestartDecision:
+    return decide_restart(
+        EndedAttempt(
+            verdict=last,
+            end=FAILED,
+            history=history,
+            budgets=BUDGETS,
+            environment=environment or {},
+        )
+    )
 
 
 def test_a_cause_that_may_pass_is_retried_after_a_delay_that_doubles():
@@ -56,21 +68,24 @@ def test_a_cause_that_may_pass_is_retried_after_a_delay_that_doubles():
     for number in range(3):
         history.append(past(at_step=1000 * (number + 1), steps=1000))
         again = decide(verdict(), *history)
-        assert isinstance(again, Again)
+        assert isinstance(again, StartAgain)
         delays.append(again.delay_seconds)
     assert delays == [10.0, 20.0, 40.0]
     last = decide(verdict(), *history, past(at_step=4000, steps=1000))
-    assert last == Stop(why="all 3 restarts are used")
+    assert isinstance(last, EndRun)
+    assert "3" in last.why
 
 
 def test_too_little_progress_between_two_failures_of_one_cause_stops():
     """Nine steps are no progress, whether counted by the training or by the process; ten are."""
-    assert decide(verdict(), past(), past()) == Stop(why="the same failure came twice at step 100")
-    assert isinstance(decide(verdict(), past(cause="H930"), past()), Again)
-    assert isinstance(decide(verdict(), past(at_step=100), past(at_step=109)), Stop)
-    assert isinstance(decide(verdict(), past(at_step=100), past(at_step=110)), Again)
-    assert isinstance(decide(verdict(), past(), past(at_step=None, steps=9)), Stop)
-    assert isinstance(decide(verdict(), past(), past(at_step=None, steps=10)), Again)
+    stopped = decide(verdict(), past(), past())
+    assert isinstance(stopped, EndRun)
+    assert "100" in stopped.why
+    assert isinstance(decide(verdict(), past(cause="H930"), past()), StartAgain)
+    assert isinstance(decide(verdict(), past(at_step=100), past(at_step=109)), EndRun)
+    assert isinstance(decide(verdict(), past(at_step=100), past(at_step=110)), StartAgain)
+    assert isinstance(decide(verdict(), past(), past(at_step=None, steps=9)), EndRun)
+    assert isinstance(decide(verdict(), past(), past(at_step=None, steps=10)), StartAgain)
 
 
 def test_out_of_memory_is_retried_at_once_and_only_with_something_changed():
@@ -79,7 +94,7 @@ def test_out_of_memory_is_retried_at_once_and_only_with_something_changed():
     again = decide(
         short, past(kind="remedy"), environment={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
     )
-    assert isinstance(again, Again)
+    assert isinstance(again, StartAgain)
     assert again.changes == {
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"
     }
@@ -87,8 +102,8 @@ def test_out_of_memory_is_retried_at_once_and_only_with_something_changed():
     changed = decide(
         short, past(kind="remedy"), past(kind="remedy"), environment=dict(again.changes)
     )
-    assert isinstance(changed, Stop)
-    assert isinstance(decide(verdict("remedy"), past(kind="remedy")), Stop)
+    assert isinstance(changed, EndRun)
+    assert isinstance(decide(verdict("remedy"), past(kind="remedy")), EndRun)
 
 
 def test_a_value_in_brackets_is_one_entry_of_the_allocators_settings():
@@ -98,11 +113,11 @@ def test_a_value_in_brackets_is_one_entry_of_the_allocators_settings():
             "roundup_power2_divisions:[256:1,512:2],expandable_segments:False"
         )
     }
-    found = new_changes(present, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    found = effective_changes(present, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     assert found == {
         "PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],expandable_segments:True"
     }
-    assert new_changes(found, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) == {}
+    assert effective_changes(found, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) == {}
 
 
 FAILURES = st.tuples(
@@ -124,18 +139,28 @@ def test_no_history_exceeds_the_budgets(failures, budgets):
     """However attempts fail, restarts stay within both budgets, delays within their bounds, and
     changes are real.
     """
-    history: list[Past] = []
+    history: list[PastAttempt] = []
     environment: dict[str, str] = {}
     used = {"preempted": 0, "others": 0}
     for cause, kind, at_step, steps, seconds, changes in failures:
-        history.append(Past(cause=cause, kind=kind, at_step=at_step, steps=steps, seconds=seconds))
-        decision = decide_restart(verdict(kind, cause, **changes), history, budgets, environment)
-        if isinstance(decision, Stop):
+        history.append(
+            PastAttempt(cause=cause, kind=kind, at_step=at_step, steps=steps, seconds=seconds)
+        )
+        decision = decide_restart(
+            EndedAttempt(
+                verdict=verdict(kind, cause, **changes),
+                end=FAILED,
+                history=history,
+                budgets=budgets,
+                environment=environment,
+            )
+        )
+        if isinstance(decision, EndRun):
             assert decision.why
             break
         assert kind != "stop"
         used["preempted" if kind == "preempted" else "others"] += 1
-        assert 0 <= decision.delay_seconds <= budgets.most_delay_seconds
+        assert 0 <= decision.delay_seconds <= budgets.max_delay_seconds
         if kind == "remedy":
             assert decision.changes
         assert all(environment.get(name) != value for name, value in decision.changes.items())
@@ -146,5 +171,5 @@ def test_no_history_exceeds_the_budgets(failures, budgets):
 
 def test_what_ended_well_or_is_a_users_error_is_not_started_again():
     """Neither success nor an error in the script is repeated, whatever is left of the budgets."""
-    assert isinstance(decide(verdict("retry", family="ended well"), past()), Stop)
-    assert isinstance(decide(verdict("stop", family="user code"), past(kind="stop")), Stop)
+    assert isinstance(decide(verdict("retry", family="ended well"), past()), EndRun)
+    assert isinstance(decide(verdict("stop", family="user code"), past(kind="stop")), EndRun)

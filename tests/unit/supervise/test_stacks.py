@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.explain.hangs.evidence import Examined
-from holdfast.supervise.watch import stacks
+from holdfast.supervise.watch import py_spy
+from holdfast.supervise.watch.faulthandler_dumps import read_faulthandler
 from holdfast.supervise.watch.process_evidence import read_kernel_view
-from holdfast.supervise.watch.stacks import Stacks, Subject, find_py_spy, read_faulthandler
+from holdfast.supervise.watch.py_spy import find_py_spy
+from holdfast.supervise.watch.stacks import StackSampler, Subject
 
 Start = Callable[..., subprocess.Popen[bytes]]
 HANDLER = (
@@ -49,11 +51,11 @@ def start() -> Iterator[Start]:
 
 
 def take(run: Path, *subjects: Subject, py_spy: str | None = None) -> tuple[Examined, ...]:
-    return Stacks(run, pause=lambda _: None, py_spy=py_spy).take(subjects).processes
+    return StackSampler(run, pause=lambda _: None, py_spy=py_spy).take(subjects).processes
 
 
 def subject(pid: int, folder: Path | None = None) -> Subject:
-    return Subject(about=Examined(pid=pid), folder=folder, observed=True)
+    return Subject(about=Examined(pid=pid), folder=folder, is_observed=True)
 
 
 def test_without_py_spy_the_process_writes_its_own_stacks(start: Start, tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_a_py_spy_that_hangs_or_says_nonsense_is_given_up(
     program: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next way is tried; nothing waits longer than its limit."""
-    monkeypatch.setattr(stacks, "_PY_SPY_SECONDS", 0.1)
+    monkeypatch.setattr(py_spy, "_DUMP_SECONDS", 0.1)
     broken = tmp_path / "py-spy"
     broken.write_text(f"#!/bin/sh\n{program}\n")
     broken.chmod(0o755)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.supervise.launch.output import Copier, OutputLog, Sink, Streams
+from holdfast.supervise.launch.output import CommandStreams, OutputCopier, OwnStream, Source
+from holdfast.supervise.launch.output_log import OutputLog
 
 MOST = 1 << 20
 
@@ -32,9 +33,9 @@ def lines(count: int, first: int = 0) -> bytes:
 
 def test_attempts_are_separated_by_a_line_of_their_own(log, tmp_path):
     """Also after output that did not end with a line feed."""
-    log.begin(0)
+    log.begin_attempt(0)
     log.write(b"50%")
-    log.begin(1)
+    log.begin_attempt(1)
     log.write(b"100%\n")
     expected = b"--- holdfast: attempt 0 ---\n50%\n--- holdfast: attempt 1 ---\n100%\n"
     assert (tmp_path / "output.log").read_bytes() == expected
@@ -44,7 +45,7 @@ def test_of_too_much_the_head_and_the_newest_part_are_kept(log, tmp_path):
     """Twenty times the size leaves a file below it, with the first and the last line and the
     line of the attempt.
     """
-    log.begin(0)
+    log.begin_attempt(0)
     for number in range(0, 1_500_000, 5000):
         log.write(lines(5000, number))
     data = (tmp_path / "output.log").read_bytes()
@@ -58,9 +59,9 @@ def test_whose_output_the_newest_part_is_stays_known(log, tmp_path):
     """The line of an attempt that began in the part that is cut stands before what is left of
     its output, once.
     """
-    log.begin(0)
+    log.begin_attempt(0)
     log.write(lines(30_000))
-    log.begin(1)
+    log.begin_attempt(1)
     for number in range(0, 300_000, 5000):
         log.write(lines(5000, number))
     data = (tmp_path / "output.log").read_bytes()
@@ -73,9 +74,9 @@ def test_a_pipe_that_takes_nothing_holds_the_command_up(log):
     reader itself.
     """
     ours, target = os.pipe()
-    sink = Sink(target)
+    sink = OwnStream(target)
     sink.add(b"x" * ((1 << 20) + 1))
-    assert sink.full
+    assert sink.is_full
     os.close(ours)
     os.close(target)
 
@@ -83,9 +84,9 @@ def test_a_pipe_that_takes_nothing_holds_the_command_up(log):
 def test_a_terminal_that_takes_nothing_does_not(log):
     """After Ctrl-S the training goes on; what the terminal missed is in the log."""
     master, slave = os.openpty()
-    sink = Sink(slave)
+    sink = OwnStream(slave)
     sink.add(b"x" * ((1 << 20) + 1))
-    assert not sink.full
+    assert not sink.is_full
     assert b"output left out here" in sink.pending
     os.close(master)
     os.close(slave)
@@ -99,14 +100,20 @@ def test_a_stream_is_a_terminal_exactly_where_ours_is_one():
     master, slave = os.openpty()
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
     reading, writing = os.pipe()
-    streams = Streams((writing, slave))
-    assert [os.isatty(each) for each in streams.theirs] == [False, True]
-    assert os.get_terminal_size(streams.theirs[1]) == (99, 33)
+    streams = CommandStreams((writing, slave))
+    assert [os.isatty(each) for each in streams.command_ends] == [False, True]
+    assert os.get_terminal_size(streams.command_ends[1]) == (99, 33)
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 132, 0, 0))
-    streams.follow_size()
-    assert os.get_terminal_size(streams.theirs[1]) == (132, 40)
-    streams.close_theirs()
-    for each in (master, slave, reading, writing, *(source for source, _ in streams.sources)):
+    streams.copy_terminal_size()
+    assert os.get_terminal_size(streams.command_ends[1]) == (132, 40)
+    streams.close_command_ends()
+    for each in (
+        master,
+        slave,
+        reading,
+        writing,
+        *(source.descriptor for source in streams.sources),
+    ):
         os.close(each)
 
 
@@ -114,11 +121,11 @@ def test_two_streams_into_one_file_stay_in_order():
     """After 2>&1 both are one pipe, so that a traceback stands where it was printed."""
     reading, writing = os.pipe()
     again = os.dup(writing)
-    streams = Streams((writing, again))
+    streams = CommandStreams((writing, again))
     assert len(streams.sources) == 1
-    assert os.path.sameopenfile(*streams.theirs)
-    streams.close_theirs()
-    for each in (reading, writing, again, streams.sources[0][0]):
+    assert os.path.sameopenfile(*streams.command_ends)
+    streams.close_command_ends()
+    for each in (reading, writing, again, streams.sources[0].descriptor):
         os.close(each)
 
 
@@ -127,19 +134,19 @@ def test_a_line_of_ours_never_continues_an_unfinished_one(log, tmp_path):
     (bar, bar_writes), (rest, rest_writes) = os.pipe(), os.pipe()
     one, two = ((tmp_path / name).open("wb") for name in ("one", "two"))
     with one, two:
-        copier = Copier(log)
-        copier._sinks[2] = Sink(two.fileno())
-        copier._sinks[two.fileno()] = copier._sinks[2]
-        copier.take([(bar, two.fileno()), (rest, one.fileno())])
+        copier = OutputCopier(log)
+        copier._own_streams[2] = OwnStream(two.fileno())
+        copier._own_streams[two.fileno()] = copier._own_streams[2]
+        copier.add_sources([Source(bar, two.fileno()), Source(rest, one.fileno())])
         os.write(bar_writes, b"\r 50%")
         copier.serve([(bar, select.POLLIN)])
         os.write(rest_writes, b"printed\n")
         copier.serve([(rest, select.POLLIN)])
-        copier.say("a")
-        copier.say("b")
+        copier.print_message("a")
+        copier.print_message("b")
         os.write(rest_writes, b"unfinished")
         copier.serve([(rest, select.POLLIN)])
-        copier.say("c")
+        copier.print_message("c")
         copier.begin_line(one.fileno())
         copier.begin_line(one.fileno())
     assert (tmp_path / "two").read_bytes() == b"\r 50%\nholdfast: a\nholdfast: b\nholdfast: c\n"

@@ -17,8 +17,8 @@ import pytest
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.run_files import ProcessInfo, write_process
 from holdfast.supervise.launch.commands import make_environment
+from holdfast.supervise.launch.kernel import count_oom_kills
 from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
-from holdfast.supervise.launch.supervisor import count_oom_kills
 from holdfast.supervise.process_tree import MARK_VARIABLE, Tree, kill_all
 
 
@@ -67,7 +67,7 @@ def test_a_directory_of_a_newer_holdfast_or_without_permission_is_refused(tmp_pa
     """Both say what to do; a damaged description is written again."""
     run = tmp_path / "run"
     folder = RunFolder(run)
-    folder.describe(["true"], 1.0)
+    folder.write_description(["true"], 1.0)
     folder.close()
     (run / "supervised.json").write_text('{"format": 99}')
     with pytest.raises(RunDirectoryError, match="H724"):
@@ -82,7 +82,7 @@ def test_a_directory_of_a_newer_holdfast_or_without_permission_is_refused(tmp_pa
 def test_the_description_says_what_was_run_where(tmp_path):
     """Command, directory, interpreter, machine and versions are there before anything starts."""
     folder = RunFolder(tmp_path / "run")
-    folder.describe(["python", "train.py"], 12.5)
+    folder.write_description(["python", "train.py"], 12.5)
     found = json.loads((tmp_path / "run" / "supervised.json").read_text())
     assert (found["format"], found["argv"], found["started"]) == (1, ["python", "train.py"], 12.5)
     assert found["cwd"] == str(Path.cwd())

@@ -21,8 +21,9 @@ from holdfast.core.events.process_events import Hang
 from holdfast.recorder.progress import Phase, ProgressBoard
 from holdfast.recorder.run_files import BOARD_FILE, ProcessInfo, write_process
 from holdfast.supervise.process_tree import read_process
+from holdfast.supervise.watch.attempt_watch import AttemptWatch
 from holdfast.supervise.watch.limits import HangLimits
-from holdfast.supervise.watch.stacks import Stacks
+from holdfast.supervise.watch.stacks import StackSampler
 from holdfast.supervise.watch.watchdog import Watchdog
 
 LIMIT = 10.0
@@ -48,14 +49,16 @@ class Scene:
 
     def new_watchdog(self, *settings: str, attempt: int = 0) -> Watchdog:
         self.watchdog = Watchdog(
-            self.run,
-            limits=HangLimits.parse([f"all={LIMIT}", *settings]),
-            emit=self.events.append,
-            on_hang=self.hangs.append,
-            say=self.said.append,
-            attempt=attempt,
+            AttemptWatch(
+                run_path=self.run,
+                attempt=attempt,
+                limits=HangLimits.parse([f"all={LIMIT}", *settings]),
+                emit=self.events.append,
+                on_hang=self.hangs.append,
+                say=self.said.append,
+            ),
             clock=lambda: self.now,
-            stacks=Stacks(self.run, pause=self._pause),
+            stacks=StackSampler(self.run, pause=self._pause),
         )
         return self.watchdog
 

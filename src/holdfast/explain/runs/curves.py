@@ -1,6 +1,6 @@
 """How the losses of a run ended: not finite any more, or many orders of magnitude above their best.
 
-Does not: judge (see ``runtime_causes``), or fit trends (see ``supervise.watch.trends``).
+Does not: judge (see ``runtime_causes``), or fit trends (see ``supervise.leaks.growth``).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from holdfast.integrations.protocol import (
 )
 from holdfast.loader.splitting import Split
 from holdfast.recorder.scalars import recorded_too
-from holdfast.supervise.observe.logged import of_lightning
+from holdfast.supervise.observe.logged_scalars import read_lightning_log
 
 load("lightning.pytorch")
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment  # noqa: E402
@@ -129,7 +129,7 @@ class Guarded(Framework):  # type: ignore[misc]
                 _hold_saves(each, trainer)
         connector = trainer._logger_connector
         connector.log_metrics = recorded_too(
-            connector.log_metrics, partial(of_lightning, connector)
+            connector.log_metrics, partial(read_lightning_log, connector)
         )
         if carried is not None:
             window = carried_tree(carried, "window")

@@ -40,7 +40,7 @@ from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import Split, batch_size, select
 from holdfast.memory.oom import find_out_of_memory
 from holdfast.recorder.scalars import recorded_too
-from holdfast.supervise.observe.logged import of_trainer
+from holdfast.supervise.observe.logged_scalars import read_trainer_log
 
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
 
@@ -287,7 +287,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         # The Trainer takes NaN from NaN, and would log it for ever
         if not math.isfinite(logs.get("loss", 0.0)):
             self._tr_loss.zero_()
-        recorded_too(super().log, partial(of_trainer, self))(logs, *rest, **named)
+        recorded_too(super().log, partial(read_trainer_log, self))(logs, *rest, **named)
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
         """Let ``train_loss`` be the mean of the steps that were made, before a resume too.

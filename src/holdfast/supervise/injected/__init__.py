@@ -1,4 +1,4 @@
-"""The directory that is put on ``PYTHONPATH`` of a supervised command.
+"""The directory that is put on the ``PYTHONPATH`` of a supervised command.
 
-Holds ``sitecustomize`` and nothing else.
+It contains ``sitecustomize`` and nothing else.
 """

@@ -1,10 +1,8 @@
-"""Imported by Python when it starts, since this directory comes first on ``PYTHONPATH``.
+"""Imported by Python when it starts, because this directory comes first on ``PYTHONPATH``.
 
-Begins to observe.
-
-Then the ``sitecustomize`` that would have been imported without us is, in the way that Python does
-it. Whatever goes wrong with ours is noted in the run directory, and the script runs as if we were
-not there.
+It begins to observe the process. Then it imports the ``sitecustomize`` that would have been
+imported without us, in the way that Python does it. Whatever goes wrong with ours is noted in the
+run directory, and the script runs as if we were not there.
 
 Written for any Python 3, which need not be one that can import holdfast.
 """
@@ -14,28 +12,64 @@ Written for any Python 3, which need not be one that can import holdfast.
 import os
 import sys
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_RUN = "OBSERVED_BY_HOLDFAST"  # as recorder.run_files says; holdfast is not imported yet
-# MODULE:DIRECTORY: another module whose `start` observes, of ``holdfast chaos``
-_ANOTHER = "OBSERVER_OF_HOLDFAST"
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
+# Path of the run directory, as `recorder.run_files` names it; holdfast is not imported yet.
+_RUN_VARIABLE = "OBSERVED_BY_HOLDFAST"
+# MODULE:DIRECTORY, another module whose `start` is called, for ``holdfast chaos``.
+_OTHER_OBSERVER_VARIABLE = "OBSERVER_OF_HOLDFAST"
+_OBSERVER = "holdfast.supervise.observe.observer"
 _NAME = "sitecustomize"
 
 
 def _leave_path() -> None:
-    """Let ``sys.path`` be what it would be without us; ``PYTHONPATH`` stays, for the children."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+    """Let ``sys.path`` be what it would be without us.
+
+    ``PYTHONPATH`` stays as it is, for child processes.
+    """
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _OWN_FOLDER]
+
+
+def _observe() -> None:
+    """Start the observers that the environment names."""
+    other_module, _, other_directory = os.environ.get(_OTHER_OBSERVER_VARIABLE, "").partition(":")
+    _start_observer(other_module, other_directory)
+    _start_observer(_OBSERVER, os.environ.get(_RUN_VARIABLE, ""))
+
+
+def _start_observer(module_name: str, run: str) -> None:
+    if not run:
+        return
+    try:
+        _flush_each_line()
+        _import_holdfast()
+        import importlib
+
+        importlib.import_module(module_name).start(run)
+    except Exception:  # noqa: BLE001 - nothing of ours may stop the script
+        _note_error(run)
+
+
+def _flush_each_line() -> None:
+    """Let stdout be written line by line, not in pieces of 8 KiB.
+
+    What is still buffered is lost if the process is killed. ``PYTHONUNBUFFERED`` would not do: it
+    cuts lines into pieces, so that those of several ranks would be mixed.
+    """
+    if "PYTHONUNBUFFERED" not in os.environ and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _import_holdfast() -> None:
-    """Import holdfast from where the script would, or else from here, without a look at what
-    else lies here.
+    """Import holdfast from where the script would, or else from here.
+
+    In the second case nothing else that is installed beside it becomes importable.
     """
     import importlib.util
 
-    found = importlib.util.find_spec("holdfast")
-    if found is not None and found.origin is not None:
+    installed = importlib.util.find_spec("holdfast")
+    if installed is not None and installed.origin is not None:
         return
-    package = os.path.dirname(os.path.dirname(_HERE))
+    package = os.path.dirname(os.path.dirname(_OWN_FOLDER))
     spec = importlib.util.spec_from_file_location(
         "holdfast", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
     )
@@ -46,73 +80,52 @@ def _import_holdfast() -> None:
     spec.loader.exec_module(module)
 
 
-def _observe() -> None:
-    other, _, directory = os.environ.get(_ANOTHER, "").partition(":")
-    for name, run in (
-        (other, directory),
-        ("holdfast.supervise.observe.observer", os.environ.get(_RUN)),
-    ):
-        if not run:
-            continue
-        try:
-            _print_whole_lines()
-            _import_holdfast()
-            import importlib
-
-            importlib.import_module(name).start(run)
-        except Exception:  # noqa: BLE001 - nothing of ours may stop the script
-            _note(run)
-
-
-def _print_whole_lines() -> None:
-    """Let each line go out when it is printed, not after 8 KiB of them.
-
-    What waits is lost if the process is killed.
-
-    Not ``PYTHONUNBUFFERED``, which cuts lines into pieces, so that those of several ranks would be
-    mixed.
-    """
-    if "PYTHONUNBUFFERED" not in os.environ and hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)
-
-
-def _note(run: str) -> None:
+def _note_error(run: str) -> None:
+    """Write the current exception into the run directory."""
     import traceback
 
     try:
         folder = os.path.join(run, "processes")
+        # A link may lead out of the run directory.
         if os.path.islink(folder):  # noqa: PTH114 - before anything is imported
-            return  # it leads out of the run directory
-        name = os.path.join(folder, f"failed-{os.getpid()}.txt")
-        # As holdfast.core.files, which may be what cannot be imported
-        safely = os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(
-            name, "a", opener=lambda path, flags: os.open(path, flags | safely, 0o600)
-        ) as file:
+            return
+        path = os.path.join(folder, f"failed-{os.getpid()}.txt")
+        with open(path, "a", opener=_open_safely) as file:
             traceback.print_exc(file=file)
     except OSError:
-        pass  # the run directory is what fails: there is nowhere to say so
+        # It is the run directory that fails: there is nowhere to note it.
+        pass
 
 
-def _import_theirs() -> None:
-    """Import the next ``sitecustomize``.
+def _open_safely(path: str, flags: int) -> int:
+    """Open a file without following a link or waiting for the reader of a pipe.
 
-    ImportError if there is none, as without us: Python goes on in silence.
+    As `holdfast.core.files` does, which may be what cannot be imported.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def _import_next_sitecustomize() -> None:
+    """Import the next ``sitecustomize`` on the path.
+
+    Raises:
+        ModuleNotFoundError: If there is none, as without us; Python then continues in silence.
     """
     import importlib.util
 
     for finder in sys.meta_path:
         spec = finder.find_spec(_NAME, None) if hasattr(finder, "find_spec") else None
-        if spec is not None:
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[_NAME] = module
-            if spec.loader is not None:
-                spec.loader.exec_module(module)
-            return
+        if spec is None:
+            continue
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[_NAME] = module
+        if spec.loader is not None:
+            spec.loader.exec_module(module)
+        return
     raise ModuleNotFoundError(f"No module named {_NAME!r}", name=_NAME)
 
 
 if __name__ == _NAME:
     _leave_path()
     _observe()
-    _import_theirs()
+    _import_next_sitecustomize()

@@ -1,1 +1,13 @@
-"""Starting a command, again if that helps, and its run directory."""
+"""Start a command under supervision, end it, judge it and start it again.
+
+Read in this order:
+
+1. ``supervisor``: the loop over attempts, and the options and outcome of a run.
+2. ``attempt``: the event loop while one attempt runs; ``attempt_end``: how it ended.
+3. ``signals`` forwards signals; ``shutdown`` decides when the command is killed.
+4. ``restarts``: the rules for another attempt; ``verdicts``: why the last one failed.
+5. ``hosts``: several hosts that run one training.
+
+Details: ``run_folder`` (the run directory), ``commands`` and ``child_start`` (how the command is
+started), ``output`` and ``output_log`` (what it prints), ``kernel``.
+"""

@@ -1,6 +1,10 @@
-"""One attempt of a supervised command.
+"""One attempt of a supervised command: wait for it, copy its output, end it and what it leaves.
 
-Wait for it, serve its output, pass signals on, end it and what it leaves.
+`Attempt.serve` is the supervisor's event loop while the command runs. Everything happens in the
+main thread; other threads only leave a hang or a message (`report_hang`, `print_message`).
+
+Does not: decide when the command must end (``shutdown``), find hangs (``watch``), or decide about
+another attempt (``restarts``).
 """
 
 from __future__ import annotations
@@ -21,282 +25,276 @@ from holdfast.core.events import process_events
 from holdfast.core.events.event import EventData
 from holdfast.core.events.process_events import Hang
 from holdfast.recorder.run_files import read_processes
+from holdfast.supervise.launch.attempt_end import AttemptEnd
 from holdfast.supervise.launch.hosts import Hosts
-from holdfast.supervise.launch.output import Copier, Streams
-from holdfast.supervise.launch.signals import ASKING_TO_END, PASSED_ON, TO_HANDLERS, Signals
+from holdfast.supervise.launch.output import CommandStreams, OutputCopier
+from holdfast.supervise.launch.shutdown import Shutdown, signal_in_status
+from holdfast.supervise.launch.signals import TO_HANDLERS, Signals
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
 
+# How often hangs, hosts and deadlines are looked at while nothing else happens.
 _TICK_SECONDS = 1.0
-# After the command itself has ended; no process is left 1 s after any death
+_LEFTOVER_TICK_SECONDS = 0.02
+# Grace period of processes that outlive the command: nothing is left one second after it ended.
 _LEFTOVER_SECONDS = 0.4
-# SIGKILL takes milliseconds, unless the kernel waits for a device or a network disk
+# SIGKILL takes milliseconds, unless the kernel waits for a device or a network disk.
 _KILL_SECONDS = 5.0
-_QUIET_SECONDS = 0.1  # a terminal passes its last bytes on through a work queue of the kernel
-_FLUSH_SECONDS = 5.0  # for a slow reader of our own output
-_MOST_ASKED = 3  # whoever asks a third time means it, and who presses Ctrl-C a second time
-_TWICE_SECONDS = 0.5  # a shell and a wrapper around us may both pass one Ctrl-C on
-_SHELL = 128  # a shell reports signal n as status 128 + n
-_KILLED = "killed with SIGKILL, since it had not ended when it was asked to"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """How an attempt ended."""
-
-    status: int  # exit code, negative for a signal
-    seconds: float  # how long it ran
-    # The signal by which the user or a scheduler asked us to end, or None; see `Attempt._asked_by`.
-    asked: int | None
-    # The last signal that we sent on our own account, after a hang or a time of grace, or None
-    sent: int | None
-    hang: Hang | None  # that it was ended for, or None
-    elsewhere: str | None = None  # why another host had ended the attempt before, or None
+# A terminal passes its last bytes on through a work queue of the kernel.
+_QUIET_SECONDS = 0.1
+# Least time for a slow reader of our own output.
+_FLUSH_SECONDS = 5.0
+_KILLED = "killed with SIGKILL, because it had not ended when it was asked to"
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """Serve one command until nothing of it is left."""
+    """One process start of the command, served until nothing of it is left.
 
-    number: int  # from 0
-    run: Path
-    child: subprocess.Popen[bytes]  # it leads a session of its own
+    Args:
+        number: Number of the attempt, from 0.
+        run_path: The run directory.
+        child: The command, which leads a session of its own.
+        tree: All processes of the command.
+        streams: Its output streams.
+        copier: Copies what it prints.
+        signals: The supervisor's signals, already entered.
+        shutdown: When the command has to end.
+        emit: Records an event.
+        hosts: The other hosts, where several run one training.
+    """
+
+    number: int
+    run_path: Path
+    child: subprocess.Popen[bytes]
     tree: Tree
-    streams: Streams
-    copier: Copier
-    signals: Signals  # entered already
-    grace_seconds: float  # between asking it to end and SIGKILL
+    streams: CommandStreams
+    copier: OutputCopier
+    signals: Signals
+    shutdown: Shutdown
     emit: Callable[[EventData], None]
-    hosts: Hosts | None = None  # the others, where several hosts run one training
-    _hangs: SimpleQueue[Hang] = field(default_factory=SimpleQueue, init=False)
-    _lines: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)
+    hosts: Hosts | None = None
+    # Left here by other threads.
+    _reported_hangs: SimpleQueue[Hang] = field(default_factory=SimpleQueue, init=False)
+    _messages: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)
+    # The hang for which the command is ended, and why another host has ended the attempt.
     _hang: Hang | None = field(default=None, init=False)
-    _asked: list[int] = field(default_factory=list, init=False)
-    _passed_on: list[int] = field(default_factory=list, init=False)
-    _interrupted: float | None = field(default=None, init=False)
-    _sent: int | None = field(default=None, init=False)
-    _elsewhere: str | None = field(default=None, init=False)
-    _ask_at: float = field(default=math.inf, init=False)
-    _deadline: float = field(default=math.inf, init=False)
-    _started: float = field(default_factory=time.monotonic, init=False)
-    _last_look: float = field(default_factory=time.monotonic, init=False)
+    _failed_elsewhere: str | None = field(default=None, init=False)
+    _started_at: float = field(default_factory=time.monotonic, init=False)
+    _last_tick_at: float = field(default_factory=time.monotonic, init=False)
 
-    def take_hang(self, hang: Hang) -> None:
-        """Do what is to be done about a hang; from any thread."""
-        self._hangs.put(hang)
-        self.signals.rouse()
+    # --- for other threads ---
 
-    def take_line(self, text: str) -> None:
-        """Print a line of ours; from any thread."""
-        self._lines.put(text)
-        self.signals.rouse()
+    def report_hang(self, hang: Hang) -> None:
+        """Let the main thread act on a hang; may be called from any thread."""
+        self._reported_hangs.put(hang)
+        self.signals.wake_up()
 
-    def serve(self) -> End:
-        """Wait until the command has ended, end what it leaves, and return how it went."""
+    def print_message(self, text: str) -> None:
+        """Let the main thread print a message; may be called from any thread."""
+        self._messages.put(text)
+        self.signals.wake_up()
+
+    # --- the event loop ---
+
+    def serve(self) -> AttemptEnd:
+        """Wait until the command has ended, end what it leaves behind, and return how it ended."""
         self.signals.attach(self.child.pid)
-        # Without taking its status: while it is not waited for, its number cannot become another
-        # process's.
-        while os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            while not self._wait_once(_TICK_SECONDS):
-                continue  # only output, of which there may be much
-            self._say_lines()
-            self._look_at_hangs()
+        while not self._has_exited():
+            while not self._serve_output(_TICK_SECONDS):
+                # A command that prints without a pause must not delay the rest beyond a tick.
+                continue
+            self._print_messages()
+            self._act_on_hangs()
             self._look_at_hosts()
             self._keep_deadlines()
         self.signals.command = None
-        seconds = time.monotonic() - self._started
+        seconds = time.monotonic() - self._started_at
         status = self.child.wait()
         self._end_leftovers(status)
         self.copier.drain(
-            quiet_seconds=_QUIET_SECONDS, flush_seconds=max(self.grace_seconds, _FLUSH_SECONDS)
+            quiet_seconds=_QUIET_SECONDS,
+            flush_seconds=max(self.shutdown.grace_seconds, _FLUSH_SECONDS),
         )
-        self._say_lines()
-        return End(
+        self._print_messages()
+        return AttemptEnd(
             status=status,
             seconds=seconds,
-            asked=self._asked_by(status),
-            sent=self._sent,
+            requested_by=self.shutdown.requested_by(status),
+            signal_sent=self.shutdown.signal_sent,
             hang=self._hang,
-            elsewhere=self._elsewhere,
+            failed_elsewhere=self._failed_elsewhere,
         )
 
-    def _asked_by(self, status: int) -> int | None:
-        """Return the signal that asked the command to end, given how it ended; None if none did.
+    def _has_exited(self) -> bool:
+        """Return whether the command has ended, without collecting its status.
 
-        SIGINT and SIGTERM ask whatever it does then. After SIGHUP the terminal is gone, so that
-        nobody sees another start. The others may mean anything, and asked if the command ended of
-        one of them.
+        While its status is not collected, its PID cannot become that of another process.
         """
-        if self._asked:
-            return self._asked[0]
-        if signal.SIGHUP in self._passed_on:
-            return signal.SIGHUP
-        number = _signal_of(status)
-        return number if number in self._passed_on else None
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.child.pid, options) is not None
 
-    def _wait_once(self, seconds: float) -> bool:
-        """Serve output; return whether there is more to do.
+    def _serve_output(self, tick_seconds: float) -> bool:
+        """Copy output and handle signals; return whether the caller should look at the rest.
 
-        Somebody woke us, or it is so many seconds later.
+        That is so when something woke us, a tick has passed, or the time of the kill has come.
         """
-        now = time.monotonic()
-        until = min(self._last_look + seconds, self._deadline)
+        tick_at = min(self._last_tick_at + tick_seconds, self.shutdown.kill_at)
         poll = select.poll()
-        for descriptor, events in [(self.signals.wake, select.POLLIN), *self.copier.wishes()]:
+        poll.register(self.signals.wake, select.POLLIN)
+        for descriptor, events in self.copier.wanted_events():
             poll.register(descriptor, events)
-        ready = poll.poll(max(0.0, until - now) * 1e3)
+        ready = poll.poll(max(0.0, tick_at - time.monotonic()) * 1e3)
         self.copier.serve(ready)
         now = time.monotonic()
-        if now < until and not any(descriptor == self.signals.wake for descriptor, _ in ready):
+        was_woken = any(descriptor == self.signals.wake for descriptor, _ in ready)
+        if now < tick_at and not was_woken:
             return False
-        self._last_look = now
+        self._last_tick_at = now
         for number in self.signals.take():
             self._on_signal(number)
         return True
 
+    def _print_messages(self) -> None:
+        with suppress(Empty):
+            while True:
+                self.copier.print_message(self._messages.get_nowait())
+
+    # --- signals ---
+
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
-            self._reap()
+            self._reap_orphans()
         elif number == signal.SIGWINCH:
-            self.streams.follow_size()
-            if self.signals.command is not None:  # it has no controlling terminal that would say so
-                with suppress(OSError):
-                    os.killpg(self.signals.command, number)
+            self._on_resize()
         else:
             self.emit(process_events.Signal(number=number))
-            if number in PASSED_ON:
-                self._passed_on.append(number)
-            if number in ASKING_TO_END:
-                self._on_asked(number)
+            was_requested = self.shutdown.is_requested
+            self.shutdown.note_signal(number, time.monotonic())
+            if self.shutdown.is_requested and not was_requested:
+                self._announce_grace_period(number)
 
-    def _on_asked(self, number: int) -> None:
-        now, again = time.monotonic(), False
+    def _announce_grace_period(self, number: int) -> None:
+        grace = f"{self.shutdown.grace_seconds:g} s"
+        text = f"{signal.Signals(number).name} passed on; what still runs in {grace} is killed"
         if number == signal.SIGINT:
-            again = self._interrupted is not None and now - self._interrupted >= _TWICE_SECONDS
-            self._interrupted = now if self._interrupted is None else self._interrupted
-        self._asked.append(number)
-        self._limit(0.0 if again or len(self._asked) >= _MOST_ASKED else self.grace_seconds)
-        if len(self._asked) == 1:
-            at_once = ", or at once after a second one" if number == signal.SIGINT else ""
-            name = signal.Signals(number).name
-            self.copier.say(
-                f"{name} passed on; what still runs in {self.grace_seconds:g} s is killed{at_once}"
-            )
+            text += ", or at once after a second one"
+        self.copier.print_message(text)
 
-    def _limit(self, seconds: float) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + seconds)
+    def _on_resize(self) -> None:
+        self.streams.copy_terminal_size()
+        # The command has no controlling terminal that would tell it.
+        if self.signals.command is not None:
+            with suppress(OSError):
+                os.killpg(self.signals.command, signal.SIGWINCH)
 
-    def _reap(self) -> None:
+    def _reap_orphans(self) -> None:
         for pid in self.tree.ended_orphans({self.child.pid}):
             with suppress(OSError):
                 os.waitpid(pid, os.WNOHANG)
 
-    def _say_lines(self) -> None:
-        with suppress(Empty):
-            while True:
-                self.copier.say(self._lines.get_nowait())
+    # --- ending the command ---
 
-    def _look_at_hangs(self) -> None:
+    def _act_on_hangs(self) -> None:
         try:
-            hang = self._hangs.get_nowait()
+            hang = self._reported_hangs.get_nowait()
         except Empty:
             return
-        if hang.remedy == "wait" or self._sent is not None:
+        if hang.remedy == "wait" or self.shutdown.signal_sent is not None:
             return
-        self.copier.say(hang.sentence)
+        self.copier.print_message(hang.sentence)
         if hang.remedy == "continue":
             signal_all({hang.blamed_pid, hang.pid}, signal.SIGCONT)
             return
         self._hang = hang
         if hang.remedy == "end":
-            self._limit(0.0)
+            self.shutdown.kill_within(0.0, time.monotonic())
         else:
-            self._ask_to_end()
-
-    def _ask_to_end(self) -> None:
-        self._sent = signal.SIGTERM
-        signal_all([self.child.pid], signal.SIGTERM)
-        with suppress(OSError):
-            os.killpg(self.child.pid, signal.SIGCONT)  # one that is stopped could not answer
-        self._limit(self.grace_seconds)
+            self._terminate()
 
     def _look_at_hosts(self) -> None:
-        """Where another host has ended the attempt, give the ranks here time to end by
-        themselves.
-        """
-        if self.hosts is None or self._elsewhere is not None or self._asked:
+        """If another host has ended the attempt, let the ranks here notice and end first."""
+        is_ending = self._failed_elsewhere is not None or self.shutdown.is_requested
+        if self.hosts is None or is_ending:
             return
-        self._elsewhere = self.hosts.why_end(self.copier.say)
-        if self._elsewhere is not None:
-            self.emit(process_events.EndedElsewhere(why=self._elsewhere))
-            self._ask_at = time.monotonic() + self.grace_seconds
+        self._failed_elsewhere = self.hosts.find_failure(self.copier.print_message)
+        if self._failed_elsewhere is not None:
+            self.emit(process_events.EndedElsewhere(why=self._failed_elsewhere))
+            self.shutdown.terminate_at = time.monotonic() + self.shutdown.grace_seconds
+
+    def _terminate(self) -> None:
+        """Ask the command to end, on our own account."""
+        signal_all([self.child.pid], signal.SIGTERM)
+        # A process that is stopped could not react.
+        with suppress(OSError):
+            os.killpg(self.child.pid, signal.SIGCONT)
+        self.shutdown.note_terminated(time.monotonic())
 
     def _keep_deadlines(self) -> None:
+        """Ask the command to end, or kill it, when the time for that has come."""
+        shutdown = self.shutdown
         now = time.monotonic()
-        if now >= self._ask_at and self._sent is None:
-            self._ask_at = math.inf
-            self._ask_to_end()
-        if now >= self._deadline:
-            if self._asked or self._sent is not None:
-                self.copier.say(_KILLED)
-            self._sent = signal.SIGKILL
-            self._deadline = math.inf
+        if now >= shutdown.terminate_at and shutdown.signal_sent is None:
+            self._terminate()
+        if now >= shutdown.kill_at:
+            if shutdown.is_requested or shutdown.signal_sent is not None:
+                self.copier.print_message(_KILLED)
+            shutdown.signal_sent = signal.SIGKILL
+            shutdown.kill_at = math.inf
             self._kill()
 
+    # --- what the command leaves behind ---
+
     def _end_leftovers(self, status: int) -> None:
-        """End what the command has left behind: asked first, then killed."""
-        self._wait_for_told(status)
-        left = self.tree.processes()
-        if left:
-            # A trainer may save in its time of grace: the command may have been a shell.
-            trainers = self._trainers()
-            may_save = trainers is None or bool(trainers & left)
-            if self._deadline == math.inf or not may_save:
-                self._deadline = time.monotonic() + _LEFTOVER_SECONDS
-            self.emit(process_events.Leftovers(pids=tuple(sorted(left))))
-            signal_all(left, signal.SIGTERM)
-            signal_all(left, signal.SIGCONT)
-        while left and time.monotonic() < self._deadline:
-            self._wait_once(0.02)
-            left = self.tree.processes()
-        if left and self._asked:
-            self.copier.say(_KILLED)
-        self._deadline = math.inf
+        """End the processes that outlived the command: ask them first, then kill them."""
+        self._wait_for_notified_processes(status)
+        leftovers = self.tree.processes()
+        if leftovers:
+            self._ask_leftovers_to_end(leftovers)
+        while leftovers and time.monotonic() < self.shutdown.kill_at:
+            self._serve_output(_LEFTOVER_TICK_SECONDS)
+            leftovers = self.tree.processes()
+        if leftovers and self.shutdown.is_requested:
+            self.copier.print_message(_KILLED)
+        self.shutdown.kill_at = math.inf
         self._kill()
-        self._reap()
+        self._reap_orphans()
 
-    def _trainers(self) -> set[int] | None:
-        """Return the pids of the attempt's processes that train.
+    def _ask_leftovers_to_end(self, leftovers: set[int]) -> None:
+        # The command may have been a shell: a trainer below it keeps the grace period, to save.
+        trainers = self._trainer_pids()
+        may_be_saving = trainers is None or bool(trainers & leftovers)
+        if self.shutdown.kill_at == math.inf or not may_be_saving:
+            self.shutdown.kill_at = time.monotonic() + _LEFTOVER_SECONDS
+        self.emit(process_events.Leftovers(pids=tuple(sorted(leftovers))))
+        signal_all(leftovers, signal.SIGTERM)
+        signal_all(leftovers, signal.SIGCONT)
 
-        None if none of its processes is observed.
+    def _wait_for_notified_processes(self, status: int) -> None:
+        """Let processes that were asked to save do so, although the command above them has ended.
+
+        They are not asked again, because a second signal ends a guard at once. Where the command
+        died of a signal that schedulers and terminals send to all processes, the trainers have
+        received it too.
         """
-        observed = [info for _, info in read_processes(self.run) if info.attempt == self.number]
-        return {info.pid for info in observed if info.role == "trainer"} if observed else None
+        notified = set(self.signals.notified)
+        if signal_in_status(status) in TO_HANDLERS | {signal.SIGHUP}:
+            notified |= self._trainer_pids() or set()
+        kill_at = self.shutdown.kill_at
+        self.shutdown.kill_within(self.shutdown.grace_seconds, time.monotonic())
+        while notified & self.tree.processes() and time.monotonic() < self.shutdown.kill_at:
+            self._serve_output(_LEFTOVER_TICK_SECONDS)
+        self.shutdown.kill_at = kill_at
 
-    def _wait_for_told(self, status: int) -> None:
-        """Let processes that were told to save do so.
-
-        The command above them, such as a shell, died of the signal.
-
-        They are not asked once more, since a second signal ends a guard at once. A scheduler or a
-        terminal has told them itself where the command ended of what these send to all.
-        """
-        told = set(self.signals.told)
-        if _signal_of(status) in TO_HANDLERS | {signal.SIGHUP}:
-            told |= self._trainers() or set()
-        deadline = self._deadline
-        self._limit(self.grace_seconds)
-        while told & self.tree.processes() and time.monotonic() < self._deadline:
-            self._wait_once(0.02)
-        self._deadline = deadline
+    def _trainer_pids(self) -> set[int] | None:
+        """Return the PIDs of this attempt's trainers; None if none of its processes is observed."""
+        processes = [
+            info for _, info in read_processes(self.run_path) if info.attempt == self.number
+        ]
+        if not processes:
+            return None
+        return {info.pid for info in processes if info.role == "trainer"}
 
     def _kill(self) -> None:
-        _, stuck = kill_all(self.tree.processes, _KILL_SECONDS)
-        if stuck:
-            self.emit(process_events.NotKillable(pids=tuple(sorted(stuck))))
-
-
-def _signal_of(status: int) -> int:
-    """Return the signal that ended a command, also as a shell reports it, or a number that is
-    none.
-    """
-    return -status if status < 0 else status - _SHELL
+        _, unkillable = kill_all(self.tree.processes, _KILL_SECONDS)
+        if unkillable:
+            self.emit(process_events.NotKillable(pids=tuple(sorted(unkillable))))

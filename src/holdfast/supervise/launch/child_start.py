@@ -1,10 +1,11 @@
-"""The first moments of a supervised command: a program that sets the stage and becomes the command.
+"""The first moments of a supervised command: a program that prepares the process and becomes it.
 
-``python -I -S child_start.py <pid of the supervisor> <file to execute> COMMAND...`` runs in a
+``python -I -S child_start.py <PID of the supervisor> <file to execute> COMMAND...`` runs in a
 session of its own. It asks the kernel to be killed when the supervisor dies, undoes what the
-interpreter did to signals, and executes the command in its place. A program, since no code should
-run between fork and exec of a process that has threads; it does not import holdfast, since each
-millisecond here is one that the user waits.
+interpreter did to signals, and executes the command in its place.
+
+It is a program because no code should run between fork and exec of a process that has threads. It
+does not import holdfast, because the user waits for every millisecond here.
 """
 
 from __future__ import annotations
@@ -15,20 +16,27 @@ import signal
 import sys
 from contextlib import suppress
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-NOT_EXECUTABLE, NOT_FOUND = 126, 127  # as shells exit
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+# Exit codes of shells.
+NOT_EXECUTABLE = 126
+NOT_FOUND = 127
 
 
 def main(arguments: list[str]) -> None:
     """Become the command."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # no traceback of ours
+    supervisor = int(arguments[0])
+    program = arguments[1]
+    command = arguments[2:]
+    # A Ctrl-C from here on must not print a traceback of ours.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    supervisor, program, command = int(arguments[0]), arguments[1], arguments[2:]
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != supervisor:  # it died before the kernel was asked
+    if os.getppid() != supervisor:
+        # The supervisor died before the kernel was asked.
         os._exit(NOT_EXECUTABLE)
-    # The interpreter ignores these two, and that is inherited
+    # Python ignores these two signals, and that would be inherited.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:

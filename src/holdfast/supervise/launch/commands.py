@@ -1,6 +1,6 @@
-"""How a supervised command is started.
+"""How a supervised command is started: which file is executed, in which environment, and how.
 
-What is executed, in which environment, with which streams.
+Also starts the sentinel, which ends the command's processes if the supervisor itself is killed.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from holdfast.core.errors import PolicyError
 from holdfast.recorder.run_files import ATTEMPT_VARIABLE, OBSERVE_VARIABLE
 from holdfast.supervise import process_tree
 from holdfast.supervise.launch import child_start
-from holdfast.supervise.launch.output import Streams
+from holdfast.supervise.launch.output import CommandStreams
 from holdfast.supervise.process_tree import MARK_VARIABLE
 
-_INJECTED = Path(__file__).parents[1] / "injected"
-_MINIMAL = (sys.executable, "-I", "-S")  # no site-packages, no sitecustomize: 15 ms
+_INJECTED_FOLDER = Path(__file__).parents[1] / "injected"
+# Without site-packages and sitecustomize, Python starts in 15 ms.
+_MINIMAL_PYTHON = (sys.executable, "-I", "-S")
 
 
 class CommandError(PolicyError):
     """A command cannot be executed.
 
-    `status` is what a shell would exit with: 127 if there is none, else 126.
+    `status` is what a shell would exit with: 127 if there is no such command, otherwise 126.
     """
 
     status = child_start.NOT_FOUND
 
 
 def find_program(command: Sequence[str]) -> str:
-    """Return the file that the first word of a command means.
+    """Return the path of the file that the first word of a command names.
 
-    H720 if there is none, H721 if it is not executable; with the exit status of shells.
+    Raises:
+        CommandError: H720 if there is none, H721 if it is not executable.
     """
-    found = shutil.which(command[0])
-    if found is not None:
-        return str(Path(found).absolute())
-    path = Path(command[0])
-    if path.exists():
+    program = shutil.which(command[0])
+    if program is not None:
+        return str(Path(program).absolute())
+    if Path(command[0]).exists():
         error = CommandError(
             f"{command[0]!r} is not executable",
             limit="the first word after -- is executed as it is, without a shell",
@@ -64,100 +65,134 @@ def find_program(command: Sequence[str]) -> str:
 
 
 def make_environment(
-    environment: Mapping[str, str], run: Path, attempt: int, mark: str, *, observe: bool
+    environment: Mapping[str, str], run_path: Path, attempt: int, mark: str, *, observe: bool
 ) -> dict[str, str]:
-    """Return the environment of the command."""
-    found = dict(environment)
-    if observe:
-        found = observing(found, run, attempt)
-    else:
-        # Or what it printed last would be lost when it is killed
-        found.setdefault("PYTHONUNBUFFERED", "1")
-    above = found.get(MARK_VARIABLE)
-    found[MARK_VARIABLE] = f"{above},{mark}" if above else mark
-    return found
+    """Return the environment of a supervised command.
 
-
-def observing(environment: Mapping[str, str], run: Path, attempt: int) -> dict[str, str]:
-    """Return an environment in which every Python process, children included, records into a run
-    directory.
-
-    That exists. A ``PYTHONPATH`` of the command's comes after ours.
+    Args:
+        environment: What it is based on.
+        run_path: The run directory.
+        attempt: Number of the attempt.
+        mark: Identifies the supervisor; every process of the command inherits it.
+        observe: Whether its Python processes record themselves.
     """
-    # If empty nothing, whereas an empty entry is the current directory
-    theirs = environment.get("PYTHONPATH", "")
-    entries = (
-        [entry for entry in theirs.split(os.pathsep) if entry != str(_INJECTED)] if theirs else []
-    )
-    path = os.pathsep.join([str(_INJECTED), *entries])
-    ours = {
-        "PYTHONPATH": path,
-        OBSERVE_VARIABLE: str(run.absolute()),
+    command_environment = dict(environment)
+    if observe:
+        command_environment = make_observed_environment(environment, run_path, attempt)
+    else:
+        # Otherwise the last output is lost when the command is killed.
+        command_environment.setdefault("PYTHONUNBUFFERED", "1")
+    # A supervisor that is itself supervised keeps the marks above its own.
+    outer_marks = command_environment.get(MARK_VARIABLE)
+    command_environment[MARK_VARIABLE] = f"{outer_marks},{mark}" if outer_marks else mark
+    return command_environment
+
+
+def make_observed_environment(
+    environment: Mapping[str, str], run_path: Path, attempt: int
+) -> dict[str, str]:
+    """Return an environment in which all Python processes record into a run directory.
+
+    Processes that they start are included. The command's own ``PYTHONPATH`` comes after ours.
+
+    Args:
+        environment: What it is based on.
+        run_path: The run directory, which must exist.
+        attempt: Number of the attempt.
+    """
+    path_entries = [str(_INJECTED_FOLDER)]
+    own_path = environment.get("PYTHONPATH", "")
+    # An empty variable has no entries, whereas an empty entry is the current directory.
+    if own_path:
+        path_entries += [
+            entry for entry in own_path.split(os.pathsep) if entry != str(_INJECTED_FOLDER)
+        ]
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join(path_entries),
+        OBSERVE_VARIABLE: str(run_path.absolute()),
         ATTEMPT_VARIABLE: str(attempt),
     }
-    return {**environment, **ours}
 
 
-def start(
-    program: str, command: Sequence[str], environment: Mapping[str, str], streams: Streams
+def start_command(
+    program: str, command: Sequence[str], environment: Mapping[str, str], streams: CommandStreams
 ) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own.
 
-    It is killed when the thread that calls this ends.
+    The kernel kills it when the thread that calls this ends.
+
+    Args:
+        program: Path of the file to execute.
+        command: Its words, the first of which is the name it was called by.
+        environment: Its environment.
+        streams: Its output streams.
     """
-    out, err = streams.theirs
+    stdout, stderr = streams.command_ends
     return subprocess.Popen(  # noqa: S603 - the user's own command is the point
-        [*_MINIMAL, child_start.__file__, str(os.getpid()), program, *command],
-        stdin=None if _may_read_stdin() else subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
+        [*_MINIMAL_PYTHON, child_start.__file__, str(os.getpid()), program, *command],
+        stdin=None if _may_share_stdin() else subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
         env=dict(environment),
         start_new_session=True,
     )
 
 
-def _may_read_stdin() -> bool:
-    """Return whether our stdin may be the command's.
+def _may_share_stdin() -> bool:
+    """Return whether the command may read from our stdin.
 
-    A job in the background must not read what is typed.
+    A job in the background must not read what is typed in the foreground.
     """
     try:
         fcntl.fcntl(0, fcntl.F_GETFD)
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:  # no stdin at all, or a terminal that is not the one of our session
+    except OSError:
+        # No stdin at all, or a terminal that is not that of our session.
         return os.isatty(0)
 
 
 class Sentinel:
-    """The process that ends the command's processes if this one is killed."""
+    """The process that ends the command's processes if the supervisor is killed.
+
+    See ``process_tree``, which is its program.
+
+    Args:
+        mark: Identifies the supervisor in the environment of the command's processes.
+        note: File that the sentinel writes if the supervisor was killed.
+    """
 
     def __init__(self, mark: str, note: Path) -> None:
-        reading, self._pipe = os.pipe()
+        reading_end, self._pipe = os.pipe()
+        arguments = [process_tree.__file__, str(reading_end), mark, str(note.absolute())]
+        # The sentinel carries no mark, or it would be taken for a process of the command.
+        environment = {name: text for name, text in os.environ.items() if name != MARK_VARIABLE}
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
-                [*_MINIMAL, process_tree.__file__, str(reading), mark, str(note.absolute())],
+                [*_MINIMAL_PYTHON, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={name: value for name, value in os.environ.items() if name != MARK_VARIABLE},
+                env=environment,
                 cwd="/",
-                pass_fds=[reading],
+                pass_fds=[reading_end],
                 process_group=0,
             )
         finally:
-            os.close(reading)
+            os.close(reading_end)
         os.set_blocking(self._pipe, False)
 
     def guard_session(self, session: int) -> None:
-        """Name the session of the newest command."""
+        """Tell the sentinel the session of the newest command; 0 if there is none."""
         self._write(b"%d\n" % session)
 
     def release(self) -> None:
-        """End it: the supervisor ends by itself, and has ended everything."""
+        """End the sentinel: the supervisor has ended all processes itself."""
         self._write(b"done\n")
         os.close(self._pipe)
         self._process.wait()
 
     def _write(self, line: bytes) -> None:
-        with suppress(OSError):  # somebody has killed it
+        # Somebody may have killed the sentinel.
+        with suppress(OSError):
             os.write(self._pipe, line)

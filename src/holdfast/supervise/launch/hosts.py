@@ -1,11 +1,19 @@
 """Several hosts that run one training: they begin each attempt together, and end it together.
 
-Each host's supervisor keeps one small file in a folder that all of them see, and reads those of the
-others once a second. Host 0 gives the word to begin when all are ready. Without it a host that is
-quick to start again meets the store of the attempt that is still ending elsewhere, and both then
-wait for ever.
+The supervisor of each host keeps one small file in a folder that all of them see, and reads the
+others' files once a second. Host 0 gives the word to begin when all are ready. Otherwise a host
+that restarts quickly would meet the store of the attempt that is still ending elsewhere, and both
+would wait for ever.
 
-Clocks of hosts differ, so no time is compared: who is alive is seen by its file changing.
+A host writes its ``state``, in this order:
+
+coming     it has started its supervisor
+ready      it waits to begin an attempt, with a fresh ``ticket``
+running    host 0 has put that ticket into its ``go``, and the attempt runs
+ended      the attempt has ended here, with a ``cause``; ``follows`` if only because of another host
+stopped    nothing will be started here any more; ``done`` if the command succeeded
+
+The clocks of hosts differ, so no times are compared: a host is alive while its file changes.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,178 +32,257 @@ from holdfast.core.files import make_folder, swap_in
 from holdfast.recorder.run_files import HOSTS_FOLDER, read_host
 
 _BEAT_SECONDS = 1.0
-_SILENT_SECONDS = 60.0  # a network disk may show another host's file half a minute late
-_MOST_WAIT_SECONDS = 900.0  # as torchrun waits for nodes of a static rendezvous
+# A network disk may show another host's file half a minute late.
+_SILENT_SECONDS = 60.0
+# As long as torchrun waits for the nodes of a static rendezvous.
+_MAX_WAIT_SECONDS = 900.0
+_POLL_SECONDS = 0.2
+# Hosts that are this late are worth a message.
+_ANNOUNCE_AFTER_SECONDS = 10.0
+# What a host keeps saying about the attempt that it has ended.
+_ENDED_KEYS = ("cause", "title", "follows")
+_FINAL_STATES = ("stopped", "done")
+
+_NODE_COUNT_OPTIONS = ("--nnodes", "--num-machines")
+_NODE_RANK_OPTIONS = ("--node-rank", "--machine-rank")
+
+HostState = dict[str, Any]
 
 
-def find_host(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of this host and how many there are, as the launcher's options say.
+@dataclass(frozen=True, slots=True)
+class HostPosition:
+    """The number of this host, from 0, and how many hosts there are."""
 
-    (0, 1) if they do not.
+    number: int = 0
+    count: int = 1
+
+
+def find_host(command: Sequence[str], environment: Mapping[str, str]) -> HostPosition:
+    """Return which host this is, according to the options of a launcher such as torchrun.
+
+    One host of one if the options do not say.
     """
-    count = _option(command, environment, ("--nnodes", "--num-machines"), "PET_NNODES")
-    number = _option(command, environment, ("--node-rank", "--machine-rank"), "PET_NODE_RANK")
-    return (0, 1) if count is None or number is None or number >= count else (number, count)
+    count = _read_option(command, environment, _NODE_COUNT_OPTIONS, "PET_NNODES")
+    number = _read_option(command, environment, _NODE_RANK_OPTIONS, "PET_NODE_RANK")
+    if count is None or number is None or number >= count:
+        return HostPosition()
+    return HostPosition(number, count)
 
 
-def _option(
+def _read_option(
     command: Sequence[str], environment: Mapping[str, str], names: Sequence[str], variable: str
 ) -> int | None:
-    found = environment.get(variable, "")
-    for word, after in zip(command, [*command[1:], ""], strict=True):
+    """Return the number that an option has; the environment variable counts where it is missing."""
+    text = environment.get(variable, "")
+    following_words = [*command[1:], ""]
+    for word, next_word in zip(command, following_words, strict=True):
         option, equals, value = word.partition("=")
         if option.replace("_", "-") in names:
-            found = value if equals else after
-    return int(found) if found.isascii() and found.isdigit() else None
+            text = value if equals else next_word
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 class Hosts:
-    """What this host tells the others, in the run directory that all share, and what they tell
-    (H722: unwritable).
+    """What this host tells the others in the shared run directory, and what they tell it.
+
+    Args:
+        run_path: The run directory, which all hosts share.
+        position: Which host this is.
+
+    Raises:
+        RunDirectoryError: H722 if the directory cannot be written.
     """
 
-    def __init__(self, run: Path, number: int, count: int) -> None:
-        self._folder = run / HOSTS_FOLDER
-        self._number, self._count = number, count
-        self._own: dict[str, Any] = {"state": "coming"}
+    def __init__(self, run_path: Path, position: HostPosition) -> None:
+        self._folder = run_path / HOSTS_FOLDER
+        self._number = position.number
+        self._count = position.count
+        self._own: HostState = {"state": "coming"}
         self._beats = 0
-        self._last_beat = 0.0
-        self._first: dict[int, dict[str, Any]] = {}  # what was there before we came
-        # What each says, and since when
-        self._changed: dict[int, tuple[dict[str, Any], float]] = {}
+        self._last_beat_at = 0.0
+        # What the files of the others said before we came: perhaps left by an earlier run.
+        self._initial: dict[int, HostState] = {}
+        # What each host says now, and when its file last changed, on our monotonic clock.
+        self._current: dict[int, HostState] = {}
+        self._changed_at: dict[int, float] = {}
         self._silent: set[int] = set()
-        self._joined: set[int] = set()  # who was seen to make the newest attempt
+        # Hosts that were seen to take part in the newest attempt.
+        self._joined: set[int] = set()
         try:
-            make_folder(run, HOSTS_FOLDER)
+            make_folder(run_path, HOSTS_FOLDER)
             self._write()
         except OSError as error:
             raise RunDirectoryError(
-                f"run directory {run} cannot be written ({error.strerror or error})",
+                f"run directory {run_path} cannot be written ({error.strerror or error})",
                 limit="the hosts of one training exchange files there",
                 fix="pass a --run-dir on a disk that all hosts share.",
                 rule="H722",
             ) from error
 
-    def begin(self, wait: Callable[[float], bool], say: Callable[[str], None]) -> str | None:
-        """Wait until all hosts are ready, and begin; return None, or why there is nothing to begin.
+    # --- beginning an attempt ---
 
-        `wait` sleeps so many seconds, and returns false if a signal asks to end; `say` prints a
-        line.
+    def begin(self, wait: Callable[[float], bool], say: Callable[[str], None]) -> str | None:
+        """Wait until all hosts are ready, and begin an attempt with them.
+
+        Args:
+            wait: Sleeps for a number of seconds, and returns False if a signal asks us to end.
+            say: Prints a message.
+
+        Returns:
+            None once the attempt begins; otherwise why there is nothing to begin.
         """
         ticket = f"{os.getpid()}-{time.time_ns()}"
-        before = self._own.get("go")  # what all began together the last time
-        self._say("ready", ticket=ticket, **self._of("cause", "title", "follows"))
-        began, told = time.monotonic(), False
+        last_go = self._own.get("go")
+        self._say("ready", ticket=ticket, **self._own_facts(*_ENDED_KEYS))
+        began_at = time.monotonic()
+        was_announced = False
         while True:
-            others = self._others()
-            ready = {
-                str(number): its["ticket"]
-                for number, its in others.items()
-                if its["state"] == "ready" and its.get("ticket") and not self._is_silent(number)
-            }
-            go = others.get(0, {}).get("go") or {}
-            if self._number == 0 and len(ready) == self._count - 1:
-                go = {**ready, "0": ticket}
-            if go.get(str(self._number)) == ticket:
-                self._joined = {0} if self._number else set(map(int, ready))
-                self._say("running", ticket=ticket, go=go)
+            others = self._read_others()
+            ready = self._ready_tickets(others)
+            if self._join(others, ready, ticket):
                 return None
-            for number, its in others.items():
-                if (count := its.get("count")) != self._count:
-                    return f"host {number} is told of {count} hosts, and this one of {self._count}"
-                if (
-                    its["state"] in ("stopped", "done")
-                    and before is not None
-                    and its.get("go") == before
-                ):
-                    title = its.get("title") or ""
-                    return (
-                        f"host {number} has ended for good:"
-                        f" {title}{title and '; '}{its.get('why', '')}"
-                    )
-            waited = time.monotonic() - began
-            missing = sorted(
-                {str(number) for number in range(self._count)} - set(ready) - {str(self._number)}
-            )
-            if waited > _MOST_WAIT_SECONDS:
-                return f"hosts {', '.join(missing)} were not ready after {waited:.0f} s"
-            if waited > 10 and not told:
-                told = True
-                say(
-                    f"waiting for hosts {', '.join(missing)}, for {_MOST_WAIT_SECONDS / 60:.0f}"
-                    " minutes at most"
-                )
-            if not wait(0.2):
+            obstacle = self._find_obstacle(others, last_go)
+            if obstacle is not None:
+                return obstacle
+            waited_seconds = time.monotonic() - began_at
+            missing = ", ".join(self._missing_hosts(ready))
+            if waited_seconds > _MAX_WAIT_SECONDS:
+                return f"hosts {missing} were not ready after {waited_seconds:.0f} s"
+            if waited_seconds > _ANNOUNCE_AFTER_SECONDS and not was_announced:
+                was_announced = True
+                say(f"waiting up to {_MAX_WAIT_SECONDS / 60:.0f} minutes for hosts {missing}")
+            if not wait(_POLL_SECONDS):
                 return "a signal asked to end"
             self._beat()
 
-    def why_end(self, say: Callable[[str], None]) -> str | None:
-        """Return why this attempt cannot go on: another host has ended it; None while all go on."""
+    def _ready_tickets(self, others: Mapping[int, HostState]) -> dict[str, str]:
+        """Return the tickets of the other hosts that wait to begin, by the host's number."""
+        return {
+            str(number): host["ticket"]
+            for number, host in others.items()
+            if host["state"] == "ready" and host.get("ticket") and not self._is_silent(number)
+        }
+
+    def _join(self, others: Mapping[int, HostState], ready: Mapping[str, str], ticket: str) -> bool:
+        """Begin if host 0, perhaps ourselves, has given the word to this ticket."""
+        go: dict[str, str] = others.get(0, {}).get("go") or {}
+        if self._number == 0 and len(ready) == self._count - 1:
+            go = {**ready, "0": ticket}
+        if go.get(str(self._number)) != ticket:
+            return False
+        # Host 0 has seen all others; they have seen only host 0.
+        self._joined = {0} if self._number else {int(number) for number in ready}
+        self._say("running", ticket=ticket, go=go)
+        return True
+
+    def _find_obstacle(
+        self, others: Mapping[int, HostState], last_go: Mapping[str, str] | None
+    ) -> str | None:
+        """Return why the hosts can never begin together, or None."""
+        for number, host in others.items():
+            count = host.get("count")
+            if count != self._count:
+                return f"host {number} was started for {count} hosts, this one for {self._count}"
+            took_part = last_go is not None and host.get("go") == last_go
+            if host["state"] in _FINAL_STATES and took_part:
+                reasons = [host.get("title"), host.get("why", "")]
+                reason = "; ".join(str(reason) for reason in reasons if reason)
+                return f"host {number} has ended for good: {reason}"
+        return None
+
+    def _missing_hosts(self, ready: Mapping[str, str]) -> list[str]:
+        all_hosts = {str(number) for number in range(self._count)}
+        return sorted(all_hosts - set(ready) - {str(self._number)})
+
+    # --- while an attempt runs, and after it ---
+
+    def find_failure(self, say: Callable[[str], None]) -> str | None:
+        """Return why another host has ended this attempt; None while all of them still run it.
+
+        Looks once a second. `say` prints a message about a host that is silent.
+        """
         if not self._beat():
             return None
         go = self._own.get("go", {})
-        for number, its in self._others().items():
-            same = its.get("ticket") == go.get(str(number))
-            # Else seen late
-            over = its["state"] in ("ended", "stopped") if same else number in self._joined
-            if same:
-                self._joined.add(number)
-            if over:
-                return (
-                    f"host {number} has ended:"
-                    f" {its.get('title') or its.get('why') or 'started anew'}"
-                )
-            silent = self._is_silent(number)
-            if silent and number not in self._silent:
-                say(f"host {number} has not been heard of for {_SILENT_SECONDS:.0f} s")
-            (self._silent.add if silent else self._silent.discard)(number)
+        for number, host in self._read_others().items():
+            if self._has_ended(number, host, go):
+                reason = host.get("title") or host.get("why") or "started again"
+                return f"host {number} has ended: {reason}"
+            self._report_silence(number, say)
         return None
 
-    def ended(self, *, cause: str, title: str, follows: bool) -> None:
-        """Tell that the attempt has ended here, and why.
+    def _has_ended(self, number: int, host: HostState, go: Mapping[str, str]) -> bool:
+        """Return whether a host is no longer part of the attempt that `go` has begun."""
+        is_in_this_attempt = host.get("ticket") == go.get(str(number))
+        if is_in_this_attempt:
+            self._joined.add(number)
+            return host["state"] in ("ended", "stopped")
+        # Another ticket: it has left the attempt, unless we have not yet seen it join.
+        return number in self._joined
 
-        `follows`: only because it had ended elsewhere.
+    def _report_silence(self, number: int, say: Callable[[str], None]) -> None:
+        if not self._is_silent(number):
+            self._silent.discard(number)
+        elif number not in self._silent:
+            self._silent.add(number)
+            say(f"no sign of life from host {number} for {_SILENT_SECONDS:.0f} s")
+
+    def tell_ended(self, *, cause: str, title: str, follows: bool) -> None:
+        """Tell the others that the attempt has ended here.
+
+        Args:
+            cause: Id of the cause in the verdict.
+            title: Title of the verdict.
+            follows: Whether it ended only because it had ended on another host.
         """
-        self._say("ended", cause=cause, title=title, follows=follows, **self._of("ticket", "go"))
+        attempt = self._own_facts("ticket", "go")
+        self._say("ended", cause=cause, title=title, follows=follows, **attempt)
 
-    def stopped(self, why: str, *, well: bool) -> None:
-        """Tell that nothing is started here any more."""
-        kept = self._of("ticket", "go", "cause", "title", "follows")
-        self._say("done" if well else "stopped", why=why, **kept)
+    def tell_stopped(self, why: str, *, succeeded: bool) -> None:
+        """Tell the others that nothing will be started here any more."""
+        facts = self._own_facts("ticket", "go", *_ENDED_KEYS)
+        self._say("done" if succeeded else "stopped", why=why, **facts)
 
-    def _of(self, *keys: str) -> dict[str, Any]:
+    # --- files ---
+
+    def _own_facts(self, *keys: str) -> HostState:
         return {key: self._own[key] for key in keys if key in self._own}
 
     def _say(self, state: str, **facts: Any) -> None:
         self._own = {"state": state, **facts}
-        # A disk that is full or away for a while: the others say that this host is silent
+        # On a disk that is full, or away for a while, the others find that this host is silent.
         with suppress(OSError):
             self._write()
 
     def _beat(self) -> bool:
-        """Let the others see that this host lives; return whether it was time to."""
-        if (now := time.monotonic()) - self._last_beat < _BEAT_SECONDS:
+        """Show the others once a second that this host is alive; return whether it was time to."""
+        now = time.monotonic()
+        if now - self._last_beat_at < _BEAT_SECONDS:
             return False
-        self._last_beat = now
+        self._last_beat_at = now
         with suppress(OSError):
             self._write()
         return True
 
-    def _is_silent(self, number: int) -> bool:
-        return time.monotonic() - self._changed[number][1] > _SILENT_SECONDS
-
     def _write(self) -> None:
         self._beats += 1
-        says = {**self._own, "count": self._count, "beat": f"{os.getpid()}-{self._beats}"}
-        swap_in(self._folder / f"{self._number}.json", json.dumps(says).encode())
+        beat = f"{os.getpid()}-{self._beats}"
+        content = {**self._own, "count": self._count, "beat": beat}
+        swap_in(self._folder / f"{self._number}.json", json.dumps(content).encode())
 
-    def _others(self) -> dict[int, dict[str, Any]]:
-        """Return what the others say; not of one whose file has not changed since we came."""
-        for number in set(range(self._count)) - {self._number}:
-            its = read_host(self._folder / f"{number}.json")
-            if its is None:
+    def _is_silent(self, number: int) -> bool:
+        return time.monotonic() - self._changed_at[number] > _SILENT_SECONDS
+
+    def _read_others(self) -> dict[int, HostState]:
+        """Return what the other hosts say; a file that has not changed since we came is ignored."""
+        for number in range(self._count):
+            if number == self._number:
                 continue
-            before = self._changed.get(number, (self._first.setdefault(number, its), 0.0))
-            if its != before[0]:
-                self._changed[number] = its, time.monotonic()
-        return {number: its for number, (its, _) in self._changed.items()}
+            host = read_host(self._folder / f"{number}.json")
+            if host is None:
+                continue
+            initial = self._initial.setdefault(number, host)
+            if host != self._current.get(number, initial):
+                self._current[number] = host
+                self._changed_at[number] = time.monotonic()
+        return dict(self._current)

@@ -1,8 +1,10 @@
-"""What a supervised command prints: copied to our own streams, and kept in a file of bounded size.
+"""The output of a supervised command: copied to our own streams and into the log.
 
 A stream of the command is a pseudo-terminal exactly where our own is a terminal, so that progress
-bars work there and a log file stays a log file. Nothing waits for the end of a stream, since an
-orphan may hold it open for ever.
+bars work there and a log file stays a log file. Nothing waits for the end of a stream, because an
+orphaned process may hold it open for ever.
+
+Does not: keep the log within its size (``output_log`` does).
 """
 
 from __future__ import annotations
@@ -13,348 +15,288 @@ import select
 import struct
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from holdfast.core.durable import free_bytes
-from holdfast.core.files import close_descriptor, created, open_file, opened
-from holdfast.recorder.run_files import ATTEMPT_LINE
+from holdfast.supervise.launch.output_log import OutputLog
 
-_READ_BYTES = 1 << 16
-# Poll says "writable" when this much goes into a pipe without waiting
+_READ_BYTES = 64 << 10
+# poll(2) reports a pipe as writable once this many bytes fit without waiting.
 _WRITE_BYTES = select.PIPE_BUF
-# After a line or two a rest: a command that prints hundreds of lines a second would be read as
-# often, for nothing.
-_FEW_BYTES, _REST_SECONDS = 4096, 0.02
-_MOST_PENDING = 1 << 20
-_HEAD_SHARE, _NEWEST_SHARE = 4, 2  # of a full log: its first quarter and its newest half are kept
-_FREE_BYTES = 1 << 16  # that a full disk must have again before it is written to
+# After a read of a line or two, rest: a command that prints hundreds of lines a second would
+# otherwise be read as often, for nothing.
+_SMALL_READ_BYTES = 4096
+_REST_SECONDS = 0.02
+# How much waits for one of our own streams before the command has to wait too.
+_MAX_PENDING_BYTES = 1 << 20
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
-Polled = list[tuple[int, int]]
-"""Descriptors, each with events of `select.poll`."""
+_STDERR = 2
+# Descriptors, each with a mask of events of `select.poll`.
+PollEvents: TypeAlias = list[tuple[int, int]]
 
 
-class OutputLog:
-    """Append what was printed to a file, or continue it.
+class OwnStream:
+    """One of our own output streams, written to only as fast as it accepts data.
 
-    Of more than `most_bytes` keep the head and the newest part.
-
-    While it is cut, a second file of up to three quarters of that exists. OSError if the file
-    cannot be opened.
-    """
-
-    def __init__(self, path: Path, most_bytes: int) -> None:
-        self._path = path
-        self._most = most_bytes
-        self._file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._size = os.fstat(self._file).st_size
-        self._attempt, self._attempt_at = b"", 0
-        self._fails = False
-        self._at_line_start = True
-        self.lost_bytes = 0
-        """What could not be written since something could, such as on a full disk."""
-        self.on_loss: Callable[[OSError], None] = lambda _: None
-        """Called once when writing begins to fail, not again until something could be written."""
-
-    def begin(self, attempt: int) -> None:
-        """Write the line that separates attempts."""
-        self._attempt = ATTEMPT_LINE.format(number=attempt).encode() + b"\n"
-        if not self._at_line_start:
-            self.write(b"\n")
-        self._attempt_at = self._size
-        self.write(self._attempt)
-
-    def write(self, data: bytes) -> None:
-        """Append; a disk that is full loses data and no more, and where it was lost is said once
-        there is space.
-        """
-        self._at_line_start = data.endswith(b"\n")
-        if self._size + len(data) > self._most:
-            try:
-                self._cut()
-            except OSError:
-                self._most += self._most // _HEAD_SHARE  # not again at the next write
-        if self._say_what_is_lost():
-            self._append(data)
-        else:
-            self.lost_bytes += len(data)
-
-    def _say_what_is_lost(self) -> bool:
-        """Return whether nothing is lost that is not said in the file by now."""
-        lost = self.lost_bytes
-        if lost:
-            with suppress(OSError):
-                if free_bytes(self._path.parent) < _FREE_BYTES:
-                    return False  # half of a note would say nothing
-            self.lost_bytes = 0
-            self._append(b"\n--- holdfast: %d bytes could not be written ---\n" % lost)
-            if self.lost_bytes:
-                self.lost_bytes = lost
-        return self.lost_bytes == 0
-
-    def close(self) -> None:
-        """Close the file."""
-        close_descriptor(self._file)
-
-    def _append(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                written = os.write(self._file, view)
-            except OSError as error:
-                self.lost_bytes += len(view)
-                if not self._fails:
-                    self._fails = True
-                    self.on_loss(error)
-                return
-            self._fails = False
-            self._size += written
-            view = view[written:]
-
-    def _cut(self) -> None:
-        """Replace the file by its head and its newest part."""
-        head, newest = self._most // _HEAD_SHARE, self._most // _NEWEST_SHARE
-        resumes = self._size - newest
-        if resumes <= head:
-            return
-        middle = b"\n--- holdfast: %d bytes left out ---\n" % (resumes - head)
-        # Whoever reads the log must know whose output follows
-        if head <= self._attempt_at < resumes:
-            self._attempt_at = head + len(middle)
-            middle += self._attempt
-        elif self._attempt_at >= resumes:
-            self._attempt_at += head + len(middle) - resumes
-        temporary = self._path.with_name(f".tmp-{self._path.name}")
-        try:
-            with opened(self._path) as old, created(temporary) as new:
-                new.write(old.read(head) + middle)
-                old.seek(resumes)
-                while piece := old.read(_MOST_PENDING):
-                    new.write(piece)
-            temporary.replace(self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        close_descriptor(self._file)
-        self._file = open_file(self._path, os.O_WRONLY | os.O_APPEND)
-        self._size = os.fstat(self._file).st_size
-
-
-class Sink:
-    """One of our own streams, written to only as fast as it takes the data.
-
-    Data for a terminal that takes nothing (Ctrl-S) is dropped, since it is in the log. A pipe that
-    takes nothing holds the command up, as it would without us.
+    What a terminal does not accept (after Ctrl-S) is dropped, since it is in the log. A pipe that
+    accepts nothing holds the command up, as it would without us.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.pending = bytearray()
+        # Whether the last data that was passed on ended with a line feed.
         self.at_line_start = True
-        """Whether the last that was passed on ended with a line feed."""
-        self._broken = False
-        self._terminal = os.isatty(descriptor)
+        self._is_broken = False
+        self._is_terminal = os.isatty(descriptor)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Return whether the command has to wait."""
-        return len(self.pending) > _MOST_PENDING
+        return len(self.pending) > _MAX_PENDING_BYTES
 
     def add(self, data: bytes) -> None:
-        """Take data to be written when the stream is ready."""
+        """Add data, to be written when the stream is ready."""
         self.at_line_start = data.endswith(b"\n")
-        if not self._broken:
-            self.pending += data
-            if self._terminal and self.full:
-                self.pending[:] = b"\r\n--- holdfast: output left out here, see output.log ---\r\n"
+        if self._is_broken:
+            return
+        self.pending += data
+        if self._is_terminal and self.is_full:
+            self.pending[:] = b"\r\n--- holdfast: output left out here, see output.log ---\r\n"
 
-    def pass_on(self, data: bytes) -> None:
-        """Take data and write what goes at once.
-
-        The common case, without another round of the loop.
-        """
+    def add_and_write(self, data: bytes) -> None:
+        """Add data and write what the stream accepts at once, without another turn of the loop."""
         self.add(data)
-        while self.pending and _poll([(self.descriptor, select.POLLOUT)], 0.0, select.POLLOUT):
-            self.flush_ready()
+        while self.pending and self._is_writable():
+            self.write_pending()
 
-    def flush_ready(self) -> None:
-        """Write what goes without waiting; a reader that is gone is none to write to."""
+    def write_pending(self) -> None:
+        """Write what the stream accepts without waiting; drop everything if its reader is gone."""
         try:
             written = os.write(self.descriptor, memoryview(self.pending)[:_WRITE_BYTES])
         except BlockingIOError:
             return
         except OSError:
-            self._broken = True
+            self._is_broken = True
             self.pending.clear()
             return
         del self.pending[:written]
 
+    def _is_writable(self) -> bool:
+        ready = poll_once([(self.descriptor, select.POLLOUT)], seconds=0.0)
+        return any(events & select.POLLOUT for _, events in ready)
 
-class Copier:
-    """Move what the command prints to the log and to our streams."""
+
+class OutputCopier:
+    """Copy what the command prints to the log and to our own streams.
+
+    Args:
+        log: The log.
+        quiet: Whether to print none of the supervisor's own messages.
+    """
 
     def __init__(self, log: OutputLog, *, quiet: bool = False) -> None:
         self._log = log
         self._quiet = quiet
-        self._sources: dict[int, Sink] = {}
-        self._sinks: dict[int, Sink] = {}
+        # By the descriptor that is read from, where it is copied to.
+        self._targets: dict[int, OwnStream] = {}
+        self._own_streams: dict[int, OwnStream] = {}
 
-    def take(self, sources: Sequence[tuple[int, int]]) -> None:
-        """Read from these from now on; they are closed when they end."""
-        for source, target in sources:
-            os.set_blocking(source, False)
-            self._sources[source] = self._sinks.setdefault(target, Sink(target))
+    def add_sources(self, sources: Sequence[Source]) -> None:
+        """Read from these descriptors from now on; each is closed when its stream ends."""
+        for source in sources:
+            os.set_blocking(source.descriptor, False)
+            self._targets[source.descriptor] = self._own_stream(source.copied_to)
 
-    def say(self, text: str) -> None:
-        """Print a line of ours to stderr, without waiting for it.
+    def print_message(self, text: str) -> None:
+        """Print a line of the supervisor on stderr, without waiting for the stream.
 
-        What is not printable becomes a question mark.
+        Unprintable characters become question marks.
         """
-        if not self._quiet:
-            text = "holdfast: " + "".join(each if each.isprintable() else "?" for each in text)
-            self.begin_line(2)
-            self._sinks[2].pass_on(text.encode(errors="replace") + b"\n")
+        if self._quiet:
+            return
+        printable = "".join(letter if letter.isprintable() else "?" for letter in text)
+        self.begin_line(_STDERR)
+        line = f"holdfast: {printable}\n"
+        self._own_stream(_STDERR).add_and_write(line.encode(errors="replace"))
 
     def begin_line(self, descriptor: int) -> None:
-        """End a line that the command has left unfinished there, such as a progress bar."""
-        own = self._sinks.setdefault(descriptor, Sink(descriptor))
-        same = [
-            each
-            for each in self._sinks.values()
-            if each is own or _same_file((each.descriptor, descriptor))
+        """End a line that the command has left unfinished on a stream, such as a progress bar."""
+        stream = self._own_stream(descriptor)
+        same_place = [
+            other
+            for other in self._own_streams.values()
+            if other is stream or _is_same_file(other.descriptor, descriptor)
         ]
-        if not all(each.at_line_start for each in same):
-            own.pass_on(b"\n")
-            for each in same:
-                each.at_line_start = True
+        if all(other.at_line_start for other in same_place):
+            return
+        stream.add_and_write(b"\n")
+        for other in same_place:
+            other.at_line_start = True
 
-    def wishes(self) -> Polled:
-        """Return descriptors to poll with the events to wait for."""
-        reading = [
-            (source, select.POLLIN) for source, sink in self._sources.items() if not sink.full
+    def wanted_events(self) -> PollEvents:
+        """Return what to poll: sources that may be read, and own streams with pending data."""
+        readable = [
+            (source, select.POLLIN)
+            for source, target in self._targets.items()
+            if not target.is_full
         ]
-        return reading + [
-            (sink.descriptor, select.POLLOUT) for sink in self._sinks.values() if sink.pending
+        writable = [
+            (stream.descriptor, select.POLLOUT)
+            for stream in self._own_streams.values()
+            if stream.pending
         ]
+        return readable + writable
 
-    def serve(self, ready: Sequence[tuple[int, int]]) -> None:
-        """Do what `poll` has found possible."""
+    def serve(self, ready: PollEvents) -> None:
+        """Read and write what `poll` has reported to be possible."""
         for descriptor, events in ready:
-            if descriptor in self._sources and events & _READABLE:
+            if descriptor in self._targets and events & _READABLE:
                 self._read(descriptor)
-            sink = self._sinks.get(descriptor)
-            if sink is not None and sink.pending and events & ~select.POLLIN:
-                sink.flush_ready()
+            stream = self._own_streams.get(descriptor)
+            if stream is not None and stream.pending and events & ~select.POLLIN:
+                stream.write_pending()
+
+    def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
+        """Copy what is left after the end of the command, without waiting for the end of streams.
+
+        Args:
+            quiet_seconds: A source that gives nothing for this long gives nothing more: whoever
+                still holds it is an orphaned process.
+            flush_seconds: How long our own streams may take to accept everything.
+        """
+        deadline = time.monotonic() + flush_seconds
+        while True:
+            wanted = self.wanted_events()
+            left_seconds = deadline - time.monotonic()
+            if not wanted or left_seconds <= 0:
+                break
+            wait_seconds = left_seconds
+            if any(events == select.POLLIN for _, events in wanted):
+                wait_seconds = min(quiet_seconds, left_seconds)
+            ready = poll_once(wanted, wait_seconds)
+            self.serve(ready)
+            if not ready and not any(stream.pending for stream in self._own_streams.values()):
+                break
+        for source in self._targets:
+            os.close(source)
+        self._targets.clear()
+
+    def _own_stream(self, descriptor: int) -> OwnStream:
+        if descriptor not in self._own_streams:
+            self._own_streams[descriptor] = OwnStream(descriptor)
+        return self._own_streams[descriptor]
 
     def _read(self, source: int) -> None:
         try:
             data = os.read(source, _READ_BYTES)
         except BlockingIOError:
             return
-        except OSError:  # EIO: nobody holds the other side of the terminal any more
+        except OSError:
+            # EIO: no process holds the other side of the terminal any more.
             data = b""
         if not data:
-            self._sources.pop(source)
+            del self._targets[source]
             os.close(source)
             return
         self._log.write(data)
-        self._sources[source].pass_on(data)
-        if len(data) < _FEW_BYTES:
+        self._targets[source].add_and_write(data)
+        if len(data) < _SMALL_READ_BYTES:
             time.sleep(_REST_SECONDS)
 
-    def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
-        """After the end of the command.
 
-        Read what is left without waiting for the end of streams, and pass it on.
-
-        A stream that gives nothing for `quiet_seconds` gives nothing more, since whoever holds it
-        is an orphan; our own streams may take `flush_seconds`.
-        """
-        deadline = time.monotonic() + flush_seconds
-        while (wishes := self.wishes()) and (left := deadline - time.monotonic()) > 0:
-            reading = any(events == select.POLLIN for _, events in wishes)
-            ready = _poll(wishes, min(quiet_seconds, left) if reading else left)
-            self.serve(ready)
-            if not ready and not any(sink.pending for sink in self._sinks.values()):
-                break
-        for source in self._sources:
-            os.close(source)
-        self._sources.clear()
-
-
-def _poll(wishes: Polled, seconds: float, wanted: int = -1) -> Polled:
+def poll_once(wanted: PollEvents, seconds: float) -> PollEvents:
+    """Wait up to `seconds` for any of these events; return those that occurred."""
     poll = select.poll()
-    for descriptor, events in wishes:
+    for descriptor, events in wanted:
         poll.register(descriptor, events)
-    return [
-        (descriptor, events)
-        for descriptor, events in poll.poll(max(0.0, seconds) * 1e3)
-        if events & wanted
-    ]
+    return poll.poll(max(0.0, seconds) * 1e3)
 
 
-class Streams:
-    """The two output streams of a command: its ends for the command, ours to read from."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A descriptor to read the command's output from, and the one of ours that it is copied to."""
 
-    def __init__(self, ours: tuple[int, int] = (1, 2)) -> None:
-        self.theirs: list[int] = []
-        self.sources: list[tuple[int, int]] = []
-        """Pairs of a descriptor to read from and the one of ours that it is copied to."""
+    descriptor: int
+    copied_to: int
+
+
+class CommandStreams:
+    """The two output streams of a command: the ends that it writes to, and those we read from.
+
+    Args:
+        own: Our own stdout and stderr, which decide what the command gets: a terminal for a
+            terminal, and one pipe for both where both lead to the same file.
+    """
+
+    def __init__(self, own: tuple[int, int] = (1, 2)) -> None:
+        # The command's stdout and stderr, to be closed here once it has been started.
+        self.command_ends: list[int] = []
+        self.sources: list[Source] = []
+        # Our side of the command's terminal, and the terminal of ours that it takes its size from.
         self._terminal: int | None = None
-        self._like = next((each for each in ours if os.isatty(each)), None)
-        pipe = -1
-        for each in ours:
-            if os.isatty(each):
-                self.theirs.append(self._open_terminal(each))
-            # As after 2>&1: the order of what is printed is kept
-            elif pipe >= 0 and _same_file(ours):
-                self.theirs.append(os.dup(pipe))
+        self._own_terminal: int | None = None
+        pipe_end: int | None = None
+        for descriptor in own:
+            if os.isatty(descriptor):
+                self.command_ends.append(self._open_terminal(descriptor))
+            elif pipe_end is not None and _is_same_file(*own):
+                # As after 2>&1: through one pipe, the order of what is printed is kept.
+                self.command_ends.append(os.dup(pipe_end))
             else:
-                reading, pipe = os.pipe()
-                self.theirs.append(pipe)
-                self.sources.append((reading, each))
+                our_end, pipe_end = os.pipe()
+                self.command_ends.append(pipe_end)
+                self.sources.append(Source(our_end, copied_to=descriptor))
 
-    def _open_terminal(self, like: int) -> int:
+    def _open_terminal(self, own_terminal: int) -> int:
+        """Return a command's end of the terminal, which is opened for the first stream."""
         if self._terminal is not None:
-            return os.dup(self.theirs[0])
-        self._terminal, theirs = os.openpty()
-        settings = termios.tcgetattr(theirs)
-        settings[1] &= ~termios.OPOST  # our own terminal does that; the log gets what was printed
+            return os.dup(self.command_ends[0])
+        self._own_terminal = own_terminal
+        self._terminal, command_end = os.openpty()
+        settings = termios.tcgetattr(command_end)
+        # Our own terminal translates line feeds; the log gets exactly what was printed.
+        settings[1] &= ~termios.OPOST
         settings[3] &= ~termios.ECHO
-        termios.tcsetattr(theirs, termios.TCSANOW, settings)
-        self.sources.append((self._terminal, like))
-        self.follow_size()
-        return theirs
+        termios.tcsetattr(command_end, termios.TCSANOW, settings)
+        self.sources.append(Source(self._terminal, copied_to=own_terminal))
+        self.copy_terminal_size()
+        return command_end
 
-    def follow_size(self) -> None:
+    def copy_terminal_size(self) -> None:
         """Give the command's terminal the size of ours."""
-        if self._terminal is not None and self._like is not None:
-            with suppress(OSError):
-                size = fcntl.ioctl(self._like, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
-                fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
+        if self._terminal is None or self._own_terminal is None:
+            return
+        with suppress(OSError):
+            empty_size = struct.pack("HHHH", 0, 0, 0, 0)
+            size = fcntl.ioctl(self._own_terminal, termios.TIOCGWINSZ, empty_size)
+            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
 
-    def close_theirs(self) -> None:
-        """Close the command's ends, once it has them."""
-        for each in self.theirs:
-            os.close(each)
-        self.theirs.clear()
+    def close_command_ends(self) -> None:
+        """Close the command's ends here, once the command has been started with them."""
+        for descriptor in self.command_ends:
+            os.close(descriptor)
+        self.command_ends.clear()
 
 
 def open_missing_streams() -> None:
-    """Open what was closed of the first three descriptors (``>&-``), lest a file of ours is
-    taken for one of them.
+    """Open those of the first three descriptors that were closed (``>&-``).
+
+    Otherwise a file of ours would get such a number and be taken for a standard stream.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
-            os.set_inheritable(opened, True)  # noqa: FBT003 - its only name is positional
+            # The system uses the lowest number that is free, which is this one.
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)  # noqa: FBT003 - the parameter is positional only
 
 
-def _same_file(descriptors: tuple[int, int]) -> bool:
+def _is_same_file(one: int, other: int) -> bool:
     try:
-        return os.path.sameopenfile(*descriptors)
+        return os.path.sameopenfile(one, other)
     except OSError:
         return False

@@ -1,59 +1,121 @@
-"""Whether a command is started again.
+"""Whether a command is started again after an attempt, when, and with which changes.
 
-Pure rules over the verdict, what came before, and the budgets.
+`RULES` is the whole answer: an ordered table, of which the first rule with an answer wins. The
+rules are pure functions of what is known about the attempt, the attempts before it, and the
+budgets.
 
-the command ended well, or nothing can be helped    stop
-a user's error                                      stop
-taken back by the scheduler                         its own budget
-the same cause again at the same place              stop, unless something new can be changed
-out of memory                                       again at once, with what the verdict changes
-anything else that may pass                         again after a delay that doubles
+Does not: wait, start anything, or judge why an attempt failed (``explain`` does).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from holdfast.explain.signature import Restart as Kind
+from holdfast.explain.signature import Restart as RestartKind
 from holdfast.explain.verdict import Verdict
+from holdfast.supervise.launch.attempt_end import AttemptEnd
 
-LONG_SECONDS = 600.0
-"""An attempt that ran so long got somewhere.
-
-Kubelet forgets its back-off after 10 minutes without a crash.
-"""
+# An attempt that ran this long made progress. The kubelet resets its back-off after 10 minutes
+# without a crash.
+LONG_ATTEMPT_SECONDS = 600.0
+# 2.0 ** 32 times any first delay is far above the longest delay.
+_MAX_DOUBLINGS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """How often and how fast."""
+    """How often and how quickly a command is started again.
 
-    # Not counting preemptions: the default of torch's ``LaunchConfig.max_restarts``
+    Args:
+        max_restarts: Restarts of a run, not counting preemptions. The default is that of torch's
+            ``LaunchConfig.max_restarts``.
+        max_preemptions: Restarts after a preemption. The default covers a machine that is taken
+            back every hour of a night.
+        min_progress_steps: Fewer steps than this between two failures with the same cause are no
+            progress, because no checkpoint keeps them.
+        first_delay_seconds: Delay before the first restart, doubled each time. The default is that
+            of the kubelet's ``CrashLoopBackOff``.
+        max_delay_seconds: Longest delay; the default is the kubelet's too.
+    """
+
     max_restarts: int = 3
-    max_preemptions: int = 10  # a machine that is taken back every hour of a night
-    # Progress below this between two failures of one cause is none: no checkpoint keeps it
-    least_steps: int = 10
-    first_delay_seconds: float = 10.0  # as the kubelet's ``CrashLoopBackOff``, doubled each time
-    most_delay_seconds: float = 300.0  # as the kubelet's
+    max_preemptions: int = 10
+    min_progress_steps: int = 10
+    first_delay_seconds: float = 10.0
+    max_delay_seconds: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
-    """An attempt that has ended."""
+class PastAttempt:
+    """What the rules remember of an attempt that has ended.
 
-    cause: str  # id of the verdict's cause
-    kind: Kind  # what the verdict allows
-    at_step: int | None = None  # where it failed, as the training counts; None if unknown
-    steps: int | None = None  # how many it made itself; None if unknown
-    seconds: float = 0.0  # how long it ran
+    Args:
+        cause: Id of the cause in its verdict.
+        kind: What the verdict allows.
+        at_step: Step at which it failed, as the training counts them; None if unknown.
+        steps: Steps that the attempt itself made; None if unknown.
+        seconds: How long it ran.
+    """
+
+    cause: str
+    kind: RestartKind
+    at_step: int | None = None
+    steps: int | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
-    """Start the command again, after a delay and with some environment variables changed from
-    now on.
+class EndedAttempt:
+    """Everything that the rules look at.
+
+    Args:
+        verdict: Why the newest attempt ended.
+        end: How it ended.
+        history: All attempts of this run, the newest last.
+        budgets: How often the command may be started again.
+        environment: The command's environment.
+        stop_signal: Name of the signal on which the training itself stopped, according to its own
+            events; None if it recorded no such stop.
+        follows_other_host: Whether the attempt ended only because it had failed on another host.
+    """
+
+    verdict: Verdict
+    end: AttemptEnd
+    history: Sequence[PastAttempt]
+    budgets: Budgets
+    environment: Mapping[str, str]
+    stop_signal: str | None = None
+    follows_other_host: bool = False
+
+    @property
+    def preemptions(self) -> list[PastAttempt]:
+        """Return the attempts that were stopped from outside and may be resumed."""
+        return [attempt for attempt in self.history if attempt.kind == "preempted"]
+
+    @property
+    def failures(self) -> list[PastAttempt]:
+        """Return the attempts that failed."""
+        return [attempt for attempt in self.history if attempt.kind != "preempted"]
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """Return the environment variables that the verdict would really change."""
+        return effective_changes(self.environment, dict(self.verdict.changes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAgain:
+    """Start the command again.
+
+    Args:
+        cause: Id of the cause of the attempt that failed.
+        why: Reason, as a clause without a full stop.
+        delay_seconds: How long to wait first.
+        changes: Environment variables to set for all further attempts.
     """
 
     cause: str
@@ -63,91 +125,223 @@ class Again:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
-    """Do not start the command again."""
+class EndRun:
+    """Do not start the command again; `why` is a clause without a full stop."""
 
     why: str
 
 
-def decide_restart(
-    verdict: Verdict, history: Sequence[Past], budgets: Budgets, environment: Mapping[str, str]
-) -> Again | Stop:
-    """Return what to do after an attempt."""
-    if verdict.family == "ended well":
-        return Stop(why="the command ended well")
-    if verdict.restart == "stop":
-        return Stop(why="starting it again would not help")
-    preempted = [past for past in history if past.kind == "preempted"]
-    if verdict.restart == "preempted":
-        if len(preempted) > budgets.max_preemptions:
-            return Stop(why=f"all {budgets.max_preemptions} restarts after a preemption are used")
-        delay = _delay_seconds(preempted, budgets)
-        return Again(
-            cause=verdict.cause,
-            why="it was stopped from outside and can go on",
-            delay_seconds=delay,
-        )
-    changes = new_changes(environment, dict(verdict.changes))
-    if verdict.restart == "remedy" and not changes:
-        return Stop(why="there is nothing left to change that would help")
-    failures = [past for past in history if past.kind != "preempted"]
-    if not changes and (why := _repeats(failures, budgets)):
-        return Stop(why=why)
-    if len(failures) > (most := budgets.max_restarts):
-        return Stop(why=f"all {most} restarts are used" if most else "no restarts are allowed")
-    if changes:
-        named = ", ".join(f"{name}={value}" for name, value in changes.items())
-        return Again(cause=verdict.cause, why=f"something is changed: {named}", changes=changes)
-    delay = _delay_seconds(failures, budgets)
-    return Again(cause=verdict.cause, why="the cause may have passed", delay_seconds=delay)
+RestartDecision: TypeAlias = StartAgain | EndRun
+Rule: TypeAlias = Callable[[EndedAttempt], RestartDecision | None]
 
 
-def _repeats(failures: Sequence[Past], budgets: Budgets) -> str | None:
-    """Return why the newest failure is the one before over again; None if it is not."""
-    if len(failures) < 2 or failures[-1].cause != failures[-2].cause:
+def decide_restart(attempt: EndedAttempt) -> RestartDecision:
+    """Return the answer of the first rule in `RULES` that has one."""
+    for rule in RULES:
+        decision = rule(attempt)
+        if decision is not None:
+            return decision
+    return start_after_a_delay(attempt)
+
+
+# --- the attempt was meant to end ---
+
+
+def user_or_scheduler_requested_the_end(attempt: EndedAttempt) -> RestartDecision | None:
+    """A signal that asked the supervisor to end also forbids another attempt."""
+    if attempt.end.requested_by is None:
         return None
-    before, now = failures[-2:]
-    if before.at_step is not None and now.at_step is not None:
-        if now.at_step == before.at_step:
-            return f"the same failure came twice at step {now.at_step}"
-        if abs(now.at_step - before.at_step) < budgets.least_steps:
-            return f"the same failure came twice within {budgets.least_steps} steps"
-    if now.steps is not None and now.steps < budgets.least_steps:
-        return f"the same failure came again after {now.steps} steps"
-    if now.steps is None and now.seconds < LONG_SECONDS:
-        return "the same failure came again, and no progress was seen between"
+    return EndRun(why=f"{signal.Signals(attempt.end.requested_by).name} asked to end")
+
+
+def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | None:
+    """A training that was signalled directly says so itself; its exit code may be anything."""
+    if attempt.stop_signal is None or attempt.end.was_ended_by_supervisor:
+        return None
+    return EndRun(why=f"the training stopped on {attempt.stop_signal}")
+
+
+def command_succeeded(attempt: EndedAttempt) -> RestartDecision | None:
+    """Exit code 0 is success, unless a hang had to be ended first."""
+    if attempt.end.status != 0 or attempt.end.hang is not None:
+        return None
+    return EndRun(why="the command exited with code 0")
+
+
+def only_the_exit_hung(attempt: EndedAttempt) -> RestartDecision | None:
+    """A process that hangs while its interpreter exits has finished its work."""
+    hang = attempt.end.hang
+    if hang is None or hang.remedy != "end":
+        return None
+    return EndRun(why="training had finished, and only the exit hung")
+
+
+# --- another host failed ---
+
+
+def other_host_decides(attempt: EndedAttempt) -> RestartDecision | None:
+    """The host on which the attempt failed decides; this one follows while any budget is left."""
+    if not attempt.follows_other_host:
+        return None
+    budgets = attempt.budgets
+    if len(attempt.history) > budgets.max_restarts + budgets.max_preemptions:
+        return EndRun(why="no restarts are left")
+    return StartAgain(
+        cause=attempt.verdict.cause,
+        why=attempt.end.failed_elsewhere or "another host has failed",
+        delay_seconds=budgets.first_delay_seconds,
+    )
+
+
+# --- the attempt failed here ---
+
+
+def verdict_is_a_good_end(attempt: EndedAttempt) -> RestartDecision | None:
+    """Judged by its recording, the command ended well whatever its exit code was."""
+    if attempt.verdict.family != "ended well":
+        return None
+    return EndRun(why="the command ended well")
+
+
+def restart_cannot_help(attempt: EndedAttempt) -> RestartDecision | None:
+    """An error in the script, for example, comes back each time."""
+    if attempt.verdict.restart != "stop":
+        return None
+    return EndRun(why="restarting would not help")
+
+
+def preempted(attempt: EndedAttempt) -> RestartDecision | None:
+    """A run that was stopped from outside may resume, within a budget of its own."""
+    if attempt.verdict.restart != "preempted":
+        return None
+    budgets = attempt.budgets
+    if len(attempt.preemptions) > budgets.max_preemptions:
+        return EndRun(why=f"all {budgets.max_preemptions} restarts after a preemption are used up")
+    return StartAgain(
+        cause=attempt.verdict.cause,
+        why="it was stopped from outside and can resume",
+        delay_seconds=restart_delay_seconds(attempt.preemptions, budgets),
+    )
+
+
+def nothing_left_to_change(attempt: EndedAttempt) -> RestartDecision | None:
+    """A cause such as out of memory passes only if something is changed."""
+    if attempt.verdict.restart != "remedy" or attempt.changes:
+        return None
+    return EndRun(why="no setting is left to change that would help")
+
+
+def same_failure_again(attempt: EndedAttempt) -> RestartDecision | None:
+    """A failure that comes back at once will come back again, unless something new is changed."""
+    if attempt.changes:
+        return None
+    why = find_repetition(attempt.failures, attempt.budgets)
+    return None if why is None else EndRun(why=why)
+
+
+def restarts_used_up(attempt: EndedAttempt) -> RestartDecision | None:
+    """The budget for failures, which preemptions do not count against."""
+    max_restarts = attempt.budgets.max_restarts
+    if len(attempt.failures) <= max_restarts:
+        return None
+    if max_restarts == 0:
+        return EndRun(why="no restarts are allowed")
+    return EndRun(why=f"all {max_restarts} restarts are used up")
+
+
+def start_with_changed_settings(attempt: EndedAttempt) -> RestartDecision | None:
+    """A changed setting needs no delay: it is not time that helps."""
+    changes = attempt.changes
+    if not changes:
+        return None
+    settings = ", ".join(f"{name}={value}" for name, value in changes.items())
+    return StartAgain(cause=attempt.verdict.cause, why=f"with {settings}", changes=changes)
+
+
+def start_after_a_delay(attempt: EndedAttempt) -> StartAgain:
+    """Without any reason against it, a cause that time may remove is worth another attempt."""
+    return StartAgain(
+        cause=attempt.verdict.cause,
+        why="the cause may have passed",
+        delay_seconds=restart_delay_seconds(attempt.failures, attempt.budgets),
+    )
+
+
+# The first rule that has an answer wins. The order is the argument: what somebody asked for comes
+# before what the verdict says, and what cannot help is refused before a budget is spent on it.
+RULES: tuple[Rule, ...] = (
+    user_or_scheduler_requested_the_end,
+    training_stopped_on_a_signal,
+    command_succeeded,
+    only_the_exit_hung,
+    other_host_decides,
+    verdict_is_a_good_end,
+    restart_cannot_help,
+    preempted,
+    nothing_left_to_change,
+    same_failure_again,
+    restarts_used_up,
+    start_with_changed_settings,
+)
+
+
+# --- what the rules compute ---
+
+
+def find_repetition(failures: Sequence[PastAttempt], budgets: Budgets) -> str | None:
+    """Return why the newest failure counts as a repetition of the one before it, or None."""
+    if len(failures) < 2:
+        return None
+    before, newest = failures[-2:]
+    if newest.cause != before.cause:
+        return None
+    if before.at_step is not None and newest.at_step is not None:
+        if newest.at_step == before.at_step:
+            return f"the same failure came twice at step {newest.at_step}"
+        if abs(newest.at_step - before.at_step) < budgets.min_progress_steps:
+            return f"the same failure came twice within {budgets.min_progress_steps} steps"
+    if newest.steps is not None and newest.steps < budgets.min_progress_steps:
+        return f"the same failure came again after {newest.steps} steps"
+    if newest.steps is None and newest.seconds < LONG_ATTEMPT_SECONDS:
+        return "the same failure came again without visible progress in between"
     return None
 
 
-def _delay_seconds(failures: Sequence[Past], budgets: Budgets) -> float:
-    """Return the delay after the newest of these.
+def restart_delay_seconds(attempts: Sequence[PastAttempt], budgets: Budgets) -> float:
+    """Return the delay after the newest attempt, doubled for each one since the last long one."""
+    in_a_row = 0
+    for attempt in attempts:
+        if attempt.seconds >= LONG_ATTEMPT_SECONDS:
+            in_a_row = 0
+        in_a_row += 1
+    doublings = min(in_a_row - 1, _MAX_DOUBLINGS)
+    # A first delay above the longest one was asked for, and holds.
+    longest = max(budgets.max_delay_seconds, budgets.first_delay_seconds)
+    return min(longest, budgets.first_delay_seconds * 2.0**doublings)
 
-    Doubled for each since the last attempt that ran long.
+
+def effective_changes(environment: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables whose value would really change, with their new values.
+
+    The allocator's settings are a list of ``key:value``; keys that `changes` does not name keep
+    their values.
     """
-    row = 0
-    for past in failures:
-        row = 1 if past.seconds >= LONG_SECONDS else row + 1
-    most = max(budgets.most_delay_seconds, budgets.first_delay_seconds)
-    return min(most, budgets.first_delay_seconds * 2.0 ** min(row - 1, 32))
-
-
-def new_changes(environment: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
-    """Return what of these variables would really change, merged with what is set.
-
-    The allocator's settings are a list of ``key:value``: the keys that are not named keep their
-    values.
-    """
-    found = {}
+    effective = {}
     for name, value in changes.items():
-        merged = _merge(environment.get(name, ""), value) if name.endswith("ALLOC_CONF") else value
-        if environment.get(name) != merged:
-            found[name] = merged
-    return found
+        new_value = value
+        if name.endswith("ALLOC_CONF"):
+            new_value = merge_allocator_settings(environment.get(name, ""), value)
+        if environment.get(name) != new_value:
+            effective[name] = new_value
+    return effective
 
 
-def _merge(present: str, wanted: str) -> str:
+def merge_allocator_settings(present: str, wanted: str) -> str:
+    """Return both lists of ``key:value`` in one, in which `wanted` wins.
+
+    A value may itself be a list in brackets, whose commas separate nothing here.
+    """
     entries = {}
-    # A value may be a list in brackets
     for entry in re.split(r",(?![^\[]*\])", f"{present},{wanted}"):
         key, colon, value = entry.strip().partition(":")
         if key:

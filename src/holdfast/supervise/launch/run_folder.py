@@ -1,6 +1,7 @@
-"""The directory of a supervised run.
+"""The directory of a supervised run: where it is, its lock, and the description of the run.
 
-Where it lies, its lock for one supervisor at a time, and its first file.
+Only one supervisor at a time may use a run directory. The description (``supervised.json``) is
+written before anything is started, so that it survives whatever happens then.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,11 +31,14 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.start import facts_of_start
 
+# Format of `SUPERVISED_FILE`.
 FORMAT = 1
-_RUNS, _LAST = "runs", "last"
-# It takes no lock and runs nothing of the repository's; files that git does not know, such as
-# runs/, are no change.
-_GIT = (
+_RUNS_FOLDER = "runs"
+_LAST_LINK = "last"
+_MAX_NAME_LENGTH = 60
+# Takes no lock and runs no program of the repository. Files that git does not track, such as those
+# in runs/, are no changes.
+_GIT_STATUS = (
     "git",
     "--no-optional-locks",
     "-c",
@@ -44,40 +48,64 @@ _GIT = (
     "--branch",
     "--untracked-files=no",
 )
-_GIT_SECONDS, _LAST_SECONDS, _MOST_CHANGED = 60.0, 1.0, 20
+_GIT_SECONDS = 60.0
+# How long the end of a run waits for git, for commands that take no longer than git does.
+_GIT_LAST_SECONDS = 1.0
+_MAX_CHANGED_FILES = 20
+_GIT_HEADER = "# branch."
 
 
-def choose_folder(command: Sequence[str], started: float, folder: Path = Path(_RUNS)) -> Path:
-    """Return a path that does not exist yet, named after the script, module or program and the
-    time in UTC.
+def choose_folder(
+    command: Sequence[str], started: float, parent: Path = Path(_RUNS_FOLDER)
+) -> Path:
+    """Return a path for a new run directory, which does not exist yet.
+
+    Args:
+        command: The command; its script, module or program gives the name.
+        started: Unix time in seconds, which follows in the name, in UTC.
+        parent: The directory of all runs.
     """
-    module = next((after for word, after in itertools.pairwise(command) if word == "-m"), None)
-    script = next((word for word in command if word.endswith((".py", ".sh"))), None)
-    name = Path(script).stem if script else (module or Path(command[0]).name)
-    name = re.sub(r"[^\w.-]", "_", name)[:60] or "run"
+    name = re.sub(r"[^\w.-]", "_", _name_of_command(command))[:_MAX_NAME_LENGTH] or "run"
     name = f"{name}-{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}"
-    candidates = (
-        folder / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1)
-    )
-    return next(path for path in candidates if not path.exists())
+    path = parent / name
+    for number in itertools.count(2):
+        if not path.exists():
+            break
+        path = parent / f"{name}-{number}"
+    return path
+
+
+def _name_of_command(command: Sequence[str]) -> str:
+    for word in command:
+        if word.endswith((".py", ".sh")):
+            return Path(word).stem
+    for word, next_word in itertools.pairwise(command):
+        if word == "-m":
+            return next_word
+    return Path(command[0]).name
 
 
 class RunFolder:
-    """A run directory, made if missing and locked until `close` or the end of the process, however
-    it ends.
+    """A run directory, created if it is missing, and locked until `close`.
 
-    One that was used before is continued: a scheduler starts the same command again. H722 if it
-        cannot be made or
-    written, H723 if another supervisor uses it, H724 if a newer holdfast wrote it.
+    The lock also ends with the process, however it ends. A directory that was used before is
+    continued, because a scheduler starts the same command again.
+
+    Args:
+        path: The run directory.
+
+    Raises:
+        RunDirectoryError: H722 if it cannot be created or written, H723 if another supervisor uses
+            it, H724 if a newer holdfast wrote it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
+        # The folder of the supervisor's own recording.
         self.supervisor = self.path / SUPERVISOR_FOLDER
-        """The folder of the supervisor's own recording."""
         self._file = self.path / SUPERVISED_FILE
-        self._facts: dict[str, Any] = {}
-        self._looking: threading.Thread | None = None
+        self._description: dict[str, Any] = {}
+        self._git_thread: threading.Thread | None = None
         try:
             make_run_directory(self.path)
             make_folder(self.path, SUPERVISOR_FOLDER)
@@ -95,19 +123,20 @@ class RunFolder:
             raise self.unusable(error) from error
 
     def _check_format(self) -> None:
-        found = FORMAT  # of a damaged description, which is written again
+        # A damaged description is written again, so it counts as one of our own.
+        file_format = FORMAT
         with suppress(OSError, ValueError, RecursionError, AttributeError):
-            found = json.loads(read_file(self._file)).get("format", FORMAT)
-        if not isinstance(found, int) or found > FORMAT:
+            file_format = json.loads(read_file(self._file)).get("format", FORMAT)
+        if not isinstance(file_format, int) or file_format > FORMAT:
             raise RunDirectoryError(
-                f"{self._file} has format {found!r}",
+                f"{self._file} has format {file_format!r}",
                 limit=f"this holdfast writes run directories of format {FORMAT}",
                 fix="upgrade holdfast, or choose another --run-dir.",
                 rule="H724",
             )
 
     def unusable(self, error: OSError) -> RunDirectoryError:
-        """Return the error for a directory that cannot be made or written."""
+        """Return the error (H722) for a directory that cannot be created or written."""
         return RunDirectoryError(
             f"run directory {self.path} cannot be written ({error.strerror or error})",
             limit="holdfast run keeps the output, the recordings and the verdict there",
@@ -116,80 +145,95 @@ class RunFolder:
         )
 
     def next_attempt(self) -> int:
-        """Return the number of the next attempt.
+        """Return the number of the next attempt: one more than the last that left anything here."""
+        return max([-1, *self._recorded_attempts()]) + 1
 
-        0, or one more than the last that left anything here.
-        """
-        numbers: list[Any] = [-1]
-        # Any event: the ring is finite, and the last start may be gone
+    def _recorded_attempts(self) -> Iterator[int]:
+        # Any event counts, because the ring is finite and the last start may have been overwritten.
+        # The event of a restart names an attempt that may never have begun.
         with suppress(OSError, RunDirectoryError):
-            numbers += [
-                each.data.get("attempt")
-                for each in read_events(self.supervisor)
-                if each.kind != "restart"
-            ]
-        numbers += [info.attempt for _, info in read_processes(self.path)]
-        return max(number for number in numbers if isinstance(number, int)) + 1
+            for event in read_events(self.supervisor):
+                attempt = event.data.get("attempt")
+                if event.kind != "restart" and isinstance(attempt, int):
+                    yield attempt
+        for _, process in read_processes(self.path):
+            yield process.attempt
 
-    def describe(self, command: Sequence[str], started: float) -> None:
-        """Write what is known before the start (H722)."""
-        facts = {
+    def write_description(self, command: Sequence[str], started: float) -> None:
+        """Write what is known about the run before it starts.
+
+        Args:
+            command: The words of the command.
+            started: Unix time in seconds.
+
+        Raises:
+            RunDirectoryError: H722 if it cannot be written.
+        """
+        description = {
             "format": FORMAT,
             **facts_of_start(command, started),
             "supervisor_pid": os.getpid(),
         }
         try:
             (self.supervisor / LOST_FILE).unlink(missing_ok=True)
-            replace_file(self._file, json.dumps(facts, indent=1).encode())
+            self._write(description)
         except OSError as error:
             raise self.unusable(error) from error
-        self._facts = facts
 
-    def look_at_git(self) -> None:
-        """Add the commit of the working directory, and what is changed there, as soon as git has
-        said so.
-        """
-        self._looking = threading.Thread(target=self._add_git, daemon=True)
-        self._looking.start()
+    def _write(self, description: dict[str, Any]) -> None:
+        replace_file(self._file, json.dumps(description, indent=1).encode())
+        self._description = description
 
-    def _add_git(self) -> None:
-        # No git, no repository, or one that takes too long
+    def add_git_state(self) -> None:
+        """Add the commit of the working directory and what has changed there, in the background."""
+        self._git_thread = threading.Thread(target=self._add_git_state, daemon=True)
+        self._git_thread.start()
+
+    def _add_git_state(self) -> None:
+        # There may be no git, no repository, or one that takes too long.
         with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(  # noqa: S603
-                _GIT, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
+            status = subprocess.run(  # noqa: S603 - our own command line
+                _GIT_STATUS, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
             )
-            lines = done.stdout.splitlines()
-            said = dict(
-                line.removeprefix("# branch.").split(" ", 1)
-                for line in lines
-                if line.startswith("# branch.")
-            )
-            changed = [line.split(" ", 8)[-1] for line in lines if not line.startswith("#")]
-            git = {
-                "commit": said.get("oid"),
-                "branch": said.get("head"),
-                "changed": changed[:_MOST_CHANGED],
-            }
-            self._facts |= {"git": {**git, "dirty": bool(changed)}}
-            replace_file(self._file, json.dumps(self._facts, indent=1).encode())
+            self._write({**self._description, "git": parse_git_status(status.stdout)})
 
-    def point_to(self, run: Path) -> None:
-        """Let ``runs/last`` lead to a run that lies in a directory called runs.
+    def update_last_link(self, run_path: Path) -> None:
+        """Let ``runs/last`` point to a run that is in a directory called ``runs``.
 
-        A file of that name is kept.
+        A file of that name that is no link is left alone.
         """
-        folder = run.parent
-        link = folder / _LAST
-        if folder.name != _RUNS or (link.exists() and not link.is_symlink()):
+        parent = run_path.parent
+        link = parent / _LAST_LINK
+        if parent.name != _RUNS_FOLDER or (link.exists() and not link.is_symlink()):
             return
-        temporary = folder / f".tmp-{_LAST}-{os.getpid()}"
-        with suppress(OSError):  # a file system without links: the path is printed anyway
+        temporary = parent / f".tmp-{_LAST_LINK}-{os.getpid()}"
+        # Some file systems have no links. The path of the run is printed anyway.
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
-            temporary.symlink_to(run.name)
+            temporary.symlink_to(run_path.name)
             temporary.replace(link)
 
     def close(self) -> None:
-        """Let others use it."""
-        if self._looking is not None:
-            self._looking.join(_LAST_SECONDS)  # of a command that took no longer than git
+        """Release the lock."""
+        if self._git_thread is not None:
+            self._git_thread.join(_GIT_LAST_SECONDS)
         self._lock.release()
+
+
+def parse_git_status(text: str) -> dict[str, Any]:
+    """Return commit, branch and changed files from ``git status --porcelain=v2 --branch``."""
+    headers = {}
+    changed = []
+    for line in text.splitlines():
+        if line.startswith(_GIT_HEADER):
+            name, _, value = line.removeprefix(_GIT_HEADER).partition(" ")
+            headers[name] = value
+        elif not line.startswith("#"):
+            # The path is the ninth field of a line.
+            changed.append(line.split(" ", 8)[-1])
+    return {
+        "commit": headers.get("oid"),
+        "branch": headers.get("head"),
+        "changed": changed[:_MAX_CHANGED_FILES],
+        "dirty": bool(changed),
+    }

@@ -1,16 +1,17 @@
-"""Signals to the supervisor.
+"""Signals to the supervisor, forwarded to the command as a terminal or a scheduler would send them.
 
-Passed on to the command as a terminal or a scheduler would send them, exactly once.
+The command has a session of its own, so no signal of the terminal reaches it directly, and each is
+forwarded exactly once:
 
-The command has a session of its own, so no signal of the terminal reaches it by itself. SIGINT,
-SIGQUIT and SIGHUP go
-to its process group, as a terminal sends them. SIGTERM goes to the command alone: a loader worker
-    without a handler
-would die of it, and the trainer of the worker's death, while it saves.
+SIGINT, SIGQUIT, SIGHUP    to the command's process group, as a terminal sends them
+SIGTERM                    to the command alone: a loader worker without a handler would die of it,
+                           and the trainer of the worker's death, while it saves
+SIGUSR1, SIGUSR2           to whoever can use them: the command if it handles them, otherwise the
+                           processes below it that do. torchrun and shells would die of a signal
+                           that the ranks understand as "save and stop"
 
-SIGUSR1 and SIGUSR2 go to whoever can use them. That is the command if it handles them, else the
-processes below it
-that do: torchrun and shells would end of a signal that the ranks take for "save and stop".
+Does not: decide when the command is killed (``shutdown``), or whether it starts again
+(``restarts``).
 """
 
 from __future__ import annotations
@@ -27,45 +28,43 @@ from holdfast.supervise.process_tree import Tree, catches, read_table, signal_al
 TO_GROUP = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
 TO_COMMAND = frozenset({signal.SIGTERM})
 TO_HANDLERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-PASSED_ON = TO_GROUP | TO_COMMAND | TO_HANDLERS
+FORWARDED = TO_GROUP | TO_COMMAND | TO_HANDLERS
+# These ask the command to end, and its grace period begins. A process that handles one of the
+# others may well continue.
 ASKING_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
-"""After these the command has its time of grace. A process that handles another one may well go on.
-"""
+_READ_BYTES = 4096
 
 
 class Signals:
-    """Pass signals on while the context lasts; what came is read with `take`.
+    """Forward signals while the context lasts; `take` returns those that have arrived.
 
-    A signal that is ignored when we start stays so, for the command too: that is what ``nohup``
-        asks for.
+    A signal that is ignored when we start stays ignored, by the command too: that is what ``nohup``
+    asks for.
+
+    Args:
+        tree: The processes of the command, which are suspended together with us.
     """
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
+        # PID of the command, which leads its process group; None before it starts and after it has
+        # ended.
         self.command: int | None = None
-        """Pid of the command, which leads its process group; None while there is none, or when it
-        has ended."""
-        self.told: set[int] = set()
-        """Pids below the command to which a signal was passed on by itself.
-
-        They may save now, and then end.
-        """
+        # PIDs below the command to which a signal was forwarded individually. They may be saving
+        # now, and end afterwards.
+        self.notified: set[int] = set()
         self._received: deque[int] = deque()
-        self._waiting: list[int] = []  # received, and not passed on, since there was no command
-        self._previous: dict[int, Any] = {}
-        self.wake, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        """Readable when a signal came, or `rouse` was called."""
+        # Received while there was no command to forward them to.
+        self._waiting: list[int] = []
+        self._previous_handlers: dict[int, Any] = {}
+        # `wake` is readable when a signal has arrived or `wake_up` was called.
+        self.wake, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __enter__(self) -> Self:
-        self._wakeup_before = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
-        for number in (*PASSED_ON, signal.SIGWINCH, signal.SIGCHLD, signal.SIGTSTP):
-            before = signal.getsignal(number)
-            # Ignoring it would lose exit statuses
-            if before is not signal.SIG_IGN or number == signal.SIGCHLD:
-                self._previous[number] = before
-                signal.signal(
-                    number, self._suspend if number == signal.SIGTSTP else self._on_signal
-                )
+        self._previous_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        for number in (*FORWARDED, signal.SIGWINCH, signal.SIGCHLD):
+            self._install(number, self._on_signal)
+        self._install(signal.SIGTSTP, self._on_suspend)
         return self
 
     def __exit__(
@@ -74,77 +73,94 @@ class Signals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, before in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if before is None else before)
-        signal.set_wakeup_fd(self._wakeup_before)
-        # A thread that is late must not write to another file
-        waking, self._waking = self._waking, -1
+        for number, handler in self._previous_handlers.items():
+            # None stands for a handler that was not installed by Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        # A thread that is late must not write to another file that gets the same number.
+        wake_writer = self._wake_writer
+        self._wake_writer = -1
         os.close(self.wake)
-        os.close(waking)
+        os.close(wake_writer)
 
     def attach(self, command: int) -> None:
-        """Pass signals on to a command from now on, and those that came since the last `take`."""
+        """Forward signals to this command from now on, and those that arrived since `take`."""
         self.command = command
-        self.told.clear()
+        self.notified.clear()
         while self._waiting:
-            self._pass_on(self._waiting.pop(0))
+            self._forward(self._waiting.pop(0))
 
-    def rouse(self) -> None:
-        """Wake the main thread; from any thread."""
-        with suppress(OSError):  # a full pipe wakes as well
-            os.write(self._waking, b"\0")
+    def wake_up(self) -> None:
+        """Wake the main thread; may be called from any thread."""
+        # A full pipe wakes the main thread as well.
+        with suppress(OSError):
+            os.write(self._wake_writer, b"\0")
 
     def take(self) -> list[int]:
-        """Return the signals since the last call, in order."""
+        """Return the signals that have arrived since the last call, in order."""
         with suppress(BlockingIOError):
-            while len(os.read(self.wake, 4096)) == 4096:  # one read may leave some
+            # A read that fills the buffer may have left some.
+            while len(os.read(self.wake, _READ_BYTES)) == _READ_BYTES:
                 continue
         self._waiting.clear()
+        # A handler may append meanwhile, so only those that are there now are removed.
         return [self._received.popleft() for _ in range(len(self._received))]
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """Pass it on at once: the main thread may be busy writing to a slow terminal."""
+    def _install(self, number: int, handler: Any) -> None:
+        previous = signal.getsignal(number)
+        # SIGCHLD is always handled: ignoring it would lose exit statuses.
+        if previous is signal.SIG_IGN and number != signal.SIGCHLD:
+            return
+        self._previous_handlers[number] = previous
+        signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Forward at once, in the handler: the main thread may be busy with a slow terminal."""
         self._received.append(number)
         if self.command is None:
             self._waiting.append(number)
         else:
-            self._pass_on(number)
+            self._forward(number)
 
-    def _pass_on(self, number: int) -> None:
-        if self.command is not None and number in TO_GROUP:
+    def _forward(self, number: int) -> None:
+        if self.command is None:
+            return
+        if number in TO_GROUP:
             with suppress(OSError):
                 os.killpg(self.command, number)
-        elif self.command is not None and number in TO_COMMAND:
+        elif number in TO_COMMAND:
             signal_all([self.command], number)
-        elif self.command is not None and number in TO_HANDLERS:
+        elif number in TO_HANDLERS:
             handlers = find_handlers(self.command, number) or {self.command}
-            self.told |= handlers - {self.command}
+            self.notified |= handlers - {self.command}
             signal_all(handlers, number)
 
-    def _suspend(self, *_: object) -> None:
-        """Stop with the command, as Ctrl-Z does, and go on with it.
+    def _on_suspend(self, _number: int, _frame: FrameType | None) -> None:
+        """Suspend the command with us, as Ctrl-Z does, and continue it with us.
 
-        Not by SIGTSTP: the kernel ignores it in a process group whose parent is in another session.
+        By SIGSTOP, because the kernel ignores SIGTSTP in a process group whose parent is in another
+        session.
         """
-        ours = self._tree.processes() if self.command is not None else set()
-        signal_all(ours, signal.SIGSTOP)
+        processes = set() if self.command is None else self._tree.processes()
+        signal_all(processes, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        signal_all(ours, signal.SIGCONT)
+        signal_all(processes, signal.SIGCONT)
 
 
 def find_handlers(command: int, number: int) -> set[int]:
-    """Return the uppermost processes of a command's tree that handle a signal, and none below
-    these.
+    """Return the uppermost processes of a command's tree that handle a signal.
+
+    Processes below one that handles it are left out: it is for their ancestor to tell them.
     """
     children: dict[int, list[int]] = {}
     for process in read_table().values():
         children.setdefault(process.ppid, []).append(process.pid)
     handlers: set[int] = set()
-    waiting = [command]
-    while waiting:
-        pid = waiting.pop()
+    pids = [command]
+    while pids:
+        pid = pids.pop()
         if catches(pid, number):
             handlers.add(pid)
         else:
-            waiting += children.get(pid, ())
+            pids += children.get(pid, ())
     return handlers

@@ -1,24 +1,20 @@
-"""Run a command to its end.
+"""Run a command to its end: attempt after attempt, each judged, until no other one is worthwhile.
 
-Attempt after attempt, each judged, until it ended well or nothing can be helped.
+`Supervisor.run` is the loop. What happens while one attempt runs is in ``attempt``; whether another
+one follows is decided in ``restarts``.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import select
-import signal
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from holdfast.core.control_groups import fields_of, group_folders
-from holdfast.core.durable import replace_file
 from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import process_events
 from holdfast.core.events.event import Event, EventData
@@ -27,394 +23,441 @@ from holdfast.core.secrets import without_secrets
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.run_files import (
-    BOARD_FILE,
-    LOST_FILE,
-    OUTPUT_FILE,
-    VERDICT_FILE,
-    read_processes,
+from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, read_processes
+from holdfast.supervise.launch.attempt import Attempt
+from holdfast.supervise.launch.attempt_end import AttemptEnd
+from holdfast.supervise.launch.commands import Sentinel, make_environment, start_command
+from holdfast.supervise.launch.hosts import HostPosition, Hosts, find_host
+from holdfast.supervise.launch.kernel import become_subreaper, count_oom_kills
+from holdfast.supervise.launch.output import CommandStreams, OutputCopier, open_missing_streams
+from holdfast.supervise.launch.output_log import OutputLog
+from holdfast.supervise.launch.restarts import (
+    Budgets,
+    EndedAttempt,
+    EndRun,
+    PastAttempt,
+    RestartDecision,
+    StartAgain,
+    decide_restart,
 )
-from holdfast.supervise.launch.attempt import Attempt, End
-from holdfast.supervise.launch.commands import Sentinel, make_environment, start
-from holdfast.supervise.launch.hosts import Hosts, find_host
-from holdfast.supervise.launch.output import Copier, OutputLog, Streams, open_missing_streams
-from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart
 from holdfast.supervise.launch.run_folder import RunFolder
-from holdfast.supervise.launch.signals import PASSED_ON, Signals
+from holdfast.supervise.launch.shutdown import Shutdown
+from holdfast.supervise.launch.signals import FORWARDED, Signals
+from holdfast.supervise.launch.verdicts import (
+    Judgement,
+    is_consequence,
+    judge_attempt,
+    remove_verdict,
+    write_verdict,
+)
 from holdfast.supervise.process_tree import Tree, read_process
 from holdfast.supervise.watch.limits import HangLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is to be run, and how."""
+class RunOptions:
+    """What is run under supervision, and how.
 
-    command: tuple[str, ...]  # its words
-    program: str  # the file that the first word means
-    run: Path  # the run directory
-    # Whether it is the same one on all hosts, where the command runs on several
-    shared: bool = False
-    budgets: Budgets = field(default_factory=Budgets)  # of restarts
-    limits: HangLimits | None = field(default_factory=HangLimits)  # of hangs; None: nobody watches
-    observe: bool = True  # whether Python processes record themselves
-    grace_seconds: float = 25.0  # between asking the command to end and SIGKILL
-    most_log_bytes: int = 256 << 20  # size of the log of what it prints
+    Args:
+        command: The words of the command.
+        program: Path of the file that its first word names.
+        run_path: The run directory.
+        is_run_path_shared: Whether all hosts use this directory, if the command runs on several.
+        budgets: How often it is started again.
+        hang_limits: How long phases of training may take; None turns watching off.
+        observe: Whether its Python processes record themselves.
+        grace_seconds: Time between asking the command to end and SIGKILL.
+        max_log_bytes: Size of the log of what it prints.
+    """
+
+    command: tuple[str, ...]
+    program: str
+    run_path: Path
+    is_run_path_shared: bool = False
+    budgets: Budgets = field(default_factory=Budgets)
+    hang_limits: HangLimits | None = field(default_factory=HangLimits)
+    observe: bool = True
+    # Schedulers leave 30 s between SIGTERM and SIGKILL.
+    grace_seconds: float = 25.0
+    max_log_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How it all ended."""
+class RunOutcome:
+    """How a supervised run ended.
 
-    status: int  # exit code of the command, as a shell says it: 128 + the number of a signal
-    attempts: int  # how often it was started
-    seconds: float  # from the first start to the end
-    why: str  # it is not started again, as a sentence without a full stop
+    Args:
+        exit_code: Exit code of the last attempt, as a shell reports it.
+        attempts: How often the command was started.
+        seconds: Time from the first start to the end.
+        why: Why it is not started again, as a clause without a full stop.
+        verdict: Why the last attempt ended.
+        run_path: The run directory.
+    """
+
+    exit_code: int
+    attempts: int
+    seconds: float
+    why: str
     verdict: Verdict
-    run: Path
+    run_path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """What exists once for all attempts while the supervisor runs."""
+
+    mark: str
+    tree: Tree
+    sentinel: Sentinel
+    signals: Signals
 
 
 class Supervisor:
-    """Run a command to its end, from the main thread of this process (H722 to H724 before
-    anything is started).
+    """Run a command to its end, from the main thread of this process.
+
+    Args:
+        options: What is run, and how.
+        quiet: Whether to print nothing but what the command prints.
+
+    Raises:
+        RunDirectoryError: H722 to H724, before anything is started; see `RunFolder`.
     """
 
-    def __init__(self, plan: Plan, *, quiet: bool = False) -> None:
+    def __init__(self, options: RunOptions, *, quiet: bool = False) -> None:
         open_missing_streams()
-        self._plan = plan
+        self._options = options
         self._environment = dict(os.environ)
-        self._history: list[Past] = []
-        # The signal upon which the newest attempt stopped, or None
-        self._stopped_by: str | None = None
-        self._lock = threading.Lock()
-        number, count = find_host(plan.command, self._environment) if plan.shared else (0, 1)
-        self._folder = RunFolder(plan.run if count == 1 else plan.run / f"host-{number}")
+        self._history: list[PastAttempt] = []
+        self._event_lock = threading.Lock()
+        host = HostPosition()
+        if options.is_run_path_shared:
+            host = find_host(options.command, self._environment)
+        path = options.run_path
+        if host.count > 1:
+            path = path / f"host-{host.number}"
+        self._folder = RunFolder(path)
         self.run_path = self._folder.path
-        with ExitStack() as opened:
-            opened.callback(self._folder.close)
+        with ExitStack() as on_error:
+            on_error.callback(self._folder.close)
+            # Number of the attempt, from 0; a run directory that was used before continues.
             self._number = self._folder.next_attempt()
-            try:
-                self._folder.describe(plan.command, time.time())
-                self._box = BlackBox(self._folder.supervisor)
-                self._log = OutputLog(self.run_path / OUTPUT_FILE, plan.most_log_bytes)
-            except OSError as error:
-                raise self._folder.unusable(error) from error
-            # The lock is ours
-            self._hosts = Hosts(plan.run.expanduser(), number, count) if count > 1 else None
-            opened.pop_all()
-        self._copier = Copier(self._log, quiet=quiet)
-        self._log.on_loss = self._say_output_is_lost
-        self._folder.point_to(plan.run.expanduser().absolute())
+            self._open_recording()
+            # Only once the lock is ours, so that a second supervisor of this host is not heard.
+            self._hosts: Hosts | None = None
+            if host.count > 1:
+                self._hosts = Hosts(options.run_path.expanduser(), host)
+            on_error.pop_all()
+        self._copier = OutputCopier(self._log, quiet=quiet)
+        self._log.on_loss = self._report_lost_output
+        self._folder.update_last_link(options.run_path.expanduser().absolute())
 
-    def run(self) -> Outcome:
-        """Return after the last attempt; nothing of the command is left then."""
+    def _open_recording(self) -> None:
+        try:
+            self._folder.write_description(self._options.command, time.time())
+            self._box = BlackBox(self._folder.supervisor)
+            self._log = OutputLog(self.run_path / OUTPUT_FILE, self._options.max_log_bytes)
+        except OSError as error:
+            raise self._folder.unusable(error) from error
+
+    # --- the run ---
+
+    def run(self) -> RunOutcome:
+        """Run attempts until no other one is worthwhile. No process of the command is left then.
+
+        Raises:
+            RunDirectoryError: H725 if the hosts of a training could not begin together.
+        """
         become_subreaper()
-        started, first = time.monotonic(), self._number
-        own = read_process(os.getpid())
-        mark = f"{os.getpid()}-{own.ticks if own else 0}"
-        tree = Tree(mark)  # before anything of ours is started
-        with ExitStack() as stack:
-            for each in (self._folder, self._log, self._box):
-                stack.callback(each.close)
-            sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
-            stack.callback(sentinel.release)
-            signals = stack.enter_context(Signals(tree))
-            self._folder.look_at_git()
-            for what in self._box.moved_aside:
-                self.emit(RecordingMovedAside(what=what))
-                self._copier.say(f"{self._folder.supervisor.name}/{what}")
-            if (alone := self._together(signals)) is not None:
-                assert self._hosts is not None
-                self._hosts.stopped(alone.why, well=False)
-                raise RunDirectoryError(
-                    f"this host has not begun: {alone.why}",
-                    limit=(
-                        "the hosts of one training begin together, and exchange files in the run"
-                        " directory"
-                    ),
-                    fix=(
-                        "start the command on every host, with the same --run-dir on a disk that"
-                        " all of them see."
-                    ),
-                    rule="H725",
-                )
+        started_at = time.monotonic()
+        first_number = self._number
+        with self._open_session() as session:
+            self._folder.add_git_state()
+            self._report_damaged_recordings()
+            self._wait_for_first_start(session)
             while True:
-                end = self._attempt(mark, tree, sentinel, signals)
-                verdict = self._judge()
-                decision = self._decide(end, verdict)
-                self._tell(end, verdict)
-                if isinstance(decision, Again) and not self._goes_on(decision, verdict, signals):
-                    decision = Stop(why="a signal asked to end")
-                if isinstance(decision, Again):
-                    decision = self._together(signals) or decision
-                if isinstance(decision, Stop):
+                end = self._run_attempt(session)
+                judgement = self._judge(end)
+                decision = self._decide(end, judgement)
+                decision = self._wait_before_restart(decision, judgement.verdict, session)
+                if isinstance(decision, EndRun):
                     break
                 self._number += 1
             self.emit(process_events.Stopped(why=decision.why))
             if self._hosts is not None:
-                self._hosts.stopped(decision.why, well=end.status == 0)
-        return Outcome(
-            status=end.status if end.status >= 0 else 128 - end.status,
-            attempts=self._number - first + 1,
-            seconds=time.monotonic() - started,
+                self._hosts.tell_stopped(decision.why, succeeded=end.status == 0)
+        return RunOutcome(
+            exit_code=end.exit_code,
+            attempts=self._number - first_number + 1,
+            seconds=time.monotonic() - started_at,
             why=decision.why,
-            verdict=verdict,
-            run=self.run_path,
+            verdict=judgement.verdict,
+            run_path=self.run_path,
         )
 
-    def begin_line(self, descriptor: int) -> None:
-        """End a line that the command has left unfinished on one of our own streams.
+    @contextmanager
+    def _open_session(self) -> Iterator[_Session]:
+        own_process = read_process(os.getpid())
+        start_ticks = own_process.ticks if own_process is not None else 0
+        mark = f"{os.getpid()}-{start_ticks}"
+        # Before anything of ours is started: what exists now does not belong to the command.
+        tree = Tree(mark)
+        with ExitStack() as stack:
+            stack.callback(self._folder.close)
+            stack.callback(self._log.close)
+            stack.callback(self._box.close)
+            sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
+            stack.callback(sentinel.release)
+            signals = stack.enter_context(Signals(tree))
+            yield _Session(mark=mark, tree=tree, sentinel=sentinel, signals=signals)
 
-        After the run.
-        """
+    def _run_attempt(self, session: _Session) -> AttemptEnd:
+        """Start the command, serve it to its end, and record both."""
+        options = self._options
+        self._log.begin_attempt(self._number)
+        remove_verdict(self.run_path)
+        oom_kills_before = count_oom_kills()
+        argv = tuple(without_secrets(options.command))
+        self.emit(process_events.AttemptStarted(attempt=self._number, argv=argv))
+        attempt = self._start_command(session)
+        session.sentinel.guard_session(attempt.child.pid)
+        with self._watching(attempt):
+            end = attempt.serve()
+        # The number of the session may be a stranger's from now on.
+        session.sentinel.guard_session(0)
+        oom_kills = _difference(oom_kills_before, count_oom_kills())
+        pid = attempt.child.pid
+        self.emit(process_events.ProcessEnded(pid=pid, status=end.status, oom_kills=oom_kills))
+        self.emit(
+            process_events.AttemptEnded(
+                attempt=self._number,
+                status=end.status,
+                oom_kills=oom_kills,
+                seconds=round(end.seconds, 3),
+                steps=self._steps_of_attempt(),
+                signal_sent_by_us=end.signal_sent,
+                asked_by=end.requested_by,
+            )
+        )
+        return end
+
+    def _start_command(self, session: _Session) -> Attempt:
+        options = self._options
+        environment = make_environment(
+            self._environment, self.run_path, self._number, session.mark, observe=options.observe
+        )
+        streams = CommandStreams()
+        self._copier.add_sources(streams.sources)
+        child = start_command(options.program, options.command, environment, streams)
+        streams.close_command_ends()
+        return Attempt(
+            number=self._number,
+            run_path=self.run_path,
+            child=child,
+            tree=session.tree,
+            streams=streams,
+            copier=self._copier,
+            signals=session.signals,
+            shutdown=Shutdown(options.grace_seconds),
+            emit=self.emit,
+            hosts=self._hosts,
+        )
+
+    @contextmanager
+    def _watching(self, attempt: Attempt) -> Iterator[None]:
+        """Look for hangs and leaks while the context lasts, in threads of their own."""
+        limits = self._options.hang_limits
+        # Processes that do not record themselves show nothing that could be watched.
+        if limits is None or not self._options.observe:
+            yield
+            return
+        from holdfast.supervise.watch.attempt_watch import AttemptWatch
+        from holdfast.supervise.watch.threads import watching
+
+        watch = AttemptWatch(
+            run_path=self.run_path,
+            attempt=attempt.number,
+            limits=limits,
+            emit=self.emit,
+            on_hang=attempt.report_hang,
+            say=attempt.print_message,
+        )
+        with watching(watch):
+            yield
+
+    # --- after an attempt ---
+
+    def _judge(self, end: AttemptEnd) -> Judgement:
+        """Find out why the attempt ended, and write it down."""
+        judgement = judge_attempt(self.run_path, self._number)
+        verdict = judgement.verdict
+        if judgement.error is not None:
+            self.emit(process_events.WatchingFailed(what="verdict", error=judgement.error))
+        write_verdict(self.run_path, verdict, self.emit)
+        self.emit(process_events.VerdictReached(attempt=self._number, verdict=verdict.as_json()))
+        step = verdict.step
+        if step is None:
+            step = self._step_of_training()
+        self._history.append(
+            PastAttempt(
+                cause=verdict.cause,
+                kind=verdict.restart,
+                at_step=step,
+                steps=self._steps_of_attempt(),
+                seconds=end.seconds,
+            )
+        )
+        return judgement
+
+    def _decide(self, end: AttemptEnd, judgement: Judgement) -> RestartDecision:
+        """Decide what follows the attempt, and tell the other hosts how it ended."""
+        verdict = judgement.verdict
+        follows = False
+        if self._hosts is not None:
+            follows = end.failed_elsewhere is not None or is_consequence(verdict)
+        decision = decide_restart(
+            EndedAttempt(
+                verdict=verdict,
+                end=end,
+                history=self._history,
+                budgets=self._options.budgets,
+                environment=self._environment,
+                stop_signal=judgement.stop_signal,
+                follows_other_host=follows,
+            )
+        )
+        if self._hosts is not None:
+            is_no_cause = follows or verdict.family == "ended well"
+            self._hosts.tell_ended(cause=verdict.cause, title=verdict.title, follows=is_no_cause)
+        return decision
+
+    def _wait_before_restart(
+        self, decision: RestartDecision, verdict: Verdict, session: _Session
+    ) -> RestartDecision:
+        """Wait for the delay and for the other hosts; a signal meanwhile ends the run."""
+        if isinstance(decision, EndRun):
+            return decision
+        self._announce_restart(decision, verdict)
+        self._environment.update(decision.changes)
+        if not self._sleep(decision.delay_seconds, session.signals):
+            return EndRun(why="a signal asked to end")
+        obstacle = self._wait_for_hosts(session)
+        if obstacle is not None:
+            return EndRun(why=obstacle)
+        return decision
+
+    def _announce_restart(self, decision: StartAgain, verdict: Verdict) -> None:
+        self.emit(
+            process_events.Restart(
+                attempt=self._number + 1,
+                cause=decision.cause,
+                why=decision.why,
+                delay_seconds=decision.delay_seconds,
+                changes=dict(decision.changes),
+            )
+        )
+        # Where there are other hosts, they must agree first.
+        what_follows = "started again" if self._hosts is None else "to be started again"
+        self._copier.print_message(
+            f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; {what_follows}"
+            f" in {decision.delay_seconds:g} s: {decision.why}"
+        )
+
+    def _sleep(self, seconds: float, signals: Signals) -> bool:
+        """Return True after some seconds, False as soon as a signal asks to end."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for number in signals.take():
+                # Between attempts there is no command that could handle it.
+                if number in FORWARDED:
+                    self.emit(process_events.Signal(number=number))
+                    return False
+            left_seconds = deadline - time.monotonic()
+            if left_seconds <= 0:
+                return True
+            select.select([signals.wake], [], [], left_seconds)
+
+    # --- several hosts ---
+
+    def _wait_for_hosts(self, session: _Session) -> str | None:
+        """Begin an attempt together with the other hosts; return why that failed, or None."""
+        if self._hosts is None:
+            return None
+        return self._hosts.begin(
+            lambda seconds: self._sleep(seconds, session.signals), self._copier.print_message
+        )
+
+    def _wait_for_first_start(self, session: _Session) -> None:
+        obstacle = self._wait_for_hosts(session)
+        if obstacle is None:
+            return
+        assert self._hosts is not None
+        self._hosts.tell_stopped(obstacle, succeeded=False)
+        raise RunDirectoryError(
+            f"this host did not begin: {obstacle}",
+            limit=(
+                "the hosts of one training begin together, and exchange files in the run directory"
+            ),
+            fix=(
+                "start the command on every host, with the same --run-dir on a disk that all of"
+                " them see."
+            ),
+            rule="H725",
+        )
+
+    # --- recording and printing ---
+
+    def begin_line(self, descriptor: int) -> None:
+        """End a line that the command has left unfinished on one of our streams, after the run."""
         self._copier.begin_line(descriptor)
 
     def emit(self, data: EventData) -> None:
-        """Record an event, with its own step or that of the command; from any thread."""
-        now, step = time.time(), getattr(data, "step", None)
-        step = self._most("step") or 0 if step is None else step
-        with self._lock:
+        """Record an event, at its own step or that of the training. Any thread may call this."""
+        now = time.time()
+        step = getattr(data, "step", None)
+        if step is None:
+            step = self._step_of_training() or 0
+        with self._event_lock:
             self._box.event(
                 Event(kind=data.kind, global_step=step, unix_seconds=now, data=data.facts())
             )
 
-    def _say_output_is_lost(self, error: OSError) -> None:
+    def _report_lost_output(self, error: OSError) -> None:
         why = error.strerror or str(error)
         self.emit(process_events.OutputLost(error=why))
-        self._copier.say(
-            f"{OUTPUT_FILE} cannot be written ({why}); the command goes on, and what it prints is"
-            " lost there"
+        self._copier.print_message(
+            f"{OUTPUT_FILE} cannot be written ({why}); the command continues, but its output is"
+            " missing there"
         )
 
-    def _attempt(self, mark: str, tree: Tree, sentinel: Sentinel, signals: Signals) -> End:
-        plan, number = self._plan, self._number
-        self._log.begin(number)
-        with suppress(OSError):  # that of the attempt before: nobody may take it for this one's
-            (self.run_path / VERDICT_FILE).unlink(missing_ok=True)
-        oom_kills = count_oom_kills()
-        self.emit(
-            process_events.AttemptStarted(attempt=number, argv=tuple(without_secrets(plan.command)))
-        )
-        environment = make_environment(
-            self._environment, self.run_path, number, mark, observe=plan.observe
-        )
-        streams = Streams()
-        self._copier.take(streams.sources)
-        child = start(plan.program, plan.command, environment, streams)
-        streams.close_theirs()
-        sentinel.guard_session(child.pid)
-        attempt = Attempt(
-            number=number,
-            run=self.run_path,
-            child=child,
-            tree=tree,
-            streams=streams,
-            copier=self._copier,
-            signals=signals,
-            grace_seconds=plan.grace_seconds,
-            emit=self.emit,
-            hosts=self._hosts,
-        )
-        with ExitStack() as watched:
-            # Without boards there is nothing to look at
-            if plan.limits is not None and plan.observe:
-                from holdfast.supervise.watch.watching import watching
+    def _report_damaged_recordings(self) -> None:
+        for what in self._box.moved_aside:
+            self.emit(RecordingMovedAside(what=what))
+            self._copier.print_message(f"{self._folder.supervisor.name}/{what}")
 
-                look = watching(
-                    self.run_path,
-                    number,
-                    plan.limits,
-                    emit=self.emit,
-                    on_hang=attempt.take_hang,
-                    say=attempt.take_line,
-                )
-                watched.enter_context(look)
-            end = attempt.serve()
-        sentinel.guard_session(0)  # its number may be a stranger's from now on
-        after = count_oom_kills()
-        killed = None if oom_kills is None or after is None else after - oom_kills
-        self.emit(process_events.ProcessEnded(pid=child.pid, status=end.status, oom_kills=killed))
-        ended = process_events.AttemptEnded(
-            attempt=number,
-            status=end.status,
-            oom_kills=killed,
-            seconds=round(end.seconds, 3),
-            steps=self._most("made"),
-            signal_sent_by_us=end.sent,
-            asked_by=end.asked,
-        )
-        self.emit(ended)
-        return end
+    def _step_of_training(self) -> int | None:
+        """Return the step that the training has reached, as it counts; None without trainers."""
+        return max((standing.step for standing in self._standings()), default=None)
 
-    def _most(self, what: Literal["step", "made"]) -> int | None:
-        """Return the most that a process of this attempt shows of its steps, see `Standing`.
+    def _steps_of_attempt(self) -> int | None:
+        """Return the steps that this attempt has made itself; None without trainers."""
+        return max((standing.made for standing in self._standings()), default=None)
 
-        None if it has none.
-        """
-        trainers = [
-            folder
-            for folder, info in read_processes(self.run_path)
-            if info.attempt == self._number and info.role == "trainer"
-        ]
-        boards = (_board(folder / BOARD_FILE) for folder in trainers)
-        return max((getattr(board, what) for board in boards if board is not None), default=None)
-
-    def _judge(self) -> Verdict:
-        """Return why the attempt ended, and write it down."""
-        self._stopped_by = None
-        try:
-            from holdfast.explain.collecting import collect
-            from holdfast.explain.judging import judge
-            from holdfast.explain.runtime_causes import signal_of_stop, stop_requested
-
-            facts = collect(self.run_path, self._number)
-            request = stop_requested(facts.events)
-            self._stopped_by = None if request is None else signal_of_stop(request)
-            verdict = judge(facts)
-        except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor goes on
-            why = f"{type(error).__name__}: {error}"
-            verdict = _no_verdict(why)
-            self.emit(process_events.WatchingFailed(what="verdict", error=why))
-        path = self.run_path / VERDICT_FILE
-        try:
-            replace_file(path, json.dumps(verdict.as_json(), indent=1).encode())
-        except OSError as error:  # the disk is full or the directory gone: the event below has it
-            with suppress(OSError):
-                path.unlink(missing_ok=True)  # that of an attempt before
-            self.emit(
-                process_events.NotWritten(file=VERDICT_FILE, error=error.strerror or str(error))
-            )
-        self.emit(process_events.VerdictReached(attempt=self._number, verdict=verdict.as_json()))
-        return verdict
-
-    def _decide(self, end: End, verdict: Verdict) -> Again | Stop:
-        """Return what follows an attempt."""
-        steps = self._most("made")
-        at_step = self._most("step") if verdict.step is None else verdict.step
-        self._history.append(
-            Past(
-                cause=verdict.cause,
-                kind=verdict.restart,
-                at_step=at_step,
-                steps=steps,
-                seconds=end.seconds,
-            )
-        )
-        if end.asked is not None:
-            return Stop(why=f"{signal.Signals(end.asked).name} asked to end")
-        asked_by_us = end.sent is not None or end.elsewhere is not None
-        # Known from the run: its exit code may be any
-        if self._stopped_by is not None and not asked_by_us:
-            return Stop(why=f"{self._stopped_by} asked the training to stop")
-        if end.status == 0 and end.hang is None:
-            return Stop(why="the command has ended with exit code 0")
-        if end.hang is not None and end.hang.remedy == "end":
-            return Stop(why="the training was over, and only its end hung")
-        # Whether it goes on is for the other host to say
-        if self._hosts is not None and self._follows(end, verdict):
-            budgets = self._plan.budgets
-            if len(self._history) > budgets.max_restarts + budgets.max_preemptions:
-                return Stop(why="all restarts are used")
-            why = end.elsewhere or "another host has failed"
-            return Again(cause=verdict.cause, why=why, delay_seconds=budgets.first_delay_seconds)
-        return decide_restart(verdict, self._history, self._plan.budgets, self._environment)
-
-    def _goes_on(self, decision: Again, verdict: Verdict, signals: Signals) -> bool:
-        """Wait until the command is started again.
-
-        Return False if a signal asks to end meanwhile.
-        """
-        restart = process_events.Restart(
-            attempt=self._number + 1,
-            cause=decision.cause,
-            why=decision.why,
-            delay_seconds=decision.delay_seconds,
-            changes=dict(decision.changes),
-        )
-        self.emit(restart)
-        self._environment.update(decision.changes)
-        # The others have a word in it
-        start = "started" if self._hosts is None else "to be started"
-        self._copier.say(
-            f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; {start} "
-            f"again in {decision.delay_seconds:g} s: {decision.why}"
-        )
-        return self._wait(decision.delay_seconds, signals)
-
-    def _wait(self, seconds: float, signals: Signals) -> bool:
-        """Return true after so many seconds, false as soon as a signal asks to end."""
-        deadline = time.monotonic() + seconds
-        while True:
-            for number in signals.take():
-                if number in PASSED_ON:  # between attempts there is nobody to handle it
-                    self.emit(process_events.Signal(number=number))
-                    return False
-            if (left := deadline - time.monotonic()) <= 0:
-                return True
-            select.select([signals.wake], [], [], left)
-
-    def _together(self, signals: Signals) -> Stop | None:
-        """Wait until every host begins the next attempt; return why it is not begun."""
-        if self._hosts is None:
-            return None
-        why = self._hosts.begin(lambda seconds: self._wait(seconds, signals), self._copier.say)
-        return None if why is None else Stop(why=why)
-
-    def _tell(self, end: End, verdict: Verdict) -> None:
-        if self._hosts is not None:
-            follows = verdict.family == "ended well" or self._follows(end, verdict)
-            self._hosts.ended(cause=verdict.cause, title=verdict.title, follows=follows)
-
-    def _follows(self, end: End, verdict: Verdict) -> bool:
-        """Return whether an attempt only ended since it had failed on another host."""
-        if end.elsewhere is not None or verdict.cause == "H114":
-            return True
-        from holdfast.explain.signatures import all_signatures
-
-        known = all_signatures().get(verdict.cause)
-        return known is not None and known.role == "cascade"
+    def _standings(self) -> Iterator[Standing]:
+        """Yield what the boards of this attempt's trainers show."""
+        for folder, process in read_processes(self.run_path):
+            if process.attempt != self._number or process.role != "trainer":
+                continue
+            try:
+                standing = read_board(folder / BOARD_FILE)
+            except HoldfastError:
+                # A newer holdfast in the command's environment wrote it.
+                continue
+            if standing is not None:
+                yield standing
 
 
-def _board(path: Path) -> Standing | None:
-    try:
-        return read_board(path)
-    except HoldfastError:  # of a newer holdfast in the command's environment
+def _difference(before: int | None, after: int | None) -> int | None:
+    if before is None or after is None:
         return None
-
-
-def _no_verdict(why: str) -> Verdict:
-    return Verdict(
-        cause="H1600",
-        family="unknown",
-        title="unknown",
-        summary="Why the command ended could not be found out, since the judgement itself failed.",
-        fix="Read the end of output.log in the run directory.",
-        confidence=0.0,
-        missing=(f"the judgement failed with {why}",),
-    )
-
-
-# --- what a kernel, a container or a user without the right denies, without an error
-# --------------------
-
-
-def become_subreaper() -> None:
-    """Let every orphaned descendant become a child of this process, so that none is lost."""
-    with suppress(OSError, AttributeError):
-        # PR_SET_CHILD_SUBREAPER, linux/prctl.h
-        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)
-
-
-def count_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes of our own control group the kernel has killed for memory.
-
-    None if it does not say.
-
-    Only the innermost group that counts is read: those above it count the kills of other jobs too.
-    """
-    names = ("memory.events", "memory.oom_control")  # versions 2 and 1
-    counts = (
-        fields_of(each / name).get("oom_kill")
-        for each in group_folders(root, "memory")
-        for name in names
-    )
-    return next((count for count in counts if count is not None), None)
+    return after - before

@@ -1,6 +1,6 @@
-"""Which command lines are those of a program that starts the ranks of a training.
+"""Which command lines belong to a program that starts the ranks of a training, such as torchrun.
 
-It imports nothing heavy, since observed processes ask too.
+Imports nothing heavy, since every observed process asks.
 """
 
 from __future__ import annotations
@@ -18,52 +18,62 @@ _MODULES = (
     "deepspeed.launcher",
 )
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*\Z")
-_OF_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
-_LOOKED_AT = 4  # words: `uv run torchrun`, `env A=1 torchrun`
-_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+# Words at the beginning of a command line in which the program is looked for: `uv run torchrun`,
+# `env A=1 torchrun`.
+_MAX_PREFIX_WORDS = 4
+# Options of Python that are followed by a value.
+_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+# Signals that only the ranks can use.
+_RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def find_launcher_name(argv: Sequence[str]) -> str | None:
-    """Return the launcher that a command line (with the program's own word first) runs, or None."""
-    for index, word in enumerate(argv[:_LOOKED_AT]):
-        name = _base(word)
+    """Return the launcher that a command line runs, or None.
+
+    Args:
+        argv: The command line, the program first.
+    """
+    for index, word in enumerate(argv[:_MAX_PREFIX_WORDS]):
+        name = _base_name(word)
         if name in _PROGRAMS:
-            return None if name == "accelerate" and "launch" not in argv[index + 1 :] else name
+            return name if _is_launching(name, argv[index + 1 :]) else None
         if _PYTHON.match(name):
-            return _of_python(argv[index + 1 :])
+            return _launcher_in_python(argv[index + 1 :])
     return None
 
 
-def leave_signals_to_ranks() -> None:
-    """Ignore in this process, a launcher, the signals that only its ranks can use, unless it
-    handles them.
-
-    Slurm sends ``--signal=USR1@60`` to all processes of a step. torchrun would end of it, and take
-    the ranks with it while they save.
-    """
-    for number in _OF_RANKS:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.SIG_IGN)
-
-
-def _of_python(words: Sequence[str]) -> str | None:
-    """Return the launcher that Python runs with these arguments."""
-    rest = iter(words)
-    for word in rest:
-        if word in _WITH_VALUE:
-            next(rest, None)
+def _launcher_in_python(words: Sequence[str]) -> str | None:
+    """Return the launcher that Python runs with these arguments, or None."""
+    remaining = iter(words)
+    for word in remaining:
+        if word in _OPTIONS_WITH_VALUE:
+            next(remaining, None)
         elif word.startswith("-m"):
-            module = word[2:] or next(rest, "")
+            module = word.removeprefix("-m") or next(remaining, "")
             return module if module.startswith(_MODULES) else None
         elif word in ("-c", "-"):
             return None
         elif not word.startswith("-"):
-            name = _base(word)
-            return (
-                name if name in _PROGRAMS and (name != "accelerate" or "launch" in words) else None
-            )
+            name = _base_name(word)
+            return name if name in _PROGRAMS and _is_launching(name, words) else None
     return None
 
 
-def _base(word: str) -> str:
-    return word.rpartition("/")[2]
+def _is_launching(program: str, words: Sequence[str]) -> bool:
+    """Return whether a program launches ranks: `accelerate` has other commands too."""
+    return program != "accelerate" or "launch" in words
+
+
+def _base_name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def leave_signals_to_ranks() -> None:
+    """Ignore, in a launcher, the signals that only its ranks can use, unless it handles them.
+
+    Slurm sends ``--signal=USR1@60`` to all processes of a step. torchrun would die of it, and take
+    the ranks with it while they save.
+    """
+    for number in _RANK_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)

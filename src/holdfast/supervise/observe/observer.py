@@ -1,8 +1,7 @@
-"""The observer of one Python process.
+"""The observer of one Python process: its folder in the run directory, its board, and forks.
 
-Its folder in the run directory, its board, and what becomes of them at a fork.
-
-It costs what its imports cost, and nothing more happens until torch is imported.
+It costs what its imports cost, and nothing more happens until torch is imported. No error of ours
+may reach the script: whatever fails is noted in the run directory (`ProcessObserver.note_error`).
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from holdfast.recorder.run_files import (
     write_settings,
 )
 from holdfast.recorder.scalars import Found, Scalars, outlets
-from holdfast.supervise.observe import logged
-from holdfast.supervise.observe.endings import Endings
+from holdfast.supervise.observe import logged_scalars
 from holdfast.supervise.observe.launchers import find_launcher_name, leave_signals_to_ranks
-from holdfast.supervise.observe.stacks import Stacks
+from holdfast.supervise.observe.process_end import ProcessEnd
+from holdfast.supervise.observe.stack_writer import StackWriter
 
 if TYPE_CHECKING:
     from holdfast.core.events.event import EventData
     from holdfast.recorder.black_box import EventRing
-    from holdfast.supervise.observe.steps import Steps
+    from holdfast.supervise.observe.step_tracker import StepTracker
 
-# torch reads the first of each; the others are what Slurm and Open MPI set, where nobody sets
-# those.
-_RANKS = {
+# Environment variables, the first of which that holds a number counts. torch reads the first of
+# each; Slurm and Open MPI set the others, where nobody sets those.
+_RANK_VARIABLES = {
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
     "local_rank": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
 }
-# Who imports one of these trains by reward, so that the loss need not fall.
-_ENVIRONMENTS = (
+# Whoever imports one of these trains by reward, so the loss need not fall.
+_ENVIRONMENT_PACKAGES = (
     "gymnasium",
     "gym",
     "pettingzoo",
@@ -60,189 +59,212 @@ _ENVIRONMENTS = (
     "torchrl",
     "ray.rllib",
 )
-_MOST_NOTES = 20
-_observer: Observer | None = None
+# Errors of ours that one process notes.
+_MAX_NOTES = 20
+_MAX_DIGITS = 9
+_observer: ProcessObserver | None = None
 
 
 def start(run: str) -> None:
-    """Observe this process from now on, if the run directory is there; once.
+    """Observe this process from now on, if the run directory exists. Further calls do nothing.
 
-    OSError if it cannot be written.
+    ``injected/sitecustomize.py`` calls it.
 
-    Called by ``injected/sitecustomize.py``.
+    Args:
+        run: Path of the run directory.
+
+    Raises:
+        OSError: If the run directory cannot be written.
     """
     global _observer
-    folder = Path(run)
-    if _observer is None and folder.is_absolute() and folder.is_dir():
-        _observer = Observer(folder, _number(ATTEMPT_VARIABLE) or 0)
+    run_path = Path(run)
+    if _observer is None and run_path.is_absolute() and run_path.is_dir():
+        _observer = ProcessObserver(run_path, _read_number(ATTEMPT_VARIABLE) or 0)
 
 
-class Observer:
+class ProcessObserver:
     """Observes this process, and those that are forked from it.
 
-    OSError if its folder cannot be made or written.
+    Args:
+        run_path: The run directory.
+        attempt: Number of the attempt.
+
+    Raises:
+        OSError: If the folder of this process cannot be created or written.
     """
 
-    def __init__(self, run: Path, attempt: int) -> None:
-        self._run, self._attempt = run, attempt
-        self._torch: str | None = None
+    def __init__(self, run_path: Path, attempt: int) -> None:
+        self._run_path = run_path
+        self._attempt = attempt
+        self._torch_version: str | None = None
         self._role: ProcessRole = "launcher" if find_launcher_name(sys.orig_argv) else "other"
-        self._steps: Steps | None = None
-        self.watch = ImportWatch(self.failed)
         if self._role == "launcher":
             leave_signals_to_ranks()
-        self._stacks = Stacks(self._describe)
-        self._forget()
+        self._steps: StepTracker | None = None
+        self.watch = ImportWatch(self.note_error)
+        self._stacks = StackWriter(self._write_description)
+        self._reset()
         self.board = self._open()
         self._stacks.watch()
-        self._endings = Endings(self.emit, self._leaves, self.watch)
+        self._process_end = ProcessEnd(self.emit, self._on_exit, self.watch)
         os.register_at_fork(after_in_child=self._after_fork)
         on_recording(self._on_guard)
-        logged.install(self.watch, self.failed)
+        logged_scalars.install(self.watch, self.note_error)
         self.watch.when_imported("torch", self._on_torch)
-        for package in _ENVIRONMENTS:
+        for package in _ENVIRONMENT_PACKAGES:
             self.watch.when_imported(package, self._on_environments)
 
-    def _forget(self) -> None:
-        """Be as if nothing was opened yet."""
+    # --- the folder of this process ---
+
+    def _reset(self) -> None:
+        """Forget everything that was opened: at the start, and in a forked process."""
+        # The next use of `board` opens one.
         vars(self).pop("board", None)
-        self._has_left = False
+        self._has_exited = False
         self._folder: Path | None = None
         self._info: ProcessInfo | None = None
         self._events: EventRing | None = None
         self._samples: SampleRing | None = None
         self._scalars = Scalars(self._own_folder, self.emit)
         outlets[self] = None
-        self._lock = _thread.RLock()
-        self._notes = 0
+        self._event_lock = _thread.RLock()
+        self._note_count = 0
 
     @cached_property
     def board(self) -> ProgressBoard:
-        """The board of this process, which is made with its folder if a fork has left it
-        without: most never do.
+        """The board of this process.
+
+        In a forked process it is created when it is first used, since most forks never use it.
         """
         try:
             return self._open()
-        except OSError as error:  # in a forked process: it goes on unseen
-            self.failed(error)
+        except OSError as error:
+            # A forked process then continues unobserved.
+            self.note_error(error)
             return ProgressBoard(None)
 
     def _open(self) -> ProgressBoard:
-        with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - of the system
-            # Field 22; the name before may hold anything
-            ticks = int(file.read().rpartition(b")")[2].split()[19])
         self._info = ProcessInfo(
             pid=os.getpid(),
-            ticks=ticks,
+            ticks=_read_start_ticks(),
             ppid=os.getppid(),
             attempt=self._attempt,
             started=time.time(),
             argv=without_secrets([printable(word) for word in sys.orig_argv]),
         )
-        folder = make_folder(self._run, PROCESSES_FOLDER, self._info.folder)
+        folder = make_folder(self._run_path, PROCESSES_FOLDER, self._info.folder)
         board = ProgressBoard(folder / BOARD_FILE)
         self._stacks.open(folder)
         self._folder = folder
-        self._describe()
+        self._write_description()
         return board
 
-    def _describe(self) -> None:
-        """Write what is known of this process now."""
-        if self._info is not None:
-            ranks: dict[str, Any] = {
-                name: _number(*names) for name, names in _RANKS.items()
-            } | _initialized_ranks()
-            ranks |= {
-                "role": self._role,
-                "torch": self._torch,
-                "stacks_signal": self._stacks.signal,
-            }
-            write_process(self._run, self._info._replace(**ranks))
-
-    def samples(self) -> SampleRing:
-        """Return the ring of samples, made when it is first asked for.
-
-        OSError if it cannot be made.
-        """
-        if self._samples is None:
-            self._samples = SampleRing(self._own_folder() / SAMPLES_FILE)
-        return self._samples
-
-    def describe(self, settings: dict[str, Any]) -> None:
-        """Keep what the training is set to; OSError as `samples`."""
-        write_settings(self._own_folder(), settings)
+    def _write_description(self) -> None:
+        """Write what is known about this process now."""
+        if self._info is None:
+            return
+        facts: dict[str, Any] = {
+            name: _read_number(*variables) for name, variables in _RANK_VARIABLES.items()
+        }
+        facts |= _ranks_of_torch()
+        facts["role"] = self._role
+        facts["torch"] = self._torch_version
+        facts["stacks_signal"] = self._stacks.signal
+        write_process(self._run_path, self._info._replace(**facts))
 
     def _own_folder(self) -> Path:
         if self.board is None or self._folder is None:
             raise FileNotFoundError("this process has no folder")
         return self._folder
 
-    # --- what happens: never an error, since nothing of ours may stop the script
-    # ------------------------------------
+    def open_samples(self) -> SampleRing:
+        """Return the ring of samples, which is created when it is first used.
+
+        Raises:
+            OSError: If it cannot be created.
+        """
+        if self._samples is None:
+            self._samples = SampleRing(self._own_folder() / SAMPLES_FILE)
+        return self._samples
+
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        """Record what the training is set to.
+
+        Raises:
+            OSError: If this process has no folder.
+        """
+        write_settings(self._own_folder(), settings)
+
+    # --- what happens in the process ---
 
     def emit(self, data: EventData) -> None:
-        """Record an event; from any thread."""
+        """Record an event; may be called from any thread. Never raises."""
         try:
-            # Here, as the classes elsewhere: most processes without torch have no events, and these
-            # take 20 ms.
+            # Imported here, because most processes without torch have no events, and this takes
+            # 20 ms.
             from holdfast.core.events.event import Event
             from holdfast.recorder.black_box import EventRing
 
-            with self._lock:
+            with self._event_lock:
                 if self._events is None:
                     self._events = EventRing(self._own_folder())
-                step = self.board.step
-                self._events.event(
-                    Event(
-                        kind=data.kind,
-                        global_step=step,
-                        unix_seconds=time.time(),
-                        data=data.facts(),
-                    )
+                event = Event(
+                    kind=data.kind,
+                    global_step=self.board.step,
+                    unix_seconds=time.time(),
+                    data=data.facts(),
                 )
-        except Exception as error:  # noqa: BLE001 - as above
-            self.failed(error)
+                self._events.event(event)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.note_error(error)
 
-    def log(self, found: Found, step: int | None = None) -> None:
-        """Record what the script logs; None: at the present step."""
-        self._scalars.write(found, self.board.step if step is None else step, None)
+    def log(self, values: Found, step: int | None = None) -> None:
+        """Record what the script logs; without a step, at the present one."""
+        if step is None:
+            step = self.board.step
+        self._scalars.write(values, step, None)
 
-    def becomes(self, role: ProcessRole) -> None:
-        """Show what this process has turned out to be."""
+    def set_role(self, role: ProcessRole) -> None:
+        """Show what this process has turned out to be. Never raises."""
         try:
             if self.board is not None and role != self._role:
                 self._role = role
-                self._describe()
-        except Exception as error:  # noqa: BLE001 - as above
-            self.failed(error)
+                self._write_description()
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.note_error(error)
 
-    def failed(self, error: BaseException) -> None:
-        """Note that something of ours went wrong, where the supervisor finds it."""
-        self._notes += 1
-        if self._notes > _MOST_NOTES:
+    def note_error(self, error: BaseException) -> None:
+        """Note an error of ours, where the supervisor finds it. Never raises."""
+        self._note_count += 1
+        if self._note_count > _MAX_NOTES:
             return
-        with suppress(Exception):  # the run directory may be what fails
+        # It may be the run directory that fails.
+        with suppress(Exception):
             import traceback
 
-            # No link that leads out of the run directory
-            folder = make_folder(self._run, PROCESSES_FOLDER)
+            text = "".join(traceback.format_exception(error))
+            # Refuses a link that leads out of the run directory.
+            folder = make_folder(self._run_path, PROCESSES_FOLDER)
             with opened_to_write(folder / f"failed-{os.getpid()}.txt", "ab") as file:
-                file.write("".join(traceback.format_exception(error)).encode("utf-8", "replace"))
+                file.write(text.encode("utf-8", "replace"))
 
-    def _leaves(self, how: str, status: int | None, said: str) -> None:
+    def _on_exit(self, how: str, status: int | None, exit_text: str) -> None:
+        """Show that the process exits. Called each time that its exit is met; see `ProcessEnd`."""
         try:
+            # In a forked process that has never shown anything.
             if "board" not in vars(self):
-                return  # forked, and nothing was ever shown
+                return
             if self._steps is not None:
                 self._steps.finish()
             self.board.enter(Phase.ENDING)
-            if not self._has_left and (self._events is not None or status):
+            is_worth_an_event = self._events is not None or bool(status)
+            if not self._has_exited and is_worth_an_event:
                 from holdfast.core.events import process_events
 
-                self.emit(process_events.Exiting(how=how, status=status, said=said or None))
-            self._has_left = True
-        except Exception as error:  # noqa: BLE001 - as above
-            self.failed(error)
+                self.emit(process_events.Exiting(how=how, status=status, said=exit_text or None))
+            self._has_exited = True
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.note_error(error)
 
     def _on_guard(self, path: Path) -> None:
         from holdfast.core.events import process_events
@@ -258,36 +280,51 @@ class Observer:
         from holdfast.core.events import process_events
         from holdfast.supervise.observe.hooks import install
 
-        self._torch = str(torch.__version__)
-        self._describe()
-        self.emit(process_events.TorchImported(version=self._torch))
+        self._torch_version = str(torch.__version__)
+        self._write_description()
+        self.emit(process_events.TorchImported(version=self._torch_version))
         self._steps = install(torch, self)
 
     def _after_fork(self) -> None:
+        """Observe a forked process from now on, under a board of its own."""
         try:
-            self._forget()
+            self._reset()
             self._role = "other"
-            # A guard tries something there
             if getattr(sys.modules.get("holdfast.core.forked"), "is_copying", False):
-                # So that nothing is written
-                self.board, self._notes = ProgressBoard(None), _MOST_NOTES
-            self._endings.after_fork()
+                # A guard tries something in a copy of the process, about which nothing is recorded.
+                self.board = ProgressBoard(None)
+                self._note_count = _MAX_NOTES
+            self._process_end.after_fork()
             if self._steps is not None:
-                self._steps.begin()
-        except Exception as error:  # noqa: BLE001 - as above
-            self.failed(error)
+                self._steps.reset_after_fork()
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.note_error(error)
 
 
-def _number(*names: str) -> int | None:
-    """Return the number that the first of these environment variables holds that holds one."""
-    texts = (os.environ.get(name, "") for name in names)
-    return next((int(text) for text in texts if text.isdecimal() and len(text) < 10), None)
+def _read_start_ticks() -> int:
+    """Return when this process started, in clock ticks since boot: field 22 of ``stat``."""
+    with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - of the system
+        # The name of the program, in parentheses, may contain anything.
+        words = file.read().rpartition(b")")[2].split()
+    return int(words[19])
 
 
-def _initialized_ranks() -> dict[str, int]:
-    """Return what ``torch.distributed`` says, where it is in use: some scripts set no variables."""
+def _read_number(*names: str) -> int | None:
+    """Return the number in the first of these environment variables that holds one."""
+    for name in names:
+        text = os.environ.get(name, "")
+        if text.isdecimal() and len(text) <= _MAX_DIGITS:
+            return int(text)
+    return None
+
+
+def _ranks_of_torch() -> dict[str, int]:
+    """Return what ``torch.distributed`` says, if it is in use: some scripts set no variables."""
     distributed: Any = sys.modules.get("torch.distributed")
-    with suppress(AttributeError, RuntimeError, ValueError):  # half imported, or on its way out
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if distributed is None:
+        return {}
+    # The module may be half imported, or on its way out.
+    with suppress(AttributeError, RuntimeError, ValueError):
+        if distributed.is_available() and distributed.is_initialized():
             return {"rank": distributed.get_rank(), "world_size": distributed.get_world_size()}
     return {}

@@ -1,9 +1,10 @@
-"""Numbers out of one-element tensors, and of memory, without a synchronisation or a trace in
-autograd.
+"""Read numbers from one-element tensors, and memory use, without a synchronisation.
 
-On the host memory is read as it lies. On a GPU the value is copied to pinned memory, in the stream
-of the script, and read at a later step when it has arrived; nothing waits for it, and CUDA is not
-started.
+On the host, a number is read straight from memory, which neither autograd nor any mode of the
+script can see. On a GPU it is copied to pinned memory in the stream of the script, and read at a
+later step when it has arrived. Nothing waits for it, and CUDA is not initialised by us.
+
+Nothing here imports torch: the module is passed in.
 """
 
 from __future__ import annotations
@@ -14,188 +15,268 @@ import struct
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-_SLOTS = 16  # copies under way: far more than a GPU lags behind at one or two for each step
-# A look at /proc costs a system call, and one at the allocator's statistics 0.1 ms for each device:
-# with these pauses both stay far below 1 % of any step.
-_HOST_NANOSECONDS = 20_000_000
-_DEVICE_NANOSECONDS = 250_000_000
+# Copies that may be under way for each dtype: at one or two for each step, far more than a GPU lags
+# behind.
+_SLOTS = 16
+# A look at /proc costs a system call, and one at the allocator's statistics 0.1 ms for each device.
+# With these pauses both stay far below 1 % of any step.
+_HOST_PAUSE_NANOSECONDS = 20_000_000
+_DEVICE_PAUSE_NANOSECONDS = 250_000_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MAX_STATM_BYTES = 64
 
 
-class OnItsWay:
-    """A value that a GPU has been asked for."""
+class _Float16:
+    """A number at an address, in the manner of a ctypes type."""
 
-    def __init__(self, slot: Any, event: Any, reader: Callable[[int], float]) -> None:
-        self.slot, self.event, self._reader = slot, event, reader
+    def __init__(self, value: float) -> None:
+        self.value = value
 
-    def arrived(self) -> bool:
+    @classmethod
+    def from_address(cls, address: int) -> _Float16:
+        return cls(struct.unpack("<e", ctypes.string_at(address, 2))[0])
+
+
+class _BFloat16(_Float16):
+    """A bfloat16, which is the upper half of a float32."""
+
+    @classmethod
+    def from_address(cls, address: int) -> _BFloat16:
+        return cls(struct.unpack("<f", b"\0\0" + ctypes.string_at(address, 2))[0])
+
+
+class PendingValue:
+    """A number that is on its way from a GPU.
+
+    Args:
+        slot: One-element tensor in pinned memory, which the number is copied to.
+        event: A CUDA event after the copy.
+        number_type: How the number is read from the slot.
+    """
+
+    def __init__(self, slot: Any, event: Any, number_type: Any) -> None:
+        self.slot = slot
+        self.event = event
+        self._number_type = number_type
+
+    def has_arrived(self) -> bool:
         """Return whether it can be read."""
         return bool(self.event.query())
 
     def value(self) -> float:
-        """Return it, once it has arrived."""
-        return self._reader(self.slot.data_ptr())
+        """Return the number, once it has arrived."""
+        number: float = self._number_type.from_address(self.slot.data_ptr()).value
+        return number
 
 
 class ValueReader:
-    """Read one-element tensors; nothing in this package imports torch, which is passed in."""
+    """Read one-element tensors.
+
+    Args:
+        torch: The module.
+    """
 
     def __init__(self, torch: ModuleType) -> None:
         self._torch: Any = torch
-        self._kind = torch.Tensor
-        self._readers: dict[Any, Callable[[int], float]] = {
-            torch.float32: lambda address: ctypes.c_float.from_address(address).value,
-            torch.float64: lambda address: ctypes.c_double.from_address(address).value,
-            torch.float16: lambda address: _half(address, "<e", b""),
-            # The upper half of a float32
-            torch.bfloat16: lambda address: _half(address, "<f", b"\0\0"),
+        self._tensor_type = torch.Tensor
+        self._number_types: dict[Any, Any] = {
+            torch.float32: ctypes.c_float,
+            torch.float64: ctypes.c_double,
+            torch.float16: _Float16,
+            torch.bfloat16: _BFloat16,
         }
         # Modes of the script that look at every call to torch must not see ours.
-        self._unseen: Any = torch._C.DisableTorchFunction
-        self._is_looked_at: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
-        self._modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-        self._free: dict[Any, list[tuple[Any, Any]]] = {}
-        self._given_up: list[Any] = []
+        self._disable_torch_function: Any = torch._C.DisableTorchFunction
+        self._is_torch_function_mode_enabled: Callable[[], bool] = (
+            torch._C._is_torch_function_mode_enabled
+        )
+        self._dispatch_mode_count: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+        # By dtype, slots in pinned memory that are not in use, each with its event.
+        self._free_slots: dict[Any, list[tuple[Any, Any]]] = {}
+        # Slots of the process that this one was forked from; see `reset_after_fork`.
+        self._abandoned: list[Any] = []
 
-    def begin(self, under_way: list[Any]) -> None:
-        """Begin anew in a forked process, which cannot use the GPU of its parent, not even to
-        free what is its.
+    def reset_after_fork(self, pending: list[Any]) -> None:
+        """Start again in a forked process, which cannot use the GPU of its parent.
+
+        It cannot even free what belongs to that GPU, so everything is kept.
+
+        Args:
+            pending: Values that were on their way in the parent, in any nesting.
         """
-        self._given_up += [self._free, *under_way]
-        self._free = {}
+        self._abandoned += [self._free_slots, *pending]
+        self._free_slots = {}
 
-    def read(self, tensor: Any) -> float | OnItsWay | None:
-        """Return the value of a tensor, or a promise of it.
+    def read(self, tensor: Any) -> float | PendingValue | None:
+        """Return the number in a tensor, or a promise of it.
 
-        A tensor of ``torch.distributed.tensor`` counts as its local part where every rank holds all
-        of it. None for what is no plain tensor of one floating-point element on the host or a CUDA
-        device, and for a value that cannot be had without being seen.
+        A ``DTensor`` counts as its local part if every rank holds all of it.
+
+        Returns:
+            None for anything but a plain tensor with one floating-point element on the host or a
+            CUDA device, and for a number that cannot be read unseen.
         """
-        if type(tensor) is not self._kind and type(tensor := _replicated(tensor)) is not self._kind:
-            # Any other subclass may do anything when it is touched, such as talk to the other ranks
-            return None
-        if self._is_looked_at():
-            with self._unseen():
+        if type(tensor) is not self._tensor_type:
+            tensor = _replicated_part(tensor)
+            # Any other subclass may do anything when it is touched, such as talk to other ranks.
+            if type(tensor) is not self._tensor_type:
+                return None
+        if self._is_torch_function_mode_enabled():
+            with self._disable_torch_function():
                 return self.read(tensor)
-        reader = self._readers.get(tensor.dtype)
-        if reader is None or tensor.numel() != 1:
+        number_type = self._number_types.get(tensor.dtype)
+        if number_type is None or tensor.numel() != 1:
             return None
         try:
             if tensor.is_cpu:
                 address = tensor.data_ptr()
-                return reader(address) if address else None
-            if (
-                tensor.is_cuda
-                and not self._modes()
-                and not self._torch.cuda.is_current_stream_capturing()
-            ):
-                return self._send(tensor, reader)
+                return number_type.from_address(address).value if address else None
+            if tensor.is_cuda and self._may_copy():
+                return self._start_copy(tensor, number_type)
         except (RuntimeError, NotImplementedError):
-            # Wrapped by a transform of torch.func, sparse or of another layout: it has no memory
-            pass
+            # A tensor inside a torch.func transform, a sparse one, or one of another layout has no
+            # memory that could be read.
+            return None
         return None
 
-    def all_zero(self, tensors: Iterable[Any]) -> bool:
-        """Return whether all elements that lie here are 0.
+    def _may_copy(self) -> bool:
+        """Return whether a copy would be seen by no mode, and become part of no CUDA graph."""
+        if self._dispatch_mode_count():
+            return False
+        return not self._torch.cuda.is_current_stream_capturing()
 
-        A host sync for each tensor until one is not.
-        """
-        with self._unseen():
-            try:
-                return not any(
-                    bool(getattr(tensor, "_local_tensor", tensor).any()) for tensor in tensors
-                )
-            # Such as a sparse tensor, or one without data
-            except (RuntimeError, NotImplementedError):
-                return False
-
-    def _send(self, tensor: Any, reader: Callable[[int], float]) -> OnItsWay | None:
-        free = self._free.get(tensor.dtype)
-        if free is None:
-            memory = self._torch.empty(_SLOTS, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            free = [
-                (memory[index : index + 1], self._torch.cuda.Event()) for index in range(_SLOTS)
-            ]
-            self._free[tensor.dtype] = free
-        if not free:
+    def _start_copy(self, tensor: Any, number_type: Any) -> PendingValue | None:
+        """Copy a number to the host without waiting; None if all slots are in use."""
+        free_slots = self._free_slots.get(tensor.dtype)
+        if free_slots is None:
+            free_slots = self._allocate_slots(tensor.dtype)
+            self._free_slots[tensor.dtype] = free_slots
+        if not free_slots:
             return None
-        slot, event = free.pop()
+        slot, event = free_slots.pop()
         try:
             with self._torch.cuda.device(tensor.device):
                 slot.copy_(tensor.detach().reshape(1), non_blocking=True)
                 event.record()
         except BaseException:
-            free.append((slot, event))
+            free_slots.append((slot, event))
             raise
-        return OnItsWay(slot, event, reader)
+        return PendingValue(slot, event, number_type)
 
-    def give_back(self, sent: OnItsWay) -> None:
-        """Let the place of a value that has arrived be used again."""
-        if (free := self._free.get(sent.slot.dtype)) is not None:
-            free.append((sent.slot, sent.event))
+    def _allocate_slots(self, dtype: Any) -> list[tuple[Any, Any]]:
+        memory = self._torch.empty(_SLOTS, dtype=dtype, device="cpu", pin_memory=True)
+        return [(memory[index : index + 1], self._torch.cuda.Event()) for index in range(_SLOTS)]
+
+    def release(self, pending: PendingValue) -> None:
+        """Let the slot of a value be used again."""
+        free_slots = self._free_slots.get(pending.slot.dtype)
+        if free_slots is not None:
+            free_slots.append((pending.slot, pending.event))
+
+    def all_zero(self, tensors: Iterable[Any]) -> bool:
+        """Return whether all elements that this rank holds are 0.
+
+        On a GPU this waits for each tensor until one is not 0.
+        """
+        with self._disable_torch_function():
+            try:
+                for tensor in tensors:
+                    local_tensor = getattr(tensor, "_local_tensor", tensor)
+                    if bool(local_tensor.any()):
+                        return False
+            except (RuntimeError, NotImplementedError):
+                # For example a sparse tensor, or one without data.
+                return False
+        return True
 
 
-def _replicated(tensor: Any) -> Any:
-    """Return the local part of a ``DTensor`` that every rank holds whole, as that of FSDP2 for a
-    norm of gradients.
+def _replicated_part(tensor: Any) -> Any:
+    """Return the local part of a ``DTensor`` that every rank holds whole; None if it is sharded.
 
-    Its attributes are read and nothing is computed with it, which could talk to the other ranks.
+    FSDP2 returns such tensors as gradient norms. Only attributes are read, since any computation
+    could talk to the other ranks. Anything that is no ``DTensor`` is returned as it is.
     """
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     if distributed is None or type(tensor) is not distributed.DTensor:
         return tensor
-    if not all(each.is_replicate() for each in tensor._spec.placements):
+    if not all(placement.is_replicate() for placement in tensor._spec.placements):
         return None
     local = tensor._local_tensor
-    # What a collective still has to fill is waited for by who uses it: never by us.
+    # A tensor that a collective still has to fill is waited for by whoever uses it, never by us.
     return local.elem if getattr(local, "completed", False) else local
 
 
-def _half(address: int, code: str, before: bytes) -> float:
-    value: float = struct.unpack(code, before + ctypes.string_at(address, 2))[0]
-    return value
+class MemoryUse(NamedTuple):
+    """Memory in bytes; 0 for what was not read, or is unknown.
+
+    Args:
+        resident: Of this process, on the host.
+        allocated: Of all devices together, by tensors.
+        reserved: Of all devices together, by the caching allocator.
+        peak: The sum of the largest `allocated` of each device.
+    """
+
+    resident: int = 0
+    allocated: int = 0
+    reserved: int = 0
+    peak: int = 0
 
 
-class MemoryReadings:
-    """Read the memory of this process and of its devices, as seldom as is enough to see where it
-    goes.
+NOT_READ = MemoryUse()
+
+
+class MemoryReader:
+    """Read the memory use of this process and its devices, as rarely as its course can be seen.
+
+    Args:
+        torch: The module.
     """
 
     def __init__(self, torch: ModuleType) -> None:
         self._cuda: Any = torch.cuda
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Begin in this process, which may be a fork."""
-        self._statm: int | None = None
-        self.next_look = self._next_device = 0
+    def reset(self) -> None:
+        """Start again in this process, which may have been forked."""
+        self._statm_descriptor: int | None = None
+        # Monotonic nanoseconds; before this time `read` need not be called.
+        self.next_look = 0
+        self._next_device_look = 0
 
-    def look(self, now: int) -> tuple[int, int, int, int]:
-        """Return the resident memory, and of all devices what is allocated, reserved, and was
-        allocated at most.
+    def read(self, now: int) -> MemoryUse:
+        """Return the memory use; devices only if they were not read a short time ago.
 
-        What was read a short time ago is 0, and so is what the system does not say. `now`:
-            monotonic nanoseconds,
-        not before `next_look`.
+        Args:
+            now: Monotonic nanoseconds, not before `next_look`.
         """
-        self.next_look = now + _HOST_NANOSECONDS
+        self.next_look = now + _HOST_PAUSE_NANOSECONDS
         try:
-            if self._statm is None:
-                self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-            resident = int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE_BYTES
-        except (OSError, ValueError, IndexError):  # a script that became a daemon has closed it
-            self._statm = None
-            return 0, 0, 0, 0
-        if now < self._next_device or not self._cuda.is_initialized():
-            return resident, 0, 0, 0
-        count = self._cuda.device_count()
-        self._next_device = now + count * _DEVICE_NANOSECONDS
-        allocated = reserved = peak = 0
-        for device in range(count):
-            stats = self._cuda.memory_stats_as_nested_dict(device)
-            allocated += stats["allocated_bytes"]["all"]["current"]
-            reserved += stats["reserved_bytes"]["all"]["current"]
-            peak += stats["allocated_bytes"]["all"]["peak"]
-        return resident, allocated, reserved, peak
+            resident = self._read_resident_bytes()
+        except (OSError, ValueError, IndexError):
+            # A script that became a daemon has closed the file.
+            self._statm_descriptor = None
+            return NOT_READ
+        if now < self._next_device_look or not self._cuda.is_initialized():
+            return MemoryUse(resident=resident)
+        return self._read_devices(resident, now)
+
+    def _read_resident_bytes(self) -> int:
+        if self._statm_descriptor is None:
+            self._statm_descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        words = os.pread(self._statm_descriptor, _MAX_STATM_BYTES, 0).split()
+        return int(words[1]) * _PAGE_BYTES
+
+    def _read_devices(self, resident: int, now: int) -> MemoryUse:
+        device_count = self._cuda.device_count()
+        self._next_device_look = now + device_count * _DEVICE_PAUSE_NANOSECONDS
+        allocated = 0
+        reserved = 0
+        peak = 0
+        for device in range(device_count):
+            statistics = self._cuda.memory_stats_as_nested_dict(device)
+            allocated += statistics["allocated_bytes"]["all"]["current"]
+            reserved += statistics["reserved_bytes"]["all"]["current"]
+            peak += statistics["allocated_bytes"]["all"]["peak"]
+        return MemoryUse(resident, allocated, reserved, peak)

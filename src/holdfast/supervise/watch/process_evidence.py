@@ -1,28 +1,30 @@
-"""What the kernel says of a process.
+"""What the kernel says about a process: what each thread waits for, its CPU time and descriptors.
 
-What each of its threads waits for, its CPU time, its descriptors and signals.
+Reads only what does not block on a process that is stuck itself. Its memory map, which may block,
+is read only if no thread of it is in an uninterruptible wait. Whatever may not be read is left out.
 
-Reads only what does not block on a process that is stuck itself: its memory map, which may, is read
-    only where no
-thread of it is in an uninterruptible wait. Whatever may not be read is left out. Does not: look
-    into Python.
+Does not: look into Python (``py_spy`` and ``faulthandler_dumps`` do).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import platform
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.explain.hangs.evidence import Waits, clean, waits_for
 
-_MOST_THREADS = 128
-_MOST_DESCRIPTORS = 4096
-_MOST_BYTES = 1 << 22
-_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+_MAX_THREADS = 128
+_MAX_DESCRIPTORS = 4096
+_MAX_BYTES = 4 << 20
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+# Numbers of the system calls that a stuck process may be in, from the kernel's tables of each
+# architecture.
 _X86 = """
     read 0  write 1  open 2  close 3  poll 7  ioctl 16  pread64 17  pwrite64 18  readv 19
     writev 20  select 23  pause 34  nanosleep 35  sendfile 40  connect 42  accept 43
@@ -39,9 +41,17 @@ _ARM = """
     sendto 206  recvfrom 207  sendmsg 211  recvmsg 212  accept4 242  wait4 260  statx 291
     futex_waitv 449
 """
-_WORDS = {"x86_64": _X86, "aarch64": _ARM}.get(platform.machine(), "").split()
-_NAMES = {int(number): name for name, number in zip(_WORDS[::2], _WORDS[1::2], strict=True)}
-_GIVEN_A_DESCRIPTOR = frozenset(
+
+
+def _parse_system_calls(table: str) -> dict[int, str]:
+    """Return the names of system calls by their number, from a text of names and numbers."""
+    words = table.split()
+    return {int(number): name for name, number in zip(words[::2], words[1::2], strict=True)}
+
+
+_SYSTEM_CALLS = _parse_system_calls({"x86_64": _X86, "aarch64": _ARM}.get(platform.machine(), ""))
+# System calls whose first argument is a descriptor.
+_CALLS_ON_DESCRIPTORS = frozenset(
     {
         "read",
         "write",
@@ -67,104 +77,166 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What a thread waits for.
+
+    Args:
+        waits: By the names of ``kernel.yaml`` of ``explain.hangs``; empty if unknown.
+        target: The file, pipe or socket of that, if it is one.
+    """
+
+    waits: Waits = ""
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelView:
     """One process as the kernel sees it.
 
-    `state` is the letter of ``/proc/<pid>/stat``, empty if the process is gone.
-
-    `cpu_seconds` is of all its threads, `io_bytes` read and written by whatever system call (0 if
-    unknown), `waits` what each thread waits for, and with which file, pipe or socket, by the
-    thread's number.
+    Args:
+        state: The letter in ``/proc/<pid>/stat``; empty if the process is gone.
+        cpu_seconds: CPU time of all its threads.
+        io_bytes: Bytes read and written, by whatever system call; 0 if unknown.
+        waits: What each thread waits for, by the thread's number.
     """
 
     state: str
     cpu_seconds: float
     io_bytes: int
-    waits: dict[int, tuple[Waits, str]]
+    waits: dict[int, Wait]
+
+
+@dataclass(frozen=True, slots=True)
+class _CodeRange:
+    """Addresses of a process that hold the code of a file; `end` is excluded."""
+
+    start: int
+    end: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Status:
+    """State and CPU time from a file such as ``/proc/<pid>/stat``."""
+
+    state: str = ""
+    cpu_seconds: float = 0.0
 
 
 def read_kernel_view(pid: int) -> KernelView:
-    """Return how the kernel sees a process; a process that is gone has no state and no threads."""
-    state, cpu_seconds = _state(f"/proc/{pid}/stat")
+    """Return how the kernel sees a process; one that is gone has no state and no threads."""
+    status = _read_status(f"/proc/{pid}/stat")
+    threads = _list_threads(pid)
+    is_blocked = any(
+        _read_status(f"/proc/{pid}/task/{thread}/stat").state == "D" for thread in threads
+    )
+
+    @functools.cache
+    def code_ranges() -> list[_CodeRange]:
+        return [] if is_blocked else _read_code_ranges(pid)
+
+    return KernelView(
+        state=status.state,
+        cpu_seconds=status.cpu_seconds,
+        io_bytes=_read_io_bytes(pid),
+        waits={thread: _read_wait(pid, thread, code_ranges) for thread in threads},
+    )
+
+
+def _list_threads(pid: int) -> list[int]:
+    """Return the numbers of a process's threads, the main one first."""
     threads: list[int] = []
     with suppress(OSError):
-        numbers = [int(name) for name in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
-        threads = sorted(numbers, key=lambda thread: (thread != pid, thread))
-    threads = threads[:_MOST_THREADS]
-    blocked = any(_state(f"/proc/{pid}/task/{thread}/stat")[0] == "D" for thread in threads)
-    maps = functools.cache(lambda: [] if blocked else _libraries(pid))
-    counts = (line.partition(": ") for line in _text(f"/proc/{pid}/io").splitlines())
-    return KernelView(
-        state=state,
-        cpu_seconds=cpu_seconds,
-        io_bytes=sum(int(number) for name, _, number in counts if name in ("rchar", "wchar")),
-        waits={thread: _waits(pid, thread, maps) for thread in threads},
-    )
+        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
+    threads.sort(key=lambda thread: (thread != pid, thread))
+    return threads[:_MAX_THREADS]
 
 
-def _state(path: str) -> tuple[str, float]:
+def _read_status(path: str) -> _Status:
+    # The name of the program, in parentheses, may contain anything.
+    words = _read_text(path).rpartition(")")[2].split()
     try:
-        words = _text(path).rpartition(")")[2].split()
-        return words[0], (int(words[11]) + int(words[12])) / _TICKS_A_SECOND
+        ticks = int(words[11]) + int(words[12])
     except (IndexError, ValueError):
-        return "", 0.0
+        return _Status()
+    return _Status(state=words[0], cpu_seconds=ticks / _TICKS_PER_SECOND)
 
 
-def _waits(pid: int, thread: int, maps: functools._lru_cache_wrapper[_Ranges]) -> tuple[Waits, str]:
-    """Return what a thread waits for, and with which descriptor."""
+def _read_io_bytes(pid: int) -> int:
+    total = 0
+    for line in _read_text(f"/proc/{pid}/io").splitlines():
+        name, _, count = line.partition(": ")
+        if name in ("rchar", "wchar"):
+            total += int(count)
+    return total
+
+
+def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]]) -> Wait:
+    """Return what a thread waits for, and with which file, pipe or socket."""
     folder = f"/proc/{pid}/task/{thread}"
-    channel = _text(f"{folder}/wchan").strip()
-    words = [*_text(f"{folder}/syscall").split(), ""]
-    syscall, target, library = "running" if words[0] == "running" else "", "", ""
-    with suppress(OSError, ValueError):
-        syscall = syscall or _NAMES.get(int(words[0]), "")
-        if syscall in _GIVEN_A_DESCRIPTOR:
-            target = str(Path(f"/proc/{pid}/fd/{int(words[1], 16)}").readlink())
-        if syscall == "futex":
-            address = int(words[-2], 16)
-            library = next((name for first, last, name in maps() if first <= address < last), "")
+    channel = _read_text(f"{folder}/wchan").strip()
+    # The number of the system call, six arguments, stack pointer and program counter; or "running".
+    call = _read_text(f"{folder}/syscall").split()
+    name = ""
+    target = ""
+    library = ""
+    if call and call[0] == "running":
+        name = "running"
+    elif call:
+        with suppress(OSError, ValueError, IndexError):
+            name = _SYSTEM_CALLS.get(int(call[0]), "")
+            if name in _CALLS_ON_DESCRIPTORS:
+                target = str(Path(f"/proc/{pid}/fd/{int(call[1], 16)}").readlink())
+            if name == "futex":
+                library = _file_at(int(call[-1], 16), code_ranges())
     waits = waits_for(
-        syscall=syscall, channel="" if channel == "0" else channel, target=target, library=library
+        syscall=name,
+        channel="" if channel == "0" else channel,
+        target=target,
+        library=library,
     )
-    return waits, clean(target)
+    return Wait(waits=waits, target=clean(target))
 
 
-_Ranges = list[tuple[int, int, str]]
+def _file_at(address: int, code_ranges: list[_CodeRange]) -> str:
+    for code_range in code_ranges:
+        if code_range.start <= address < code_range.end:
+            return code_range.file
+    return ""
 
 
-def _libraries(pid: int) -> _Ranges:
-    """Return which file's code lies between which addresses of a process."""
-    found = []
-    for line in _text(f"/proc/{pid}/maps").splitlines():
+def _read_code_ranges(pid: int) -> list[_CodeRange]:
+    """Return which file's code is at which addresses of a process."""
+    code_ranges = []
+    for line in _read_text(f"/proc/{pid}/maps").splitlines():
         words = line.split(maxsplit=5)
+        # Addresses, permissions, offset, device, inode and file.
         if len(words) == 6 and "x" in words[1]:
-            first, _, last = words[0].partition("-")
-            found.append((int(first, 16), int(last, 16), words[5]))
-    return found
+            start, _, end = words[0].partition("-")
+            code_ranges.append(_CodeRange(int(start, 16), int(end, 16), words[5]))
+    return code_ranges
 
 
 def uses_gpu(pid: int) -> bool:
-    """Return whether a process has a device of a GPU open."""
-    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as found:
-        for _, each in zip(range(_MOST_DESCRIPTORS), found, strict=False):
+    """Return whether a process has a GPU's device file open."""
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in itertools.islice(entries, _MAX_DESCRIPTORS):
             with suppress(OSError):
-                if str(Path(each.path).readlink()).startswith(_GPU_DEVICES):
+                if str(Path(entry.path).readlink()).startswith(_GPU_DEVICES):
                     return True
     return False
 
 
 def is_python(pid: int) -> bool:
-    """Return whether a process's program is a Python interpreter, as far as its file's name
-    shows.
-    """
+    """Return whether a process runs a Python interpreter, judged by the name of its file."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/exe").readlink().name.startswith(("python", "pypy"))
     return False
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 - of many threads
-            return file.read(_MOST_BYTES).decode("utf-8", "replace")
+        with open(path, "rb") as file:  # noqa: PTH123 - of many threads, and this is faster
+            return file.read(_MAX_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""

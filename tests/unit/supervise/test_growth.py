@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.memory.leaks import Reading, find_growth
+from holdfast.supervise.leaks.growth import Reading, find_growth
 
 _MIB = 2**20
 _BASE = 800 * _MIB
@@ -60,8 +60,8 @@ def test_a_leak_is_found_with_its_slope_and_its_end(tooth: int) -> None:
         assert found is not None
         assert found.low <= found.bytes_per_step <= found.high
         assert found.bytes_per_step * 10 == pytest.approx(_MIB, rel=0.1)
-        assert found.minutes_until(2400 * _MIB) == pytest.approx(2400 / 4 / 60, rel=0.1)
-        assert found.minutes_until(-5) == 0
+        assert found.minutes_until_used(2400 * _MIB) == pytest.approx(2400 / 4 / 60, rel=0.1)
+        assert found.minutes_until_used(-5) == 0
 
 
 @given(st.lists(st.integers(0, 2**34), max_size=400))

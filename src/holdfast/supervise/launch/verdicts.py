@@ -1,0 +1,97 @@
+"""The verdict on an attempt that has ended: asked of ``explain``, and written down.
+
+Imports ``explain`` only when an attempt has ended, because the supervisor should start quickly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.core.durable import replace_file
+from holdfast.core.events import process_events
+from holdfast.core.events.event import EventData
+from holdfast.explain.verdict import Verdict
+from holdfast.recorder.run_files import VERDICT_FILE
+
+# Id of the cause "unknown".
+_UNKNOWN = "H1600"
+# Id of the cause of an attempt in which another rank failed first.
+_ANOTHER_RANK_FAILED = "H114"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What is known about the end of an attempt.
+
+    Args:
+        verdict: Why it ended.
+        stop_signal: Name of the signal on which the training itself stopped, according to its own
+            events; None if it recorded no such stop.
+        error: Why the attempt could not be judged, or None.
+    """
+
+    verdict: Verdict
+    stop_signal: str | None = None
+    error: str | None = None
+
+
+def judge_attempt(run_path: Path, number: int) -> Judgement:
+    """Return why an attempt ended. Never raises, whatever the run directory contains."""
+    stop_signal = None
+    try:
+        from holdfast.explain.collecting import collect
+        from holdfast.explain.judging import judge
+        from holdfast.explain.runtime_causes import signal_of_stop, stop_requested
+
+        facts = collect(run_path, number)
+        request = stop_requested(facts.events)
+        if request is not None:
+            stop_signal = signal_of_stop(request)
+        return Judgement(verdict=judge(facts), stop_signal=stop_signal)
+    except Exception as error:  # noqa: BLE001 - a damaged recording must not end the supervisor
+        why = f"{type(error).__name__}: {error}"
+        return Judgement(verdict=_unknown(why), stop_signal=stop_signal, error=why)
+
+
+def remove_verdict(run_path: Path) -> None:
+    """Remove the verdict on an earlier attempt, so that nobody takes it for this one's."""
+    with suppress(OSError):
+        (run_path / VERDICT_FILE).unlink(missing_ok=True)
+
+
+def write_verdict(run_path: Path, verdict: Verdict, emit: Callable[[EventData], None]) -> None:
+    """Write a verdict into the run directory; an event says so if that fails."""
+    content = json.dumps(verdict.as_json(), indent=1).encode()
+    try:
+        replace_file(run_path / VERDICT_FILE, content)
+    except OSError as error:
+        # The disk is full or the directory is gone. An event will hold the verdict as well.
+        remove_verdict(run_path)
+        why = error.strerror or str(error)
+        emit(process_events.NotWritten(file=VERDICT_FILE, error=why))
+
+
+def is_consequence(verdict: Verdict) -> bool:
+    """Return whether an attempt with this verdict failed only because another process had."""
+    if verdict.cause == _ANOTHER_RANK_FAILED:
+        return True
+    from holdfast.explain.signatures import all_signatures
+
+    signature = all_signatures().get(verdict.cause)
+    return signature is not None and signature.role == "cascade"
+
+
+def _unknown(why: str) -> Verdict:
+    return Verdict(
+        cause=_UNKNOWN,
+        family="unknown",
+        title="unknown",
+        summary="The command ended, but an error prevented holdfast from finding out why.",
+        fix="Read the end of output.log in the run directory.",
+        confidence=0.0,
+        missing=(f"the judgement failed with {why}",),
+    )

@@ -1,0 +1,156 @@
+"""Does memory grow without end? A slope test on measurements of many steps. Pure.
+
+Growth that is no leak has another shape: a warm-up comes to rest, a cache fills ever more slowly,
+garbage and evaluation go up and down, and a buffer is allocated once. A leak keeps growing at the
+same pace.
+
+Does not: read measurements or act on growth (``trends`` does), or find what holds the memory
+(``tracer`` does).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_WARM_UP_SHARE = 0.2
+_WINDOWS = 12
+_MIN_READINGS = 10 * _WINDOWS
+# Kendall's S of 12 values reaches 58 of 66 with at most 4 inversions, which 1 + 11 + 65 + 274 + 923
+# of the 12! orders have: a probability of 2.7e-6 in random order. The minima of a sawtooth may swap
+# up to four pairs.
+_MIN_KENDALL_S = 58
+# Pace in the last third, relative to the first third. Growth like a logarithm, and an exponential
+# approach to a limit, are below it.
+_MIN_PACE = 0.65
+_MAX_SHARE_OF_ONE_JUMP = 0.5
+# Below these, the pools of allocators come and go.
+_MIN_GROWTH_BYTES = 16 << 20
+_MIN_GROWTH_SHARE = 0.01
+_MIN_GROWTH_OVER_NOISE = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Memory that grows with the steps.
+
+    Args:
+        bytes_per_step: Slope; the median of the slopes of all pairs of windows (Theil-Sen).
+        low: The 10th percentile of these slopes.
+        high: Their 90th percentile.
+        bytes_per_second: The slope over time.
+        grown_bytes: By how much the memory grew over the readings.
+        steps: How many steps these were.
+    """
+
+    bytes_per_step: float
+    low: float
+    high: float
+    bytes_per_second: float
+    grown_bytes: int
+    steps: int
+
+    def minutes_until_used(self, free_bytes: int) -> float:
+        """Return in how many minutes this much memory is used up, at this slope."""
+        return max(0, free_bytes) / self.bytes_per_second / 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Memory in use at a step.
+
+    Args:
+        step: The step; rising from reading to reading.
+        seconds: When it was read, on any clock.
+        used_bytes: Memory in use.
+    """
+
+    step: int
+    seconds: float
+    used_bytes: int
+
+
+def find_growth(readings: Sequence[Reading]) -> Growth | None:
+    """Return how memory grows without end, or None if it does not, or too little was measured.
+
+    The first fifth of the readings counts as warm-up. The rest is cut into twelve windows, and only
+    the lowest reading of each counts, which removes what comes and goes. These must rise one after
+    another (Mann-Kendall), by more than noise and pools, not in one jump, and at the end nearly as
+    fast as at the beginning.
+    """
+    after_warm_up = readings[int(len(readings) * _WARM_UP_SHARE) :]
+    if len(after_warm_up) < _MIN_READINGS:
+        return None
+    windows = _cut_into_windows(after_warm_up)
+    lowest = [min(window, key=lambda reading: reading.used_bytes) for window in windows]
+    pairs = [
+        (earlier, later)
+        for earlier, later in itertools.combinations(lowest, 2)
+        if later.step > earlier.step
+    ]
+    if not _rises(pairs) or not _keeps_growing(lowest, windows):
+        return None
+    slopes = sorted(
+        (later.used_bytes - earlier.used_bytes) / (later.step - earlier.step)
+        for earlier, later in pairs
+    )
+    bytes_per_step = statistics.median(slopes)
+    first = lowest[0]
+    last = lowest[-1]
+    seconds_per_step = (last.seconds - first.seconds) / (last.step - first.step)
+    if bytes_per_step <= 0 or seconds_per_step <= 0:
+        return None
+    return Growth(
+        bytes_per_step=bytes_per_step,
+        low=slopes[len(slopes) // 10],
+        high=slopes[len(slopes) * 9 // 10],
+        bytes_per_second=bytes_per_step / seconds_per_step,
+        grown_bytes=last.used_bytes - first.used_bytes,
+        steps=last.step - first.step,
+    )
+
+
+def _cut_into_windows(readings: Sequence[Reading]) -> list[Sequence[Reading]]:
+    size = len(readings) / _WINDOWS
+    return [
+        readings[round(number * size) : round((number + 1) * size)] for number in range(_WINDOWS)
+    ]
+
+
+def _rises(pairs: Sequence[tuple[Reading, Reading]]) -> bool:
+    """Return whether nearly all pairs rise: Kendall's S, rising pairs minus falling ones."""
+    rising = sum(later.used_bytes > earlier.used_bytes for earlier, later in pairs)
+    falling = sum(later.used_bytes < earlier.used_bytes for earlier, later in pairs)
+    return rising - falling >= _MIN_KENDALL_S
+
+
+def _keeps_growing(lowest: Sequence[Reading], windows: Sequence[Sequence[Reading]]) -> bool:
+    """Return whether the windows grow by enough, not in one jump, and without slowing down."""
+    values = [reading.used_bytes for reading in lowest]
+    grown = values[-1] - values[0]
+    if grown < max(_MIN_GROWTH_BYTES, _MIN_GROWTH_SHARE * values[0]):
+        return False
+    jumps = [after - before for before, after in itertools.pairwise(values)]
+    if max(jumps) > _MAX_SHARE_OF_ONE_JUMP * grown:
+        return False
+    if grown < _MIN_GROWTH_OVER_NOISE * _noise_bytes(values, windows):
+        return False
+    third = len(values) // 3
+    first_pace = statistics.fmean(jumps[:third])
+    last_pace = statistics.fmean(jumps[-third:])
+    return last_pace >= _MIN_PACE * first_pace
+
+
+def _noise_bytes(values: Sequence[int], windows: Sequence[Sequence[Reading]]) -> float:
+    """Return by how much memory varies within a window, beyond the window's share of the growth.
+
+    That is garbage, evaluation, and other shapes of batches.
+    """
+    share_of_growth = (values[-1] - values[0]) / len(windows)
+    variations = []
+    for window, lowest in zip(windows, values, strict=True):
+        middle = statistics.median(reading.used_bytes for reading in window)
+        variations.append(max(0.0, middle - lowest - share_of_growth))
+    return statistics.median(variations)

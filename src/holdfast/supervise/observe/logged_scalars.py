@@ -1,0 +1,96 @@
+"""What scripts log with the usual clients and frameworks, recorded without a second call.
+
+The logging functions are wrapped when the script imports their module. For each there is a function
+that reads the values and the step from the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.core.importing import ImportWatch
+from holdfast.recorder.scalars import recorded_too
+
+# Values by name, and the step that they belong to; None is the present one.
+_Logged = tuple[dict[str, Any], Any]
+
+
+def read_trainer_log(trainer: Any, logs: Any, *_: Any, **__: Any) -> _Logged:
+    """Return what ``transformers.Trainer.log`` logs, without the epoch that it always adds."""
+    values = {name: value for name, value in logs.items() if name != "epoch"}
+    return values, trainer.state.global_step
+
+
+def read_lightning_log(connector: Any, metrics: Any, step: Any = None) -> _Logged:
+    """Return what Lightning's trainer logs of ``self.log``.
+
+    A metric that is called "step" is the step, as in Lightning itself.
+    """
+    values = dict(metrics)
+    usual_step = connector.trainer.fit_loop.epoch_loop._batches_that_stepped
+    named_step = values.pop("step", usual_step)
+    return values, named_step if step is None else step
+
+
+def read_wandb_log(_run: Any, data: Any, step: Any = None, *_: Any, **__: Any) -> _Logged:
+    """Return what ``wandb.log`` and ``Run.log`` log."""
+    return data, step
+
+
+def read_accelerate_log(
+    _accelerator: Any, values: Any, step: Any = None, *_: Any, **__: Any
+) -> _Logged:
+    """Return what ``Accelerator.log`` logs."""
+    return values, step
+
+
+def read_scalar(
+    _writer: Any, tag: Any, scalar_value: Any, global_step: Any = None, *_: Any, **__: Any
+) -> _Logged:
+    """Return what ``SummaryWriter.add_scalar`` logs; its parameters are named as there."""
+    return {tag: scalar_value}, global_step
+
+
+def read_scalars(
+    _writer: Any, main_tag: Any, tag_scalar_dict: Any, global_step: Any = None, *_: Any, **__: Any
+) -> _Logged:
+    """Return what ``SummaryWriter.add_scalars`` logs; its parameters are named as there."""
+    return {main_tag: tag_scalar_dict}, global_step
+
+
+_SUMMARY_WRITER = {
+    "SummaryWriter.add_scalar": read_scalar,
+    "SummaryWriter.add_scalars": read_scalars,
+}
+_CONNECTOR = "trainer.connectors.logger_connector.logger_connector"
+_LIGHTNING = {"_LoggerConnector.log_metrics": read_lightning_log}
+# By module, its methods that log, each with the function that reads their arguments.
+_LOGGING_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
+    "torch.utils.tensorboard.writer": {**_SUMMARY_WRITER},
+    "tensorboardX.writer": {**_SUMMARY_WRITER},
+    "wandb.sdk.wandb_run": {"Run.log": read_wandb_log},
+    "transformers.trainer": {"Trainer.log": read_trainer_log},
+    "accelerate.accelerator": {"Accelerator.log": read_accelerate_log},
+    f"lightning.pytorch.{_CONNECTOR}": {**_LIGHTNING},
+    f"pytorch_lightning.{_CONNECTOR}": {**_LIGHTNING},
+}
+
+
+def install(watch: ImportWatch, note_error: Callable[[Any], None]) -> None:
+    """Record what is logged from now on, by modules that the script imports.
+
+    Args:
+        watch: Tells when a module has been imported.
+        note_error: Called with errors of ours.
+    """
+
+    def wrap_methods(module: Any) -> None:
+        for name, read in _LOGGING_METHODS[module.__name__].items():
+            class_name, method_name = name.split(".")
+            owner = getattr(module, class_name)
+            original = getattr(owner, method_name)
+            setattr(owner, method_name, recorded_too(original, read, note_error))
+
+    for module_name in _LOGGING_METHODS:
+        watch.when_imported(module_name, wrap_methods)

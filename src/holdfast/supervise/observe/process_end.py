@@ -1,0 +1,193 @@
+"""How a process ends: uncaught exceptions, also of threads, ``sys.exit``, and the exit itself.
+
+Every hook of the script's is called as it would be without us. A hook that the script sets later
+replaces ours; then what Python keeps of the last exception is read when the interpreter exits.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core.importing import ImportWatch
+from holdfast.core.raised import describe_exception, printable
+
+if TYPE_CHECKING:
+    from holdfast.core.events.event import EventData
+
+# Before the finalizers of multiprocessing, which wait for queues and children.
+_FIRST_FINALIZER = 1_000_000
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - as it is spelt in frames
+_MAIN_THREAD = "MainThread"
+
+
+class ProcessEnd:
+    """Watch for the end of this process.
+
+    Args:
+        emit: Records an event, and notes what goes wrong with that.
+        on_exit: Called each time that the exit is met, with how (``"returned"``, ``"exception"`` or
+            ``"sys.exit"``), the exit status if known, and the text that `sys.exit` was given.
+        watch: Tells when a module has been imported.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[EventData], None],
+        on_exit: Callable[[str, int | None, str], None],
+        watch: ImportWatch,
+    ) -> None:
+        self._emit = emit
+        self._on_exit = on_exit
+        self._reset()
+        self._chain_excepthook()
+        self._wrap_exit()
+        atexit.register(self._leave)
+        watch.when_imported("threading", self._hook_into_threads)
+        watch.when_imported("multiprocessing.util", self._hook_into_multiprocessing)
+        watch.when_imported("traceback", self._hook_into_traceback)
+
+    def _reset(self) -> None:
+        self._main_thread = _thread.get_ident()
+        # The exception that ends the process.
+        self._fatal_error: BaseException | None = None
+        self._how = "returned"
+        self._status: int | None = None
+        # What the script gave to `sys.exit` as a text.
+        self._exit_text = ""
+
+    def after_fork(self) -> None:
+        """Start again in a forked process: what its parent met is not its own."""
+        self._reset()
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None:
+            # The parent's finalizers do nothing here.
+            self._add_finalizer(util)
+
+    # --- exceptions ---
+
+    def _chain_excepthook(self) -> None:
+        previous = sys.excepthook
+
+        @wraps(previous)
+        def excepthook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            self._record_fatal(error, traceback, _MAIN_THREAD)
+            previous(kind, error, traceback)
+
+        sys.excepthook = excepthook
+
+    def _hook_into_threads(self, threading: Any) -> None:
+        previous = threading.excepthook
+
+        @wraps(previous)
+        def excepthook(args: Any, /) -> None:
+            if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):
+                name = "unknown" if args.thread is None else args.thread.name
+                self._record(args.exc_value, args.exc_traceback, name, fatal=False)
+            previous(args)
+
+        threading.excepthook = excepthook
+        # Called before threads are waited for, which may take for ever. Not every Python has it.
+        register_atexit = getattr(threading, "_register_atexit", None)
+        if register_atexit is not None:
+            register_atexit(self._leave)
+
+    def _record_fatal(
+        self, error: BaseException, traceback: TracebackType | None, thread: str
+    ) -> None:
+        """Record, once, the exception that ends the process."""
+        if error is self._fatal_error:
+            return
+        self._fatal_error = error
+        self._how = "exception"
+        self._record(error, traceback, thread, fatal=True)
+
+    def _record(
+        self, error: BaseException, traceback: TracebackType | None, thread: str, *, fatal: bool
+    ) -> None:
+        # Whatever goes wrong here, the script's own hook must be called.
+        with suppress(Exception):
+            # Imported here, because it takes too long at every start of a process.
+            from holdfast.core.events.process_events import ExceptionRaised
+
+            facts = describe_exception(error, traceback, without=_OWN_FOLDER)
+            self._emit(ExceptionRaised(**facts, thread=thread, fatal=fatal))
+
+    # --- exits ---
+
+    def _wrap_exit(self) -> None:
+        original = sys.exit
+
+        @wraps(original)
+        def exit(status: Any = None, /) -> Any:  # noqa: A001 - the function is called that
+            if _thread.get_ident() == self._main_thread:
+                self._note_exit(status)
+            original(status)
+
+        sys.exit = exit
+
+    def _note_exit(self, status: Any) -> None:
+        """Note the argument of `sys.exit`: an exit status, a text (status 1) or None (status 0)."""
+        self._how = "sys.exit"
+        self._status = status if isinstance(status, int) else int(status is not None)
+        self._exit_text = printable(status) if type(status) is str else ""
+
+    def _leave(self) -> None:
+        """Report the exit, each time that it is met: some things may still be waited for."""
+        last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        # The script's own hook has replaced ours.
+        if isinstance(last_error, BaseException):
+            self._record_fatal(last_error, last_error.__traceback__, _MAIN_THREAD)
+        self._on_exit(self._how, self._status, self._exit_text)
+
+    # --- children of multiprocessing, which exit by `os._exit` ---
+
+    def _hook_into_multiprocessing(self, util: ModuleType) -> None:
+        self._add_finalizer(util)
+        util.register_after_fork(self, lambda process_end: process_end._add_finalizer(util))
+
+    def _add_finalizer(self, util: ModuleType) -> None:
+        """Report the exit of a child before the other finalizers run.
+
+        Up to Python 3.12, these run while the exception that ends the child is the current one.
+        """
+        # A parent may have forked while it handled an exception.
+        inherited_error = sys.exc_info()[1]
+
+        def leave() -> None:
+            error = sys.exc_info()[1]
+            if isinstance(error, SystemExit):
+                self._note_exit(error.code)
+            elif error is not None and error is not inherited_error:
+                name = sys.modules["multiprocessing.process"].current_process().name
+                self._record_fatal(error, error.__traceback__, name)
+            self._leave()
+
+        util.Finalize(None, leave, exitpriority=_FIRST_FINALIZER)
+
+    def _hook_into_traceback(self, traceback: Any) -> None:
+        """Record the exception that ends a child from Python 3.13 on, when it is printed.
+
+        The finalizers run too late there: the exception is no longer the current one.
+        """
+        previous = traceback.print_exc
+
+        @wraps(previous)
+        def print_exc(*args: Any, **options: Any) -> None:
+            error = sys.exc_info()[1]
+            caller = sys._getframe(1).f_globals
+            if error is not None and caller.get("__name__") == "multiprocessing.process":
+                name = caller["current_process"]().name
+                self._record_fatal(error, error.__traceback__, name)
+            previous(*args, **options)
+
+        traceback.print_exc = print_exc

@@ -1,0 +1,79 @@
+"""Stacks of all threads, written in C by ``faulthandler``: when asked by a signal, and at death.
+
+A handler that the script installs for `STACKS_SIGNAL`, at any time, replaces ours. The observer
+then shows that nobody may send the signal any more.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.files import open_file
+from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_SIGNAL
+
+
+class StackWriter:
+    """Write stacks into a file of this process.
+
+    Args:
+        on_signal_taken: Called when the script handles the signal itself; may raise OSError.
+    """
+
+    def __init__(self, on_signal_taken: Callable[[], None]) -> None:
+        self._on_signal_taken = on_signal_taken
+        # The functions themselves, since `watch` replaces them for the script.
+        self._enable = faulthandler.enable
+        self._register = faulthandler.register
+        # If the user has enabled faulthandler, the stacks at death belong elsewhere.
+        self._writes_at_death = not faulthandler.is_enabled()
+        is_free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
+        # The signal upon which stacks are written; None if the script handles it.
+        self.signal = STACKS_SIGNAL if is_free else None
+
+    def open(self, folder: Path) -> None:
+        """Write into a folder from now on: that of this process, which may have been forked.
+
+        Raises:
+            OSError: If the file cannot be opened.
+        """
+        # The file stays open, because the handlers write to it.
+        file = open_file(folder / FAULTHANDLER_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if self._writes_at_death:
+            self._enable(file=file, all_threads=True)
+        if self.signal is not None:
+            self._register(self.signal, file=file, all_threads=True)
+
+    def watch(self) -> None:
+        """Notice from now on when the script handles the signal, or enables faulthandler."""
+        signal.signal = self._wrap(signal.signal, self._on_handler)
+        faulthandler.register = self._wrap(faulthandler.register, self._on_handler)
+        faulthandler.enable = self._wrap(faulthandler.enable, self._on_enable)
+
+    def _wrap(
+        self, original: Callable[..., Any], notice: Callable[[Any], None]
+    ) -> Callable[..., Any]:
+        """Return a function that calls `notice` with the signal's number after each call."""
+
+        @wraps(original)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            notice(args[0] if args else options.get("signum"))
+            return result
+
+        return wrapped
+
+    def _on_handler(self, number: Any) -> None:
+        if number == STACKS_SIGNAL and self.signal is not None:
+            self.signal = None
+            with suppress(OSError):
+                self._on_signal_taken()
+
+    def _on_enable(self, _: Any) -> None:
+        self._writes_at_death = False

@@ -1,0 +1,592 @@
+"""What a training process is doing, and what a step is, from calls that torch makes anyway.
+
+A step ends when an optimizer has stepped. Several optimizers that step after one backward make one
+step. Without an optimizer, each backward is a step. The number of a step is the guard's if one has
+the optimizer; otherwise it continues what the state of the optimizer counts, as Adam's does. Only
+one thread is tracked: the one that calls backward, until then the main thread. Other threads load,
+save and evaluate beside it.
+
+Nothing here raises into the script: errors are noted. Methods that run at every step catch them
+themselves, and do without calls of small functions, because a call costs up to a microsecond
+between the operations of a small step. The others use `_noted`.
+
+Does not: hook into torch (``hooks`` does).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from _thread import get_ident
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVarTuple
+
+from holdfast.core.events.process_events import StepsNotRecorded
+from holdfast.recorder.progress import Phase, SampleRing
+from holdfast.recorder.run_files import guarded
+from holdfast.supervise.observe.optimizer_facts import (
+    only_creates_state,
+    settings_of,
+    steps_before_this,
+)
+from holdfast.supervise.observe.pending_values import PendingValues
+from holdfast.supervise.observe.values import (
+    NOT_READ,
+    MemoryReader,
+    MemoryUse,
+    PendingValue,
+    ValueReader,
+)
+
+if TYPE_CHECKING:
+    from holdfast.core.events.event import EventData
+    from holdfast.core.importing import ImportWatch
+    from holdfast.recorder.progress import ProgressBoard
+    from holdfast.recorder.run_files import ProcessRole
+
+P = TypeVarTuple("P")
+_Value: TypeAlias = float | PendingValue | None
+# If an optimizer was made but never seen to step, it is compiled, so that its hooks do not run.
+# After this many calls of backward, which is more than recipes accumulate, each call counts as a
+# step.
+_BACKWARDS_WITHOUT_STEP = 256
+# Loss and norm are read at each of the first steps, then once in this time: a NaN that matters
+# stays.
+_STEPS_ALL_READ = 1000
+_READ_PAUSE_NANOSECONDS = 2_000_000
+# The board has 32 bits for the steps of the process.
+_MADE_MASK = 0xFFFFFFFF
+# Looking up a member of an enumeration is slow.
+_DATA_WAIT = Phase.DATA_WAIT
+_OPTIMIZER = Phase.OPTIMIZER
+
+
+class ObservedProcess(Protocol):
+    """The process that is observed, as far as its steps need it."""
+
+    watch: ImportWatch
+
+    @property
+    def board(self) -> ProgressBoard:
+        """What the process shows of its progress."""
+
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        """Record what the training is set to."""
+
+    def open_samples(self) -> SampleRing:
+        """Open the ring in which steps are recorded."""
+
+    def emit(self, data: EventData) -> None:
+        """Record an event."""
+
+    def set_role(self, role: ProcessRole) -> None:
+        """Show what the process has turned out to be."""
+
+    def note_error(self, error: BaseException) -> None:
+        """Note an error of ours, which must not reach the script."""
+
+
+def _noted(method: Callable[[StepTracker, *P], None]) -> Callable[[StepTracker, *P], None]:
+    """Note an error of a method instead of raising it into the script."""
+
+    @wraps(method)
+    def noting(tracker: StepTracker, *args: *P) -> None:
+        try:
+            method(tracker, *args)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            tracker.observer.note_error(error)
+
+    return noting
+
+
+class _Step:
+    """What is known about one step. Times are in nanoseconds, on the monotonic clock.
+
+    It has no `__init__`, whose call would cost time at every step.
+    """
+
+    # Its number, once it has ended.
+    number = 0
+
+    # When it began; 0 if unknown.
+    began_at = 0
+    # Time spent waiting for the loader.
+    waited = 0
+    # `ProgressBoard.micro_step` when it began.
+    first_micro_step = 0
+    # Loss of the last call of backward.
+    loss: _Value = None
+    # Sum of the losses of earlier calls of backward that are known, and those still on their way.
+    earlier_loss = 0.0
+    earlier_parts: tuple[PendingValue, ...] = ()
+    # Gradient norm.
+    norm: _Value = None
+
+
+class StepTracker:
+    """Count the steps of this process and show its phases.
+
+    Args:
+        observer: The process.
+        torch: The module.
+        has_optimizer: Returns whether any optimizer was made.
+    """
+
+    def __init__(
+        self, observer: ObservedProcess, torch: ModuleType, has_optimizer: Callable[[], bool]
+    ) -> None:
+        self.observer = observer
+        self._has_optimizer = has_optimizer
+        # Costs one call; `torch.compiler.is_compiling` costs two.
+        self.is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+        self._values = ValueReader(torch)
+        self._read = self._values.read
+        self._memory = MemoryReader(torch)
+        main_thread = sys.modules["threading"].main_thread().ident
+        self._reset(main_thread if main_thread is not None else get_ident())
+
+    def reset_after_fork(self) -> None:
+        """Start again in a forked process."""
+        step = self._step
+        self._values.reset_after_fork([step.loss, step.earlier_parts, step.norm, self._pending])
+        self._memory.reset()
+        self._reset(get_ident())
+
+    @_noted
+    def finish(self) -> None:
+        """Complete the newest samples, as far as that needs no waiting."""
+        if self._samples is not None:
+            self._pending.complete(self._samples)
+
+    def _reset(self, thread: int) -> None:
+        # The thread that trains.
+        self.thread = thread
+        # Whether that thread waits for a loader, does something beside training such as saving, or
+        # is in a call of backward.
+        self.is_waiting = False
+        self.is_aside = False
+        self.in_backward = False
+        self._in_optimizer = False
+        # The observer's board, kept here once it was used.
+        self._board: ProgressBoard | None = None
+        # The phase that forward and backward are a part of: the first step is one of its own.
+        self._training_phase = Phase.FIRST_STEP
+        # Phases to return to.
+        self._phase_before_aside = Phase.STARTING
+        self._phase_before_compiling = Phase.STARTING
+        self._phase_before_optimizer = Phase.STARTING
+        # Samples, and values that complete them later.
+        self._samples: SampleRing | None = None
+        self._cannot_record = False
+        self._pending = PendingValues(self._values)
+        self._step = _Step()
+        self._wait_began_at = 0
+        # The loss that a gradient scaler was given last, with a weak reference to the result.
+        self._scaled_loss: tuple[Any, Any] | None = None
+        # Number of the newest sample, until there are other gradients; 0 then.
+        self._ended_sample = 0
+        # `id` of the optimizer that ended the newest step; 0 before the first.
+        self._stepping_optimizer = 0
+        # Calls of backward after which each is a step; None before the first.
+        self._backwards_without_step: int | None = None
+        # Numbers of the optimizers in the ring, by `id`, and the settings of the training.
+        self._optimizer_numbers: dict[int, int] = {}
+        self._settings: dict[str, Any] = {}
+        # Whether loss and norm of this step are read, and when they are next read.
+        self._reads_values = True
+        self._next_read = 0
+        # The tracer of leaks, once a trace was requested, and the newest request.
+        self._tracer: Any = None
+        self._trace_request = 0
+
+    def _use_board(self) -> ProgressBoard:
+        self._board = self.observer.board
+        return self._board
+
+    # --- loader ---
+
+    def wait_begins(self) -> None:
+        """The loop asks a loader for a batch."""
+        try:
+            now = (self._board or self._use_board()).enter(_DATA_WAIT)
+            self._wait_began_at = now
+            step = self._step
+            step.began_at = step.began_at or now
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.observer.note_error(error)
+
+    def wait_ends(self, phase: Phase | None) -> None:
+        """The loop has a batch, or there is none.
+
+        Args:
+            phase: What follows; None for training.
+        """
+        try:
+            now = (self._board or self._use_board()).enter(phase or self._training_phase)
+            self._step.waited += now - self._wait_began_at
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.observer.note_error(error)
+
+    @_noted
+    def loader_begins(self, loader: Any) -> None:
+        """The loop begins to iterate over a loader, to train with."""
+        sampler = getattr(loader, "batch_sampler", None)
+        batch_size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        if batch_size is not None:
+            self._settings.setdefault("batch_size", batch_size)
+
+    @_noted
+    def evaluation_begins(self) -> None:
+        """A module was switched to eval mode, which may be all that is seen of an evaluation."""
+        board = self.observer.board
+        trains = board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH)
+        if board.made > 0 and trains:
+            board.enter(Phase.EVALUATION)
+
+    # --- backward ---
+
+    @_noted
+    def loss_scaled(self, loss: Any, scaled: Any) -> None:
+        """A gradient scaler has multiplied a loss.
+
+        Args:
+            loss: The loss before.
+            scaled: Weak reference to the scaled loss, which backward will get.
+        """
+        self._scaled_loss = (loss, scaled)
+
+    def backward_begins(self, root: Any) -> None:
+        """Backward is called.
+
+        Args:
+            root: The tensor that it begins with; None if there are several.
+        """
+        try:
+            self.thread = get_ident()
+            self._ended_sample = 0
+            board = self._board or self._use_board()
+            step = self._step
+            if board.phase is not self._training_phase:
+                now = board.enter(self._training_phase)
+                step.began_at = step.began_at or now
+            if self._scaled_loss is not None:
+                root = self._take_unscaled_loss(root)
+            if root is not None and self._reads_values:
+                if step.loss is not None:
+                    self._keep_earlier_loss(step.loss)
+                step.loss = self._read(root)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.observer.note_error(error)
+
+    def _take_unscaled_loss(self, root: Any) -> Any:
+        """Return the loss before it was scaled, or None if backward begins with something else.
+
+        A sum of scaled losses, for example, contains the scale.
+        """
+        assert self._scaled_loss is not None
+        loss, scaled = self._scaled_loss
+        self._scaled_loss = None
+        return loss if scaled() is root else None
+
+    def _keep_earlier_loss(self, loss: float | PendingValue) -> None:
+        """Keep the loss of an earlier call of backward: gradients are those of the sum."""
+        step = self._step
+        if not isinstance(loss, PendingValue):
+            step.earlier_loss += loss
+        elif loss.has_arrived():
+            step.earlier_loss += loss.value()
+            self._values.release(loss)
+        else:
+            step.earlier_parts = (*step.earlier_parts, loss)
+
+    def backward_ends(self) -> None:
+        """Backward has returned."""
+        try:
+            board = self._board or self._use_board()
+            board.micro_step += 1
+            if self._backwards_without_step is None:
+                self.observer.set_role("trainer")
+                self._backwards_without_step = (
+                    _BACKWARDS_WITHOUT_STEP if self._has_optimizer() else 0
+                )
+            if self._stepping_optimizer == 0 and board.micro_step > self._backwards_without_step:
+                self._end_step(board, None)
+            elif self._in_optimizer and board.made > 0:
+                board.enter(_OPTIMIZER)
+            else:
+                board.enter(board.phase)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.observer.note_error(error)
+
+    def norm_computed(self, norm: Any, *_: Any) -> None:
+        """The script has computed the norm of the gradients."""
+        try:
+            if not self._reads_values:
+                return
+            value = self._read(norm)
+            if self._ended_sample and self._samples is not None:
+                # The step has ended already, with these gradients.
+                if isinstance(value, PendingValue):
+                    self._pending.add_norm(self._ended_sample, value)
+                else:
+                    self._samples.amend(self._ended_sample, grad_norm=value)
+                return
+            step = self._step
+            if isinstance(step.norm, PendingValue):
+                self._values.release(step.norm)
+            step.norm = value
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.observer.note_error(error)
+
+    # --- optimizer ---
+
+    def optimizer_begins(
+        self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """An optimizer is about to step.
+
+        With a closure, the first argument of `step`, it runs forward and backward itself.
+
+        Args:
+            args: Arguments of `step`, the optimizer first.
+            kwargs: Its keyword arguments.
+        """
+        if self.is_compiling():
+            return
+        try:
+            self.thread = get_ident()
+            self._in_optimizer = True
+            board = self._board or self._use_board()
+            self._phase_before_optimizer = board.phase
+            if (len(args) > 1 or kwargs) and _has_closure(args, kwargs):
+                board.enter(self._training_phase)
+            elif board.made > 0:
+                board.enter(_OPTIMIZER)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.observer.note_error(error)
+
+    def optimizer_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """An optimizer has stepped."""
+        if self.is_compiling():
+            return
+        try:
+            self._in_optimizer = False
+            board = self._board or self._use_board()
+            had_backward = board.micro_step != self._step.first_micro_step
+            if not had_backward and self._is_part_of_a_step(board, optimizer):
+                return
+            self._stepping_optimizer = id(optimizer)
+            rate = optimizer.param_groups[0].get("lr")
+            if not isinstance(rate, (int, float)):
+                # A rate that is a tensor may be on a device.
+                rate = None
+            self._end_step(board, rate, optimizer)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            self.observer.note_error(error)
+
+    def _is_part_of_a_step(self, board: ProgressBoard, optimizer: Any) -> bool:
+        """Return whether an optimizer's step, without a backward before it, is no step of its own.
+
+        It may only create the optimizer's state, or be that of a further optimizer after the same
+        backward.
+        """
+        is_before_training = board.made == 0 and board.micro_step == 0
+        if only_creates_state(optimizer, self._values, is_before_training=is_before_training):
+            board.enter(self._phase_before_optimizer)
+            return True
+        if board.micro_step and id(optimizer) != self._stepping_optimizer:
+            # Before any optimizer was seen, calls of backward were counted; now this one is.
+            self._stepping_optimizer = self._stepping_optimizer or id(optimizer)
+            board.enter(self._training_phase)
+            return True
+        if self._backwards_without_step is None:
+            # The gradients came by another way than backward.
+            self._backwards_without_step = _BACKWARDS_WITHOUT_STEP
+            self.observer.set_role("trainer")
+        return False
+
+    # --- the end of a step ---
+
+    def _end_step(
+        self, board: ProgressBoard, learning_rate: float | None, optimizer: Any = None
+    ) -> None:
+        """Count a step, record it, and begin the next one.
+
+        Args:
+            board: The board of this process.
+            learning_rate: Of the first parameter group; None if unknown.
+            optimizer: The one that has stepped; None if calls of backward are counted.
+        """
+        ended = self._step
+        self._step = _Step()
+        self._count_step(board, optimizer)
+        ended.number = board.step
+        now = board.enter(self._training_phase)
+        self._step.began_at = now
+        self._step.first_micro_step = board.micro_step
+        memory = NOT_READ
+        if now >= self._memory.next_look:
+            memory = self._memory.read(now)
+        samples = self._samples or self._open_samples()
+        if samples is not None:
+            self._write_sample(samples, ended, memory, learning_rate, optimizer)
+        self._reads_values = board.made < _STEPS_ALL_READ or now >= self._next_read
+        if self._reads_values:
+            self._next_read = now + _READ_PAUSE_NANOSECONDS
+        # Whoever requests a trace has seen the memory grow that is read here.
+        if memory is not NOT_READ or self._tracer is not None:
+            self._trace_if_requested(board)
+
+    def _count_step(self, board: ProgressBoard, optimizer: Any) -> None:
+        """Count a step, and give it the number that the training counts."""
+        board.made = (board.made + 1) & _MADE_MASK
+        guard_entry = guarded.get(id(optimizer))
+        guard = None if guard_entry is None else guard_entry[1]()
+        if guard is not None:
+            # The guard counts the step after this hook.
+            board.step = guard.global_step + 1
+        else:
+            is_new = id(optimizer) not in self._optimizer_numbers
+            # Only while every optimizer so far has made one step: one that comes later was not
+            # resumed, but made during the training.
+            if is_new and board.made == len(self._optimizer_numbers) + 1:
+                board.step += steps_before_this(optimizer, self._read)
+            board.step += 1
+        if board.made == 1:
+            self._training_phase = Phase.FORWARD_BACKWARD
+
+    def _write_sample(
+        self,
+        samples: SampleRing,
+        ended: _Step,
+        memory: MemoryUse,
+        learning_rate: float | None,
+        optimizer: Any,
+    ) -> None:
+        """Record a step that has ended; values that are on their way complete the sample later."""
+        micro_steps = self._step.first_micro_step - ended.first_micro_step
+        seconds = math.nan
+        if ended.began_at:
+            seconds = (self._step.began_at - ended.began_at) / 1e9
+        optimizer_number = self._optimizer_numbers.get(id(optimizer))
+        if optimizer_number is None:
+            optimizer_number = self._register_optimizer(optimizer, samples)
+        loss = ended.loss
+        norm = ended.norm
+        known_loss = None
+        # If earlier losses are still on their way, the sum is not known.
+        if type(loss) is float and not ended.earlier_parts:
+            known_loss = loss + ended.earlier_loss
+        number = samples.write(
+            ended.number,
+            micro_steps,
+            known_loss,
+            norm if type(norm) is float else None,
+            learning_rate,
+            seconds,
+            ended.waited / 1e9,
+            *memory,
+            optimizer=optimizer_number,
+        )
+        # Without a backward, a norm that is computed later cannot be that of this step.
+        self._ended_sample = number if micro_steps else 0
+        if ended.earlier_parts or isinstance(loss, PendingValue):
+            self._complete_loss_later(number, ended)
+        if isinstance(norm, PendingValue):
+            self._pending.add_norm(number, norm)
+        if self._pending.entries:
+            self._pending.complete(samples)
+
+    def _complete_loss_later(self, number: int, ended: _Step) -> None:
+        """Let a loss that is on its way complete its sample; without its last part it is lost."""
+        if isinstance(ended.loss, PendingValue):
+            self._pending.add_loss(number, ended.earlier_parts, ended.loss, ended.earlier_loss)
+        else:
+            for part in ended.earlier_parts:
+                # The copy that uses its slot next follows it in the stream.
+                self._values.release(part)
+
+    def _register_optimizer(self, optimizer: Any, samples: SampleRing) -> int:
+        """Return the number of an optimizer that has not stepped before, 0 for None.
+
+        Its name and its settings are recorded, unless a guard records these.
+        """
+        if optimizer is None:
+            return 0
+        guard_entry = guarded.get(id(optimizer))
+        if guard_entry is not None:
+            name = guard_entry[0]
+        else:
+            name = f"{type(optimizer).__name__} {len(self._optimizer_numbers) + 1}"
+        number = samples.optimizers[name]
+        self._optimizer_numbers[id(optimizer)] = number
+        if guard_entry is None:
+            self._settings |= settings_of(optimizer, name)
+            self.observer.write_settings(self._settings)
+        return number
+
+    def _open_samples(self) -> SampleRing | None:
+        """Return the ring of samples; None on a full disk, where steps are counted all the same."""
+        if self._cannot_record:
+            return None
+        try:
+            self._samples = self.observer.open_samples()
+        except OSError as error:
+            self._cannot_record = True
+            self.observer.note_error(error)
+            self.observer.emit(StepsNotRecorded(error=error.strerror or str(error)))
+        return self._samples
+
+    def _trace_if_requested(self, board: ProgressBoard) -> None:
+        """Look for what holds memory, once the supervisor has asked for that."""
+        request = board.trace_requested()
+        if request == self._trace_request and self._tracer is None:
+            return
+        self._trace_request = request
+        if self._tracer is None:
+            from holdfast.supervise.leaks.tracer import LeakTracer
+
+            self._tracer = LeakTracer(self.observer.emit)
+        self._tracer.after_step(request)
+
+    # --- saving, compiling ---
+
+    @_noted
+    def aside_begins(self, phase: Phase) -> None:
+        """Something beside training begins, such as saving."""
+        self._phase_before_aside = self.observer.board.phase
+        self.observer.board.enter(phase)
+
+    @_noted
+    def aside_ends(self) -> None:
+        """It has ended, perhaps with an exception."""
+        self.observer.board.enter(self._phase_before_aside)
+
+    @_noted
+    def compile_begins(self) -> None:
+        """A part of the model is about to be compiled."""
+        self._training_phase = Phase.FIRST_STEP
+        board = self.observer.board
+        if board.phase not in (Phase.DATA_WAIT, Phase.SAVING, Phase.ENDING):
+            self._phase_before_compiling = board.phase
+            board.enter(Phase.FIRST_STEP)
+
+    @_noted
+    def compile_ends(self) -> None:
+        """The part is compiled."""
+        board = self.observer.board
+        if board.made > 0:
+            self._training_phase = Phase.FORWARD_BACKWARD
+        if board.phase is not Phase.FIRST_STEP:
+            return
+        if self._phase_before_compiling is Phase.STARTING:
+            board.enter(Phase.FIRST_STEP)
+        else:
+            board.enter(self._phase_before_compiling)
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether `step` of an optimizer was called with a closure, by these arguments."""
+    return any(argument is not None for argument in (*args[1:], *kwargs.values()))

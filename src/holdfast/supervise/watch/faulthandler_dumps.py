@@ -1,0 +1,102 @@
+"""Stacks that an observed process writes itself, by ``faulthandler``, when a signal asks it."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.core.files import opened
+from holdfast.explain.evidence import Frame
+from holdfast.explain.hangs.evidence import ThreadLook, clean
+from holdfast.recorder.run_files import STACKS_SIGNAL
+from holdfast.supervise.process_tree import catches
+from holdfast.supervise.watch.py_spy import MAX_FRAMES
+
+# faulthandler takes 0.003 s.
+_ANSWER_SECONDS = 0.5
+# The dump is complete when its file has not grown for this long.
+_QUIET_SECONDS = 0.02
+_MAX_BYTES = 4 << 20
+_THREAD = re.compile(
+    r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]{1,16})(?: \[(?P<name>.*?)\])? \(most recent"
+    r" call first\):"
+)
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+
+
+def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
+    """Let an observed process write its own stacks, and return them.
+
+    Args:
+        pid: The process.
+        file: The file that it appends its stacks to.
+
+    Returns:
+        Its threads; None if it has no handler for the signal, or does not answer.
+    """
+    try:
+        size_before = file.stat().st_size
+        # Whoever replaces the file by a pipe gets no reader. A process without a handler would die
+        # of the signal.
+        if not file.is_file() or not catches(pid, STACKS_SIGNAL):
+            return None
+        os.kill(pid, STACKS_SIGNAL)
+        _wait_for_dump(file, size_before)
+        with opened(file) as dump:
+            dump.seek(size_before)
+            text = dump.read(_MAX_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    return read_faulthandler(text) or None
+
+
+def _wait_for_dump(file: Path, size_before: int) -> None:
+    last_size = size_before
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(_QUIET_SECONDS)
+        size = file.stat().st_size
+        if size == last_size > size_before:
+            return
+        last_size = size
+
+
+@dataclass(slots=True)
+class _DumpedThread:
+    """A thread of a dump. `ident` is not the system's number, but the same at each look."""
+
+    ident: int
+    name: str
+    frames: list[Frame] = field(default_factory=list)
+
+
+def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
+    """Return the threads in a dump by faulthandler, which lists the main thread last."""
+    threads: list[_DumpedThread] = []
+    for line in text.splitlines():
+        thread = _THREAD.match(line)
+        frame = _FRAME.match(line)
+        if thread is not None:
+            name = clean(thread["name"] or "")
+            threads.append(_DumpedThread(ident=int(thread["ident"], 16), name=name))
+        elif frame is not None and threads and len(threads[-1].frames) < MAX_FRAMES:
+            threads[-1].frames.append(
+                Frame(
+                    file=clean(frame["file"]),
+                    line=int(frame["line"]),
+                    function=clean(frame["function"]),
+                )
+            )
+    return tuple(
+        ThreadLook(
+            tid=thread.ident,
+            name=thread.name,
+            main=thread is threads[-1],
+            # faulthandler lists the innermost frame first.
+            frames=tuple(reversed(thread.frames)),
+        )
+        for thread in threads
+    )

@@ -1,0 +1,287 @@
+"""Inspect a training process that was started without holdfast: does it move, and if not, why?
+
+The process is only read, neither stopped nor changed. It has no board that would show its progress,
+so whether it moves is inferred from its stacks, and from what its threads do between two looks.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+from holdfast.core.control_groups import fields_of
+from holdfast.core.errors import PolicyError
+from holdfast.explain.evidence import Frame, is_own_code
+from holdfast.explain.hangs.blame import Diagnosis, diagnose_hang
+from holdfast.explain.hangs.evidence import Examined
+from holdfast.explain.hangs.standing_still import is_in_backward, thread_to_blame
+from holdfast.supervise.process_tree import Process, descendants, read_table
+from holdfast.supervise.watch.process_evidence import is_python
+from holdfast.supervise.watch.py_spy import find_py_spy
+from holdfast.supervise.watch.stacks import StackSampler, Subject, has_same_stack
+
+_cannot_inspect = partial(PolicyError, rule="H741")
+
+# CPU time that a thread must use for each of its waits to count as work. One that polls was seen to
+# use up to 225,000 ns, a small step 1,000,000 ns.
+_WORK_NANOSECONDS_PER_WAIT = 400_000
+_WORKER_PHASE = "makes batches"
+_UNKNOWN_PHASE = "phase not known"
+_OWN_CODE_PHASE = "in code of its own"
+# A phase, and what is on the stack of the main thread in it. The first that matches wins.
+_PHASES = {
+    _WORKER_PHASE: r":_worker_loop$",
+    "data wait": r"/torch/utils/data/dataloader\.py:|/holdfast/loader/",
+    "saving": (
+        r"/torch/serialization\.py:|/torch/distributed/checkpoint/|/safetensors/|/holdfast/checkpoint/"
+    ),
+    "optimizer": r"/torch/optim/",
+    "forward/backward": r"/torch/(?:autograd|nn)/|/torch/_tensor\.py:(?:\w+\.)?backward$",
+}
+IMPORT_FILE = "<frozen importlib"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What two looks at a process, and at what it has started, have shown.
+
+    Args:
+        processes: The Python processes that were still there at the second look.
+        diagnosis: What is to blame if nothing moves.
+        is_moving: Whether any process whose progress counts has moved between the looks.
+    """
+
+    processes: tuple[Examined, ...]
+    diagnosis: Diagnosis
+    is_moving: bool
+
+
+def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
+    """Look twice at a process and at what it has started.
+
+    Args:
+        pid: The process.
+        seconds: Time between the two looks.
+        folder: An empty directory for the stacks.
+
+    Raises:
+        PolicyError: H741 if the process cannot be inspected, or has ended meanwhile.
+    """
+    subjects = find_subjects(pid, seconds)
+    judged_pids = [subject.about.pid for subject in subjects if subject.about.judged]
+    # Threads that did something between the looks.
+    working: set[int] = set()
+
+    def observe_threads(_: float) -> None:
+        # Only the pause is measured, so that nothing counts which the looks themselves cause.
+        before = _read_activities(judged_pids)
+        time.sleep(seconds)
+        after = _read_activities(judged_pids)
+        for tid in before.keys() & after.keys():
+            if after[tid].has_worked_since(before[tid]):
+                working.add(tid)
+
+    processes = StackSampler(folder, pause=observe_threads).take(subjects).processes
+    judged = [process for process in processes if process.judged]
+    if not judged:
+        raise _cannot_inspect(
+            f"process {pid} has ended",
+            limit="nothing is left to inspect",
+            fix="see its own output.",
+        )
+    diagnosis = diagnose_hang(processes, judged[0].pid)
+    return Inspection(
+        processes=processes,
+        diagnosis=diagnosis,
+        is_moving=_is_moving(processes, judged, diagnosis, working),
+    )
+
+
+def _is_moving(
+    processes: Sequence[Examined],
+    judged: Sequence[Examined],
+    diagnosis: Diagnosis,
+    working_threads: set[int],
+) -> bool:
+    """Return whether training moves.
+
+    A loop that mostly waits is found in the same wait at both looks, so its stack alone does not
+    tell: what its threads and its loader workers have done meanwhile counts too.
+    """
+    training_threads = {process.pid for process in judged}
+    training_threads |= {
+        thread_to_blame(process).tid for process in judged if not is_in_backward(process)
+    }
+    if working_threads & training_threads or diagnosis.moving:
+        return True
+    if any(phase_of(process) == _WORKER_PHASE and process.io_rate > 0 for process in processes):
+        return True
+    return not all(has_same_stack(process, lambda frame: frame) for process in judged)
+
+
+def phase_of(process: Examined) -> str:
+    """Return in words what a process does, judged by the stack of its main thread."""
+    frames = process.last.main.frames
+    if not frames:
+        return _UNKNOWN_PHASE
+    if _is_importing(frames):
+        return "starting"
+    places = [f"{frame.file}:{frame.function}" for frame in frames]
+    for phase, pattern in _PHASES.items():
+        if any(re.search(pattern, place) for place in places):
+            return phase
+    return _OWN_CODE_PHASE
+
+
+def _is_importing(frames: Sequence[Frame]) -> bool:
+    """Return whether the script is in an import, whichever library it is that imports."""
+    called_by_script = takewhile(lambda frame: not is_own_code(frame), reversed(frames))
+    return any(IMPORT_FILE in frame.file for frame in called_by_script)
+
+
+# --- which processes are inspected ---
+
+
+def find_subjects(pid: int, seconds: float) -> list[Subject]:
+    """Return the process and what it has started, as far as that is Python.
+
+    Those whose progress counts are `judged`.
+
+    Args:
+        pid: The process.
+        seconds: Time between the two looks, for which a judged process is said to stand still.
+
+    Raises:
+        PolicyError: H741 if the process cannot be inspected.
+    """
+    table = read_table()
+    _check_inspectable(pid, table)
+    candidates = [pid, *sorted(descendants(table, [pid]))]
+    pids = [candidate for candidate in candidates if is_python(candidate)]
+    if not pids:
+        program = Path(f"/proc/{pid}/comm").read_text().strip()
+        raise _cannot_inspect(
+            f"process {pid} ({program}) is not Python",
+            limit="nor is any process that it has started",
+            fix="`pgrep -af python` lists those that are.",
+        )
+    judged = _choose_judged(pids, table)
+    return [
+        Subject(
+            about=Examined(
+                pid=candidate,
+                ppid=table[candidate].ppid,
+                role="unobserved",
+                rank=_read_rank(candidate),
+                seconds=seconds if candidate in judged else 0.0,
+                judged=candidate in judged,
+            ),
+            is_observed=True,
+        )
+        for candidate in pids
+    ]
+
+
+def _check_inspectable(pid: int, table: dict[int, Process]) -> None:
+    if pid not in table or table[pid].state in "ZX":
+        raise _cannot_inspect(
+            f"there is no process with PID {pid}",
+            limit="only a running process has stacks",
+            fix="`ps aux` lists the processes.",
+        )
+    try:
+        Path(f"/proc/{pid}/mem").open("rb").close()
+    except PermissionError as error:
+        fix = (
+            "run this as the user of the process or with sudo; in a container, start the container"
+            " with --cap-add SYS_PTRACE."
+        )
+        if Path("/proc/sys/kernel/yama/ptrace_scope").exists():
+            fix += " `sudo sysctl kernel.yama.ptrace_scope=0` allows it for all processes."
+        raise _cannot_inspect(
+            f"no right to trace process {pid}",
+            limit="its stack is in its memory",
+            fix=fix,
+        ) from error
+    if not find_py_spy():
+        raise _cannot_inspect(
+            "py-spy is not installed",
+            limit="it reads the stack of another process",
+            fix='install the extra: pip install "torch-holdfast[stacks]".',
+        )
+
+
+def _choose_judged(pids: Sequence[int], table: dict[int, Process]) -> list[int]:
+    """Return the processes whose progress counts: ranks, or else those that use torch.
+
+    Of a process and its descendants, the topmost counts. A launcher has neither a rank nor torch.
+    """
+    ranks = {pid: rank for pid in pids if (rank := _read_rank(pid)) is not None}
+    topmost_ranks = [pid for pid in ranks if ranks.get(table[pid].ppid) != ranks[pid]]
+    if topmost_ranks:
+        return topmost_ranks
+    torch_users = [pid for pid in pids if b"libtorch" in _read_proc(pid, "maps")]
+    topmost_torch_users = [pid for pid in torch_users if table[pid].ppid not in torch_users]
+    return topmost_torch_users or list(pids[:1])
+
+
+def _read_rank(pid: int) -> int | None:
+    """Return the rank that a launcher gave a process, or None."""
+    match = re.search(rb"(?:^|\0)RANK=(\d{1,9})\0", _read_proc(pid, "environ"))
+    return int(match[1]) if match else None
+
+
+def _read_proc(pid: int, name: str) -> bytes:
+    """Return a file of the kernel about a process; nothing for one that is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
+# --- what threads do ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ThreadActivity:
+    """What a thread has done so far: bytes read and written, waits, and CPU time."""
+
+    io_bytes: int
+    waits: int
+    cpu_nanoseconds: int
+
+    def has_worked_since(self, before: _ThreadActivity) -> bool:
+        """Return whether the thread did something between its waits.
+
+        One that is blocked has no waits in between, and one that polls uses little time for each.
+        """
+        if self.io_bytes != before.io_bytes:
+            return True
+        waits = self.waits - before.waits
+        cpu_nanoseconds = self.cpu_nanoseconds - before.cpu_nanoseconds
+        return waits > 1 and cpu_nanoseconds > _WORK_NANOSECONDS_PER_WAIT * waits
+
+
+def _read_activities(pids: Sequence[int]) -> dict[int, _ThreadActivity]:
+    """Return what each thread of these processes has done so far, by its number."""
+    activities = {}
+    for pid in pids:
+        for folder in Path(f"/proc/{pid}/task").glob("*"):
+            activities[int(folder.name)] = _read_activity(pid, folder)
+    return activities
+
+
+def _read_activity(pid: int, folder: Path) -> _ThreadActivity:
+    io_counters = fields_of(folder / "io")
+    status = fields_of(folder / "status")
+    scheduler_words = _read_proc(pid, f"task/{folder.name}/schedstat").split()
+    return _ThreadActivity(
+        io_bytes=io_counters.get("rchar", 0) + io_counters.get("wchar", 0),
+        waits=status.get("voluntary_ctxt_switches", 0),
+        cpu_nanoseconds=int(scheduler_words[0]) if scheduler_words else 0,
+    )

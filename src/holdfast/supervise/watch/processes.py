@@ -1,0 +1,322 @@
+"""The processes that a watchdog watches: which count, and for how long each stands still.
+
+Their folders appear in the run directory as they start. Of helper processes that ended well only
+the newest folders are kept, because a long run has thousands.
+
+Does not: decide what is a hang (``watchdog`` does).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.core.errors import RunDirectoryError
+from holdfast.core.files import make_folder, remove
+from holdfast.recorder.black_box import EVENTS_FILE
+from holdfast.recorder.progress import Phase, Standing, read_board
+from holdfast.recorder.reader import read_events
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    FAULTHANDLER_FILE,
+    PROCESS_FILE,
+    PROCESSES_FOLDER,
+    ProcessInfo,
+    read_process_file,
+)
+from holdfast.supervise.process_tree import read_process
+from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
+
+# Folders and process states are read this often; boards at each look.
+_REFRESH_SECONDS = 0.5
+# Folders of helpers that ended well which are kept.
+_MAX_ENDED_FOLDERS = 64
+# Files that every process has, and that say nothing about a failure.
+_USUAL_FILES = {PROCESS_FILE, BOARD_FILE, FAULTHANDLER_FILE, EVENTS_FILE}
+# Events of a process that ended well.
+_HARMLESS_EVENTS = ("torch_imported", "environments_imported", "exiting")
+# File times are as coarse as 10 ms, and 1 s on some file systems.
+_FILE_TIME_TICK_NS = 1_000_000_000
+_FOLDER_NAME = re.compile(r"\d{1,20}-\d{1,20}")
+# Stands for a board that has not been read yet.
+_UNKNOWN = Standing(
+    pid=0, phase=Phase.STARTING, since_seconds=0.0, progress=0, step=0, micro_step=0
+)
+
+
+class WatchedProcess:
+    """One observed process. All times are on the clock of the boards, in seconds.
+
+    Args:
+        folder: Its folder in the run directory.
+        info: What it says about itself there.
+        limits: How long its phases may take.
+    """
+
+    def __init__(self, folder: Path, info: ProcessInfo, limits: HangLimits) -> None:
+        self.folder = folder
+        self.info = info
+        self.is_alive = True
+        # When `refresh` first found it stopped by a signal; None while it runs.
+        self.stopped_since: float | None = None
+        # What its board shows.
+        self.standing = _UNKNOWN
+        self._learned_limits = LearnedLimits(limits)
+        # When its board was last read.
+        self._seen_at = 0.0
+        # Time before this is not counted, because the process could not move then.
+        self._counted_from = 0.0
+        # It is examined again once it has stood still for this long.
+        self._next_examination_age = 0.0
+        self._info_written_ns = 0
+
+    @property
+    def pid(self) -> int:
+        """Return its PID."""
+        return self.info.pid
+
+    @property
+    def phase_name(self) -> str:
+        """Return its phase in words."""
+        return name_of(self.standing.phase)
+
+    # --- reading ---
+
+    def read_progress(self, now: float) -> None:
+        """Read its board, and learn from the phase that has ended since the last look."""
+        standing = None
+        # A board of a newer holdfast cannot be read, so the process is not judged.
+        with suppress(RunDirectoryError):
+            standing = read_board(self.folder / BOARD_FILE)
+        if standing is None:
+            return
+        if standing.progress != self.standing.progress:
+            self._learn_duration(standing, now)
+            self.standing = standing
+            self._next_examination_age = 0.0
+        self._seen_at = now
+
+    def _learn_duration(self, newer: Standing, now: float) -> None:
+        before = self.standing
+        if before is _UNKNOWN:
+            return
+        # If more than one thing has happened since, their ends are unknown; the phase that was seen
+        # last took at least until then.
+        ended_at = self._seen_at
+        if newer.progress == before.progress + 1:
+            ended_at = newer.since_seconds
+        began_at = max(before.since_seconds, self._counted_from)
+        self._learned_limits.add_duration(before.phase, max(0.0, ended_at - began_at), now)
+
+    def refresh(self, now: float) -> None:
+        """Find out whether the process lives and runs, and read its description if that is new."""
+        process = read_process(self.pid)
+        self.is_alive = (
+            process is not None and process.ticks == self.info.ticks and process.state not in "ZX"
+        )
+        if process is None or process.state != "T":
+            self.stopped_since = None
+        elif self.stopped_since is None:
+            self.stopped_since = now
+        with suppress(OSError):
+            self._refresh_info()
+
+    def _refresh_info(self) -> None:
+        file = self.folder / PROCESS_FILE
+        written_ns = os.stat(file).st_mtime_ns  # noqa: PTH116 - called often, and this is faster
+        if written_ns == self._info_written_ns:
+            return
+        self._info_written_ns = written_ns
+        info = read_process_file(file)
+        if info is not None and info.folder == self.folder.name:
+            self.info = info
+
+    # --- how long it stands still ---
+
+    def count_from(self, now: float) -> None:
+        """Do not count the time until now, in which the process could not move."""
+        self._counted_from = now
+        self._next_examination_age = 0.0
+
+    def age(self, now: float) -> float:
+        """Return for how long nothing has moved; 0 without a board that can be read."""
+        if self.standing is _UNKNOWN:
+            return 0.0
+        return now - max(self.standing.since_seconds, self._counted_from)
+
+    def limit(self) -> float:
+        """Return how long its phase may stand still, in seconds."""
+        return self._learned_limits.limit(self.standing.phase)
+
+    def is_moving(self, now: float) -> bool:
+        """Return whether it is known to be within its limit."""
+        return self.standing is not _UNKNOWN and self.age(now) <= self.limit()
+
+    def seconds_until_examination(self, now: float) -> float:
+        """Return the seconds until a closer look is due.
+
+        That is at its limit, and later at the age that `postpone_examination` has set.
+        """
+        return max(self.limit(), self._next_examination_age) - self.age(now)
+
+    def postpone_examination(self, until_age: float) -> None:
+        """Take the next closer look only when it has stood still for this long."""
+        self._next_examination_age = until_age
+
+    # --- its relations ---
+
+    def is_in_same_group(self, other: WatchedProcess) -> bool:
+        """Return whether both are ranks of one training, and so wait for each other."""
+        if self.info.rank is None or other.info.rank is None:
+            return False
+        return self.info.world_size != 1
+
+    def is_disposable(self) -> bool:
+        """Return whether no verdict needs its folder: a helper that ended well and said nothing."""
+        info = self.info
+        is_plain_helper = info.role == "other" and info.rank is None and info.torch is None
+        if info.role != "loader worker" and not is_plain_helper:
+            return False
+        with suppress(OSError, ValueError, RunDirectoryError):
+            return self._has_only_usual_files() and self._ended_well()
+        return False
+
+    def _ended_well(self) -> bool:
+        board = read_board(self.folder / BOARD_FILE)
+        # In any other phase it was killed, or left without its interpreter's exit.
+        if board is None or board.phase is not Phase.ENDING:
+            return False
+        return all(
+            event.kind in _HARMLESS_EVENTS and not event.data.get("status")
+            for event in read_events(self.folder)
+        )
+
+    def _has_only_usual_files(self) -> bool:
+        with os.scandir(self.folder) as entries:
+            sizes = {entry.name: entry.stat().st_size for entry in entries}
+        has_dumps = bool(sizes.get(FAULTHANDLER_FILE))
+        return sizes.keys() <= _USUAL_FILES and not has_dumps
+
+
+class WatchedProcesses:
+    """All observed processes of one attempt.
+
+    Args:
+        run_path: The run directory.
+        attempt: Number of the attempt.
+        limits: How long phases may take.
+    """
+
+    def __init__(self, run_path: Path, attempt: int, limits: HangLimits) -> None:
+        self._folder = run_path / PROCESSES_FOLDER
+        self._attempt = attempt
+        self._limits = limits
+        self.alive: list[WatchedProcess] = []
+        # Those of `alive` whose progress counts.
+        self.judged: list[WatchedProcess] = []
+        # Names of folders that were read, whichever attempt they belong to.
+        self._known_names: set[str] = set()
+        self._disposable_folders: list[Path] = []
+        # Parent and rank of every rank that was judged; see `gone_ranks`.
+        self._seen_ranks: set[tuple[int, int]] = set()
+        self._folder_changed_ns = 0
+        self._refreshed_at = float("-inf")
+
+    def look(self, now: float) -> None:
+        """Read the boards of the processes that count; now and then, list the processes again."""
+        is_refresh_due = now - self._refreshed_at >= _REFRESH_SECONDS
+        # A clock that goes back must not stop the refreshes.
+        if is_refresh_due or now < self._refreshed_at:
+            self._refreshed_at = now
+            self._refresh(now)
+        for process in self.judged:
+            process.read_progress(now)
+
+    def _refresh(self, now: float) -> None:
+        self.alive += self._find_new_processes()
+        for process in self.alive:
+            process.refresh(now)
+        for process in self.alive:
+            if not process.is_alive and process.is_disposable():
+                self._disposable_folders.append(process.folder)
+        self.alive = [process for process in self.alive if process.is_alive]
+        self._remove_old_folders()
+        self.judged = self._choose_judged()
+        for process in self.judged:
+            if process.info.rank is not None:
+                self._seen_ranks.add((process.info.ppid, process.info.rank))
+
+    def _remove_old_folders(self) -> None:
+        for folder in self._disposable_folders[:-_MAX_ENDED_FOLDERS]:
+            self._disposable_folders.remove(folder)
+            with suppress(OSError):
+                # Refuses a link that leads out of the run directory.
+                make_folder(self._folder.parent, self._folder.name)
+                remove(folder)
+                if not folder.exists():
+                    self._known_names.discard(folder.name)
+
+    def _find_new_processes(self) -> Iterator[WatchedProcess]:
+        for name in self._find_new_names():
+            info = read_process_file(self._folder / name / PROCESS_FILE)
+            if info is None:
+                # Not written yet: look again next time, even if no folder is added by then.
+                self._folder_changed_ns = 0
+                continue
+            self._known_names.add(name)
+            if info.attempt == self._attempt and info.folder == name:
+                yield WatchedProcess(self._folder / name, info, self._limits)
+
+    def _find_new_names(self) -> list[str]:
+        """Return the names of folders that were not there before."""
+        with suppress(OSError):
+            changed_ns = self._folder.stat().st_mtime_ns
+            if changed_ns == self._folder_changed_ns:
+                return []
+            # Another folder that is made within the same tick of the clock does not change the
+            # time, so a recent change is looked at once more.
+            is_recent = time.time_ns() - changed_ns <= _FILE_TIME_TICK_NS
+            self._folder_changed_ns = 0 if is_recent else changed_ns
+            with os.scandir(self._folder) as entries:
+                return [
+                    entry.name
+                    for entry in entries
+                    if _FOLDER_NAME.fullmatch(entry.name) and entry.name not in self._known_names
+                ]
+        return []
+
+    def _choose_judged(self) -> list[WatchedProcess]:
+        """Return the processes whose progress counts.
+
+        These are the trainers and ranks, since anything else may be waiting for them. Before there
+        are any, it is the process that was started first.
+        """
+        candidates = [
+            process for process in self.alive if process.info.role in ("trainer", "other")
+        ]
+        trainers = [process for process in candidates if process.info.role == "trainer"]
+        ranks = [
+            process
+            for process in candidates
+            if process.info.rank is not None and process.info.torch is not None
+        ]
+        if trainers or ranks:
+            return list(dict.fromkeys([*trainers, *ranks]))
+        pids = {process.pid for process in candidates}
+        topmost = [process for process in candidates if process.info.ppid not in pids]
+        return sorted(topmost, key=lambda process: process.info.started)[:1]
+
+    def gone_ranks(self, process: WatchedProcess) -> list[int]:
+        """Return the ranks of a process's group that were there and are gone."""
+        if process.info.rank is None:
+            return []
+        alive = {other.info.rank for other in self.alive}
+        return sorted(
+            rank
+            for parent, rank in self._seen_ranks
+            if parent == process.info.ppid and rank not in alive
+        )

@@ -1,0 +1,196 @@
+"""Python and native stacks of another process, read by py-spy without stopping it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.explain.evidence import Frame
+from holdfast.explain.hangs.evidence import ThreadLook, clean
+
+# py-spy takes 0.02 s, on a busy machine 0.1 s.
+_DUMP_SECONDS = 3.0
+# For native stacks it reads the symbols of every library.
+_NATIVE_SECONDS = 10.0
+# After SIGKILL: py-spy may hang with the process that it looks at.
+_KILL_SECONDS = 1.0
+# Where a loop spends half its time in C, one look finds it there as often as not.
+_NATIVE_LOOKS = 3
+MAX_FRAMES = 256
+# Any Python runs these (allocating, copying, reading clocks).
+_C_LIBRARY = re.compile(r"lib(?:c|m|pthread)[-.]|ld-|\[vdso\]")
+_INTERPRETER = re.compile(r"(?:lib)?(?:python|pypy)\d")
+
+
+def find_py_spy() -> str:
+    """Return the path of py-spy, beside this interpreter or on the PATH; empty without it."""
+    beside_interpreter = shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    return beside_interpreter or shutil.which("py-spy") or ""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeFunction:
+    """A native function on a stack.
+
+    Args:
+        name: Its name; that of its library if it has none.
+        home: What it is a part of: its library, because not all functions have names, and of MKL
+            py-spy often finds only the innermost. Within the interpreter it is the function itself.
+    """
+
+    name: str
+    home: str
+
+
+class PySpy:
+    """Run py-spy on other processes.
+
+    Args:
+        program: Its path; empty if it is not installed.
+    """
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def read_threads(self, pid: int, *, is_stopped: bool) -> tuple[ThreadLook, ...] | None:
+        """Return the threads of a process; None if py-spy is missing, not permitted, or fails.
+
+        Args:
+            pid: The process.
+            is_stopped: Whether a signal has stopped it.
+        """
+        dump = self._dump(pid, ["--nonblocking"], _DUMP_SECONDS)
+        if dump is None and not is_stopped:
+            # A stack that changes while it is read may be torn, so let py-spy stop the process. One
+            # that is stopped already cannot be stopped again.
+            dump = self._dump(pid, [], _DUMP_SECONDS)
+        if dump is None:
+            return None
+        return tuple(_parse_thread(thread) for thread in dump)
+
+    def read_native_functions(
+        self, pid: int, python_line: int, pause: Callable[[], None]
+    ) -> tuple[str, ...] | None:
+        """Return the native functions that the main thread stays in below Python, innermost first.
+
+        A loop calls functions in C too, for a moment each, so only libraries that are there at each
+        of a few looks count. There are none if Python's innermost line is another one than before:
+        a thread that moves is in no native function for long.
+
+        Args:
+            pid: The process.
+            python_line: Line of Python's innermost frame at the looks before.
+            pause: Waits between two looks.
+
+        Returns:
+            Names of functions, or of libraries without names; None if py-spy cannot tell.
+        """
+        names: tuple[str, ...] | None = None
+        common_homes: set[str] | None = None
+        for number in range(_NATIVE_LOOKS if self._program else 0):
+            if number > 0:
+                pause()
+            main_thread = self._dump_main_thread(pid)
+            if main_thread is None:
+                break
+            functions = _native_functions(main_thread, python_line)
+            homes = {function.home for function in functions}
+            common_homes = homes if common_homes is None else common_homes & homes
+            staying = [function.name for function in functions if function.home in common_homes]
+            names = tuple(staying[:MAX_FRAMES])
+            if not names:
+                break
+        return names
+
+    def _dump_main_thread(self, pid: int) -> dict[str, Any] | None:
+        for thread in self._dump(pid, ["--native"], _NATIVE_SECONDS) or ():
+            if thread.get("os_thread_id") == pid:
+                return thread
+        return None
+
+    def _dump(self, pid: int, options: list[str], seconds: float) -> list[dict[str, Any]] | None:
+        """Return the threads that ``py-spy dump`` prints, within a time limit; None if it fails."""
+        command = [self._program, "dump", "--json", *options, "--pid", str(pid)]
+        try:
+            child = subprocess.Popen(  # noqa: S603 - our own program and a number
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError:
+            # py-spy is not installed.
+            return None
+        try:
+            output, _ = child.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            with suppress(subprocess.TimeoutExpired):
+                child.communicate(timeout=_KILL_SECONDS)
+            return None
+        except OSError:
+            return None
+        if child.returncode != 0:
+            return None
+        return _parse_dump(output)
+
+
+def _parse_dump(output: bytes) -> list[dict[str, Any]] | None:
+    try:
+        threads = json.loads(output)
+    except (ValueError, RecursionError):
+        return None
+    is_dump = isinstance(threads, list) and all(isinstance(thread, dict) for thread in threads)
+    # An empty dump says nothing.
+    return threads if is_dump and threads else None
+
+
+def _parse_frames(thread: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [frame for frame in thread.get("frames") or () if isinstance(frame, dict)]
+
+
+def _parse_thread(thread: Mapping[str, Any]) -> ThreadLook:
+    frames = [
+        Frame(
+            file=clean(str(frame.get("filename"))),
+            line=int(frame.get("line") or 0),
+            function=clean(str(frame.get("name"))),
+        )
+        for frame in _parse_frames(thread)[:MAX_FRAMES]
+    ]
+    return ThreadLook(
+        tid=int(thread.get("os_thread_id") or 0),
+        name=clean(str(thread.get("thread_name") or "")),
+        main=thread.get("os_thread_id") == thread.get("pid"),
+        # py-spy lists the innermost frame first.
+        frames=tuple(reversed(frames)),
+        holds_gil=bool(thread.get("owns_gil")),
+    )
+
+
+def _native_functions(thread: Mapping[str, Any], python_line: int) -> list[NativeFunction]:
+    """Return the native functions below Python's innermost frame, if that is at a line.
+
+    Those of the C library and of the kernel are left out.
+    """
+    functions: list[NativeFunction] = []
+    for frame in _parse_frames(thread):
+        name = clean(str(frame.get("name")))
+        library = clean(Path(str(frame.get("module") or "")).name)
+        # A frame without a library is Python's; with "?" it is machine code that came from no file.
+        if not library and frame.get("filename") != "?":
+            return functions if frame.get("line") == python_line else []
+        if library and not _C_LIBRARY.match(library):
+            is_interpreter = _INTERPRETER.match(library) is not None
+            functions.append(
+                NativeFunction(
+                    name=library if name.startswith("0x") else name,
+                    home=name if is_interpreter else library,
+                )
+            )
+    return functions

@@ -1,0 +1,94 @@
+"""The supervisor's threads that watch an attempt while it runs: the watchdog and the memory trend.
+
+An error in one of them is recorded and ends that thread, never the supervisor. They do not act on
+the command: see ``launch.attempt``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from holdfast.core.events.process_events import WatchingFailed
+from holdfast.supervise.watch.attempt_watch import AttemptWatch
+
+if TYPE_CHECKING:
+    from holdfast.supervise.leaks.trends import MemoryTrends
+
+# A command that is over sooner needs none of this, not even the imports.
+_FIRST_SECONDS = 1.0
+# A slope over minutes is wanted, and reading the samples of a run takes some milliseconds.
+_TREND_SECONDS = 10.0
+# A dump of stacks may be under way. The threads are daemons, so the exit does not wait for them.
+_JOIN_SECONDS = 5.0
+_MAX_MESSAGE_LENGTH = 300
+
+
+@contextmanager
+def watching(watch: AttemptWatch) -> Iterator[None]:
+    """Watch an attempt while the context lasts."""
+    stop = threading.Event()
+    threads = [
+        _start_thread("watchdog", watch_for_hangs, watch, stop),
+        _start_thread("memory trend", watch_memory, watch, stop),
+    ]
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(_JOIN_SECONDS)
+
+
+def watch_for_hangs(watch: AttemptWatch, stop: threading.Event) -> None:
+    """Run the watchdog until the event is set."""
+    if stop.wait(_FIRST_SECONDS):
+        return
+    from holdfast.supervise.watch.watchdog import Watchdog
+
+    Watchdog(watch).run(stop)
+
+
+def watch_memory(watch: AttemptWatch, stop: threading.Event) -> None:
+    """Follow the memory of the trainers until the event is set, and look back once after it."""
+    began_at = time.monotonic()
+    trends: MemoryTrends | None = None
+    while not stop.wait(_TREND_SECONDS):
+        trends = trends or _make_trends(watch)
+        trends.look()
+    if time.monotonic() - began_at >= _FIRST_SECONDS:
+        trends = trends or _make_trends(watch)
+        trends.look_back()
+
+
+def _make_trends(watch: AttemptWatch) -> MemoryTrends:
+    from holdfast.supervise.leaks.trends import MemoryTrends
+
+    return MemoryTrends(watch.run_path, emit=watch.emit, say=watch.say, attempt=watch.attempt)
+
+
+def _start_thread(
+    name: str,
+    body: Callable[[AttemptWatch, threading.Event], None],
+    watch: AttemptWatch,
+    stop: threading.Event,
+) -> threading.Thread:
+    def run() -> None:
+        try:
+            body(watch, stop)
+        except Exception as error:  # noqa: BLE001 - training continues unwatched, and an event says so
+            _report_failure(name, error, watch)
+
+    thread = threading.Thread(target=run, name=f"holdfast {name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _report_failure(name: str, error: Exception, watch: AttemptWatch) -> None:
+    why = f"{type(error).__name__}: {error}"
+    with suppress(Exception):
+        watch.emit(WatchingFailed(what=name, error=why))
+        watch.say(f"the {name} is no longer watched: {why}"[:_MAX_MESSAGE_LENGTH])
