@@ -19,7 +19,7 @@ from holdfast.core.errors import HoldfastError
 from holdfast.forecast.allocator.replay import replay
 from holdfast.forecast.job.tracing import trace_job
 from holdfast.forecast.trace.events import Trace, live_peak, played
-from holdfast.forecast.trace.extrapolation import fit
+from holdfast.forecast.trace.extrapolation import extrapolate
 
 _FITTED = (2, 4)
 _CHECKED = (8, 32, 128)
@@ -47,7 +47,7 @@ def rows_of(model: Model, precision: str) -> list[Row]:
     request = model.request(precision=precision, sizes=(*_FITTED, *_CHECKED))
     try:
         traces = dict(zip(request.sizes, trace_job(request).traces, strict=True))
-        scaled = fit([traces[size] for size in _FITTED])
+        scaled = extrapolate([traces[size] for size in _FITTED])
     except HoldfastError as error:
         return [_failed(model, precision, error)]
     low, high = (live_peak(traces[size]) for size in _FITTED)

@@ -37,7 +37,7 @@ from holdfast.forecast.devices.catalogue import GIB, Device, find_device
 from holdfast.forecast.job.tracing import trace_job
 from holdfast.forecast.plan.fit import check_fit
 from holdfast.forecast.trace.events import Trace, first_products, live_peak, played
-from holdfast.forecast.trace.extrapolation import fit
+from holdfast.forecast.trace.extrapolation import extrapolate
 
 _SECONDS, _SECONDS_TO_FORECAST = 240.0, 130.0
 _TARGET_BYTES = 3 * GIB
@@ -97,7 +97,7 @@ def predict(name: str, precision: str, device: Device) -> Plan | str:
     A text says why there is none.
     """
     try:
-        scaled = fit(
+        scaled = extrapolate(
             trace_job(model_named(name).request(precision=precision, sizes=_TRACED)).traces
         )
         size = _TRACED[0]

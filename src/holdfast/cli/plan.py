@@ -1,6 +1,7 @@
-"""`holdfast plan FACTORY --device NAME`.
+"""`holdfast plan FACTORY --device NAME`: what fits a GPU, and which settings to take.
 
-What fits a GPU, and the fastest plan that does, without having one.
+The forecast is made in `forecast.plan.forecasting`. Here its options are read, and it is shown as
+tables for people, as JSON for machines, and as YAML for `Policy.from_yaml`.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ from holdfast.core.files import SHARED
 from holdfast.forecast.devices.catalogue import GIB, Device, bytes_in, find_device
 from holdfast.forecast.plan.fit import UNMEASURED_MARGIN_SHARE
 from holdfast.forecast.plan.forecasting import (
-    DevicePlan,
+    DeviceForecast,
     Forecast,
-    Order,
+    ForecastRequest,
     Verification,
-    has_bf16,
     make_forecast,
 )
-from holdfast.forecast.plan.planning import Row, with_relative_times
+from holdfast.forecast.plan.planning import MemoryPlan, with_relative_times
 from holdfast.forecast.trace.events import Assumption, shares_of
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
-_COLUMNS = ("precision", "recompute", "micro-batch", "peak", "margin", "time")
-"""Of the table; the first two are words, the others figures."""
+_MIB = 1 << 20
+# Modules and lines that hold less than this at the peak are not shown.
+_LEAST_SHOWN_BYTES = GIB / 1000
 
+_TEXT_COLUMNS = ("precision", "recompute")
+_NUMBER_COLUMNS = ("micro-batch", "peak", "margin", "time")
 _LEGEND = (
-    "micro-batch: the largest that fits, in samples. peak: what the process takes of the device,"
-    " context included; the margin is kept free beside it. time: for a sample, as a multiple of the"
-    " fastest, from the device's rates."
+    "micro-batch: the largest that fits, in samples. peak: device memory that the process takes,"
+    " including the CUDA context; the margin is kept free beyond it. time: per sample, as a"
+    " multiple of the fastest plan, estimated from the device's compute and memory rates."
 )
 
 Factory = Annotated[
@@ -48,19 +51,23 @@ Factory = Annotated[
     typer.Argument(
         help=(
             'module:function or file.py:function. It returns {"model", "optimizer", "loss_fn",'
-            ' "batch"}: loss_fn(batch) or loss_fn(model, batch); or "step" in place of "loss_fn":'
-            " step(batch), step(model, batch) or step(guard, batch), with any number of samples."
+            ' "batch"} with loss_fn(batch) or loss_fn(model, batch); or, instead of "loss_fn", a'
+            ' "step": step(batch), step(model, batch) or step(guard, batch). Both must work with'
+            " any number of samples."
         )
     ),
 ]
 Devices = Annotated[
     list[str],
-    typer.Option(metavar="NAME", help="A GPU such as T4, or a size such as 24GiB; repeatable."),
+    typer.Option(metavar="NAME", help="A GPU such as T4, or a size such as 24GiB. Repeatable."),
 ]
 GlobalBatchSize = Annotated[
     int | None,
     typer.Option(
-        min=1, max=2**31, metavar="N", help="Samples of one optimizer step; else what fits at once."
+        min=1,
+        max=2**31,
+        metavar="N",
+        help="Samples per optimizer step. Default: as many as fit at once.",
     ),
 ]
 Precisions = Annotated[
@@ -68,8 +75,8 @@ Precisions = Annotated[
     typer.Option(
         metavar="LIST",
         help=(
-            "Of fp32, bf16, fp16, what you have now first; else fp32 and bf16, or fp16 where there"
-            " is no bf16."
+            "One or more of fp32, bf16, fp16, separated by commas, starting with what you use now."
+            " Default: fp32,bf16, or fp32,fp16 if no device supports bf16."
         ),
     ),
 ]
@@ -78,13 +85,14 @@ Margin = Annotated[
     typer.Option(
         metavar="SIZE",
         help=(
-            "What to keep free, such as 1GiB; else 10 % of an H100 SXM or H200, and 22 % of any"
+            "Memory to keep free, such as 1GiB. Default: 10 % on H100 SXM and H200, 22 % on any"
             " other device."
         ),
     ),
 ]
 Out = Annotated[
-    Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")
+    Path | None,
+    typer.Option(metavar="FILE.yaml", help="Write the recommended plan, for Policy.from_yaml."),
 ]
 
 
@@ -98,17 +106,18 @@ def run(
     verify: Annotated[bool, typer.Option(help="Trace the recommended plan once more.")] = True,
     json: Json = False,
 ) -> None:
-    """Say what fits a GPU that you need not have.
+    """Forecast whether a training step fits a GPU, without needing one.
 
-    Micro-batch, peak and who owns it, relative time, and what to take.
+    Shows the largest micro-batch, the peak memory and who owns it, relative times, and the
+    recommended settings.
 
-    Your build() and one step run on tensors without data, in a process of their own. Exit code 0: a
-    plan fits each
-    device. 1: on one of them nothing does. 2: the forecast could not be made.
+    Your build() and a few training steps run on tensors without data, in a separate process. Exit
+    code 0: a plan fits on every device. 1: on at least one device nothing fits. 2: the forecast
+    could not be made.
     """
     with failing_clearly(as_json=json):
         devices = tuple(find_device(name) for name in device)
-        order = Order(
+        request = ForecastRequest(
             factory=factory,
             devices=devices,
             precisions=_read_precisions(precision, devices),
@@ -117,160 +126,316 @@ def run(
             verify=verify,
         )
         _check_out(out, len(devices))
-        with working("holdfast plan: tracing a step") as say:
-            forecast = make_forecast(order, lambda text: say(f"holdfast plan: {text}"))
-        written = None if forecast.plans[0].best is None else out
-        if written is not None:
-            replace_file(written, as_yaml(forecast).encode(), SHARED)
+        with working("holdfast plan: tracing a step") as show_progress:
+            forecast = make_forecast(request, lambda text: show_progress(f"holdfast plan: {text}"))
+        is_written = out is not None and forecast.plans[0].best is not None
+        if out is not None and is_written:
+            replace_file(out, as_yaml(forecast).encode(), SHARED)
     if json:
         print_json(as_json(forecast))
     else:
         print_forecast(forecast)
-        if written is not None:
-            typer.echo(f"wrote {written}")
-    if out is not None and written is None:
-        typer.echo(f"{out} was not written: there is no plan to write", err=True)
+        if is_written:
+            typer.echo(f"wrote {out}")
+    if out is not None and not is_written:
+        typer.echo(f"{out} was not written, because no plan fits", err=True)
     if any(plan.best is None for plan in forecast.plans):
         raise typer.Exit(CHECK_FAILED)
 
 
+# --- options ------------------------------------------------------------------------------------
+
+
 def _check_out(out: Path | None, devices: int) -> None:
-    """Find out before a minute of work whether the plan can be written, or raise H421 or an
-    OSError.
+    """Check that the plan can be written, before a minute of work.
+
+    Raises:
+        PolicyError: H421, if there are several devices.
+        OSError: If the file cannot be written.
     """
-    if out is not None and devices > 1:
-        raise _wrong(f"--out for {devices} devices", "a policy is for one", "name one --device.")
-    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
+    if out is None:
+        return
+    if devices > 1:
+        raise _invalid_option(
+            f"--out for {devices} devices", "a policy is for one device", "name one --device."
+        )
+    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
         raise PermissionError(f"{out} cannot be written")
 
 
 def _read_precisions(text: str | None, devices: Iterable[Device]) -> tuple[str, ...]:
     if text is None:
-        return ("fp32", "bf16" if any(map(has_bf16, devices)) else "fp16")
-    names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
-    if not names or not set(names) <= set(_PRECISIONS):
-        known = ", ".join(_PRECISIONS)
-        raise _wrong(
-            f"--precision {text!r}", f"it is a list of {known}", "write --precision fp32,bf16."
+        has_bf16 = any(device.has_bf16 for device in devices)
+        return ("fp32", "bf16" if has_bf16 else "fp16")
+    names = [name.strip().lower() for name in text.split(",")]
+    precisions = tuple(dict.fromkeys(name for name in names if name))
+    if not precisions or not set(precisions) <= set(_PRECISIONS):
+        raise _invalid_option(
+            f"--precision {text!r}",
+            f"it is a list of {', '.join(_PRECISIONS)}",
+            "write --precision fp32,bf16.",
         )
-    return names
+    return precisions
 
 
 def _read_margin(text: str | None) -> int | None:
-    size = None if text is None else bytes_in(text)
-    if text is not None and size is None:
-        raise _wrong(
+    if text is None:
+        return None
+    margin_bytes = bytes_in(text)
+    if margin_bytes is None:
+        raise _invalid_option(
             f"--margin {text!r}", "it is a number with GiB, GB, MiB or MB", "write --margin 1GiB."
         )
-    return size
+    return margin_bytes
 
 
-def _wrong(what: str, limit: str, fix: str) -> PolicyError:
+def _invalid_option(what: str, limit: str, fix: str) -> PolicyError:
     return PolicyError(what, limit=limit, fix=fix, rule="H421")
 
 
-# --- how a forecast is printed: tables for people, JSON for machines, YAML for `Policy.from_yaml`
-# -----------
+# --- tables, for people ---------------------------------------------------------------------------
 
 
 def print_forecast(forecast: Forecast) -> None:
-    """Print everything."""
+    """Print a forecast: for each device its plans, memory by owner, and the recommended plan."""
     for plan in forecast.plans:
         _print_table(plan)
     shown = set()
     for plan in forecast.plans:
-        step = (_named(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
+        # Several devices often show the same step.
+        step = (_settings(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
         if step not in shown:
             _print_owners(plan)
         shown.add(step)
-        _print_plan(plan)
+        _print_recommendation(plan)
     _print_assumptions(forecast)
 
 
-def _print_table(plan: DevicePlan) -> None:
-    device = plan.question.device
-    table = Table(title=f"{device.name}: {_gib(device.usable_bytes)} usable", title_justify="left")
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in _COLUMNS[:2] else "right")
-    for row, relative in with_relative_times(plan.rows):
-        style = "bold" if row is plan.best else None if row.fits else "dim"
-        table.add_row(*_cells(row, relative), style=style)
+def _print_table(plan: DeviceForecast) -> None:
+    device = plan.target.device
+    title = f"{device.name}: {_size(device.usable_bytes)} usable"
+    table = Table(title=title, title_justify="left")
+    for name in _TEXT_COLUMNS:
+        table.add_column(name, justify="left")
+    for name in _NUMBER_COLUMNS:
+        table.add_column(name, justify="right")
+    for row, relative_time in with_relative_times(plan.rows):
+        table.add_row(*_cells(row, relative_time), style=_row_style(row, plan.best))
     console().print(table)
-    typer.echo(f"{_LEGEND}\nfigures of {device.name}: {_sources(plan)}\n")
+    typer.echo(f"{_LEGEND}\nfigures of {device.name}: {_sources(device)}\n")
 
 
-def _print_owners(plan: DevicePlan) -> None:
-    row = plan.shown
-    shares = shares_of(plan.trace)
-    size = max(1, row.micro_batch_size)
-    peak, samples = (
-        _gib(sum(shares["owners"].values())),
-        "1 sample" if size == 1 else f"{size} samples",
+def _row_style(row: MemoryPlan, best: MemoryPlan | None) -> str | None:
+    if row is best:
+        return "bold"
+    return None if row.fits else "dim"
+
+
+def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
+    """Return a row of the table: the text columns, then the number columns."""
+    if not row.fits:
+        missing = f"{_size(row.missing_bytes)} too few"
+        return (row.precision, row.recompute, "none", missing, _size(row.margin_bytes), "")
+    return (
+        row.precision,
+        row.recompute,
+        str(row.micro_batch_size),
+        _size(row.process_bytes),
+        _size(row.margin_bytes),
+        f"{relative_time:.2f}",
     )
-    typer.echo(f"Who owns the peak of {peak} that tensors hold ({_named(row)}, {samples})")
-    groups = (("", shares["owners"]), ("modules", shares["modules"]), ("lines", shares["lines"]))
-    for title, sizes in groups:
-        words = ", ".join(
-            f"{name} {_gib(count)}" for name, count in sizes.items() if count >= GIB / 1000
-        )
-        if words:
-            typer.echo(f"  {title + ': ' if title else ''}{words}")
-    typer.echo("")
 
 
-def _print_plan(plan: DevicePlan) -> None:
-    row = plan.best
-    if row is None:
-        typer.echo(_what_is_missing(plan) + "\n")
-        return
-    policy = ", ".join(f"{name}={value!r}" for name, value in row.policy().items())
-    typer.echo(f"Take on {row.device}: {_what_to_take(row)}\n  Policy({policy})")
-    for text in (
-        _margin_of(plan),
-        "" if plan.verification is None else _verified(plan.verification),
+def _sources(device: Device) -> str:
+    """Return the figures of a device with their sources."""
+    figures = {
+        "usable": f"usable {_size(device.usable_bytes)}",
+        "context": f"context {_size(device.context_bytes)}",
+        "rates": "rates",
+    }
+    return "; ".join(
+        f"{figure} ({device.sources[name]})"
+        for name, figure in figures.items()
+        if name in device.sources
+    )
+
+
+def _print_owners(plan: DeviceForecast) -> None:
+    shares = shares_of(plan.trace)
+    peak = _size(sum(shares["owners"].values()))
+    samples = _samples(max(1, plan.shown.micro_batch_size))
+    typer.echo(f"Tensors hold {peak} at the peak ({_settings(plan.shown)}, {samples})")
+    for title, sizes in (
+        ("", shares["owners"]),
+        ("modules: ", shares["modules"]),
+        ("lines: ", shares["lines"]),
     ):
-        if text:
-            typer.echo(f"  {text}")
+        shown = [
+            f"{name} {_size(size_bytes)}"
+            for name, size_bytes in sizes.items()
+            if size_bytes >= _LEAST_SHOWN_BYTES
+        ]
+        if shown:
+            typer.echo(f"  {title}{', '.join(shown)}")
     typer.echo("")
+
+
+def _print_recommendation(plan: DeviceForecast) -> None:
+    best = plan.best
+    if best is None:
+        typer.echo(f"{_why_nothing_fits(plan)}\n")
+        return
+    policy = ", ".join(f"{name}={value!r}" for name, value in best.policy().items())
+    typer.echo(f"Recommended for {best.device}: {_summary(best)}")
+    typer.echo(f"  Policy({policy})")
+    margin = _about_margin(plan)
+    if margin:
+        typer.echo(f"  {margin}")
+    if plan.verification is not None:
+        typer.echo(f"  {_about_verification(plan.verification)}")
+    typer.echo("")
+
+
+def _about_margin(plan: DeviceForecast) -> str:
+    """Return what a default margin covers beyond what was measured on the device, or ""."""
+    if plan.target.margin_bytes is not None:
+        return ""
+    covered = []
+    if not plan.target.device.is_measured:
+        covered.append(
+            "no forecast was measured on this device: its margin covers the context of other"
+            " drivers and builds, cuDNN, and fragmentation, up to a forecast that is"
+            f" {UNMEASURED_MARGIN_SHARE:.0%} too low"
+        )
+    if plan.trace.uncalibrated_bytes:
+        covered.append(
+            f"{_size(plan.trace.uncalibrated_bytes)} of its margin are for scratch memory of"
+            " operators that is not known exactly"
+        )
+    if not covered:
+        return ""
+    return "; ".join([*covered, "--margin SIZE sets another"])
+
+
+def _about_verification(verification: Verification) -> str:
+    return (
+        f"traced again with these settings: tensors hold {_size(verification.live_bytes)}, the"
+        f" forecast was {_size(verification.forecast_bytes)} ({verification.error:+.2%})"
+    )
+
+
+def _why_nothing_fits(plan: DeviceForecast) -> str:
+    """Return why nothing fits a device, and what to do.
+
+    It reads like an error, but the forecast was made: the exit code is 1, not 2.
+    """
+    device = plan.target.device
+    row = plan.shown
+    if row.fits:
+        error = OutOfMemoryError(
+            f"No plan fits {device.name} when it is traced",
+            limit="plans were found, but when traced with their own settings none of them fit",
+            fix="keep more memory free with --margin.",
+            rule="H420",
+        )
+        return str(error)
+    needed = _size(device.usable_bytes + row.missing_bytes)
+    error = OutOfMemoryError(
+        f"Nothing fits {device.name}, not even one sample",
+        limit=(
+            f"it has {_size(device.usable_bytes)}; the smallest plan ({_settings(row)}) needs"
+            f" {needed} with its margin, {_size(row.missing_bytes)} more"
+        ),
+        fix=(
+            "use a device with more memory, a smaller model, an optimizer with less state, or"
+            " shorter samples."
+        ),
+        rule="H420",
+    )
+    return str(error)
 
 
 def _print_assumptions(forecast: Forecast) -> None:
-    typer.echo("What was assumed")
-    for text in _assumptions(forecast.assumptions):
+    typer.echo("Assumptions")
+    for text in _assumption_texts(forecast.assumptions):
         console().print(Text(f"  - {text}"), highlight=False, soft_wrap=True)
+
+
+def _assumption_texts(assumptions: Iterable[Assumption]) -> list[str]:
+    """Return each assumption with the lines that it is about; last, those of every forecast."""
+    lines_by_text: dict[str, list[str]] = {}
+    for assumption in assumptions:
+        lines = lines_by_text.setdefault(assumption.what, [])
+        if assumption.line and assumption.line not in lines:
+            lines.append(assumption.line)
+    texts = []
+    for text, lines in lines_by_text.items():
+        texts.append(f"{text} (at {', '.join(lines)})" if lines else text)
+    return [
+        *texts,
+        "the step runs eagerly on one device; torch.compile would change how much memory it needs",
+        "no device was queried: its figures are those above, and nothing else runs on it",
+    ]
+
+
+# --- phrases --------------------------------------------------------------------------------------
+
+
+def _settings(row: MemoryPlan) -> str:
+    recomputed = "all blocks recomputed" if row.modules else "nothing recomputed"
+    return f"{row.precision}, {recomputed}"
+
+
+def _summary(row: MemoryPlan) -> str:
+    samples = _samples(row.micro_batch_size)
+    return f"{_settings(row)}, micro-batches of {samples}: {_size(row.process_bytes)}"
+
+
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
+def _size(size_bytes: float) -> str:
+    """Return a number of bytes in GiB, a small one in MiB."""
+    if size_bytes >= GIB / 10:
+        return f"{size_bytes / GIB:.2f} GiB"
+    return f"{size_bytes / _MIB:.1f} MiB"
+
+
+# --- JSON and YAML, for machines ------------------------------------------------------------------
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
     """Return the forecast for machines."""
-    order = forecast.order
+    request = forecast.request
+    rows = []
+    for plan in forecast.plans:
+        for row, relative_time in with_relative_times(plan.rows):
+            rows.append(_row_as_json(row, relative_time))
     return {
-        "factory": order.factory,
-        "global_batch_size": order.global_batch_size,
-        "rows": [
-            _row(row, relative)
-            for plan in forecast.plans
-            for row, relative in with_relative_times(plan.rows)
-        ],
-        "devices": [_device(plan) for plan in forecast.plans],
+        "factory": request.factory,
+        "global_batch_size": request.global_batch_size,
+        "rows": rows,
+        "devices": [_device_as_json(plan) for plan in forecast.plans],
         "traced": {
             precision: {
-                "route": found.route,
-                "parameters": found.parameters,
-                "trainable_parameters": found.trainable_parameters,
-                "host_bytes": found.host_bytes,
+                "route": result.route,
+                "parameters": result.parameters,
+                "trainable_parameters": result.trainable_parameters,
+                "host_bytes": result.host_bytes,
             }
-            for precision, found in forecast.traced.items()
+            for precision, result in forecast.traced.items()
         },
-        "assumptions": [asdict(one) for one in forecast.assumptions],
+        "assumptions": [asdict(assumption) for assumption in forecast.assumptions],
     }
 
 
-def _row(row: Row, relative: float) -> dict[str, Any]:
-    return {**asdict(row), "relative_time": relative}
+def _row_as_json(row: MemoryPlan, relative_time: float) -> dict[str, Any]:
+    return {**asdict(row), "relative_time": relative_time}
 
 
-def _device(plan: DevicePlan) -> dict[str, Any]:
-    device, best, found = plan.question.device, plan.best, plan.verification
+def _device_as_json(plan: DeviceForecast) -> dict[str, Any]:
+    device = plan.target.device
     facts: dict[str, Any] = {
         "device": device.name,
         "usable_bytes": device.usable_bytes,
@@ -279,156 +444,32 @@ def _device(plan: DevicePlan) -> dict[str, Any]:
         "owners": {name: dict(sizes) for name, sizes in shares_of(plan.trace).items()},
         "recommended": None,
     }
-    if best is None:
-        return {**facts, "missing_bytes": plan.shown.missing_bytes}
-    facts["recommended"] = {**_row(best, 1.0), "policy": best.policy()}
-    facts["verified"] = None if found is None else {**asdict(found), "error": found.error}
+    if plan.best is None:
+        facts["missing_bytes"] = plan.shown.missing_bytes
+        return facts
+    facts["recommended"] = {**_row_as_json(plan.best, 1.0), "policy": plan.best.policy()}
+    facts["verified"] = None
+    if plan.verification is not None:
+        facts["verified"] = {**asdict(plan.verification), "error": plan.verification.error}
     return facts
 
 
 def as_yaml(forecast: Forecast) -> str:
-    """Return the first device's plan for `Policy.from_yaml`.
-
-    What it is a plan for stands in comments.
-    """
-    plan, *_ = forecast.plans
-    row = plan.best
-    assert row is not None
-    lines = [_command_of(forecast.order), f"a forecast: {_what_to_take(row)}"]
-    comments = "".join(f"# {' '.join(text.split())}\n" for text in lines)
-    return comments + yaml.safe_dump(row.policy(), sort_keys=False)
+    """Return the first device's recommended plan for `Policy.from_yaml`, with comments on top."""
+    best = forecast.plans[0].best
+    assert best is not None
+    lines = [_command(forecast.request), f"a forecast: {_summary(best)}"]
+    comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    return comments + yaml.safe_dump(best.policy(), sort_keys=False)
 
 
-def _cells(row: Row, relative: float) -> tuple[str, ...]:
-    """Return a row of the table, in the order of `_COLUMNS`."""
-    return (
-        row.precision,
-        row.recompute,
-        str(row.micro_batch_size) if row.fits else "none",
-        _gib(row.process_bytes) if row.fits else f"{_gib(row.missing_bytes)} too few",
-        _gib(row.margin_bytes),
-        f"{relative:.2f}" if row.fits else "",
-    )
-
-
-def _sources(plan: DevicePlan) -> str:
-    """Return where the figures of a device are from."""
-    device = plan.question.device
-    figures = {
-        "usable": f"usable {_gib(device.usable_bytes)}",
-        "context": f"context {_gib(device.context_bytes)}",
-        "rates": "rates",
-    }
-    return "; ".join(
-        f"{text} ({device.sources[name]})"
-        for name, text in figures.items()
-        if name in device.sources
-    )
-
-
-def _named(row: Row) -> str:
-    """Return a plan in words."""
-    return f"{row.precision}, {'all blocks' if row.modules else 'nothing'} recomputed"
-
-
-def _gib(size: float) -> str:
-    """Return a number of bytes in GiB, a small one in MiB."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
-
-
-def _command_of(order: Order) -> str:
+def _command(request: ForecastRequest) -> str:
     """Return the command that makes a forecast again."""
-    asked = [
-        f"holdfast plan {order.factory}",
-        *(f'--device "{device.name}"' for device in order.devices),
-    ]
-    asked.append(f"--precision {','.join(order.precisions)}")
-    asked += (
-        []
-        if order.global_batch_size is None
-        else [f"--global-batch-size {order.global_batch_size}"]
-    )
-    asked += [] if order.margin_bytes is None else [f"--margin {order.margin_bytes / 2**20:g}MiB"]
-    return " ".join(asked)
-
-
-def _margin_of(plan: DevicePlan) -> str:
-    """Return what a plan's margin covers.
-
-    Empty where it was asked for, or is what was measured on this device.
-    """
-    if plan.question.margin_bytes is not None:
-        return ""
-    covered = []
-    if not plan.question.device.is_measured:
-        covered.append(
-            "no forecast was measured on this device: its margin covers the context of other"
-            " drivers and builds, cuDNN, and fragmentation, in all a forecast that is"
-            f" {UNMEASURED_MARGIN_SHARE:.0%} too low"
-        )
-    if plan.trace.uncalibrated_bytes:
-        covered.append(
-            f"of its margin {_gib(plan.trace.uncalibrated_bytes)} are for what operators may"
-            " allocate while they run and no table knows"
-        )
-    return "; ".join([*covered, "--margin SIZE sets another"]) if covered else ""
-
-
-def _what_is_missing(plan: DevicePlan) -> str:
-    """Return why nothing fits a device, and what would do."""
-    row, device = plan.shown, plan.question.device
-    if row.fits:
-        return _no_plan(
-            f"Nothing holds on {device.name}",
-            "plans were found, and traced once more none of them fitted",
-            "keep more free with --margin.",
-        )
-    needed = device.usable_bytes + row.missing_bytes
-    return _no_plan(
-        f"Nothing fits {device.name}, not even one sample",
-        f"it has {_gib(device.usable_bytes)}, and what needs least ({_named(row)}) needs"
-        f" {_gib(needed)} with its margin, {_gib(row.missing_bytes)} more",
-        "take a device with more, a smaller model, an optimizer with less state, or shorter"
-        " samples.",
-    )
-
-
-def _no_plan(what: str, limit: str, fix: str) -> str:
-    """Return the words of an error that ends a command with an answer: exit code 1, not 2."""
-    return str(OutOfMemoryError(what, limit=limit, fix=fix, rule="H420"))
-
-
-def _assumptions(said: Iterable[Assumption]) -> list[str]:
-    """Return sentences, each with the lines of code that it is about.
-
-    Those of every forecast come last.
-    """
-    lines: dict[str, list[str]] = {}
-    for one in said:
-        lines.setdefault(one.what, []).extend([one.line] if one.line else [])
-    sentences = [
-        what + (f" (at {', '.join(dict.fromkeys(where))})" if where else "")
-        for what, where in lines.items()
-    ]
-    return [
-        *sentences,
-        "the step runs eagerly, on one device; torch.compile would need other memory",
-        "the device was not asked: its figures are those above, and nothing else runs on it",
-    ]
-
-
-def _what_to_take(row: Row) -> str:
-    """Return the recommended plan in words."""
-    samples = "sample" if row.micro_batch_size == 1 else "samples"
-    return (
-        f"{_named(row)}, micro-batches of {row.micro_batch_size} {samples}:"
-        f" {_gib(row.process_bytes)}"
-    )
-
-
-def _verified(found: Verification) -> str:
-    """Return what the last trace says."""
-    return (
-        f"traced once more with these settings: tensors hold {_gib(found.live_bytes)}, the forecast"
-        f" said {_gib(found.forecast_bytes)} ({found.error:+.2%})"
-    )
+    words = [f"holdfast plan {request.factory}"]
+    words += [f'--device "{device.name}"' for device in request.devices]
+    words.append(f"--precision {','.join(request.precisions)}")
+    if request.global_batch_size is not None:
+        words.append(f"--global-batch-size {request.global_batch_size}")
+    if request.margin_bytes is not None:
+        words.append(f"--margin {request.margin_bytes / _MIB:g}MiB")
+    return " ".join(words)

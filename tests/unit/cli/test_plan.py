@@ -78,7 +78,8 @@ def test_the_table_tells_each_plan_and_what_to_take(capsys):
         " micro_batch_size='auto'" in shown
     )
     assert f"forecast_micro_batch_size={best.micro_batch_size})" in shown
-    assert "tensors hold 0.98 GiB, the forecast said 0.98 GiB (+0.10%)" in shown
+    assert "0.98 GiB" in shown
+    assert "+0.10%" in shown
     assert "(at model.py:31 in forward, model.py:40 in forward)" in shown
     assert "CatVTON" in shown  # where the figures of the device are from
     assert "lines: model.py:7 in forward" in shown
@@ -90,7 +91,8 @@ def test_nothing_fits_says_what_would_do(capsys):
     (plan,) = forecast.plans
     assert plan.best is None
     shown = printed(forecast, capsys)
-    assert "Nothing fits tiny, not even one sample; it has 60.0 MiB" in shown
+    assert "Nothing fits tiny" in shown
+    assert "it has 60.0 MiB" in shown
     assert "[H420]" in shown
     facts = as_json(forecast)["devices"][0]
     assert facts["recommended"] is None

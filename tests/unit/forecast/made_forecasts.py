@@ -11,10 +11,15 @@ from tests.unit.forecast.made_steps import Block, Layer, make_step
 
 from holdfast.forecast.devices.catalogue import Device, find_device
 from holdfast.forecast.job.tracing import TraceResult
-from holdfast.forecast.plan.forecasting import Forecast, Order, Verification, plan_device
-from holdfast.forecast.plan.planning import Step
+from holdfast.forecast.plan.forecasting import (
+    Forecast,
+    ForecastRequest,
+    Verification,
+    plan_device,
+)
+from holdfast.forecast.plan.planning import RecomputedStep, TracedStep
 from holdfast.forecast.trace.events import Assumption
-from holdfast.forecast.trace.extrapolation import fit
+from holdfast.forecast.trace.extrapolation import extrapolate
 
 MIB = 1 << 20
 BLOCKS: list[Block] = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4
@@ -43,20 +48,25 @@ def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = Tru
         trace_seconds=(0.1, 0.1),
         assumptions=ASSUMED,
     )
-    order = Order(
+    order = ForecastRequest(
         factory="train.py:build",
         devices=devices,
         precisions=("fp32",),
         global_batch_size=total,
         margin_bytes=0,
     )
-    plain = replace(fit(traces), accumulates=accumulates)
+    plain = replace(extrapolate(traces), accumulates=accumulates)
     every = range(len(BLOCKS))
-    recomputed = fit(
+    recomputed = extrapolate(
         [make_step(BLOCKS, size, optimizer_bytes=MIB, recompute=every) for size in (2, 4)]
     )
-    step = {"fp32": Step(plain=plain, recomputed=lambda: (recomputed, plain.template.blocks))}
+    step = {
+        "fp32": TracedStep(
+            plain=plain,
+            recomputed=lambda: RecomputedStep(step=recomputed, blocks=plain.template.blocks),
+        )
+    }
     plans = [plan_device(order, device, step) for device in devices]
     found = Verification(live_bytes=1000 * MIB, forecast_bytes=1001 * MIB, fits=True)
     plans = [replace(plan, verification=found) if plan.best else plan for plan in plans]
-    return Forecast(order=order, traced={"fp32": result}, plans=tuple(plans), assumptions=ASSUMED)
+    return Forecast(request=order, traced={"fp32": result}, plans=tuple(plans), assumptions=ASSUMED)

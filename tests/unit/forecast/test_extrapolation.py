@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.forecast.made_steps import LINE, SAVES, Block, Layer, make_step
 
 from holdfast.forecast.trace.events import OWNERS, Trace, live_peak
-from holdfast.forecast.trace.extrapolation import NotAlignedError, fit
+from holdfast.forecast.trace.extrapolation import NotAlignedError, extrapolate
 
 layers = st.builds(
     Layer,
@@ -55,7 +55,7 @@ def test_a_step_that_grows_by_whole_bytes_is_reproduced_exactly(
     """A step whose storages are affine in the batch is reproduced to the byte and the operation
     at any size.
     """
-    scaled = fit([make_step(program, size, optimizer_bytes=scratch) for size in sizes])
+    scaled = extrapolate([make_step(program, size, optimizer_bytes=scratch) for size in sizes])
     expected, got = make_step(program, wanted, optimizer_bytes=scratch), scaled.at(wanted)
     for name in ("events", "size_bytes", "flops", "moved_bytes", "operation_event"):
         assert np.array_equal(getattr(got, name), getattr(expected, name)), name
@@ -70,10 +70,10 @@ def test_sizes_that_grow_unevenly_are_rounded_up_and_said() -> None:
     base = one_storage_each(2)
     two = replace(base, size_bytes=np.array([100, 1000]), micro_batch_size=2)
     four = replace(base, size_bytes=np.array([101, 2000]), micro_batch_size=4)
-    got = fit([two, four]).at(5)
+    got = extrapolate([two, four]).at(5)
     assert got.size_bytes.tolist() == [102, 2500]  # 101.5 before
     assert any("1 storages (3.9 % of all bytes)" in one.what for one in got.assumptions)
-    assert fit([two, four]).at(4).size_bytes.tolist() == [101, 2000]
+    assert extrapolate([two, four]).at(4).size_bytes.tolist() == [101, 2000]
 
 
 @pytest.mark.parametrize("batch", [10**12, 10**18, 10**30])
@@ -81,9 +81,9 @@ def test_a_batch_beyond_all_memory_stays_above_any_device(batch: int) -> None:
     """A size that no 64-bit integer holds is bounded, and so is the sum of all of them."""
     base = one_storage_each(3)
     sizes = {size: np.array([1000 * size, 7 * size, 8], dtype=np.int64) for size in (2, 4)}
-    got = fit([replace(base, size_bytes=sizes[size], micro_batch_size=size) for size in (2, 4)]).at(
-        batch
-    )
+    got = extrapolate(
+        [replace(base, size_bytes=sizes[size], micro_batch_size=size) for size in (2, 4)]
+    ).at(batch)
     assert 1 << 42 < int(got.size_bytes.sum()) < 1 << 60
     assert got.size_bytes[2] == 8
 
@@ -92,7 +92,7 @@ def test_an_operation_that_only_one_batch_has_is_named_with_its_line() -> None:
     """A branch on the batch is found at its first operation, with the line of the user's."""
     program: list[Block] = [(Layer("linear", 40), Layer("relu", 40)), (Layer("gelu", 40),)]
     with pytest.raises(NotAlignedError) as raised:
-        fit([make_step(program, 2), make_step(program, 4, branch_at=0)])
+        extrapolate([make_step(program, 2), make_step(program, 4, branch_at=0)])
     message = str(raised.value)
     assert raised.value.rule == "H425"
     assert "with 4 samples than with 2 samples" in message
@@ -110,5 +110,5 @@ def test_scratch_that_only_some_batches_take_is_taken_to_grow_with_the_batch() -
     lacking = replace(small, size_bytes=np.where(scratch, 0, small.size_bytes))
     assert scratch.any()
     assert np.array_equal(
-        fit([lacking, large]).at(9).size_bytes, fit([small, large]).at(9).size_bytes
+        extrapolate([lacking, large]).at(9).size_bytes, extrapolate([small, large]).at(9).size_bytes
     )

@@ -18,11 +18,23 @@ from holdfast.forecast.devices.catalogue import Device, find_device
 from holdfast.forecast.job.tracing import TraceRequest
 from holdfast.forecast.plan import forecasting
 from holdfast.forecast.plan.fit import check_fit
-from holdfast.forecast.plan.forecasting import Order, make_forecast, plan_device, verified
-from holdfast.forecast.plan.planning import Question, Row, Step, plan_rows, recommended
+from holdfast.forecast.plan.forecasting import (
+    ForecastRequest,
+    make_forecast,
+    plan_device,
+    verify_plan,
+)
+from holdfast.forecast.plan.planning import (
+    MemoryPlan,
+    RecomputedStep,
+    Target,
+    TracedStep,
+    find_plans,
+    recommend,
+)
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, played
-from holdfast.forecast.trace.extrapolation import fit
+from holdfast.forecast.trace.extrapolation import extrapolate
 
 MIB = 1 << 20
 BLOCKS = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4
@@ -34,26 +46,28 @@ def device(mib: int) -> Device:
     )
 
 
-def steps(blocks: list[Block] = BLOCKS, *, accumulates: bool = False) -> Step:
+def steps(blocks: list[Block] = BLOCKS, *, accumulates: bool = False) -> TracedStep:
     every = range(len(blocks))
     plain, recomputed = (
-        fit([make_step(blocks, size, optimizer_bytes=MIB, recompute=those) for size in (2, 4)])
+        extrapolate(
+            [make_step(blocks, size, optimizer_bytes=MIB, recompute=those) for size in (2, 4)]
+        )
         for those in ((), every)
     )
-    found = recomputed, plain.template.blocks
-    return Step(plain=replace(plain, accumulates=accumulates), recomputed=lambda: found)
+    found = RecomputedStep(step=recomputed, blocks=plain.template.blocks)
+    return TracedStep(plain=replace(plain, accumulates=accumulates), recomputed=lambda: found)
 
 
-def ask(mib: int, total: int | None = None) -> Question:
-    return Question(device=device(mib), global_batch_size=total, margin_bytes=0)
+def ask(mib: int, total: int | None = None) -> Target:
+    return Target(device=device(mib), global_batch_size=total, margin_bytes=0)
 
 
-def holds(step: Step, row: Row, samples: int, question: Question) -> bool:
+def holds(step: TracedStep, row: MemoryPlan, samples: int, question: Target) -> bool:
     """Return whether a plan holds at a size, by the allocator alone.
 
     For long, if it had to give back its cache.
     """
-    trace = step.of(row.modules).at(samples)
+    trace = step.with_recompute(row.modules).at(samples)
     total = question.global_batch_size
     trace = with_accumulation(trace, total) if step.plain.accumulates and total else trace
     replays = [
@@ -85,7 +99,7 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
     Each micro-batch fits, one sample more does not, none is beyond the batch.
     """
     step, question = steps(blocks, accumulates=accumulates), ask(mib, total)
-    for row in plan_rows({"fp32": step}, question):
+    for row in find_plans({"fp32": step}, question):
         size = row.micro_batch_size
         assert 0 <= size <= total
         assert (row.missing_bytes > 0) == (size == 0)
@@ -94,7 +108,7 @@ def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumu
             assert not holds(step, row, size + 1, question)
 
 
-def row(**changes: object) -> Row:
+def row(**changes: object) -> MemoryPlan:
     plain = {
         "device": "T4",
         "precision": "fp32",
@@ -108,7 +122,7 @@ def row(**changes: object) -> Row:
         "retries": 0,
         "sample_seconds": 1.0,
     }
-    return Row(**{**plain, **changes})  # type: ignore[arg-type]
+    return MemoryPlan(**{**plain, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -130,12 +144,12 @@ def test_the_fastest_is_recommended_and_of_equals_the_smallest_change(better, wo
     What does not fit never does.
     """
     for rows in ([row(**better), row(**worse)], [row(**worse), row(**better)]):
-        assert recommended(rows) == row(**better)
+        assert recommend(rows) == row(**better)
 
 
 def test_a_device_without_bf16_is_not_planned_for_with_it():
     """A T4 gets rows in fp16 only, unless bf16 is all that was asked for; an L4 gets both."""
-    order = Order(factory="train.py:build", devices=(), margin_bytes=0)
+    order = ForecastRequest(factory="train.py:build", devices=(), margin_bytes=0)
     traced = {"fp16": steps(), "bf16": steps()}
     turing, ada = device(400), replace(device(400), capability=(8, 9))
     assert {row.precision for row in plan_device(order, turing, traced).rows} == {"fp16"}
@@ -153,7 +167,9 @@ def test_a_job_with_its_own_autocast_gets_one_set_of_plans() -> None:
     factory = f"{Path(__file__).with_name('forecast_factories.py')}:casts_itself"
     precisions = ("bf16", "fp32")
     found = make_forecast(
-        Order(factory=factory, devices=(device(400),), precisions=precisions, verify=False)
+        ForecastRequest(
+            factory=factory, devices=(device(400),), precisions=precisions, verify=False
+        )
     )
     assert {row.precision for plan in found.plans for row in plan.rows} == {"fp32"}
     assert any("sets its own precision" in said.what for said in found.assumptions)
@@ -167,7 +183,9 @@ def test_where_not_all_fits_the_step_is_traced_with_its_blocks_recomputed() -> N
     Those with take more samples, and one more trace needs what was forecast.
     """
     factory = f"{Path(__file__).with_name('forecast_factories.py')}:transformer"
-    order = Order(factory=factory, devices=(device(600),), precisions=("fp32",), margin_bytes=0)
+    order = ForecastRequest(
+        factory=factory, devices=(device(600),), precisions=("fp32",), margin_bytes=0
+    )
     plan = make_forecast(order).plans[0]
     largest = {
         name: max(r.micro_batch_size for r in plan.rows if r.recompute == name)
@@ -186,7 +204,7 @@ def test_a_plan_that_does_not_hold_raises_the_margin(
 
     That a trace needs more is played here.
     """
-    order = Order(
+    order = ForecastRequest(
         factory="train.py:build", devices=(device(800),), precisions=("fp32",), global_batch_size=64
     )
     order = replace(order, margin_bytes=4 * MIB)
@@ -208,10 +226,10 @@ def test_a_plan_that_does_not_hold_raises_the_margin(
 
     monkeypatch.setattr(forecasting, "trace_job", trace_job)
     said: list[Assumption] = []
-    plan = verified(order, plan_device(order, device(800), step), step, print, said)
+    plan = verify_plan(order, plan_device(order, device(800), step), step, print, said)
     assert plan.best is not None
     assert plan.verification is not None
     assert plan.verification.fits
     assert tried[-1] == plan.best.micro_batch_size < tried[0]
     assert plan.best.margin_bytes > 4 * MIB
-    assert all("did not fit when it was traced, so that" in one.what for one in said)
+    assert all("did not fit" in one.what for one in said)

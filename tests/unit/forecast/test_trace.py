@@ -17,7 +17,14 @@ from holdfast.forecast.trace.events import (
     owners_at_peak,
     played,
 )
-from holdfast.forecast.trace.recording import FORWARD, OPTIMIZER, Ledger, Ran, Recording, as_trace
+from holdfast.forecast.trace.recording import (
+    FORWARD,
+    OPTIMIZER,
+    Ledger,
+    OperationRecord,
+    Recording,
+    as_trace,
+)
 
 DESCRIBED = {"micro_batch_size": 2, "precision": "fp32", "route": "cpu"}
 
@@ -119,14 +126,14 @@ def small_trace() -> Trace:
     """
     memory = Memory({"weight": 1000, "gradient": 1000})
     memory.allocate("activation", 300)
-    memory.record.operations.append(Ran(0, 0, FORWARD, 10, 20, 0))
+    memory.record.operations.append(OperationRecord(0, 0, FORWARD, 10, 20, 0))
     memory.record.backward_starts.append(len(memory.record.events))
     memory.free("gradient")
     memory.allocate("new gradient", 1000)
     memory.free("activation")
     begun = len(memory.record.events)
     memory.allocate("copies", 2000, OPTIMIZER)
-    memory.record.operations.append(Ran(0, begun, OPTIMIZER, 0, 2000, 0))
+    memory.record.operations.append(OperationRecord(0, begun, OPTIMIZER, 0, 2000, 0))
     memory.free("copies", OPTIMIZER)
     memory.record.optimizer_steps.append((begun, begun + 2))
     memory.ledger.own(0, "parameters", 1)

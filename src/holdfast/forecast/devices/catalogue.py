@@ -66,6 +66,11 @@ class Device:
         return self.usable_bytes - self.context_bytes
 
     @property
+    def has_bf16(self) -> bool:
+        """Whether the device computes in bf16: NVIDIA's do from Ampere on (capability 8.0)."""
+        return self.capability is None or self.capability >= (8, 0)
+
+    @property
     def workspace_bytes(self) -> tuple[int, ...]:
         """The workspaces that a training process holds for good, in the order of their
         allocation.

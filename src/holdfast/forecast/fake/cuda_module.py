@@ -1,7 +1,4 @@
-"""``torch.cuda`` as it answers while code runs on the fake device.
-
-One idle GPU, on which nothing takes time.
-"""
+"""Let ``torch.cuda`` answer, while code runs on the fake device, like one idle GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +14,8 @@ import yaml
 
 from holdfast.forecast.fake.guesses import Guesses
 
-# An A100's. Whoever reads it gets an assumption with the line.
+# The properties of an A100 with 80 GB (NVIDIA A100 whitepaper, table 4). Code that reads them gets
+# an assumption with its line.
 _TOTAL_BYTES = 80 * 2**30
 _CAPABILITY = (8, 0)
 _PROPERTIES = SimpleNamespace(
@@ -25,7 +23,7 @@ _PROPERTIES = SimpleNamespace(
     major=_CAPABILITY[0],
     minor=_CAPABILITY[1],
     total_memory=_TOTAL_BYTES,
-    multi_processor_count=108,  # A100 (NVIDIA A100 whitepaper, table 4)
+    multi_processor_count=108,
     warp_size=32,
     is_integrated=False,
     is_multi_gpu_board=False,
@@ -33,20 +31,20 @@ _PROPERTIES = SimpleNamespace(
 
 
 class Patches(contextlib.ExitStack):
-    """Attributes of modules and classes that are replaced; leaving the context puts them back."""
+    """Attributes of modules and classes that are replaced until the context ends."""
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute, or add it."""
         self.enter_context(mock.patch.object(owner, name, value, create=True))
 
-    def wrap(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        """Replace a callable, if this torch has it, by one made around it."""
+    def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """Replace a callable by the one that `wrapper` makes of it, if this torch has it."""
         original = getattr(owner, name, None)
         if original is not None:
-            self.replace(owner, name, around(original))
+            self.replace(owner, name, wrapper(original))
 
 
-class _Idle:
+class _IdleStream:
     """A stream on which nothing runs, or an event that has happened."""
 
     device = torch.device("cuda", 0)
@@ -70,26 +68,41 @@ class _Idle:
     def elapsed_time(self, *_: Any) -> float:
         return 1.0
 
-    def _wait(self, *_: Any) -> None:
-        """Do nothing: nothing runs."""
+    def record(self, *_: Any) -> None:
+        pass
 
-    record = wait = synchronize = wait_stream = wait_event = _wait
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    def wait_event(self, *_: Any) -> None:
+        pass
 
 
-class _Stream(_Idle):
+class _Stream(_IdleStream):
     pass
 
 
-class _Event(_Idle):
+class _Event(_IdleStream):
     pass
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
 def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
-    """Have ``torch.cuda`` answer as with one idle GPU."""
+    """Let ``torch.cuda`` answer like one idle GPU.
+
+    Args:
+        patches: Undoes the replacements when it ends.
+        guesses: Told about answers that memory may depend on.
+    """
     answers = _answers(guesses)
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         for name, answer in answers.items():
@@ -97,34 +110,33 @@ def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
                 patches.replace(owner, name, answer)
     patches.replace(torch.backends.cuda, "is_built", lambda: True)
     for name in ("range_push", "range_pop", "mark"):
-        patches.replace(torch.cuda.nvtx, name, _nothing)
+        patches.replace(torch.cuda.nvtx, name, _do_nothing)
     for name in ("synchronize", "empty_cache"):
         if hasattr(torch.accelerator, name):
-            patches.replace(torch.accelerator, name, _nothing)
+            patches.replace(torch.accelerator, name, _do_nothing)
 
 
 def _answers(guesses: Guesses) -> dict[str, Callable[..., Any]]:
-    def noted(name: str, answer: Any) -> Callable[..., Any]:
-        def ask(*_: Any, **__: Any) -> Any:
-            guesses.assume(f"torch.cuda.{name}() was answered with {answer}")
-            return answer
-
-        return ask
-
-    answers = yaml.safe_load(
+    """Return what replaces the functions and classes of ``torch.cuda``, by name."""
+    table = yaml.safe_load(
         resources.files(__package__).joinpath("cuda_answers.yaml").read_text(encoding="utf-8")
     )
-    known = {
-        **dict.fromkeys(answers["memory in use"].split(), 0),
+    # Answers that memory may depend on.
+    assumed = {
+        **dict.fromkeys(table["memory in use"].split(), 0),
         "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),
         "get_device_name": _PROPERTIES.name,
         "get_device_capability": _CAPABILITY,
         "get_device_properties": _PROPERTIES,
     }
-    plain = {name: each["answer"] for each in answers["plain"] for name in each["names"].split()}
+    answers: dict[str, Callable[..., Any]] = {}
+    for name, answer in assumed.items():
+        answers[name] = _assuming(name, answer, guesses)
+    for entry in table["plain"]:
+        for name in entry["names"].split():
+            answers[name] = _constant(entry["answer"])
     return {
-        **{name: noted(name, answer) for name, answer in known.items()},
-        **{name: lambda *_, answer=answer, **__: answer for name, answer in plain.items()},
+        **answers,
         "current_stream": lambda *_, **__: _Stream(),
         "default_stream": lambda *_, **__: _Stream(),
         "stream": contextlib.nullcontext,
@@ -133,3 +145,15 @@ def _answers(guesses: Guesses) -> dict[str, Callable[..., Any]]:
         "Stream": _Stream,
         "Event": _Event,
     }
+
+
+def _constant(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+def _assuming(name: str, answer: Any, guesses: Guesses) -> Callable[..., Any]:
+    def ask(*_: Any, **__: Any) -> Any:
+        guesses.assume(f"torch.cuda.{name}() was answered with {answer}")
+        return answer
+
+    return ask

@@ -1,9 +1,8 @@
-"""Operators whose answer or shape depends on values: known values first, then `Guesses`.
+"""Run operators whose result or shape depends on values.
 
-And those without shapes.
-
-A result whose number of elements is unknown gets all that it could have: a plan that holds for the
-    worst case holds.
+They use known values first (`known_values`), then answers of `guesses`. A result whose number of
+elements is unknown gets as many as it could have, so that a plan holds for the worst case.
+Operators for which there is no rule are refused; their errors are here too.
 """
 
 from __future__ import annotations
@@ -22,55 +21,76 @@ aten = torch.ops.aten
 
 
 def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator that asks for values, fake if it is a tensor.
+    """Return the result of an operator that depends on values.
 
-    NotImplemented for others.
+    Args:
+        mode: The `ForecastMode`.
+        func: The operator's overload.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        A number or a fake tensor; NotImplemented for other operators.
     """
     if func in (aten._local_scalar_dense.default, aten.item.default):
         return _scalar(mode, args[0])
     if torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor:
-        if kwargs.get("output_size") is not None or (
-            func is aten.repeat_interleave.Tensor and len(args) > 1
-        ):
-            return NotImplemented  # torch has a rule for a size that is said
-        known = mode.facts.evaluate(func, args, kwargs)
-        if known is not NotImplemented:
-            return pytree.tree_map_only(
-                torch.Tensor, lambda value: _stand_for(mode, value, args[0]), known
-            )
-        if func in _WORST:
-            with mode:
-                return _WORST[func](mode, *args, **kwargs)
-    if torch.Tag.data_dependent_output in func.tags and [
-        str(r.type) for r in func._schema.returns
-    ] == ["bool"]:
-        known = mode.facts.evaluate(func, args, kwargs)
-        return mode.guesses.decide() if known is NotImplemented else known
+        result = _dynamic_shape(mode, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if torch.Tag.data_dependent_output in func.tags and _returns_bool(func):
+        value = mode.known_values.evaluate(func, args, kwargs)
+        return mode.guesses.decide() if value is NotImplemented else value
     return NotImplemented
 
 
+def _returns_bool(func: Any) -> bool:
+    return [str(result.type) for result in func._schema.returns] == ["bool"]
+
+
 def _scalar(mode: Any, tensor: torch.Tensor) -> bool | int | float | complex:
-    fact = mode.facts.of(tensor)
-    if fact.value is not None:
-        value: bool | int | float = fact.value.reshape(()).item()
-        return value
-    if tensor.dtype is torch.bool:
-        decided: bool = mode.guesses.decide(expected=fact.expected, why=fact.why)
-        return decided
-    if tensor.dtype.is_complex:
-        return complex(mode.guesses.number())
-    number: int | float = (
-        mode.guesses.number(typical=fact.typical)
-        if tensor.dtype.is_floating_point
-        else mode.guesses.count(at_most=fact.at_most)
-    )
+    knowledge = mode.known_values.of(tensor)
+    number: bool | int | float | complex
+    if knowledge.value is not None:
+        number = knowledge.value.reshape(()).item()
+    elif tensor.dtype is torch.bool:
+        number = mode.guesses.decide(expected=knowledge.expected, why=knowledge.why)
+    elif tensor.dtype.is_complex:
+        number = complex(mode.guesses.number())
+    elif tensor.dtype.is_floating_point:
+        number = mode.guesses.number(typical=knowledge.typical)
+    else:
+        number = mode.guesses.count(at_most=knowledge.at_most)
     return number
 
 
-def _stand_for(mode: Any, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _dynamic_shape(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of an operator whose shape depends on values, or NotImplemented."""
+    if _names_its_size(func, args, kwargs):
+        # torch's own rule computes the shape.
+        return NotImplemented
+    values = mode.known_values.evaluate(func, args, kwargs)
+    if values is not NotImplemented:
+        return pytree.tree_map_only(
+            torch.Tensor, lambda value: _fake_with_value(mode, value, args[0]), values
+        )
+    worst_case = _WORST_CASES.get(func)
+    if worst_case is None:
+        return NotImplemented
+    with mode:
+        return worst_case(mode, *args, **kwargs)
+
+
+def _names_its_size(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if kwargs.get("output_size") is not None:
+        return True
+    return func is aten.repeat_interleave.Tensor and len(args) > 1
+
+
+def _fake_with_value(mode: Any, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     with mode:
         fake = torch.empty(value.shape, dtype=value.dtype, device=like.device)
-    mode.facts.know(fake, value)
+    mode.known_values.learn(fake, value)
     return fake
 
 
@@ -81,48 +101,50 @@ def _all_rows(mode: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _selected(mode: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
-    value = mode.facts.of(mask).value
+    value = mode.known_values.of(mask).value
     if value is None:
         mode.guesses.rows("aten.masked_select")
         return x.new_empty(math.prod(shape))
+    # The mask is broadcast, so each of its elements stands for as many of the result.
     return x.new_empty(int(value.sum()) * math.prod(shape) // max(1, value.numel()))
 
 
-_WORST: dict[Any, Callable[..., Any]] = {
+_WORST_CASES: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _all_rows,
     aten.masked_select.default: _selected,
 }
 
 
+# --- errors ---------------------------------------------------------------------------------------
+
+
 def undecidable(func: Any) -> PolicyError:
-    """Return the error for an operator whose result depends on values in a way that no rule here
-    knows.
-    """
+    """Return the error for an operator whose result depends on values, without a rule (H424)."""
     return PolicyError(
-        f"the result of {func.name()} depends on values{_at(running_line())}",
-        limit="a forecast has shapes only, and holdfast has no worst case for it",
+        f"the result of {func.name()} depends on values{_at_running_line()}",
+        limit="a forecast has shapes only, and holdfast knows no worst case for it",
         fix=(
-            "compute it from host tensors of integers (their values are known), or use a form with"
-            " a fixed size"
+            "compute it from host tensors of integers, whose values are known, or use a form with a"
+            " fixed size"
         ),
         rule="H424",
     )
 
 
 def missing_rule(func: Any) -> PolicyError:
-    """Return the error for an operator of whose results nobody has said the shapes."""
+    """Return the error for an operator without a rule for the shapes of its results (H422)."""
     name = func.name().rsplit(".default", 1)[0]
     return PolicyError(
-        f"operator {name} has no rule for the shapes of its results{_at(running_line())}",
-        limit="without one its memory cannot be known unless it is run",
+        f"operator {name} has no rule for the shapes of its results{_at_running_line()}",
+        limit="without one, its memory cannot be known unless it is run",
         fix=(
-            "register a rule where the operator is defined, one that returns empty tensors of the"
-            " right shapes: "
-            f'torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))'
+            "register a rule where the operator is defined, which returns empty tensors of the"
+            f' right shapes: torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))'
         ),
         rule="H422",
     )
 
 
-def _at(line: str) -> str:
+def _at_running_line() -> str:
+    line = running_line()
     return f", at {line}" if line else ""

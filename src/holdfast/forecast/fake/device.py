@@ -1,9 +1,11 @@
-"""A device without memory of its own, on which a training step runs in shapes only, and runs as
-CUDA would run it.
+"""A device without memory, on which a training step runs in shapes only, as CUDA would run it.
 
-It stands on torch's slot for foreign backends (PrivateUse1): autograd, autocast and every C++
-composite treat its tensors as a GPU's. Registering the slot cannot be undone: do it in a process of
+The device uses torch's slot for foreign backends (PrivateUse1): autograd, autocast and every C++
+composite treat its tensors like a GPU's. The slot cannot be unregistered, so use it in a process of
 its own.
+
+The answers to questions about values are in `data_dependent`; what user code sees of CUDA is in
+`stand_ins`; the kernels that CUDA would choose are in `forecast.kernels`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from torch.utils import _foreach_utils
 
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.fake import data_dependent, placement, stand_ins
-from holdfast.forecast.fake.facts import Facts
 from holdfast.forecast.fake.guesses import Guesses
+from holdfast.forecast.fake.known_values import KnownValues
 from holdfast.forecast.kernels import autocast_policy
 from holdfast.forecast.kernels.emulation import emulated_kernels
 from holdfast.forecast.kernels.scratch import Uncalibrated
@@ -35,41 +37,44 @@ from holdfast.forecast.trace.events import Assumption
 
 DEVICE_NAME = "forecast"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What torch.library.custom_op raises in place of a class of its own
-_NO_RULE = "no fake impl registered"
+# In the message of the RuntimeError that torch.library.custom_op raises for an operator without a
+# fake implementation. It has no class of its own.
+_NO_FAKE_IMPLEMENTATION = "no fake impl registered"
 
 _registered = False
-# FakeTensorMode's __torch_dispatch__ without the guard against torch.compile around it, which costs
-# as much again.
+# FakeTensorMode's __torch_dispatch__ without the guard against torch.compile around it, which takes
+# as long as the dispatch itself.
 _dispatch = getattr(FakeTensorMode, "dispatch", FakeTensorMode.__torch_dispatch__)
 
 
 class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors; those that are asked for on CUDA go to `device`, and questions for values
-    get answers.
+    """Fake tensors, with a fake device instead of CUDA, and with answers to questions for values.
+
+    Args:
+        device: The device to which tensors on ``"cuda"`` go.
+        guesses: Answers questions about values that are not known.
     """
 
     def __init__(self, device: torch.device, guesses: Guesses) -> None:
         super().__init__(allow_non_fake_inputs=False, allow_fallback_kernels=False)
         self.fake_device = device
         self.guesses = guesses
-        self.facts = Facts()
+        self.known_values = KnownValues()
+        # Fake kernels that are preferred to torch's own, by overload.
         self.kernels: Mapping[Any, Callable[..., Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # no guard against torch.compile: nothing is compiled here
+        # Nothing is compiled here, so no guard against torch.compile is needed.
+        return False
 
     @property
     def avoid_device_init(self) -> bool:
-        """True: torch would put constants onto the "available" device for real otherwise."""
+        """True: otherwise torch would put constants onto the "available" device for real."""
         return True
 
     def may_turn_const(self, t: torch.Tensor) -> bool:  # noqa: ARG002 - torch names it
-        """No: `Facts` follow values, of more than single elements and to the device.
-
-        Two accounts would differ.
-        """
+        """Return False: `KnownValues` follows values, so torch shall not follow constants too."""
         return False
 
     def __copy__(self) -> ForecastMode:
@@ -87,73 +92,90 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        lifted = func in self.lift_fns
-        args = tuple(self._at_home(arg, lifted=lifted) for arg in args)
-        kwargs = {name: self._at_home(arg, lifted=lifted) for name, arg in (kwargs or {}).items()}
+        # These operators are given a real tensor, a constant in the user's code.
+        is_lift = func in self.lift_fns
+        args = tuple(self._make_local(arg, is_lift=is_lift) for arg in args)
+        kwargs = {
+            name: self._make_local(arg, is_lift=is_lift) for name, arg in (kwargs or {}).items()
+        }
         if not isinstance(func, torch._ops.OpOverload):
             return _dispatch(self, func, types, args, kwargs)
-        out: Any = data_dependent.answer(self, func, args, kwargs)
-        if out is not NotImplemented:
-            return out
+        answer = data_dependent.answer(self, func, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
         kernel = self.kernels.get(func)
         if kernel is not None:
             return kernel(self, func, *args, **kwargs)
+        out = self._run_fake(func, types, args, kwargs)
+        if is_lift and type(args[0]) is torch.Tensor:
+            self.known_values.learn(out, args[0])
+        else:
+            self.known_values.follow(func, args, kwargs, out)
+        return out
+
+    def _run_fake(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run torch's fake kernel of an operator.
+
+        Raises:
+            PolicyError: H422 if there is none, H424 if its result depends on values.
+        """
         try:
-            out = _dispatch(self, func, types, args, kwargs)
+            return _dispatch(self, func, types, args, kwargs)
         except fake_tensor.UnsupportedOperatorException as error:
             if func._schema.returns or not func._schema.is_mutable:
                 raise data_dependent.missing_rule(func) from error
-            out = None  # it only writes to its arguments, as fused optimizers do
+            # It only writes to its arguments, like fused optimizers.
+            return None
         except (
             fake_tensor.DynamicOutputShapeException,
             fake_tensor.DataDependentOutputException,
         ) as error:
             raise data_dependent.undecidable(func) from error
         except RuntimeError as error:
-            if _NO_RULE not in str(error):
+            if _NO_FAKE_IMPLEMENTATION not in str(error):
                 raise
             raise data_dependent.missing_rule(func) from error
-        if lifted and type(args[0]) is torch.Tensor:
-            self.facts.know(out, args[0])
-        else:
-            self.facts.follow(func, args, kwargs, out)
-        return out
 
-    def _at_home(self, arg: Any, *, lifted: bool) -> Any:
-        """Put CUDA's place and real tensors right.
-
-        The fake device, and fake tensors with known values.
-        """
+    def _make_local(self, arg: Any, *, is_lift: bool) -> Any:
+        """Return an argument with the fake device for CUDA, and fake tensors for real ones."""
         if isinstance(arg, torch.device):
             return stand_ins.redirected(arg, self.fake_device)
         if isinstance(arg, torch.Tensor):
-            return arg if lifted or isinstance(arg, FakeTensor) else self.adopted(arg)
-        if isinstance(arg, (list, tuple)) and any(_is_real(element) for element in arg):
-            return type(arg)(self._at_home(element, lifted=lifted) for element in arg)
+            return arg if is_lift or isinstance(arg, FakeTensor) else self._fake_twin(arg)
+        if isinstance(arg, (list, tuple)) and any(_is_real_tensor(item) for item in arg):
+            return type(arg)(self._make_local(item, is_lift=is_lift) for item in arg)
         return arg
 
-    def adopted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake twin of a real tensor."""
+    def _fake_twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor for a real one, whose values are known."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return tensor
         twin: torch.Tensor = self.from_tensor(tensor)
-        self.facts.know(twin, tensor.detach())
+        self.known_values.learn(twin, tensor.detach())
         return twin
 
 
-def _is_real(arg: object) -> bool:
+def _is_real_tensor(arg: object) -> bool:
     return isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor)
 
 
 class AddedAutocast(torch.autocast):
-    """The autocast of a forecast's precision, to be known from a job's own."""
+    """The autocast of a forecast's precision, told apart from those of the job by its class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastDevice:
-    """The fake device while it is there.
+    """The fake device while its context lasts.
 
-    ``forecast:0`` (``cuda:0`` to user code) or, on its route, ``cpu``.
+    Args:
+        device: ``forecast:0``, which is ``cuda:0`` to user code, or ``cpu``.
+        mode: The fake mode, which is active.
+        route: ``"privateuse1"`` or ``"cpu"``; see `forecast_device`.
+        precision: A key of `PRECISIONS`.
+        guesses: The answers to questions for values.
+        uncalibrated: By how much figures about kernels may be too low.
     """
 
     device: torch.device
@@ -165,22 +187,23 @@ class ForecastDevice:
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What was taken for granted so far."""
+        """What was assumed so far."""
         return self.guesses.assumptions
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the autocast of the precision on this device, or nothing for fp32."""
+        """Return the autocast of the precision on this device, which does nothing for fp32."""
         dtype = PRECISIONS[self.precision]
-        return (
-            contextlib.nullcontext()
-            if dtype is None
-            else AddedAutocast(self.device.type, dtype=dtype)
-        )
+        if dtype is None:
+            return contextlib.nullcontext()
+        return AddedAutocast(self.device.type, dtype=dtype)
 
     def place(self, *modules: nn.Module) -> None:
-        """Bring modules here in place, real or fake.
+        """Move modules, real or fake, to this device in place.
 
-        Parameters stay the same objects, tied ones stay tied (H426).
+        Parameters stay the same objects, so tied ones stay tied.
+
+        Raises:
+            PolicyError: H426, if user code holds autograd nodes of moved parameters.
         """
         for module in modules:
             placement.place(module, self.device)
@@ -191,35 +214,40 @@ class ForecastDevice:
 def forecast_device(
     route: str = "privateuse1", precision: str = "fp32"
 ) -> Iterator[ForecastDevice]:
-    """Run code in shapes only, on a device that stands for CUDA's (H423 if this torch has no slot
-    for it).
+    """Run code in shapes only while the context lasts.
 
-    On route ``"cpu"`` it is the host, to be compared with real runs, and code finds there what the
-    host has.
+    Args:
+        route: ``"privateuse1"`` for a device that stands for a GPU; ``"cpu"`` for the host without
+            CUDA, which is compared with real runs.
+        precision: A key of `PRECISIONS`.
+
+    Raises:
+        PolicyError: H423, if this torch has no slot for the device.
     """
-    on_slot = route == "privateuse1"
-    guesses, uncalibrated = Guesses(), Uncalibrated()
+    stands_for_gpu = route == "privateuse1"
+    guesses = Guesses()
+    uncalibrated = Uncalibrated()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet_and_without_gpus())
-        if on_slot:
+        if stands_for_gpu:
             _register()
-        device = torch.device(DEVICE_NAME, 0) if on_slot else torch.device("cpu")
+        device = torch.device(DEVICE_NAME, 0) if stands_for_gpu else torch.device("cpu")
         mode = ForecastMode(device, guesses)
         stack.enter_context(_foreach_for_fake_tensors())
         stack.enter_context(placement.conversion_in_place())
-        if on_slot:
+        if stands_for_gpu:
             stack.enter_context(autocast_policy.installed(DEVICE_NAME, guesses.assume))
         mode.kernels = stack.enter_context(
             emulated_kernels(
                 route,
-                known=lambda tensor: mode.facts.of(tensor).value,
+                value_of=lambda tensor: mode.known_values.of(tensor).value,
                 assume=guesses.assume,
                 uncalibrated=uncalibrated,
             )
         )
-        stack.enter_context(stand_ins.installed(device, guesses, as_cuda=on_slot))
+        stack.enter_context(stand_ins.installed(device, guesses, as_cuda=stands_for_gpu))
         stack.enter_context(mode)
-        if on_slot:
+        if stands_for_gpu:
             _probe(device)
         yield ForecastDevice(
             device=device,
@@ -233,16 +261,13 @@ def forecast_device(
 
 @contextlib.contextmanager
 def _quiet_and_without_gpus() -> Iterator[None]:
-    """Hide GPUs, where there are any.
-
-    And keep torch from writing down each error that fake tensors raise.
-    """
+    """Hide GPUs, and keep torch from logging each error that fake tensors raise."""
     log = logging.getLogger(fake_tensor.__name__)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
-            # Deepcopy does
+            # copy.deepcopy accesses it.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     finally:
@@ -251,10 +276,7 @@ def _quiet_and_without_gpus() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _foreach_for_fake_tensors() -> Iterator[None]:
-    """Let optimizers and clipping choose foreach for fake parameters.
-
-    The choice looks at the exact type.
-    """
+    """Let optimizers and clipping choose their foreach kernels, which depends on the exact type."""
     with contextlib.ExitStack() as stack:
         for module in (optimizer_module, _foreach_utils):
             types = getattr(module, "_foreach_supported_types", None)
@@ -264,7 +286,9 @@ def _foreach_for_fake_tensors() -> Iterator[None]:
         yield
 
 
-# What torch asks a backend's module for; user code does not see it. No number is drawn.
+# --- torch's slot for the device ------------------------------------------------------------------
+
+# What torch asks the module of a backend for. User code does not see it, and no number is drawn.
 _BACKEND = SimpleNamespace(
     is_initialized=lambda: True,
     is_available=lambda: True,
@@ -279,6 +303,7 @@ _BACKEND = SimpleNamespace(
 
 
 def _register() -> None:
+    """Register the device, once per process."""
     global _registered
     if _registered:
         return
@@ -289,25 +314,26 @@ def _register() -> None:
 
         setup(DEVICE_NAME, backend_module=_BACKEND)
     except (ImportError, RuntimeError, AttributeError, TypeError) as error:
-        raise _no_slot(str(error).splitlines()[0]) from error
+        raise _no_slot(error) from error
     _registered = True
 
 
 def _probe(device: torch.device) -> None:
-    """Run the smallest step.
+    """Run the smallest step, to find out whether this torch supports the device.
 
-    Autograd's engine must start with the device, and whether this torch has it is known.
+    Autograd's engine must also be started while the device exists.
     """
     try:
         weight = torch.empty(2, 2, device=device, requires_grad=True)
         torch.autograd.backward((weight @ weight).sum())
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise _no_slot(str(error).splitlines()[0]) from error
+        raise _no_slot(error) from error
 
 
-def _no_slot(why: str) -> PolicyError:
+def _no_slot(error: Exception) -> PolicyError:
+    reason = str(error).splitlines()[0]
     return PolicyError(
-        f"torch {torch.__version__} gives no slot for a forecast's device: {why}",
+        f"torch {torch.__version__} has no slot for a forecast's device: {reason}",
         limit="a step can be traced only on a device that stands for a GPU",
         fix="use torch 2.11 to 2.15, and no other backend in Python",
         rule="H423",

@@ -1,9 +1,11 @@
-"""What is answered where code asks a fake tensor for its values, and the list of all such answers.
+"""Answer code that asks a fake tensor for its values, and list all such answers.
 
 A trace has shapes and no values. Most questions have a safe answer (is the loss finite?) or one
-that a plan wants (how many rows does a mask leave? all, at worst); every other is answered by a
-rule that is written down with the line that asked. Where code raises after an answer, that line
-gets the other one.
+that a plan wants (how many rows does a mask leave? all of them, at worst). Every other question is
+answered by a rule, and written down with the line that asked. If the code raises after an answer,
+that line gets the other answer.
+
+What follows from known values is in `known_values`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from holdfast.core.errors import PolicyError
 from holdfast.forecast.trace.attribution import running_line
 from holdfast.forecast.trace.events import Assumption
 
-_MOST_ANSWERS = 10_000  # at one line in a step: a loop that waits for a tensor would never end
+# How many questions of one line are answered in a step. A loop that waits for a tensor would never
+# end; no training step is known to ask as often.
+_MOST_ANSWERS = 10_000
+# Modules between the line that asked and us.
 _PLUMBING = ("torch._", "torch.utils._", "holdfast.")
 
 
@@ -24,86 +29,84 @@ class Guesses:
     """Answers to questions for values that a trace does not have."""
 
     def __init__(self) -> None:
+        # The lines that asked for a bool of which nothing is known, in the order of their first
+        # question: "model.py:31 in forward".
         self.asked: dict[str, None] = {}
-        """Lines that asked for a bool of which nothing is known, ``"model.py:31 in forward"``."""
+        # Those of them that are answered with False.
         self.turned: set[str] = set()
-        """Those that are answered with False."""
         self._assumptions: dict[Assumption, None] = {}
-        self._times: Counter[str] = Counter()
+        self._questions: Counter[str] = Counter()
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What was taken for granted so far, each once."""
+        """What was assumed so far, each assumption once."""
         return tuple(self._assumptions)
 
     def assume(self, what: str, line: str | None = None) -> None:
-        """Write down something that was taken for granted, at the line that is running if none
-        is said.
-        """
-        self._assumptions.setdefault(
-            Assumption(what=what, line=running_line() if line is None else line)
-        )
+        """Write down an assumption, at the line that is running unless another one is given."""
+        if line is None:
+            line = running_line()
+        self._assumptions.setdefault(Assumption(what=what, line=line))
 
     def turn(self, line: str) -> None:
-        """Have a line answered with False from now on.
-
-        What was taken for granted there no longer is.
-        """
+        """Answer a line with False from now on, and drop what was assumed there."""
         self.turned.add(line)
-        self._assumptions = {each: None for each in self._assumptions if each.line != line}
+        self._assumptions = {
+            assumption: None for assumption in self._assumptions if assumption.line != line
+        }
 
     def begin_step(self) -> None:
-        """Begin to count anew how often each line asks."""
-        self._times.clear()
+        """Reset how often each line has asked."""
+        self._questions.clear()
 
     def decide(self, *, expected: bool | None = None, why: str = "") -> bool:
-        """Answer ``bool(tensor)``, maybe `expected` to come out one way, and `why` (H424 if a
-        loop waits for it).
+        """Answer ``bool(tensor)``.
+
+        Args:
+            expected: How it is expected to come out, if that is known.
+            why: The assumption behind `expected`.
+
+        Raises:
+            PolicyError: H424, if a loop waits for the answer to change.
         """
         line = running_line()
         if line not in self.turned and expected is not None:
             self.assume(why, line)
             return expected
         self.asked[line] = None
+        self._questions[line] += 1
+        if self._questions[line] > _MOST_ANSWERS:
+            raise _endless_loop(line)
         answer = line not in self.turned
-        self._times[line] += 1
-        if self._times[line] > _MOST_ANSWERS:
-            raise PolicyError(
-                f"a loop asked a tensor {_MOST_ANSWERS} times whether it is to end, at {line}",
-                limit="a forecast has shapes and no values, so that such a loop has no end",
-                fix=(
-                    "give it a fixed number of turns for the forecast, such as the most that it may"
-                    " take"
-                ),
-                rule="H424",
-            )
-        self.assume(f"bool(tensor) was taken as {answer}; {not answer} was not looked at", line)
+        self.assume(f"bool(tensor) was taken as {answer}; {not answer} was not tried", line)
         return answer
 
     def count(self, *, at_most: int | None) -> int:
-        """Answer ``int(tensor)`` or an integer ``.item()``.
+        """Answer ``int(tensor)`` or the ``.item()`` of an integer.
 
-        Its bound, as the worst case, if one is known.
+        Args:
+            at_most: Its upper bound, which is the worst case, if one is known.
         """
-        answer = 1 if at_most is None else at_most
-        why = "nothing is known of it" if at_most is None else "the worst case"
-        self.assume(f"an integer of a tensor was taken as {answer} ({why})")
-        return answer
+        if at_most is None:
+            self.assume("an integer of a tensor was taken as 1 (nothing is known of it)")
+            return 1
+        self.assume(f"an integer of a tensor was taken as {at_most} (the worst case)")
+        return at_most
 
     def number(self, *, typical: float | None = None) -> float:
-        """Answer ``float(tensor)`` or a floating-point ``.item()``.
+        """Answer ``float(tensor)`` or the ``.item()`` of a floating-point number.
 
-        1, but 0 for a GradScaler's overflow flag.
+        Args:
+            typical: What it is taken for, if that is known; otherwise it is taken as 1.
         """
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_PLUMBING):
-            frame = frame.f_back
-        module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        module = _asking_module()
         if module == "torch.amp.grad_scaler":
+            # It asks whether a gradient has overflowed.
             self.assume("no gradient overflowed: GradScaler lets the optimizer step", "")
             return 0.0
         answer = 1.0 if typical is None else typical
-        if not module.startswith("torch.optim"):  # its step count is no choice of the user's
+        # An optimizer asks for its step count, which is no choice of the user's.
+        if not module.startswith("torch.optim"):
             self.assume(
                 f"a number of a tensor was taken as {answer:g}: it matters only if the code"
                 " branches on it"
@@ -111,5 +114,25 @@ class Guesses:
         return answer
 
     def rows(self, operator: str) -> None:
-        """Write down that a result has all the elements that it could have."""
+        """Write down that a result was taken to have all the elements that it could have."""
         self.assume(f"{operator} was taken to keep every element (the worst case)")
+
+
+def _asking_module() -> str:
+    """Return the name of the module that asks, outside torch's and our own plumbing."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not module.startswith(_PLUMBING):
+            return module
+        frame = frame.f_back
+    return ""
+
+
+def _endless_loop(line: str) -> PolicyError:
+    return PolicyError(
+        f"a loop asked a tensor {_MOST_ANSWERS} times whether to end, at {line}",
+        limit="a forecast has shapes and no values, so such a loop never ends",
+        fix="give it a fixed number of iterations for the forecast, such as the most it may take",
+        rule="H424",
+    )

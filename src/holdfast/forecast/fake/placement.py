@@ -1,9 +1,8 @@
-"""Moving modules to the fake device in place.
+"""Move modules to the fake device in place.
 
-Each parameter stays the same object, so ties and optimizers hold.
-
-Torch refuses to change the device of a fake parameter in place, and would make a real one's copy
-anew for each use.
+Each parameter stays the same object, so that ties, optimizers and hooks hold. torch refuses to
+change the device of a fake parameter in place, and would make a new copy of a real parameter for
+each use.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from holdfast.core.errors import PolicyError
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Where a tensor keeps the hooks of `register_hook` and `register_post_accumulate_grad_hook`."""
-_LEFT_BEHIND = "_holdfast_left_behind"  # marks what a parameter was before it was moved
+# Where a tensor keeps the hooks of `register_hook` and `register_post_accumulate_grad_hook`.
+_HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# Marks the tensor that has taken over what a parameter was before it was moved.
+_LEFT_BEHIND = "_holdfast_left_behind"
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Bring a module's parameters, gradients and buffers to a device.
+    """Move a module's parameters, gradients and buffers to a device.
 
     The fake mode must be active.
     """
@@ -34,9 +34,7 @@ def place(module: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def conversion_in_place() -> Iterator[None]:
-    """Let ``Module.to``, ``.cuda()``, ``.half()`` and their like work on fake parameters while
-    the context lasts.
-    """
+    """Make ``Module.to``, ``.cuda()``, ``.half()`` and the like work on fake parameters."""
     original = nn.Module._apply
 
     def apply(
@@ -62,38 +60,44 @@ def conversion_in_place() -> Iterator[None]:
 
 
 def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the content of a parameter and its gradient by what a function makes of them."""
     with torch.no_grad():
         converted = fn(parameter)
         gradient = None if parameter.grad is None else fn(parameter.grad)
     if converted is not parameter:
-        if not isinstance(converted, FakeTensor):
-            parameter.data = converted
-        else:
+        if isinstance(converted, FakeTensor):
             parameter.grad = None
             _become(parameter, nn.Parameter(converted, requires_grad=parameter.requires_grad))
+        else:
+            parameter.data = converted
     if gradient is not None:
         parameter.grad = gradient
 
 
 def _become(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Give an object another tensor's content: class, attributes and storage.
+    """Give `target` the class, attributes and storage of `source`, which takes those of `target`.
 
-    ``source`` takes what it had.
-
-    Torch's ``swap_tensors`` does the same but refuses while anything refers weakly to the tensor,
-    as trackers do.
-    Hooks stay with the object, as they do where a device is changed for real: autograd keeps them
-        with the content.
+    torch's ``swap_tensors`` does the same, but refuses a tensor that has weak references, as
+    trackers hold them. Hooks stay with the object, as they do when a real parameter changes its
+    device; autograd keeps them with the content.
     """
-    hooks = {name: getattr(target, name) for name in _HOOKS}
-    kept = {name: value for name, value in vars(target).items() if name not in vars(source)}
-    target_class, source_class = type(target), type(source)
-    source_attributes, target_attributes = dict(vars(source)), dict(vars(target))
+    hooks = {name: getattr(target, name) for name in _HOOK_ATTRIBUTES}
+    target_attributes = dict(vars(target))
+    source_attributes = dict(vars(source))
+    # Attributes that only the target has stay with it too.
+    own_attributes = {
+        name: value for name, value in target_attributes.items() if name not in source_attributes
+    }
+    target_class = type(target)
+    source_class = type(source)
+
     torch._C._swap_tensor_impl(target, source)
-    target.__class__, source.__class__ = source_class, target_class
-    for tensor, attributes in ((target, source_attributes | kept), (source, target_attributes)):
-        vars(tensor).clear()
-        vars(tensor).update(attributes)
+    target.__class__ = source_class
+    source.__class__ = target_class
+    vars(target).clear()
+    vars(target).update(source_attributes | own_attributes)
+    vars(source).clear()
+    vars(source).update(target_attributes)
     for name, registered in hooks.items():
         if registered is not None:
             setattr(target, name, registered)
@@ -101,11 +105,13 @@ def _become(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def check_hooks_on_nodes() -> None:
-    """Refuse (H426) autograd nodes of moved parameters that user code holds.
+    """Refuse autograd nodes of moved parameters that user code holds.
 
-    Hooks on them never run.
+    A real parameter keeps its node when it is moved; a fake one cannot, so that hooks on the node
+    would never run.
 
-    A real parameter keeps its node when it is moved; a fake one cannot.
+    Raises:
+        PolicyError: H426.
     """
     for node in gc.get_objects():
         if type(node).__name__ == "AccumulateGrad" and _LEFT_BEHIND in vars(node.variable):
@@ -113,8 +119,8 @@ def check_hooks_on_nodes() -> None:
                 "build() holds autograd's AccumulateGrad node of a parameter that was moved to the"
                 " device afterwards",
                 limit=(
-                    "a forecast moves a parameter by replacing it, so that hooks on that node would"
-                    " not run"
+                    "a forecast moves a parameter by replacing it, so hooks on that node would not"
+                    " run"
                 ),
                 fix=(
                     "use parameter.register_post_accumulate_grad_hook(hook), or make the model on"

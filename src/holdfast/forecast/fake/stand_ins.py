@@ -1,10 +1,11 @@
-"""What user code sees of CUDA while it runs on the fake device.
+"""Show user code CUDA while it runs on the fake device.
 
-``torch.cuda``, ``"cuda"``, values of tensors.
+Code that asks for ``"cuda"`` gets the fake device. A tensor there says to code outside torch and
+holdfast that it is on ``cuda:0``, so that ``if x.device.type == "cuda"`` goes the way that it goes
+on a GPU. Values of fake tensors can be read, calls that save are left out, and wrappers for several
+devices are refused. All of it is undone at the end.
 
-Code that asks for ``"cuda"`` gets the fake device, and a tensor there says to code outside torch
-and holdfast that it is on ``cuda:0``, so that ``if x.device.type == "cuda"`` goes the way that it
-goes on a GPU. All of it is put back after.
+``torch.cuda`` itself is in `cuda_module`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ from holdfast.forecast.fake.guesses import Guesses
 
 
 def redirected(device: Any, fake: torch.device) -> Any:
-    """Return the fake device for ``"cuda"``, ``"cuda:1"`` or the like, and everything else as it
-    is.
-    """
+    """Return the fake device for ``"cuda"`` or ``"cuda:1"``, and anything else as it is."""
     if isinstance(device, torch.device):
         return fake if device.type == "cuda" else device
     if isinstance(device, str) and (device == "cuda" or device.startswith("cuda:")):
@@ -41,208 +40,143 @@ def redirected(device: Any, fake: torch.device) -> Any:
 
 @contextlib.contextmanager
 def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterator[None]:
-    """Put the stand-ins in place while the context lasts: ``"cuda"`` leads to the fake device.
+    """Install the stand-ins while the context lasts.
 
-    Without `as_cuda` CUDA is not there at all; values of fake tensors can be read in any case.
+    Args:
+        fake: The fake device.
+        guesses: Collects what is assumed.
+        as_cuda: Whether ``"cuda"`` leads to the fake device; otherwise there is no CUDA.
     """
     with Patches() as patches:
-        _values_of_fake_tensors(patches)
+        _read_fake_values(patches)
         _compile_as_eager(patches, guesses)
-        _nothing_is_saved(patches, guesses)
-        _one_device_only(patches)
-        # Its branch for traced tensors repeats heads and builds masks that no real run has.
-        transformers = "transformers.utils.import_utils"
-        seen = partial(patches.replace, name="is_fake_tensor", value=lambda _: False)
-        _when_imported(patches, transformers, seen)
-        # It draws again until all numbers suit, which fake ones never do.
+        _leave_out_saving(patches, guesses)
+        _refuse_several_devices(patches)
+        _hide_fake_tensors_from_transformers(patches)
+        # It draws again until all numbers are in range, which fake numbers never are.
         patches.replace(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         if as_cuda:
-            _tensors(patches, fake)
-            _devices_as_seen(patches, fake)
+            _redirect_tensors(patches, fake)
+            _show_cuda_as_device(patches, fake)
             install_cuda_module(patches, guesses)
-            _autocast(patches, fake.type)
+            _redirect_autocast(patches, fake.type)
         yield
 
 
-def _values_of_fake_tensors(patches: Patches) -> None:
-    def values(tensor: Any) -> list[Any]:
-        if tensor.numel() > 0 and tensor.fake_mode.facts.of(tensor).value is None:
-            # One question for all elements: each takes 80 microseconds.
-            return [tensor.reshape(-1)[0].item()] * tensor.numel()
-        return [element.item() for element in tensor.reshape(-1).unbind()]
+# --- values ---------------------------------------------------------------------------------------
 
-    def as_array(tensor: torch.Tensor) -> Any:
-        return np.array(values(tensor), dtype=str(tensor.dtype).removeprefix("torch.")).reshape(
-            tuple(tensor.shape)
-        )
 
-    def around_numpy(original: Any) -> Any:
+def _read_fake_values(patches: Patches) -> None:
+    """Let ``.numpy()``, ``.tolist()`` and formatting of fake tensors work."""
+
+    def wrap_numpy(original: Any) -> Any:
         def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (
-                as_array(tensor)
-                if isinstance(tensor, FakeTensor)
-                else original(tensor, *args, **kwargs)
-            )
+            if isinstance(tensor, FakeTensor):
+                return _as_array(tensor)
+            return original(tensor, *args, **kwargs)
 
         return numpy
 
-    def around_format(original: Any) -> Any:
-        def form(tensor: torch.Tensor, spec: str) -> str:
+    def wrap_format(original: Any) -> Any:
+        def format_tensor(tensor: torch.Tensor, spec: str) -> str:
             if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
                 return format(tensor.item(), spec)
             text: str = original(tensor, spec)
             return text
 
-        return form
+        return format_tensor
 
-    patches.wrap(torch.Tensor, "numpy", around_numpy)
-    patches.wrap(torch.Tensor, "__format__", around_format)
-    patches.replace(FakeTensor, "tolist", lambda tensor: as_array(tensor).tolist())
-
-
-def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
-    def compiled(model: Any = None, **_: Any) -> Any:
-        guesses.assume("torch.compile is forecast as eager: a compiled step needs less, mostly")
-        return model if model is not None else lambda function: function
-
-    patches.replace(torch, "compile", compiled)
-    patches.replace(nn.Module, "compile", lambda module, *_, **__: compiled(module) and None)
+    patches.wrap(torch.Tensor, "numpy", wrap_numpy)
+    patches.wrap(torch.Tensor, "__format__", wrap_format)
+    patches.replace(FakeTensor, "tolist", lambda tensor: _as_array(tensor).tolist())
 
 
-def _tensors(patches: Patches, fake: torch.device) -> None:
-    def around_to(original: Any) -> Any:
-        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            args = tuple(redirected(arg, fake) for arg in args)
-            return original(
-                tensor, *args, **{name: redirected(arg, fake) for name, arg in kwargs.items()}
-            )
-
-        return to
-
-    def cuda(tensor: torch.Tensor, *_: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device", None)
-        return torch.Tensor.to(tensor, fake, **kwargs)
-
-    patches.wrap(torch.Tensor, "to", around_to)
-    patches.replace(torch.Tensor, "cuda", cuda)
-    patches.replace(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)
-    patches.replace(torch.Tensor, "is_pinned", lambda *_, **__: False)
-    patches.replace(torch.Tensor, "record_stream", lambda *_: None)
+def _as_array(tensor: FakeTensor) -> Any:
+    """Return the values of a fake tensor, known or guessed, as a numpy array."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return np.array(_values(tensor), dtype=dtype).reshape(tuple(tensor.shape))
 
 
-def _devices_as_seen(patches: Patches, fake: torch.device) -> None:
-    """Say ``cuda:0`` to code outside torch and holdfast."""
-    shown = torch.device("cuda", 0)
-    device_of: Any = vars(FakeTensor)["device"]
-
-    def device(tensor: Any) -> torch.device:
-        actual: torch.device = device_of.fget(tensor)
-        return (
-            shown
-            if actual.type == fake.type and not _asked_by_torch(sys._getframe().f_back)
-            else actual
-        )
-
-    def is_cuda(tensor: torch.Tensor) -> bool:
-        return tensor.device.type == fake.type and not _asked_by_torch(sys._getframe().f_back)
-
-    patches.replace(FakeTensor, "device", property(device, device_of.fset))
-    patches.replace(torch.Tensor, "is_cuda", property(is_cuda))
+def _values(tensor: Any) -> list[Any]:
+    flat = tensor.reshape(-1)
+    if tensor.numel() > 0 and tensor.fake_mode.known_values.of(tensor).value is None:
+        # A single question for all elements, because each takes 80 microseconds.
+        return [flat[0].item()] * tensor.numel()
+    return [element.item() for element in flat.unbind()]
 
 
-def _asked_by_torch(frame: FrameType | None) -> bool:
-    if frame is None:  # autograd's thread has no Python frames of its own
-        return True
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.startswith(("torch.", "holdfast.")) or name == "torch"
+def _hide_fake_tensors_from_transformers(patches: Patches) -> None:
+    """Keep transformers from taking its branches for traced tensors.
 
-
-def _autocast(patches: Patches, kind: str) -> None:
-    """Lead autocast on ``"cuda"`` to the type of the fake device."""
-
-    def there(device_type: Any) -> Any:
-        return kind if device_type == "cuda" else device_type
-
-    def around_init(original: Any) -> Any:
-        def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-            if device_type == "cuda" and dtype is None:
-                dtype = torch.float16  # CUDA's default, whatever the fake device's is
-            original(self, there(device_type), dtype, *args, **kwargs)
-
-        return init
-
-    def around_query(original: Any) -> Any:
-        return lambda device_type="cuda": original(there(device_type))
-
-    def around_set(original: Any) -> Any:
-        return lambda *args: (
-            original(there(args[0]), args[1]) if len(args) > 1 else original(kind, *args)
-        )
-
-    def around_cast(original: Any) -> Any:
-        return lambda value, device_type, dtype: original(value, there(device_type), dtype)
-
-    patches.wrap(torch.autocast, "__init__", around_init)
-    patches.wrap(torch.amp.autocast_mode, "_cast", around_cast)
-    for name in ("is_autocast_enabled", "get_autocast_dtype"):
-        patches.wrap(torch, name, around_query)
-    for name in ("set_autocast_enabled", "set_autocast_dtype"):
-        patches.wrap(torch, name, around_set)
-    patches.replace(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(kind))
-    patches.replace(
-        torch, "set_autocast_gpu_dtype", lambda dtype: torch.set_autocast_dtype(kind, dtype)
+    These repeat heads and build masks that no real run has.
+    """
+    _when_imported(
+        patches,
+        "transformers.utils.import_utils",
+        partial(patches.replace, name="is_fake_tensor", value=lambda _: False),
     )
 
 
-def _nothing_is_saved(patches: Patches, guesses: Guesses) -> None:
+# --- what is left out or refused ------------------------------------------------------------------
+
+
+def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
+    def compile_as_eager(model: Any = None, **_: Any) -> Any:
+        guesses.assume("torch.compile is forecast as eager; a compiled step mostly needs less")
+        return model if model is not None else lambda function: function
+
+    def compile_module(module: nn.Module, *_: Any, **__: Any) -> None:
+        compile_as_eager(module)
+
+    patches.replace(torch, "compile", compile_as_eager)
+    patches.replace(nn.Module, "compile", compile_module)
+
+
+def _leave_out_saving(patches: Patches, guesses: Guesses) -> None:
     """Leave out what a step saves.
 
-    Its tensors have no values, and the file may be that of a real run.
+    Its tensors have no values, and the file may be that of a real run. Copies in memory are made.
     """
 
-    def around(name: str) -> Callable[[Any], Any]:
-        def with_original(original: Any) -> Any:
+    def wrap_save(name: str) -> Callable[[Any], Any]:
+        def wrapper(original: Any) -> Any:
             def save(*args: Any, **kwargs: Any) -> Any:
-                if isinstance(kwargs.get("f", args[1] if len(args) > 1 else None), io.BytesIO):
-                    return original(*args, **kwargs)  # a copy in memory
+                target = kwargs.get("f", args[1] if len(args) > 1 else None)
+                if isinstance(target, io.BytesIO):
+                    return original(*args, **kwargs)
                 guesses.assume(f"{name} was left out: nothing was written")
                 return None
 
             return save
 
-        return with_original
+        return wrapper
 
     for module in (torch, torch.serialization):
-        patches.wrap(module, "save", around("torch.save"))
-    patches.wrap(torch.jit, "save", around("torch.jit.save"))
+        patches.wrap(module, "save", wrap_save("torch.save"))
+    patches.wrap(torch.jit, "save", wrap_save("torch.jit.save"))
 
 
-def _one_device_only(patches: Patches) -> None:
-    """Refuse to wrap a model for several processes or devices.
-
-    One process on one device is what is traced.
-    """
+def _refuse_several_devices(patches: Patches) -> None:
+    """Refuse to wrap a model for several processes or devices: one of each is traced."""
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
-            raise for_several_devices(f"build() or the step calls {name}")
+            raise several_devices(f"build() or the step calls {name}")
 
         return refuse
 
-    for wrapper in (nn.parallel.DistributedDataParallel, nn.DataParallel):
-        patches.replace(wrapper, "__init__", refusing(wrapper.__name__))
-
-    def change(module: Any) -> None:
-        patches.replace(
-            module.FullyShardedDataParallel, "__init__", refusing("FullyShardedDataParallel")
-        )
+    def refuse_sharding(module: Any) -> None:
+        wrapper = module.FullyShardedDataParallel
+        patches.replace(wrapper, "__init__", refusing("FullyShardedDataParallel"))
         patches.replace(module, "fully_shard", refusing("fully_shard"))
 
-    _when_imported(patches, "torch.distributed.fsdp", change)
+    for wrapper in (nn.parallel.DistributedDataParallel, nn.DataParallel):
+        patches.replace(wrapper, "__init__", refusing(wrapper.__name__))
+    _when_imported(patches, "torch.distributed.fsdp", refuse_sharding)
 
 
-def for_several_devices(what: str) -> PolicyError:
-    """Return the error for a model that is spread over processes or devices."""
+def several_devices(what: str) -> PolicyError:
+    """Return the error for a model that is spread over processes or devices (H427)."""
     return PolicyError(
         what,
         limit=(
@@ -251,20 +185,113 @@ def for_several_devices(what: str) -> PolicyError:
         ),
         fix=(
             "return the bare model from build(), as for one GPU. DistributedDataParallel needs"
-            " another copy of the gradients on each device: keep that free with --margin. What"
-            " sharding saves is not forecast."
+            " another copy of the gradients on each device: keep that much memory free with"
+            " --margin. What sharding saves is not forecast."
         ),
         rule="H427",
     )
 
 
+# --- where tensors are ----------------------------------------------------------------------------
+
+
+def _redirect_tensors(patches: Patches, fake: torch.device) -> None:
+    """Lead ``.to("cuda")`` and ``.cuda()`` to the fake device."""
+
+    def wrap_to(original: Any) -> Any:
+        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            args = tuple(redirected(arg, fake) for arg in args)
+            kwargs = {name: redirected(arg, fake) for name, arg in kwargs.items()}
+            return original(tensor, *args, **kwargs)
+
+        return to
+
+    def cuda(tensor: torch.Tensor, *_: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device", None)
+        return torch.Tensor.to(tensor, fake, **kwargs)
+
+    patches.wrap(torch.Tensor, "to", wrap_to)
+    patches.replace(torch.Tensor, "cuda", cuda)
+    patches.replace(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)
+    patches.replace(torch.Tensor, "is_pinned", lambda *_, **__: False)
+    patches.replace(torch.Tensor, "record_stream", lambda *_: None)
+
+
+def _show_cuda_as_device(patches: Patches, fake: torch.device) -> None:
+    """Let fake tensors say ``cuda:0`` to code outside torch and holdfast."""
+    shown = torch.device("cuda", 0)
+    original: Any = vars(FakeTensor)["device"]
+
+    def device(tensor: Any) -> torch.device:
+        actual: torch.device = original.fget(tensor)
+        if actual.type == fake.type and not _asked_by_torch(sys._getframe().f_back):
+            return shown
+        return actual
+
+    def is_cuda(tensor: torch.Tensor) -> bool:
+        return tensor.device.type == fake.type and not _asked_by_torch(sys._getframe().f_back)
+
+    patches.replace(FakeTensor, "device", property(device, original.fset))
+    patches.replace(torch.Tensor, "is_cuda", property(is_cuda))
+
+
+def _asked_by_torch(frame: FrameType | None) -> bool:
+    if frame is None:
+        # Autograd's thread has no Python frames of its own.
+        return True
+    name = str(frame.f_globals.get("__name__", ""))
+    return name == "torch" or name.startswith(("torch.", "holdfast."))
+
+
+def _redirect_autocast(patches: Patches, fake_type: str) -> None:
+    """Lead autocast on ``"cuda"`` to the type of the fake device."""
+
+    def redirect(device_type: Any) -> Any:
+        return fake_type if device_type == "cuda" else device_type
+
+    def wrap_init(original: Any) -> Any:
+        def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+            if device_type == "cuda" and dtype is None:
+                # CUDA's default, whatever the fake device's is.
+                dtype = torch.float16
+            original(self, redirect(device_type), dtype, *args, **kwargs)
+
+        return init
+
+    def wrap_query(original: Any) -> Any:
+        return lambda device_type="cuda": original(redirect(device_type))
+
+    def wrap_setting(original: Any) -> Any:
+        def set_value(*args: Any) -> Any:
+            # Older code calls it without a device type, for CUDA.
+            if len(args) == 1:
+                return original(fake_type, *args)
+            return original(redirect(args[0]), args[1])
+
+        return set_value
+
+    def wrap_cast(original: Any) -> Any:
+        return lambda value, device_type, dtype: original(value, redirect(device_type), dtype)
+
+    patches.wrap(torch.autocast, "__init__", wrap_init)
+    patches.wrap(torch.amp.autocast_mode, "_cast", wrap_cast)
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        patches.wrap(torch, name, wrap_query)
+    for name in ("set_autocast_enabled", "set_autocast_dtype"):
+        patches.wrap(torch, name, wrap_setting)
+    patches.replace(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(fake_type))
+    patches.replace(
+        torch, "set_autocast_gpu_dtype", lambda dtype: torch.set_autocast_dtype(fake_type, dtype)
+    )
+
+
 def _when_imported(patches: Patches, name: str, change: Callable[[Any], None]) -> None:
-    """Change a module now, or when it is imported while the stand-ins are there."""
-    watch = ImportWatch(_raised)
+    """Change a module now, or when it is imported while the stand-ins are installed."""
+    watch = ImportWatch(_raise)
     watch.when_imported(name, change)
     if watch in sys.meta_path:
         patches.callback(sys.meta_path.remove, watch)
 
 
-def _raised(error: BaseException) -> None:
+def _raise(error: BaseException) -> None:
     raise error

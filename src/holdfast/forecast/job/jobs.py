@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.forecast.fake.device import AddedAutocast, ForecastDevice
-from holdfast.forecast.fake.facts import worth_knowing
-from holdfast.forecast.fake.stand_ins import for_several_devices
+from holdfast.forecast.fake.known_values import worth_knowing
+from holdfast.forecast.fake.stand_ins import several_devices
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built, Function
 from holdfast.forecast.job.sample_batch import Leaf, SampleBatch, Values, cut, leaves_of
@@ -71,7 +71,7 @@ class Job:
         if any(
             hasattr(p, "device_mesh") for model in built.models.values() for p in model.parameters()
         ):
-            raise for_several_devices(
+            raise several_devices(
                 "a model that build() returned has parameters spread over a device mesh"
             )
         device.place(*built.models.values())
@@ -306,9 +306,11 @@ class Job:
         return [batch] if self._uses_guard or count == 1 else sample.parts(batch, count)
 
     def _read(self, tensor: torch.Tensor) -> Values | None:
-        facts = self._device.mode.facts
+        known_values = self._device.mode.known_values
         with unset_fake_temporarily():  # a value is real; under the mode a copy of it would not be
-            value = facts.of(tensor).value if isinstance(tensor, FakeTensor) else tensor.detach()
+            value = (
+                known_values.of(tensor).value if isinstance(tensor, FakeTensor) else tensor.detach()
+            )
             return None if value is None or not worth_knowing(value) else value.cpu().numpy()
 
     def _make(self, leaf: Leaf) -> torch.Tensor:
@@ -318,7 +320,7 @@ class Job:
         )
         if leaf.values is not None:
             with unset_fake_temporarily():
-                self._device.mode.facts.know(
+                self._device.mode.known_values.learn(
                     made, torch.from_numpy(np.ascontiguousarray(leaf.values))
                 )
         return made

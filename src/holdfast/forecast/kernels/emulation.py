@@ -29,7 +29,7 @@ _NOT_REDUCED = 0  # at::Reduction::None
 
 @contextlib.contextmanager
 def emulated_kernels(
-    route: str, *, known: Known, assume: Assume, uncalibrated: Uncalibrated
+    route: str, *, value_of: Known, assume: Assume, uncalibrated: Uncalibrated
 ) -> Iterator[Mapping[Any, FakeKernel]]:
     """Let the fake device run what the real one would.
 
@@ -41,7 +41,7 @@ def emulated_kernels(
     key = "AutogradPrivateUse1" if route == "privateuse1" else "AutogradCPU"
     library = torch.library.Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
     try:
-        install_sequences(library, known, assume)
+        install_sequences(library, value_of, assume)
         if route == "privateuse1":
             install_attention(library)
             library.impl("_fused_rms_norm", _fused_rms_norm)  # type: ignore[no-untyped-call]

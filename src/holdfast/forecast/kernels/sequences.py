@@ -99,7 +99,7 @@ def _learn(tensor: Any, values: list[int]) -> None:
     A recurrent layer asks for the first batch size.
     """
     with unset_fake_temporarily():
-        tensor.fake_mode.facts.know(tensor, torch.tensor(values, dtype=torch.int64))
+        tensor.fake_mode.known_values.learn(tensor, torch.tensor(values, dtype=torch.int64))
 
 
 class _Pack(torch.autograd.Function):

@@ -1,1 +1,6 @@
-"""Every plan for a device, and the one to take."""
+"""Choose settings that fit a device.
+
+`forecasting.make_forecast` answers a whole request; `planning` finds the largest micro-batch of
+each plan; `fit` asks the simulated allocator whether a step fits. Read `fit`, `planning`,
+`forecasting`.
+"""

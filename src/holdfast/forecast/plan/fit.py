@@ -1,6 +1,7 @@
-"""Does a trace fit a device.
+"""Decide whether a trace fits a device.
 
-The replay under what the driver can give, with a margin, and how much is missing.
+A trace fits if it plays through the simulated allocator (`allocator`) with the memory that the
+driver can give, less a margin. The margins are here, with their sources.
 """
 
 from __future__ import annotations
@@ -13,33 +14,35 @@ from holdfast.forecast.allocator.replay import Events, Replay, Sizes, replay
 from holdfast.forecast.devices.catalogue import Device
 
 _MIB = 1 << 20
-# The margin covers what the forecast does not know. On devices that forecasts were measured on,
-# that is scratch of kernels and growth of the context: twice the 4.9 % by which forecasts of 15
-# published peaks were too low in the median.
+# Share of the usable memory that is kept free on devices that forecasts were measured on. It covers
+# the scratch memory of kernels and the growth of the context. It is twice 4.9 %, by which forecasts
+# of 15 published peaks were too low in the median.
 MARGIN_SHARE = 0.10
-# On every other device it also covers the context of other drivers and builds, cuDNN, and an
-# allocator that fragments more. Of ten published peaks, on other people's stacks, 8 were above
-# their forecast, by 21 % of the peak at most (BERT-large in fp32, 512 tokens, on a V100 with an
-# older torch; 17 % and 11 % came next).
+# The same share on every other device, where it also covers the context of other drivers and
+# builds, cuDNN, and an allocator that fragments more. Of ten published peaks, on other people's
+# software, 8 were above their forecast, by at most 21 % of the peak (BERT-large in fp32, 512
+# tokens, on a V100 with an older torch; the next were 17 % and 11 %).
 UNMEASURED_MARGIN_SHARE = 0.22
-# Covers the spread of the context between builds (287 to 667 MB, pytorch PR 86509) on a small
-# device.
+# The least margin. On a small device it covers the spread of the context between builds (287 to 667
+# MB, pytorch PR 86509).
 LEAST_MARGIN_BYTES = 512 * _MIB
-# CUDA before 11.7 loads all kernels into the context (pytorch#107667): 1644 MiB less a tensor of
-# 156 MiB, on an RTX 3090 with CUDA 11.0 (pytorch#49877). Devices from Ada on (8.9) need CUDA 11.8.
+# Before CUDA 11.7 all kernels were loaded into the context (pytorch#107667). It took 1644 MiB less
+# a tensor of 156 MiB on an RTX 3090 with CUDA 11.0 (pytorch#49877).
 OLD_CONTEXT_BYTES = 1488 * _MIB
-_FIRST_WITHOUT_OLD_CUDA = (8, 9)
+# Compute capability of Ada, the first architecture that needs CUDA 11.8 or later, so that it never
+# has the old context.
+_FIRST_CAPABILITY_WITHOUT_OLD_CUDA = (8, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a trace fits.
+    """Whether a trace fits a device, and how.
 
     Args:
-        margin_bytes: What was kept back for what the forecast does not know.
-        replay: What the allocator did under the device's memory less the context and the margin.
-        process_bytes: What the process is expected to take: what the allocator held at its peak,
-            and the context.
+        margin_bytes: Memory that was kept free for what the forecast does not know.
+        replay: What the allocator did with the device's memory, less the context and the margin.
+        process_bytes: Memory that the process is expected to take: the peak of the allocator's
+            reserved memory, and the context.
     """
 
     margin_bytes: int
@@ -48,17 +51,21 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the whole trace was played."""
+        """Whether there was memory for every allocation of the trace."""
         return self.replay.failed_at is None
 
 
 def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0) -> int:
-    """Return what to keep back where nothing is asked for.
+    """Return how much memory to keep free on a device if the user names no margin.
 
-    What a trace could not count comes on top of it.
+    Args:
+        device: The device.
+        uncalibrated_scratch_bytes: Scratch memory that kernels of the step may need and that no
+            table knows. It comes on top of the margin.
     """
     margin = max(LEAST_MARGIN_BYTES, int(MARGIN_SHARE * device.usable_bytes))
-    if (device.capability or (0, 0)) < _FIRST_WITHOUT_OLD_CUDA:
+    capability = device.capability or (0, 0)
+    if capability < _FIRST_CAPABILITY_WITHOUT_OLD_CUDA:
         margin += max(0, OLD_CONTEXT_BYTES - device.context_bytes)
     if not device.is_measured:
         margin = max(margin, int(UNMEASURED_MARGIN_SHARE * device.usable_bytes))
@@ -68,19 +75,24 @@ def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0)
 def with_workspaces(
     events: Events, sizes: Sizes, device: Device, products: tuple[int, int] = (0, 0)
 ) -> tuple[Events, Sizes]:
-    """Return a trace with the device's cuBLAS workspaces, which stay for ever, at its first matrix
-    products.
+    """Return a trace with the allocations of the device's cuBLAS workspaces, which are never freed.
 
-    `products` is `first_products` of what was played. The second workspace tears a hole into what
-        forward has left: a
-    contrastive loss of 15.8 GB held 20.2 GB of an H200, and 15.9 GB where both workspaces came
-    first.
+    The position matters. The workspace of the backward pass takes a part of the memory that the
+    forward pass has just freed: a contrastive loss of 15.8 GB reserved 20.2 GB of an H200, and 15.9
+    GB with both workspaces allocated first.
+
+    Args:
+        events: Allocations and frees, as in `Trace.events`.
+        sizes: Bytes of each storage.
+        device: The device whose workspaces are added.
+        products: Number of events before the first matrix product of the forward and of the
+            backward pass; see `first_products`.
     """
     workspaces = np.array(device.workspace_bytes, dtype=np.int64)
+    # The workspaces take the ids after all others, so that no other id changes.
     ids = np.arange(len(sizes) + 1, len(sizes) + 1 + len(workspaces), dtype=np.int32)
-    places = np.repeat(products, len(ids) // len(products))
-    # Behind them: no id changes
-    return np.insert(events, places, ids), np.concatenate([sizes, workspaces])
+    positions = np.repeat(products, len(ids) // len(products))
+    return np.insert(events, positions, ids), np.concatenate([sizes, workspaces])
 
 
 def check_fit(
@@ -91,15 +103,21 @@ def check_fit(
     products: tuple[int, int] = (0, 0),
     margin_bytes: int | None = None,
 ) -> Fit:
-    """Play a trace of several steps, since the first is not the peak, on a device.
+    """Play a trace through the allocator of a device.
 
-    Workspaces are added here.
+    Args:
+        events: Allocations and frees of several steps, since the first step is not always the peak.
+        sizes: Bytes of each storage, without cuBLAS workspaces, which are added here.
+        device: The device.
+        products: Where the workspaces are allocated; see `with_workspaces`.
+        margin_bytes: Memory to keep free, or None for `default_margin_bytes`.
     """
-    margin = default_margin_bytes(device) if margin_bytes is None else margin_bytes
+    if margin_bytes is None:
+        margin_bytes = default_margin_bytes(device)
     events, sizes = with_workspaces(events, sizes, device, products)
-    played = replay(events, sizes, cap_bytes=device.available_bytes - margin)
+    result = replay(events, sizes, cap_bytes=device.available_bytes - margin_bytes)
     return Fit(
-        margin_bytes=margin,
-        replay=played,
-        process_bytes=played.peak_reserved_bytes + device.context_bytes,
+        margin_bytes=margin_bytes,
+        replay=result,
+        process_bytes=result.peak_reserved_bytes + device.context_bytes,
     )

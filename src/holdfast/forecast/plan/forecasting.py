@@ -1,15 +1,14 @@
-"""A whole forecast.
+"""Make a whole forecast: trace a job, plan for each device, verify what is recommended.
 
-Trace a job in each precision, plan for each device, trace once more what is recommended.
-
+A job is traced in each precision that was asked for.
 A plan that does not fit when it is traced raises the margin, and everything is planned again with
-that. Nothing of the user's runs in this process.
+that. No code of the user's runs in this process.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.core.errors import HoldfastError
@@ -17,37 +16,49 @@ from holdfast.forecast.devices.catalogue import GIB, Device
 from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.plan.planning import (
     GRANULE_BYTES,
-    Question,
-    Row,
-    Step,
+    MemoryPlan,
+    RecomputedStep,
+    Target,
+    TracedStep,
     check_trace,
+    find_plans,
     nearest_miss,
-    plan_rows,
-    recommended,
+    recommend,
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
-from holdfast.forecast.trace.extrapolation import FITTED_SIZES, NotAlignedError, ScaledTrace, fit
-
-_TRIALS = 3  # recommended plans that are traced until one holds
-_OWN_PRECISION = (
-    "this job sets its own precision by an autocast in its code: no other is planned for, and"
-    ' "fp32" means that nothing is added to it'
+from holdfast.forecast.trace.extrapolation import (
+    FITTED_SIZES,
+    NotAlignedError,
+    ScaledTrace,
+    extrapolate,
 )
-# The sizes that are traced. Kernels go other ways from some size on: larger batches may be alike
-# where small are not.
-_TIMES = (1, 2, 4)
+
+OnProgress = Callable[[str], object]
+
+# How many recommended plans are traced until one fits.
+_MOST_VERIFICATIONS = 3
+# Multiples of `FITTED_SIZES` that are traced, until two traces do the same. Some code takes another
+# path from some size on, so that larger batches may be alike where small ones are not.
+_SIZE_MULTIPLES = (1, 2, 4)
+_OWN_PRECISION = (
+    "the code of this job sets its own precision by autocast: only that is planned for, and"
+    ' "fp32" means that no autocast was added to it'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ForecastRequest:
     """What is to be forecast.
 
     Args:
-        factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may
-            return.
-        precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job has now.
-        margin_bytes: What to keep free; None for a default by device.
+        factory: ``"module:function"`` or ``"file.py:function"``; see `job.building` for what it may
+        return.
+        devices: The devices to plan for.
+        precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job uses now.
+        global_batch_size: Samples per optimizer step; None for as many as fit at once.
+        margin_bytes: Memory to keep free; None for a default by device.
+        verify: Whether the recommended plan is traced once more with its own settings.
     """
 
     factory: str
@@ -57,11 +68,23 @@ class Order:
     margin_bytes: int | None = None
     verify: bool = True
 
+    def target(self, device: Device) -> Target:
+        """Return what to plan for on a device."""
+        return Target(
+            device=device,
+            global_batch_size=self.global_batch_size,
+            margin_bytes=self.margin_bytes,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What one more trace, made with the plan's own settings, says beside what was forecast for
-    the same step.
+    """A recommended plan, traced once more with its own settings.
+
+    Args:
+        live_bytes: Peak of what tensors hold in that trace.
+        forecast_bytes: The forecast for the same step.
+        fits: Whether that trace fits the device.
     """
 
     live_bytes: int
@@ -70,277 +93,371 @@ class Verification:
 
     @property
     def error(self) -> float:
-        """Return by what share the forecast was too high; below 0: too low."""
+        """By which share the forecast was too high; negative if it was too low."""
         return self.forecast_bytes / self.live_bytes - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePlan:
-    """What fits a device.
+class DeviceForecast:
+    """What fits one device.
 
-    Every plan, the `best` (None if none fits), and the one whose step `trace` is.
-
-    `verification` is of the best, or of the last that was tried and did not hold.
+    Args:
+        target: What was planned for.
+        rows: All plans.
+        best: The recommended plan; None if none fits.
+        shown: The plan whose memory is shown: the best, or the one that misses by least.
+        trace: The step of the plan that is shown.
+        verification: Of the best plan, or of the last one that was tried and did not fit.
     """
 
-    question: Question
-    rows: tuple[Row, ...]
-    best: Row | None
+    target: Target
+    rows: tuple[MemoryPlan, ...]
+    best: MemoryPlan | None
+    shown: MemoryPlan
     trace: Trace
-    shown: Row
     verification: Verification | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The answer to an `Order`.
+    """The answer to a `ForecastRequest`.
 
-    What was traced by precision, a plan for each device, what was taken for granted.
+    Args:
+        request: What was asked.
+        traced: The result of tracing, by precision.
+        plans: What fits each device, in the order of `ForecastRequest.devices`.
+        assumptions: What had to be assumed.
     """
 
-    order: Order
+    request: ForecastRequest
     traced: dict[str, TraceResult]
-    plans: tuple[DevicePlan, ...]
+    plans: tuple[DeviceForecast, ...]
     assumptions: tuple[Assumption, ...]
 
 
-def make_forecast(order: Order, say: Callable[[str], object] = lambda _: None) -> Forecast:
-    """Trace and plan; `say` is called with what is being done.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TracedJob:
+    """A job in one precision: what the child reported, and the step at any size."""
 
-    Raises what `tracing.trace_job` raises.
+    result: TraceResult
+    step: ScaledTrace
+
+
+def make_forecast(request: ForecastRequest, on_progress: OnProgress = lambda _: None) -> Forecast:
+    """Trace a job and plan for each device.
+
+    Args:
+        request: What is to be forecast.
+        on_progress: Called with a description of each stage.
+
+    Raises:
+        HoldfastError: Whatever `trace_job` raises.
     """
-    jobs, said = _all_traced(order, say)
+    assumptions: list[Assumption] = []
+    jobs = _trace_precisions(request, on_progress, assumptions)
     steps = {
-        precision: Step(
-            plain=step,
+        precision: TracedStep(
+            plain=job.step,
             recomputed=functools.cache(
-                functools.partial(_recomputed, order, precision, step, say, said)
+                functools.partial(
+                    _trace_recomputed, request, precision, job.step, on_progress, assumptions
+                )
             ),
         )
-        for precision, (_, step) in jobs.items()
+        for precision, job in jobs.items()
     }
     plans = []
-    for device in order.devices:
-        plan = plan_device(order, device, steps, say)
-        plans.append(verified(order, plan, steps, say, said) if order.verify else plan)
-    results = [result for result, _ in jobs.values()]
-    said += [one for result in results for one in result.assumptions]
-    said += [one for plan in plans for one in plan.trace.assumptions]
-    slow = [device.name for device in order.devices if "bf16" in steps and not has_bf16(device)]
-    said += [
-        Assumption(what=f"{name} has no units for bf16: other plans are preferred to those in it")
-        for name in slow
-    ]
+    for device in request.devices:
+        plan = plan_device(request, device, steps, on_progress)
+        if request.verify:
+            plan = verify_plan(request, plan, steps, on_progress, assumptions)
+        plans.append(plan)
+    for job in jobs.values():
+        assumptions += job.result.assumptions
+    for plan in plans:
+        assumptions += plan.trace.assumptions
+    if "bf16" in steps:
+        assumptions += _assumed_without_bf16(request.devices)
     return Forecast(
-        order=order,
-        traced={precision: result for precision, (result, _) in jobs.items()},
+        request=request,
+        traced={precision: job.result for precision, job in jobs.items()},
         plans=tuple(plans),
-        assumptions=tuple(dict.fromkeys(said)),
+        assumptions=tuple(dict.fromkeys(assumptions)),
     )
 
 
-_Traced = tuple[TraceResult, ScaledTrace]
+def _assumed_without_bf16(devices: Iterable[Device]) -> list[Assumption]:
+    return [
+        Assumption(
+            what=f"{device.name} has no bf16 units, so plans in other precisions are preferred"
+        )
+        for device in devices
+        if not device.has_bf16
+    ]
 
 
-def _all_traced(
-    order: Order, say: Callable[[str], object]
-) -> tuple[dict[str, _Traced], list[Assumption]]:
-    """Return the step in each precision in which it runs, and what is said of the others.
+# --- tracing --------------------------------------------------------------------------------------
 
-    If it runs in none, the error of the first is raised.
+
+def _trace_precisions(
+    request: ForecastRequest, on_progress: OnProgress, assumptions: list[Assumption]
+) -> dict[str, _TracedJob]:
+    """Return the job in each precision in which its step runs.
+
+    Why a precision was left out is added to `assumptions`.
+
+    Raises:
+        HoldfastError: If the step runs in no precision; the error of the first one.
     """
-    jobs: dict[str, _Traced] = {}
+    jobs: dict[str, _TracedJob] = {}
     errors: dict[str, HoldfastError] = {}
-    # One after another: build() may open a port, or write a file, that it needs
-    for precision in order.precisions:
+    # One after another, because build() may open a port or write a file.
+    for precision in request.precisions:
         try:
-            jobs[precision] = _traced(order, precision, say)
+            jobs[precision] = _trace(request, precision, on_progress)
         except HoldfastError as error:
             errors[precision] = error
-        if precision in jobs and jobs[precision][0].casts:
-            own = jobs["fp32"] if "fp32" in jobs else _traced(order, "fp32", say)
-            return {"fp32": own}, [Assumption(what=_OWN_PRECISION)]
+            continue
+        if jobs[precision].result.casts:
+            # The job's own autocast overrides any precision that we add, so all plans would be the
+            # same run.
+            assumptions.append(Assumption(what=_OWN_PRECISION))
+            if "fp32" in jobs:
+                return {"fp32": jobs["fp32"]}
+            return {"fp32": _trace(request, "fp32", on_progress)}
     if not jobs:
-        precision, first = next(iter(errors.items()))
-        if precision == "fp32":
-            raise first
-        what = f"{first.what} (in {precision}, under autocast)"
-        raise type(first)(what, limit=first.limit, fix=first.fix, rule=first.rule) from first
-    left_out = (
-        f"{precision} was left out, since there {one_line(error)}"
-        for precision, error in errors.items()
-    )
-    return jobs, [Assumption(what=what) for what in left_out]
+        _raise_first(errors)
+    for precision, reason in errors.items():
+        assumptions.append(
+            Assumption(what=f"{precision} was left out, because in it {_on_one_line(reason)}")
+        )
+    return jobs
 
 
-def _recomputed(
-    order: Order,
+def _raise_first(errors: Mapping[str, HoldfastError]) -> None:
+    """Raise the first error, with the precision that was added if any."""
+    precision, error = next(iter(errors.items()))
+    if precision == "fp32":
+        raise error
+    what = f"{error.what} (in {precision}, under autocast)"
+    raise type(error)(what, limit=error.limit, fix=error.fix, rule=error.rule) from error
+
+
+def _trace_recomputed(
+    request: ForecastRequest,
     precision: str,
     plain: ScaledTrace,
-    say: Callable[[str], object],
-    said: list[Assumption],
-) -> tuple[ScaledTrace, tuple[str, ...]] | None:
-    """Return the step with all its blocks recomputed, and their names.
-
-    None without any, or if it does not run so.
-    """
+    on_progress: OnProgress,
+    assumptions: list[Assumption],
+) -> RecomputedStep | None:
+    """Return the step with all its blocks recomputed; None if it has none, or fails that way."""
     blocks = plain.template.blocks
     if not blocks:
         return None
     try:
-        result, step = _traced(order, precision, say, recompute=blocks)
+        job = _trace(request, precision, on_progress, recompute=blocks)
     except HoldfastError as error:
-        what = f"no plan in {precision} recomputes blocks, since then {one_line(error)}"
-        said.append(Assumption(what=what))
+        what = f"no plan in {precision} recomputes blocks, because then {_on_one_line(error)}"
+        assumptions.append(Assumption(what=what))
         return None
-    said += result.assumptions
-    return step, blocks
+    assumptions += job.result.assumptions
+    return RecomputedStep(step=job.step, blocks=blocks)
 
 
-def _traced(
-    order: Order, precision: str, say: Callable[[str], object], recompute: tuple[str, ...] = ()
-) -> _Traced:
-    """Return what tracing found, and the step at any size."""
-    failed: list[NotAlignedError] = []
-    for times in _TIMES:
-        request = TraceRequest(
-            factory=order.factory,
-            precision=precision,
-            sizes=tuple(times * size for size in FITTED_SIZES),
-            recompute=recompute,
+def _trace(
+    request: ForecastRequest,
+    precision: str,
+    on_progress: OnProgress,
+    recompute: tuple[str, ...] = (),
+) -> _TracedJob:
+    """Trace a job at two sizes, and return its step at any size.
+
+    Raises:
+        NotAlignedError: If its traces differ at all sizes that are tried; the first difference.
+        HoldfastError: Whatever `trace_job` raises.
+    """
+    differences: list[NotAlignedError] = []
+    for multiple in _SIZE_MULTIPLES:
+        sizes = tuple(multiple * size for size in FITTED_SIZES)
+        result = trace_job(
+            TraceRequest(
+                factory=request.factory, precision=precision, sizes=sizes, recompute=recompute
+            ),
+            on_progress,
         )
-        result = trace_job(request, say)
         try:
-            whole = fit(result.traces)
-            break
+            step = extrapolate(result.traces)
         except NotAlignedError as error:
-            failed.append(error)
-    else:
-        raise failed[0]
-    if failed:
-        sizes = " and ".join(map(str, request.sizes))
-        said = f"the forecast is made from {sizes} samples, since otherwise {failed[-1].what}"
-        result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
-    if order.global_batch_size is not None and not result.accumulates:
-        said = (
-            f"the step calls backward itself, so that a global batch of {order.global_batch_size}"
-            " samples is not cut for it: gradients of earlier micro-batches were not counted"
+            differences.append(error)
+            continue
+        assumed = _assumed_of_sizes(sizes, differences) + _assumed_of_accumulation(request, result)
+        return _TracedJob(
+            result=replace(result, assumptions=(*result.assumptions, *assumed)),
+            step=replace(step, accumulates=result.accumulates),
         )
-        result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
-    return result, replace(whole, accumulates=result.accumulates)
+    raise differences[0]
+
+
+def _assumed_of_sizes(
+    sizes: tuple[int, ...], differences: list[NotAlignedError]
+) -> list[Assumption]:
+    if not differences:
+        return []
+    names = " and ".join(map(str, sizes))
+    reason = differences[-1].what
+    return [
+        Assumption(what=f"the forecast is made from {names} samples, because with fewer {reason}")
+    ]
+
+
+def _assumed_of_accumulation(request: ForecastRequest, result: TraceResult) -> list[Assumption]:
+    if request.global_batch_size is None or result.accumulates:
+        return []
+    what = (
+        f"the step calls backward itself, so the global batch of {request.global_batch_size}"
+        " samples is not split for it: gradients of earlier micro-batches were not counted"
+    )
+    return [Assumption(what=what)]
+
+
+def _on_one_line(error: HoldfastError) -> str:
+    return " ".join(error.what.split())
+
+
+# --- planning -------------------------------------------------------------------------------------
 
 
 def plan_device(
-    order: Order,
+    request: ForecastRequest,
     device: Device,
-    steps: dict[str, Step],
-    say: Callable[[str], object] = lambda _: None,
-) -> DevicePlan:
-    """Return what fits a device."""
-    question = Question(
-        device=device, global_batch_size=order.global_batch_size, margin_bytes=order.margin_bytes
-    )
-    suited = {
-        name: step for name, step in steps.items() if name != "bf16" or has_bf16(device)
-    } or steps
-    say(f"planning for {device.name}")
-    rows = tuple(plan_rows(suited, question))
-    best = recommended(rows)
-    shown = best or nearest_miss(rows)
+    steps: Mapping[str, TracedStep],
+    on_progress: OnProgress = lambda _: None,
+) -> DeviceForecast:
+    """Return what fits a device, from the job's step in each precision."""
+    target = request.target(device)
+    on_progress(f"planning for {device.name}")
+    plans = tuple(find_plans(_steps_for(device, steps), target))
+    best = recommend(plans)
+    shown = best or nearest_miss(plans)
     assert shown is not None, "there is a plan for each precision"
-    return DevicePlan(
-        question=question,
-        rows=rows,
+    return DeviceForecast(
+        target=target,
+        rows=plans,
         best=best,
-        trace=step_of(shown, steps[shown.precision], question),
         shown=shown,
+        trace=_step_in_memory(shown, steps[shown.precision], target.global_batch_size),
     )
 
 
-def has_bf16(device: Device) -> bool:
-    """Return whether a device computes in bf16.
+def _steps_for(device: Device, steps: Mapping[str, TracedStep]) -> Mapping[str, TracedStep]:
+    """Return the precisions that a device computes in, or all of them if it computes in none."""
+    if device.has_bf16:
+        return steps
+    without_bf16 = {precision: step for precision, step in steps.items() if precision != "bf16"}
+    return without_bf16 or steps
 
-    Those of NVIDIA do from Ampere on (compute capability 8.0).
+
+def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int | None) -> Trace:
+    """Return the step of a plan as the allocator sees it.
+
+    If the global batch is larger than the micro-batch, gradients of earlier ones are alive.
     """
-    return device.capability is None or device.capability >= (8, 0)
+    trace = step.with_recompute(plan.modules).at(max(1, plan.micro_batch_size))
+    if global_batch_size is None or not step.plain.accumulates:
+        return trace
+    return with_accumulation(trace, global_batch_size)
 
 
-def step_of(
-    row: Row, step: Step, question: Question, global_batch_size: int | None = None
-) -> Trace:
-    """Return the step of a plan as memory sees it."""
-    trace = step.of(row.modules).at(max(1, row.micro_batch_size))
-    total = global_batch_size or question.global_batch_size
-    return (
-        with_accumulation(trace, total) if step.plain.accumulates and total is not None else trace
-    )
+# --- verification ---------------------------------------------------------------------------------
 
 
-def verified(
-    order: Order,
-    plan: DevicePlan,
-    steps: dict[str, Step],
-    say: Callable[[str], object],
-    said: list[Assumption],
-) -> DevicePlan:
-    """Return the plan with what one more trace says.
+def verify_plan(
+    request: ForecastRequest,
+    plan: DeviceForecast,
+    steps: Mapping[str, TracedStep],
+    on_progress: OnProgress,
+    assumptions: list[Assumption],
+) -> DeviceForecast:
+    """Trace the recommended plan once more, as it will be run, and return the plan with the result.
 
-    If that one does not fit, one with a larger margin that does.
+    If it does not fit, plan again with a larger margin, a few times. What is refused is added to
+    `assumptions`.
 
-    What is said of plans that were refused is added to `said`. One that does not run when it is
-    traced is an error.
+    Raises:
+        HoldfastError: If the step does not run with the settings of the plan.
     """
-    # A trace has to fit with the margin that was asked for
-    question, device = plan.question, plan.question.device
-    for _ in range(_TRIALS):
-        row = plan.best
-        if row is None:
+    # Each trace has to fit with the margin that the user asked for, not with the one that was
+    # raised.
+    target = plan.target
+    for _ in range(_MOST_VERIFICATIONS):
+        best = plan.best
+        if best is None:
             return plan
-        say(f"tracing micro-batches of {row.micro_batch_size} for {device.name} once more")
-        step = steps[row.precision]
-        found = _verify(order, row, step, question)
-        plan = replace(plan, trace=step_of(row, step, question), verification=found)
-        if found.fits:
-            return plan
-        # By the share by which it was wrong, and where that is none (its blocks lie otherwise) as
-        # much again.
-        wrong = (1 - found.forecast_bytes / found.live_bytes) * (
-            device.available_bytes - row.margin_bytes
+        on_progress(
+            f"tracing {target.device.name}'s plan with micro-batches of {best.micro_batch_size}"
         )
-        margin = row.margin_bytes + max(row.margin_bytes, int(wrong))
-        why = f"did not fit when it was traced, so that {margin / GIB:.2f} GiB were kept free"
-        recomputed = f", {len(row.modules)} modules recomputed" if row.modules else ""
-        which = f"micro-batches of {row.micro_batch_size} in {row.precision}{recomputed}"
-        said.append(Assumption(what=f"left out for {device.name}: {which} {why}"))
-        order = replace(order, margin_bytes=margin)
-        following = plan_device(order, device, steps, say)
-        if following.best is None:
+        step = steps[best.precision]
+        verification = _verify(request, best, step, target)
+        plan = replace(
+            plan,
+            trace=_step_in_memory(best, step, target.global_batch_size),
+            verification=verification,
+        )
+        if verification.fits:
+            return plan
+        margin_bytes = _raised_margin(best, verification, target.device)
+        assumptions.append(_assumed_of_refused(best, margin_bytes, target.device))
+        request = replace(request, margin_bytes=margin_bytes)
+        next_plan = plan_device(request, target.device, steps, on_progress)
+        if next_plan.best is None:
             break
-        plan = following
+        plan = next_plan
     return replace(plan, best=None)
 
 
-def _verify(order: Order, row: Row, step: Step, question: Question) -> Verification:
-    total = question.global_batch_size
-    count = (
-        2 if step.plain.accumulates and total is not None and total > row.micro_batch_size else 1
-    )
+def _verify(
+    request: ForecastRequest, plan: MemoryPlan, step: TracedStep, target: Target
+) -> Verification:
+    total = target.global_batch_size
+    micro_batches = 1
+    if step.plain.accumulates and total is not None and total > plan.micro_batch_size:
+        # All micro-batches after the first are alike, so two stand for any number.
+        micro_batches = 2
     result = trace_job(
         TraceRequest(
-            factory=order.factory,
-            precision=row.precision,
-            sizes=(row.micro_batch_size,),
-            recompute=row.modules,
-            gradient_accumulation_steps=count,
+            factory=request.factory,
+            precision=plan.precision,
+            sizes=(plan.micro_batch_size,),
+            recompute=plan.modules,
+            gradient_accumulation_steps=micro_batches,
         )
     )
-    fits, live_bytes = check_trace(result.traces[0], question)
-    forecast = step_of(row, step, question, count * row.micro_batch_size)
+    (trace,) = result.traces
+    forecast = _step_in_memory(plan, step, micro_batches * plan.micro_batch_size)
     return Verification(
-        live_bytes=live_bytes, forecast_bytes=live_peak(forecast, GRANULE_BYTES), fits=fits.fits
+        live_bytes=live_peak(trace, GRANULE_BYTES),
+        forecast_bytes=live_peak(forecast, GRANULE_BYTES),
+        fits=check_trace(trace, target).fits,
     )
 
 
-def one_line(error: HoldfastError) -> str:
-    """Return what an error says, on one line."""
-    return " ".join(error.what.split())
+def _raised_margin(plan: MemoryPlan, verification: Verification, device: Device) -> int:
+    """Return a margin that covers the share by which the forecast was too low.
+
+    If the forecast was right and only the layout in memory differs, the margin is doubled.
+    """
+    too_low = 1 - verification.forecast_bytes / verification.live_bytes
+    missing_bytes = int(too_low * (device.available_bytes - plan.margin_bytes))
+    return plan.margin_bytes + max(plan.margin_bytes, missing_bytes)
+
+
+def _assumed_of_refused(plan: MemoryPlan, margin_bytes: int, device: Device) -> Assumption:
+    settings = f"micro-batches of {plan.micro_batch_size} in {plan.precision}"
+    if plan.modules:
+        settings += f" with {len(plan.modules)} modules recomputed"
+    return Assumption(
+        what=(
+            f"left out for {device.name}: {settings} did not fit when it was traced, so"
+            f" {margin_bytes / GIB:.2f} GiB were kept free"
+        )
+    )

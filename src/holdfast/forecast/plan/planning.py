@@ -1,18 +1,21 @@
-"""Plans for a device: what fits at which micro-batch size, how fast each is, and which one to take.
+"""Find the plans for one device: what fits, how fast it is, and which plan to take.
 
-A plan is a precision, and whether blocks are recomputed. For each the largest micro-batch is
-searched by playing the step on the simulated allocator under the device's memory; plans are ranked
-by their time for a sample. Live bytes, which are quick to add up, bound the search from above.
+A plan is a precision, and either no or all repeated blocks recomputed. The largest micro-batch of
+each plan is found by playing the step through the simulated allocator under the device's memory.
+Plans are ranked by their time per sample. The sum of live bytes, which is quick to compute, bounds
+the search from above.
+
+Tracing is done elsewhere (`forecasting`); the margin is in `fit`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.forecast.allocator.replay import smallest_cap_bytes
+from holdfast.forecast.allocator.replay import Events, Sizes, smallest_cap_bytes
 from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.devices.timing import step_seconds
 from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, with_workspaces
@@ -22,32 +25,41 @@ from holdfast.forecast.trace.extrapolation import ScaledTrace
 
 Recompute = Literal["none", "all"]
 
-# That are played: the first begins with what is resident in a row, the second with what a step
-# leaves
+# Steps that are played. The first begins with all resident storages in a row, the second with the
+# memory layout that a step leaves.
 _STEPS = 2
-# Where the allocator had to give back its cache in them, its blocks lie otherwise in the next: 3
-# steps were seen to fail where 2 had fitted (an encoder with adapters under 8 GiB). It must have
-# settled: no more of that in these.
+# Steps that are played if the allocator had to give back its cache. Its layout then changes from
+# step to step: 3 steps failed where 2 had fitted (an encoder with adapters under 8 GiB, in a run of
+# ours). A plan counts only if no more retries happen in these.
 _STEPS_TO_SETTLE = 6
-# Looked for without a global batch size; gains of larger micro-batches are below 1 % by then
+# The largest micro-batch that is tried if no global batch size is given. Larger ones gain less than
+# 1 % per sample, in the roofline of `devices.timing`.
 MOST_SAMPLES = 4096
-_TIE = 0.02  # of the time per sample: less than what a roofline can tell apart
-GRANULE_BYTES = 512  # in which `max_memory_allocated` counts
+# Plans whose time per sample differs by less than this share count as equally fast. It is our
+# judgement of what a roofline can tell apart.
+_TIE = 0.02
+# torch.cuda.max_memory_allocated counts in blocks of this size (kMinBlockSize in
+# c10/core/AllocatorConfig.h).
+GRANULE_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One plan on one device.
+class MemoryPlan:
+    """One way to run a job on one device.
 
     Args:
-        micro_batch_size: The largest that fits, in samples; 0 if not even one does.
-        live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without
-            workspaces.
-        process_bytes: What the process takes of the device, context included.
-        margin_bytes: What was kept free beyond that for what a forecast cannot know.
-        missing_bytes: By how much it does not fit with one sample; 0 if it does.
-        retries: How often the allocator had to give back what it had cached.
-        sample_seconds: Time for one sample.
+        device: Name of the device.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        recompute: Whether the activations of no or of all blocks are recomputed.
+        modules: Paths of the recomputed blocks.
+        micro_batch_size: The largest that fits, in samples; 0 if not even one sample does.
+        live_bytes: Peak of what tensors hold, as ``max_memory_allocated`` counts it, without cuBLAS
+        workspaces.
+        process_bytes: Memory of the device that the process takes, context included.
+        margin_bytes: Memory kept free beyond that, for what a forecast cannot know.
+        missing_bytes: How much memory is missing for one sample; 0 if it fits.
+        retries: How often the allocator had to give back its cache.
+        sample_seconds: Time per sample.
     """
 
     device: str
@@ -69,8 +81,11 @@ class Row:
 
     def policy(self) -> dict[str, Any]:
         """Return the fields of a `Policy` that carry this plan out."""
-        # True: as a remedy only, should the forecast be too low
-        recompute: Any = list(self.modules) or True
+        recompute: list[str] | bool = list(self.modules)
+        if not self.modules:
+            # Without blocks to recompute from the start, recompute remains a remedy if the forecast
+            # was too low.
+            recompute = True
         return {
             "precision": self.precision,
             "recompute": recompute,
@@ -80,10 +95,13 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked of a device; no global batch size: whatever fits at once.
+class Target:
+    """A device to plan for.
 
-    No margin: the default.
+    Args:
+        device: The device.
+        global_batch_size: Samples per optimizer step; None for as many as fit at once.
+        margin_bytes: Memory to keep free; None for the default of the device.
     """
 
     device: Device
@@ -92,11 +110,11 @@ class Question:
 
     @property
     def most_samples(self) -> int:
-        """Return the largest micro-batch that makes sense."""
+        """The largest micro-batch size that makes sense."""
         return self.global_batch_size or MOST_SAMPLES
 
     def margin(self, trace: Trace) -> int:
-        """Return what to keep free for a step, in bytes."""
+        """Return how many bytes to keep free for a step."""
         if self.margin_bytes is not None:
             return self.margin_bytes
         return default_margin_bytes(
@@ -105,173 +123,146 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A job's step in one precision at any size, as it is.
+class RecomputedStep:
+    """The step with blocks recomputed, and the paths of these blocks."""
 
-    `recomputed` traces it with all blocks recomputed.
+    step: ScaledTrace
+    blocks: tuple[str, ...]
 
-    That is asked for where not the whole batch fits; it returns the step and the blocks, or None
-    without any.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """A job's step in one precision, at any size.
+
+    Args:
+        plain: The step as it is.
+        recomputed: Traces the step with all blocks recomputed; returns None if the model has no
+            blocks. It takes a while, so it is only called if the whole batch does not fit without.
     """
 
     plain: ScaledTrace
-    recomputed: Callable[[], tuple[ScaledTrace, tuple[str, ...]] | None] = lambda: None
+    recomputed: Callable[[], RecomputedStep | None] = lambda: None
 
-    def of(self, modules: tuple[str, ...]) -> ScaledTrace:
+    def with_recompute(self, modules: tuple[str, ...]) -> ScaledTrace:
         """Return the step in which these modules, none or all blocks, are recomputed."""
-        found = self.recomputed() if modules else None
-        return self.plain if found is None else found[0]
+        if not modules:
+            return self.plain
+        recomputed = self.recomputed()
+        return self.plain if recomputed is None else recomputed.step
 
 
-def plan_rows(steps: Mapping[str, Step], question: Question) -> list[Row]:
-    """Return every plan on a device, in the order of precisions and recomputation."""
-    return [
-        row
-        for precision, step in steps.items()
-        for row in _Search(step, precision, question).rows()
-    ]
+def find_plans(steps: Mapping[str, TracedStep], target: Target) -> list[MemoryPlan]:
+    """Return all plans for a device, by precision, each without and then with recomputation."""
+    plans: list[MemoryPlan] = []
+    for precision, step in steps.items():
+        plans += _Search(step, precision, target).plans()
+    return plans
 
 
-def recommended(rows: Sequence[Row]) -> Row | None:
-    """Return the plan to take: the fastest, of those as fast the one that changes least.
+def recommend(plans: Sequence[MemoryPlan]) -> MemoryPlan | None:
+    """Return the fastest plan that fits, or None.
 
-    None if none fits.
-
-    What stands earlier in the list of precisions counts as the smaller change.
+    Of equally fast plans the one that changes least is taken.
+    A precision that comes earlier in the list counts as the smaller change.
     """
-    fitting = [row for row in rows if row.fits]
+    fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         return None
-    best = min(row.sample_seconds for row in fitting)
-    near = [row for row in fitting if row.sample_seconds <= best * (1 + _TIE)]
-    precisions = list(dict.fromkeys(row.precision for row in rows))
+    best_seconds = min(plan.sample_seconds for plan in fitting)
+    fastest = [plan for plan in fitting if plan.sample_seconds <= best_seconds * (1 + _TIE)]
+    precisions = list(dict.fromkeys(plan.precision for plan in plans))
 
-    def changes(row: Row) -> tuple[int, ...]:
+    def changes(plan: MemoryPlan) -> tuple[int, ...]:
         return (
-            len(row.modules),
-            row.retries > 0,
-            precisions.index(row.precision),
-            -row.micro_batch_size,
+            len(plan.modules),
+            plan.retries > 0,
+            precisions.index(plan.precision),
+            -plan.micro_batch_size,
         )
 
-    return min(near, key=changes)
+    return min(fastest, key=changes)
 
 
-def nearest_miss(rows: Iterable[Row]) -> Row | None:
-    """Return the plan that needs least, where none fits."""
-    return min(
-        (row for row in rows if not row.fits), key=lambda row: row.missing_bytes, default=None
-    )
+def nearest_miss(plans: Iterable[MemoryPlan]) -> MemoryPlan | None:
+    """Return the plan that needs the least memory of those that do not fit."""
+    misses = [plan for plan in plans if not plan.fits]
+    return min(misses, key=lambda plan: plan.missing_bytes, default=None)
 
 
-def check_trace(trace: Trace, question: Question) -> tuple[Fit, int]:
-    """Return whether a trace that was made with a plan's own settings fits, and its live peak in
-    bytes.
-    """
-    return _fit(trace, question), live_peak(trace, GRANULE_BYTES)
+def with_relative_times(plans: Sequence[MemoryPlan]) -> list[tuple[MemoryPlan, float]]:
+    """Return each plan with its time per sample as a multiple of the fastest plan that fits."""
+    best_seconds = min((plan.sample_seconds for plan in plans if plan.fits), default=None)
+    if not best_seconds:
+        return [(plan, 1.0) for plan in plans]
+    return [(plan, plan.sample_seconds / best_seconds) for plan in plans]
 
 
-def _fit(trace: Trace, question: Question, steps: int = _STEPS) -> Fit:
-    margin = question.margin(trace)
+def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
+    """Return whether a step fits when it is made several times in a row."""
+    events, sizes = played(trace, steps)
     return check_fit(
-        *played(trace, steps), question.device, products=first_products(trace), margin_bytes=margin
+        events,
+        sizes,
+        target.device,
+        products=first_products(trace),
+        margin_bytes=target.margin(trace),
     )
 
 
 class _Search:
-    """Looks for the largest micro-batch of plans with one precision."""
+    """Search the largest micro-batch of the plans with one precision."""
 
-    def __init__(self, step: Step, precision: str, question: Question) -> None:
-        self._step, self._precision, self._question = step, precision, question
-        self._at = functools.lru_cache(maxsize=128)(
-            lambda samples, modules: step.of(modules).at(samples)
-        )
+    def __init__(self, step: TracedStep, precision: str, target: Target) -> None:
+        self._step = step
+        self._precision = precision
+        self._target = target
+        # The search asks for the same sizes several times: for live bytes, for the replay and for
+        # the time.
+        self._trace = functools.lru_cache(maxsize=128)(self._scale)
 
-    def _in_memory(self, trace: Trace) -> Trace:
-        """Return the step as memory sees it, in which gradients of earlier micro-batches are
-        kept.
-        """
-        total = self._question.global_batch_size
-        return (
-            with_accumulation(trace, total)
-            if total is not None and self._step.plain.accumulates
-            else trace
-        )
+    def plans(self) -> Iterator[MemoryPlan]:
+        """Yield the plan without recomputation and, if the batch does not fit, the one with it."""
+        plain = self._plan(())
+        yield plain
+        if plain.micro_batch_size >= self._target.most_samples:
+            return
+        recomputed = self._step.recomputed()
+        if recomputed is not None:
+            yield self._plan(recomputed.blocks)
 
-    def rows(self) -> Iterable[Row]:
-        """Yield the plans without recomputation and, unless that would only cost time, with it."""
-        nothing = self._largest(())
-        yield nothing
-        if (
-            nothing.micro_batch_size < self._question.most_samples
-            and (found := self._step.recomputed()) is not None
-        ):
-            yield self._largest(found[1])
-
-    def _largest(self, modules: tuple[str, ...]) -> Row:
+    def _plan(self, modules: tuple[str, ...]) -> MemoryPlan:
         """Return the plan with the largest micro-batch that fits.
 
-        Of all that live bytes allow, found by halving.
+        If no sample fits, it is the plan with a single sample, and says how much memory is missing.
         """
-        low, high = 0, self._question.most_samples + 1
-        fit = None
-        for fits in (self._may_fit, self._find_fit):
-            low, trial = 0, high - 1
-            while high - low > 1:
-                found = fits(self._at(trial, modules))
-                low, high = (trial, high) if found else (low, trial)
-                fit = found or fit
-                trial = (low + high) // 2
-        return self._row(modules, low, fit if isinstance(fit, Fit) else None)
+        fits: dict[int, Fit] = {}
 
-    def _may_fit(self, trace: Trace) -> bool:
-        """Return whether live bytes alone are within the memory, which takes no replay."""
-        trace = self._in_memory(trace)
-        cap = self._question.device.available_bytes - self._question.margin(trace)
-        return (
-            int(live_bytes(*self._with_workspaces(trace, 1), GRANULE_BYTES).max(initial=0)) <= cap
+        def has_fit(samples: int) -> bool:
+            fit = self._find_fit(self._trace(samples, modules))
+            if fit is not None:
+                fits[samples] = fit
+            return fit is not None
+
+        # A replay takes long, so live bytes rule out what they can first.
+        bound = _largest_that(
+            lambda samples: self._may_fit(self._trace(samples, modules)),
+            at_most=self._target.most_samples,
         )
+        samples = _largest_that(has_fit, at_most=bound)
+        if samples:
+            return self._describe(modules, samples, fits[samples], missing_bytes=0)
+        trace = self._trace(1, modules)
+        fit = self._replay(trace)
+        missing_bytes = self._missing_bytes(trace, fit)
+        return self._describe(modules, 0, fit, missing_bytes=missing_bytes)
 
-    def _find_fit(self, trace: Trace) -> Fit | None:
-        """Return how a step fits; None if it does not."""
-        if not self._may_fit(trace):
-            return None
-        found = self._replayed(trace)
-        if found.fits and found.replay.retries:
-            later = self._replayed(trace, _STEPS_TO_SETTLE)
-            return later if later.fits and later.replay.retries == found.replay.retries else None
-        return found if found.fits else None
-
-    def _replayed(self, trace: Trace, steps: int = _STEPS) -> Fit:
-        return _fit(self._in_memory(trace), self._question, steps)
-
-    def _with_workspaces(self, trace: Trace, steps: int) -> tuple[Any, Any]:
-        return with_workspaces(*played(trace, steps), self._question.device, first_products(trace))
-
-    def _seconds(self, samples: int, modules: tuple[str, ...]) -> float:
-        """Return the time for a sample.
-
-        The last micro-batch of a global batch may be a smaller one.
-        """
-        device, total = self._question.device, self._question.global_batch_size or samples
-        full, rest = divmod(total, samples)
-        seconds = step_seconds(self._at(samples, modules), device, micro_steps=full)
-        if rest:
-            last = functools.partial(step_seconds, self._at(rest, modules), device)
-            seconds += last(micro_steps=2) - last(micro_steps=1)
-        return seconds / total
-
-    def _row(self, modules: tuple[str, ...], samples: int, fit: Fit | None) -> Row:
-        device, missing = self._question.device, 0
-        samples = 0 if fit is None else samples
-        trace = self._at(max(1, samples), modules)
-        in_memory = self._in_memory(trace)
-        if fit is None:
-            fit = self._replayed(trace)
-            needed = smallest_cap_bytes(*self._with_workspaces(in_memory, _STEPS))
-            missing = max(1, needed + fit.margin_bytes - device.available_bytes)
-        return Row(
-            device=device.name,
+    def _describe(
+        self, modules: tuple[str, ...], samples: int, fit: Fit, *, missing_bytes: int
+    ) -> MemoryPlan:
+        traced_samples = max(1, samples)
+        in_memory = self._in_memory(self._trace(traced_samples, modules))
+        return MemoryPlan(
+            device=self._target.device.name,
             precision=self._precision,
             recompute="all" if modules else "none",
             modules=modules,
@@ -279,13 +270,96 @@ class _Search:
             live_bytes=live_peak(in_memory, GRANULE_BYTES),
             process_bytes=fit.process_bytes,
             margin_bytes=fit.margin_bytes,
-            missing_bytes=missing,
+            missing_bytes=missing_bytes,
             retries=fit.replay.retries,
-            sample_seconds=self._seconds(max(1, samples), modules),
+            sample_seconds=self._sample_seconds(traced_samples, modules),
         )
 
+    # The step at some size.
 
-def with_relative_times(rows: Sequence[Row]) -> list[tuple[Row, float]]:
-    """Return each plan with its time for a sample as a multiple of the fastest that fits."""
-    best = min((row.sample_seconds for row in rows if row.fits), default=None)
-    return [(row, row.sample_seconds / best if best else 1.0) for row in rows]
+    def _scale(self, samples: int, modules: tuple[str, ...]) -> Trace:
+        return self._step.with_recompute(modules).at(samples)
+
+    def _in_memory(self, trace: Trace) -> Trace:
+        """Return the step as the allocator sees it, with gradients of earlier micro-batches."""
+        total = self._target.global_batch_size
+        if total is None or not self._step.plain.accumulates:
+            return trace
+        return with_accumulation(trace, total)
+
+    def _with_workspaces(self, trace: Trace, steps: int) -> tuple[Events, Sizes]:
+        events, sizes = played(trace, steps)
+        return with_workspaces(events, sizes, self._target.device, first_products(trace))
+
+    # Does it fit?
+
+    def _may_fit(self, trace: Trace) -> bool:
+        """Return whether live bytes alone are within the memory, which takes no replay."""
+        trace = self._in_memory(trace)
+        cap_bytes = self._target.device.available_bytes - self._target.margin(trace)
+        events, sizes = self._with_workspaces(trace, 1)
+        return int(live_bytes(events, sizes, GRANULE_BYTES).max(initial=0)) <= cap_bytes
+
+    def _find_fit(self, trace: Trace) -> Fit | None:
+        """Return how a step fits, or None if it does not."""
+        if not self._may_fit(trace):
+            return None
+        fit = self._replay(trace)
+        if not fit.fits:
+            return None
+        if fit.replay.retries:
+            return self._settled(trace, fit)
+        return fit
+
+    def _settled(self, trace: Trace, fit: Fit) -> Fit | None:
+        """Return how a step fits after more steps; None if the cache is given back again."""
+        later = self._replay(trace, _STEPS_TO_SETTLE)
+        if later.fits and later.replay.retries == fit.replay.retries:
+            return later
+        return None
+
+    def _replay(self, trace: Trace, steps: int = _STEPS) -> Fit:
+        return check_trace(self._in_memory(trace), self._target, steps)
+
+    def _missing_bytes(self, trace: Trace, fit: Fit) -> int:
+        """Return how much more memory a step would need to fit, at least 1 byte."""
+        events, sizes = self._with_workspaces(self._in_memory(trace), _STEPS)
+        needed = smallest_cap_bytes(events, sizes)
+        return max(1, needed + fit.margin_bytes - self._target.device.available_bytes)
+
+    # How fast is it?
+
+    def _sample_seconds(self, samples: int, modules: tuple[str, ...]) -> float:
+        """Return the time per sample.
+
+        The last micro-batch of a global batch may be smaller than the others.
+        """
+        device = self._target.device
+        total = self._target.global_batch_size or samples
+        full, rest = divmod(total, samples)
+        seconds = step_seconds(self._trace(samples, modules), device, micro_steps=full)
+        if rest:
+            # The difference of two and one micro-batches is one without the optimizer's step, which
+            # is counted above.
+            last = self._trace(rest, modules)
+            seconds += step_seconds(last, device, micro_steps=2) - step_seconds(
+                last, device, micro_steps=1
+            )
+        return seconds / total
+
+
+def _largest_that(holds: Callable[[int], bool], *, at_most: int) -> int:
+    """Return the largest number up to `at_most` for which a predicate holds; 0 if there is none.
+
+    It is found by bisection, after `at_most` itself was tried.
+    """
+    low = 0
+    high = at_most + 1
+    trial = at_most
+    while high - low > 1:
+        if holds(trial):
+            low = trial
+        else:
+            high = trial
+        trial = (low + high) // 2
+    return low

@@ -1,17 +1,21 @@
-"""What a step needs if its batch is cut into micro-batches.
+"""Compute what a step needs if its batch is split into micro-batches whose gradients are added up.
 
-The recorded events are edited, nothing is traced again.
+The events of a trace with one micro-batch are edited; nothing is traced again. The edited step has
+two passes:
 
-The second micro-batch runs while the gradients of the first are alive, and each of its own is added
-to the first one's as soon as it is known. All later micro-batches are like the second, so two stand
-for any number. What the first one leaves behind beside its gradients is dropped when the second
-one's backward pass is done; the batch stays.
+- The first pass does what the step does up to the end of its backward pass, without the optimizers.
+  Its gradients stay.
+- The second pass is the step itself. Each of its gradients is added to that of the first pass as
+  soon as it is computed, and then freed. What else the first pass left behind is freed when the
+  second backward pass is done. The optimizers step at the end.
+
+All later micro-batches are like the second one, so two passes stand for any number of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,134 +24,206 @@ from holdfast.forecast.trace.events import OWNERS, PHASES, Trace
 from holdfast.forecast.trace.extrapolation import most_each
 
 _BACKWARD = PHASES.index("backward")
-_GRADIENTS, _BATCH = OWNERS.index("gradients"), OWNERS.index("batch")
-Ids = npt.NDArray[np.int64]
+_GRADIENTS = OWNERS.index("gradients")
+_BATCH = OWNERS.index("batch")
+
+# Numbers of storages, or positions among events.
+Indices = npt.NDArray[np.int64]
 
 
 def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
-    """Return the step that accumulates the gradients of several micro-batches, from a trace with
-    one of them.
+    """Return the step that accumulates the gradients of several micro-batches.
 
-    The whole batch, in samples, lies on the device while it is worked on. It is a trace for memory:
-        its operations
-    are those of one micro-batch.
+    The whole batch is on the device while it is worked on. The result is a trace for memory: its
+    operations are those of one micro-batch.
+
+    Args:
+        trace: A step with one micro-batch. It is returned as it is if that is the whole batch, or
+            if the step has no backward pass.
+        global_batch_size: Samples per optimizer step.
     """
-    if global_batch_size <= trace.micro_batch_size or not (trace.event_phase == _BACKWARD).any():
+    has_backward = bool((trace.event_phase == _BACKWARD).any())
+    if global_batch_size <= trace.micro_batch_size or not has_backward:
         return trace
-    return _Doubled(trace).made(global_batch_size)
+    return _TwoPasses(trace).build(global_batch_size)
 
 
-class _Doubled:
-    """A step, and what a micro-batch before it does."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SecondPass:
+    """The events of the second pass.
+
+    Args:
+        events: Those of the step, with other storages where the first pass matters. 0 stands for an
+            event that no longer happens.
+        positions: Before which of `events` each of `inserted` is inserted.
+        inserted: Frees of gradients that were added up, and of what the first pass left behind.
+    """
+
+    events: Indices
+    positions: Indices
+    inserted: Indices
+
+
+class _TwoPasses:
+    """A step, and the pass of an earlier micro-batch before it.
+
+    The gradients of the first pass keep the numbers of the step's storages; everything else that it
+    allocates gets new ones. In the second pass it is the other way round.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._events = trace.events.astype(np.int64)
         self._storage = np.abs(self._events) - 1
-        frees = np.flatnonzero(self._events < 0)
-        self._dies = np.full(len(trace.size_bytes), len(self._events), dtype=np.int64)
-        self._dies[self._storage[frees]] = frees
-        # Of the last backward pass
+        self._freed_at = self._positions_of_frees()
+        # The position after the last backward pass, where the first pass ends.
         self._end = int(np.flatnonzero(trace.event_phase == _BACKWARD)[-1]) + 1
-        # Which events the first pass has: of no optimizer's step
+        # Which of the events until then the first pass has: all but those of optimizer steps, which
+        # hooks may make during backward.
         self._in_first = np.ones(self._end, dtype=np.bool_)
         for begin, end in trace.optimizer_steps:
             self._in_first[begin:end] = False
-        made = self._storage[: self._end][self._in_first & (self._events[: self._end] > 0)]
-        is_gradient = (trace.owner[made] == _GRADIENTS) & (self._dies[made] >= self._end)
-        self._gradients: Ids = made[is_gradient]
-        self._others: Ids = made[~is_gradient]
-        dies = self._dies[self._others]
-        self._left: Ids = self._others[
-            ~np.append(self._in_first, False)[np.minimum(dies, self._end)]
-        ]
 
-    def made(self, global_batch_size: int) -> Trace:
-        """Return the trace of both."""
-        trace, known = self._trace, len(self._trace.size_bytes)
-        first = np.arange(known)  # the first pass takes new ids for all but the gradients
-        first[self._others] = known + np.arange(len(self._others))
-        # The second one's gradients
-        own = known + len(self._others) + np.arange(len(self._gradients))
-        sources = np.concatenate([np.arange(known), self._others, self._gradients])
-        sizes = trace.size_bytes[sources]
-        rest = global_batch_size - trace.micro_batch_size
-        # A batch that the loss function moves itself is gone when its backward pass is done: the
-        # rest is on the host.
-        waits = known + np.flatnonzero(
-            (trace.owner[self._others] == _BATCH) & np.isin(self._others, self._left)
+        allocates = self._in_first & (self._events[: self._end] > 0)
+        allocated = self._storage[: self._end][allocates]
+        is_gradient = (trace.owner[allocated] == _GRADIENTS) & (
+            self._freed_at[allocated] >= self._end
         )
-        # Python's integers know no bound
-        whole = -(-sizes[waits].astype(object) * rest // trace.micro_batch_size)
-        sizes[waits] = np.minimum(whole, most_each(len(sizes))).astype(np.int64)
+        self._gradients: Indices = allocated[is_gradient]
+        self._others: Indices = allocated[~is_gradient]
+        # What the first pass allocates beside its gradients and does not free.
+        freed_in_first = np.append(self._in_first, False)
+        freed_at = np.minimum(self._freed_at[self._others], self._end)
+        self._left: Indices = self._others[~freed_in_first[freed_at]]
+
+        known = len(trace.size_bytes)
+        # The numbers of the step's storages in the first pass.
+        self._first_numbers = np.arange(known)
+        self._first_numbers[self._others] = known + np.arange(len(self._others))
+        # The numbers of the second pass's gradients.
+        self._second_gradients = known + len(self._others) + np.arange(len(self._gradients))
+
+    def build(self, global_batch_size: int) -> Trace:
+        """Return the trace of both passes."""
+        trace = self._trace
         events = self._events[: self._end]
-        before = (np.sign(events) * (first[self._storage[: self._end]] + 1))[self._in_first]
-        events, at, inserted = self._second_pass(first, own)
-        merged = np.insert(events, at, inserted)
-        kept = merged != 0
-        phases = np.insert(trace.event_phase, at, _BACKWARD)[kept]
-        offset = len(before)
-        spans = tuple(
-            (begin + offset, end + offset) for begin, end in _moved_spans(trace, at, kept)
+        renamed = np.sign(events) * (self._first_numbers[self._storage[: self._end]] + 1)
+        first_events = renamed[self._in_first]
+        first_phases = trace.event_phase[: self._end][self._in_first]
+
+        second = self._second_pass()
+        with_inserted = np.insert(second.events, second.positions, second.inserted)
+        happens = with_inserted != 0
+        second_events = with_inserted[happens]
+        second_phases = np.insert(trace.event_phase, second.positions, _BACKWARD)[happens]
+
+        offset = len(first_events)
+        optimizer_steps = tuple(
+            (begin + offset, end + offset)
+            for begin, end in _moved_spans(trace, second.positions, happens)
         )
+        # The storage of the step that each storage of both passes is like.
+        sources = np.concatenate([np.arange(len(trace.size_bytes)), self._others, self._gradients])
         return replace(
             trace,
-            events=np.concatenate([before, merged[kept]]).astype(np.int32),
-            event_phase=np.concatenate([trace.event_phase[: self._end][self._in_first], phases]),
-            size_bytes=sizes,
+            events=np.concatenate([first_events, second_events]).astype(np.int32),
+            event_phase=np.concatenate([first_phases, second_phases]),
+            size_bytes=self._sizes(sources, global_batch_size),
             owner=trace.owner[sources],
             module=trace.module[sources],
             line=trace.line[sources],
             operation_event=(trace.operation_event + offset).astype(np.int32),
-            optimizer_steps=spans,
+            optimizer_steps=optimizer_steps,
         )
 
-    def _second_pass(self, first: Ids, own: Ids) -> tuple[Ids, Ids, Ids]:
-        """Return the events of the step itself, which finds what the first pass left, and what
-        to insert where.
+    def _positions_of_frees(self) -> Indices:
+        """Return the position at which each storage is freed, or the number of events if never."""
+        positions = np.full(len(self._trace.size_bytes), len(self._events), dtype=np.int64)
+        frees = np.flatnonzero(self._events < 0)
+        positions[self._storage[frees]] = frees
+        return positions
+
+    def _sizes(self, sources: Indices, global_batch_size: int) -> npt.NDArray[np.int64]:
+        """Return the sizes of all storages, of which the first pass's batch is the whole rest.
+
+        A batch that the loss function moves to the device itself is gone when its backward pass is
+        done: the rest of it is on the host.
         """
+        trace = self._trace
+        sizes = trace.size_bytes[sources]
+        rest = global_batch_size - trace.micro_batch_size
+        is_batch = (trace.owner[self._others] == _BATCH) & np.isin(self._others, self._left)
+        batch = len(trace.size_bytes) + np.flatnonzero(is_batch)
+        # Python's integers have no bound.
+        whole = -(-sizes[batch].astype(object) * rest // trace.micro_batch_size)
+        sizes[batch] = np.minimum(whole, most_each(len(sizes))).astype(np.int64)
+        return sizes
+
+    def _second_pass(self) -> _SecondPass:
+        """Return the events of the step itself, which finds what the first pass left behind."""
+        trace = self._trace
         events = self._events.copy()
-        heirs = {found: made for made, found in self._trace.carried}
+        replacements = {found: made for made, found in trace.carried}
         left = dict.fromkeys(self._left.tolist())
-        found = self._storage[: self._end] < len(self._trace.resident)
-        for place in np.flatnonzero((events[: self._end] < 0) & found & self._in_first).tolist():
-            # The first pass has freed what it found
-            heir = heirs.get(int(self._storage[place]), -1)
-            events[place] = -int(first[heir]) - 1 if heir in left else 0
-            left.pop(heir, None)
+        is_resident = self._storage[: self._end] < len(trace.resident)
+        frees_resident = (events[: self._end] < 0) & is_resident & self._in_first
+        for position in np.flatnonzero(frees_resident).tolist():
+            # The first pass has freed that already. The second frees what replaced it, if anything.
+            replacement = replacements.get(int(self._storage[position]), -1)
+            if replacement in left:
+                events[position] = -int(self._first_numbers[replacement]) - 1
+                del left[replacement]
+            else:
+                events[position] = 0
+
         waiting = np.array(list(left), dtype=np.int64)
-        is_batch = self._trace.owner[waiting] == _BATCH  # all of it is held until the step is done
-        gone = np.where(is_batch, np.maximum(self._dies[waiting], self._end), self._end)
-        births = np.flatnonzero(events > 0)
-        born = births[np.isin(self._storage[births], self._gradients)]
-        events[born] = own + 1
-        at = np.concatenate([self._added(born), gone])
-        return events, at, np.concatenate([-own - 1, -first[waiting] - 1])
+        # The batch is held until the step is done with it, the rest only until the second backward
+        # pass ends.
+        is_batch = trace.owner[waiting] == _BATCH
+        until = np.where(is_batch, np.maximum(self._freed_at[waiting], self._end), self._end)
 
-    def _added(self, born: Ids) -> Ids:
-        """Return the events before which gradients are added to the first ones.
+        allocations = np.flatnonzero(events > 0)
+        computed = allocations[np.isin(self._storage[allocations], self._gradients)]
+        events[computed] = self._second_gradients + 1
+        return _SecondPass(
+            events=events,
+            positions=np.concatenate([self._positions_of_addition(computed), until]),
+            inserted=np.concatenate(
+                [-self._second_gradients - 1, -self._first_numbers[waiting] - 1]
+            ),
+        )
 
-        The next that makes no gradient.
+    def _positions_of_addition(self, computed: Indices) -> Indices:
+        """Return the positions before which gradients are added to those of the first pass.
 
-        One node may make several, a weight's and a bias's, before any is added.
+        That is before the next allocation of an operation that computes no gradient. One operation
+        may compute several, for a weight and a bias, before any of them is added.
+
+        Args:
+            computed: Positions at which the gradients are allocated.
         """
-        births = np.append(np.flatnonzero(self._events[: self._end] > 0), self._end)
-        operation = np.searchsorted(self._trace.operation_event, births, side="right")
-        makes = np.isin(operation, operation[np.isin(births, born)])
-        others = births[~makes | (births == self._end)]
-        added: Ids = others[np.searchsorted(others, born, side="right")]
-        return added
+        allocations = np.append(np.flatnonzero(self._events[: self._end] > 0), self._end)
+        operation = np.searchsorted(self._trace.operation_event, allocations, side="right")
+        computes_gradient = np.isin(operation, operation[np.isin(allocations, computed)])
+        candidates = allocations[~computes_gradient | (allocations == self._end)]
+        positions: Indices = candidates[np.searchsorted(candidates, computed, side="right")]
+        return positions
 
 
-def _moved_spans(trace: Trace, at: Ids, kept: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Yield where the optimizers' steps are now.
+def _moved_spans(
+    trace: Trace, positions: Indices, happens: npt.NDArray[np.bool_]
+) -> Iterator[tuple[int, int]]:
+    """Yield where the optimizer steps are after the editing.
 
-    What was inserted at their ends is no part of them.
+    What was inserted at the ends of an optimizer step is not a part of it.
 
-    `at`, shape ``(inserted,)``, is the event before which each was inserted; `kept`, shape
-    ``(events + inserted,)``, says which were not taken out afterwards.
+    Args:
+        trace: The trace before the editing.
+        positions: Shape ``(inserted,)``: the event before which each event was inserted.
+        happens: Shape ``(events + inserted,)``: False for those that were taken out afterwards.
     """
-    remaining, ordered = np.concatenate([[0], np.cumsum(kept)]), np.sort(at)
+    remaining = np.concatenate([[0], np.cumsum(happens)])
+    ordered = np.sort(positions)
     for begin, end in trace.optimizer_steps:
         first = begin + np.searchsorted(ordered, begin, side="right")
         last = end + np.searchsorted(ordered, end, side="left")

@@ -1,12 +1,13 @@
-"""Where an operation belongs: the module that runs it, and the line of the user's that led to it.
+"""Attribute an operation to the module that runs it and to the user's line that led to it.
 
 In a forward pass both are on the stack. In a backward pass they are those of the forward operation
-whose node runs, found by the sequence number that autograd gave that node; a recomputation has a
-stack of its own again.
+whose autograd node runs, found by the sequence number that autograd gave to that node. A
+recomputation has a stack of its own again.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import os
 import sys
@@ -15,123 +16,150 @@ import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-_SKIPPED, _USERS, _INSTALLED, _ENGINE = range(4)
-_OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep)
-_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
-_PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
-_MODES = ("__torch_dispatch__", "__torch_function__")  # anybody's, around what is running
+
+class _Origin(enum.Enum):
+    """Whose code a frame runs."""
+
+    # torch, holdfast and the standard library.
+    PLUMBING = enum.auto()
+    USER = enum.auto()
+    INSTALLED_PACKAGE = enum.auto()
+    # torch's Python function that enters autograd's engine.
+    AUTOGRAD_ENGINE = enum.auto()
+
+
+_PLUMBING_FOLDERS = (
+    str(Path(torch.__file__).parent) + os.sep,
+    str(Path(__file__).parents[2]) + os.sep,
+    "<frozen ",
+    "<eval_with_key>",
+)
+_STANDARD_LIBRARY = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+_PACKAGE_FOLDERS = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+# Methods of dispatch modes, whoever wrote them: they are around every operation.
+_DISPATCH_METHODS = ("__torch_dispatch__", "__torch_function__")
 
 
 @functools.cache
-def _kind_of(code: CodeType) -> int:
+def _origin(code: CodeType) -> _Origin:
     file = code.co_filename
     if code.co_name == "_engine_run_backward":
-        return _ENGINE
-    if file.startswith((*_OURS, "<frozen ", "<eval_with_key>")) or code.co_name in _MODES:
-        return _SKIPPED
-    if any(part in file for part in _PACKAGES):
-        return _INSTALLED
-    return _SKIPPED if file.startswith(_STANDARD) else _USERS
+        return _Origin.AUTOGRAD_ENGINE
+    if file.startswith(_PLUMBING_FOLDERS) or code.co_name in _DISPATCH_METHODS:
+        return _Origin.PLUMBING
+    if any(folder in file for folder in _PACKAGE_FOLDERS):
+        return _Origin.INSTALLED_PACKAGE
+    if file.startswith(_STANDARD_LIBRARY):
+        return _Origin.PLUMBING
+    return _Origin.USER
 
 
-def _place(code: CodeType, line: int) -> str:
+def _describe_line(code: CodeType, line: int) -> str:
     return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
 
 
-def _line_among(frames: Iterable[tuple[CodeType, int]]) -> str:
-    """Return the user's own line among frames, the innermost first, and where in a package it
-    led; maybe empty.
-    """
-    installed = ""
-    for code, line in frames:
-        kind = _kind_of(code)
-        if kind == _INSTALLED:
-            installed = installed or _place(code, line)
-        elif kind == _USERS:
-            return f"{installed}, from {_place(code, line)}" if installed else _place(code, line)
-    return installed
-
-
 def running_line() -> str:
-    """Return the user's line that is running, ``"model.py:31 in forward"``, and where in a
-    package it led; or "".
+    """Return the user's line that is running, such as ``"model.py:31 in forward"``.
+
+    If it called into an installed package, the package's line comes first: ``"modeling_t5.py:9 in
+    forward, from model.py:31 in forward"``. Empty if no line of the user's or of a package runs.
     """
     frame: FrameType | None = sys._getframe(1)
     frames = []
     while frame is not None:
         frames.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    return _line_among(frames)
+    return _user_line(frames)
 
 
 def line_of(error: BaseException) -> str:
-    """Return the user's line that led to an error, and where in a package it led.
-
-    Or an empty string.
-    """
+    """Return the user's line that led to an error, in the form of `running_line`."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return _line_among(reversed(frames))
+    return _user_line(reversed(frames))
+
+
+def _user_line(frames: Iterable[tuple[CodeType, int]]) -> str:
+    """Return the user's line among frames with their lines, the innermost frame first."""
+    package_line = ""
+    for code, line in frames:
+        origin = _origin(code)
+        if origin is _Origin.INSTALLED_PACKAGE and not package_line:
+            package_line = _describe_line(code, line)
+        if origin is _Origin.USER:
+            user_line = _describe_line(code, line)
+            return f"{package_line}, from {user_line}" if package_line else user_line
+    return package_line
 
 
 class UserLines:
-    """Numbers for lines of the user's.
-
-    Of the innermost frame outside torch, holdfast and the standard library.
-    """
+    """Numbers of code lines outside torch, holdfast and the standard library."""
 
     def __init__(self) -> None:
+        # The lines by number. Number 0 stands for an unknown line.
         self.texts = [""]
         self._numbers: dict[tuple[CodeType, int], int] = {}
-        self._by_text = {"": 0}
+        self._number_of_text = {"": 0}
 
     def find(self, frame: FrameType | None) -> int:
-        """Return the number of the line that led here.
+        """Return the number of the innermost such line; 0 if there is none.
 
-        0 if none did on this side of autograd's engine.
+        Frames beyond autograd's engine are not looked at: they called backward, and say nothing
+        about the operation that runs in it.
         """
         while frame is not None:
-            kind = _kind_of(frame.f_code)
-            if kind in (_USERS, _INSTALLED):
-                place = (frame.f_code, frame.f_lineno)
-                number = self._numbers.get(place)
-                return self._add(*place) if number is None else number
-            if kind == _ENGINE:
+            origin = _origin(frame.f_code)
+            if origin is _Origin.AUTOGRAD_ENGINE:
                 return 0
+            if origin is not _Origin.PLUMBING:
+                return self._number(frame.f_code, frame.f_lineno)
             frame = frame.f_back
         return 0
 
-    def _add(self, code: CodeType, line: int) -> int:
-        text = _place(code, line)
-        number = self._by_text.setdefault(text, len(self.texts))
-        if number == len(self.texts):
-            self.texts.append(text)
-        self._numbers[code, line] = number
+    def _number(self, code: CodeType, line: int) -> int:
+        number = self._numbers.get((code, line))
+        if number is None:
+            text = _describe_line(code, line)
+            number = self._number_of_text.setdefault(text, len(self.texts))
+            if number == len(self.texts):
+                self.texts.append(text)
+            self._numbers[code, line] = number
         return number
 
 
+class Place(NamedTuple):
+    """Where an operation belongs: numbers of its module and line, 0 if unknown."""
+
+    module: int
+    line: int
+
+
 class Places:
-    """The module and the line of each operation."""
+    """Find the place of each operation."""
 
     def __init__(self) -> None:
+        # The paths of modules by number. Number 0 stands for no module.
         self.modules = [""]
         self.lines = UserLines()
-        self._models: list[nn.Module] = []  # keeps the ids below from being used again
+        # Keeps the modules alive, so that their ids in `_number_of` are not used again.
+        self._models: list[nn.Module] = []
         self._number_of: dict[int, int] = {}
+        # Id and number of each module whose forward pass runs, the outermost first.
         self._running: list[tuple[int, int]] = []
-        self._by_sequence: dict[int, tuple[int, int]] = {}
-        self._last = (0, 0)
+        self._by_sequence: dict[int, Place] = {}
+        self._last = Place(0, 0)
 
     @property
     def in_module(self) -> bool:
-        """Return whether a module is running."""
+        """Whether the forward pass of a module is running."""
         return bool(self._running)
 
     def name_modules(self, models: Mapping[str, nn.Module]) -> None:
-        """Give every module its path; one that is shared keeps the first."""
+        """Give every module its path. A shared module keeps its first path."""
         for name, model in models.items():
             self._models.append(model)
             for path, module in model.named_modules():
@@ -144,35 +172,43 @@ class Places:
         return self._number_of.get(id(module), 0)
 
     def enter(self, module: nn.Module) -> None:
-        """Note that a module begins its forward pass; one without a path goes by its caller's."""
-        above = self._running[-1][1] if self._running else 0
-        self._running.append((id(module), self._number_of.get(id(module), above)))
+        """Note that the forward pass of a module begins. Without a path it has its caller's."""
+        caller = self._running_module()
+        self._running.append((id(module), self._number_of.get(id(module), caller)))
 
     def leave(self, module: nn.Module) -> None:
-        """Note that it ends, with whatever it called and an exception has ended."""
-        if any(number == id(module) for number, _ in self._running):
+        """Note that the forward pass of a module ends, and those within it that an error ended."""
+        if any(running == id(module) for running, _ in self._running):
             while self._running.pop()[0] != id(module):
                 pass
 
     def forget(self) -> None:
-        """Begin anew, as between two steps."""
+        """Forget what runs, as between two steps."""
         self._running.clear()
         self._by_sequence.clear()
 
-    def here(self, frame: FrameType | None, *, in_backward: bool, records: bool) -> tuple[int, int]:
-        """Return the numbers of the module and the line of the operation that was just dispatched.
+    def locate(self, frame: FrameType | None, *, in_backward: bool, records: bool) -> Place:
+        """Return the place of the operation that was just dispatched.
 
-        Autograd `records` it: in a backward pass, a recomputation or a graph of gradients.
+        Args:
+            frame: The frame that dispatched it.
+            in_backward: Whether autograd's engine runs.
+            records: Whether autograd records the operation. In a backward pass that is so in a
+                recomputation, and if the graph of the gradients is kept.
         """
         line = self.lines.find(frame)
-        module = self._running[-1][1] if self._running else 0
-        if not in_backward or (records and self._running):
-            # The node is made right before its operation is dispatched, so the first to see a
-            # number is its own.
-            self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
-            return module, line
+        is_recomputed = records and self.in_module
+        if not in_backward or is_recomputed:
+            place = Place(self._running_module(), line)
+            # The node is made right before its operation is dispatched, so the first operation to
+            # see a sequence number is the node's own.
+            sequence = torch._C._autograd._get_sequence_nr() - 1
+            self._by_sequence.setdefault(sequence, place)
+            return place
         node = torch._C._current_autograd_node()
-        self._last = (
-            self._last if node is None else self._by_sequence.get(node._sequence_nr(), self._last)
-        )
-        return self._last[0], line or self._last[1]
+        if node is not None:
+            self._last = self._by_sequence.get(node._sequence_nr(), self._last)
+        return Place(self._last.module, line or self._last.line)
+
+    def _running_module(self) -> int:
+        return self._running[-1][1] if self._running else 0

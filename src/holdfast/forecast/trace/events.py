@@ -1,14 +1,11 @@
-"""What one traced training step does to the memory of a device.
-
-Allocations and frees in order, with who owns them.
+"""What one training step does to the memory of a device: allocations and frees, with their owners.
 
 A `Trace` is a template of one *steady* step: what is resident when it begins, the events of the
-    step, and which of
-the storages that it leaves behind take the place of which that it found (the gradients that the
-next step frees). So
-it can be played any number of times. Sizes belong to storages, in bytes as requested: rounding is
-    the allocator's
-business.
+step, and which of the storages that it leaves behind replace which of those that it found (the
+gradients that the next step frees). So it can be played any number of times. Sizes are those that
+were requested, in bytes; the allocator rounds them.
+
+How a trace is recorded is in `tracer`; how it is made another size in `extrapolation`.
 """
 
 from __future__ import annotations
@@ -19,12 +16,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 PHASES = ("forward", "backward", "optimizer", "other")
+# If several own a storage, the first of these is its owner.
 OWNERS = (
     "parameters",
     "buffers",
@@ -36,17 +34,24 @@ OWNERS = (
     "other",
 )
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp64", "other")
-_PRODUCTS = frozenset(
+
+# The operators that call cuBLAS, and so allocate its workspace at their first call.
+_MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 )
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_MOST = 6  # modules and lines that are named
+# The index of a layer in a module's path: "layers.3.fc1".
+_LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# How many modules and lines are named at most.
+_MOST_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """Something that the trace had to take for granted, and the user's line, ``"model.py:31 in
-    forward"``, or "".
+    """Something that the forecast had to assume.
+
+    Args:
+        what: The assumption, a sentence without a full stop.
+        line: The user's line that it is about, ``"model.py:31 in forward"``, or "".
     """
 
     what: str
@@ -64,28 +69,31 @@ class Trace:
         size_bytes: Shape ``(storages,)``, int64.
         owner: Shape ``(storages,)``, int8, index into `OWNERS`.
         module: Shape ``(storages,)``, int32, index into `modules`: the module that was running.
-        line: Shape ``(storages,)``, int32, index into `lines`: the line of the user's.
+        line: Shape ``(storages,)``, int32, index into `lines`: the user's line that was running.
         operation_name: Shape ``(operations,)``, int32, index into `names`.
-        operation_event: Shape ``(operations,)``, int32: events before it, and so before what it
-            allocates.
-        operation_phase: Shape ``(operations,)``, int8.
-        flops: Shape ``(operations,)``, int64, floating point operations.
+        operation_event: Shape ``(operations,)``, int32: number of events before the operation, and
+            so before its own allocations.
+        operation_phase: Shape ``(operations,)``, int8, index into `PHASES`.
+        flops: Shape ``(operations,)``, int64, floating-point operations.
         moved_bytes: Shape ``(operations,)``, int64: sizes of what it reads and writes.
-        dtype: Shape ``(operations,)``, int8, index into `DTYPES`: what it computes in.
+        dtype: Shape ``(operations,)``, int8, index into `DTYPES`: the type it computes in.
         modules: Paths such as ``"model.encoder.layers.0"``; the first is empty.
         lines: Such as ``"model.py:31 in forward"``; the first is empty.
-        names: Of operations, such as ``"aten.mm"``.
-        resident: Storages that live when the step begins, in the order of their allocation; all are
-            below the ids that the step allocates.
+        names: Names of operations, such as ``"aten.mm"``.
+        resident: Storages that are alive when the step begins, in the order of their allocation.
+            They come before all storages that the step allocates.
         carried: Pairs (left by the step, found by it): the next step finds the first in place of
             the second.
         growth_bytes: What a step leaves behind beyond that: a leak, or a history that the user
             keeps.
         blocks: Paths of the modules that could be recomputed.
-        optimizer_steps: First event of each step of an optimizer, and the one after its last.
+        optimizer_steps: For each optimizer step, its first event and the one after its last.
         micro_batch_size: Samples in the traced batch.
-        uncalibrated_bytes: By how much the peak may be higher: not of all kernels is it known what
-            they allocate for themselves.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        route: The fake device on which it was traced, ``"privateuse1"`` or ``"cpu"``.
+        assumptions: What had to be assumed.
+        uncalibrated_bytes: By how much the peak may be higher, because the scratch memory of some
+            kernels is not known exactly.
     """
 
     events: npt.NDArray[np.int32]
@@ -115,9 +123,7 @@ class Trace:
     uncalibrated_bytes: int = 0
 
     def save(self, path: Path) -> None:
-        """Write the trace into one file (numpy's ``.npz``, without pickles), whatever the name
-        ends with.
-        """
+        """Write the trace into one file: numpy's ``.npz``, without pickles, whatever its suffix."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         arrays: dict[str, Any] = {
             name: value for name, value in values.items() if isinstance(value, np.ndarray)
@@ -128,102 +134,124 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Return what `save` wrote."""
+        """Return the trace that `save` wrote."""
         with np.load(path, allow_pickle=False) as file:
             fields: dict[str, Any] = {name: file[name] for name in file.files}
-        fields |= {
-            name: _frozen(value) for name, value in json.loads(str(fields.pop("rest"))).items()
-        }
-        fields["assumptions"] = tuple(Assumption(**one) for one in fields["assumptions"])
+        rest = json.loads(str(fields.pop("rest")))
+        fields |= {name: _with_tuples(value) for name, value in rest.items()}
+        fields["assumptions"] = tuple(
+            Assumption(**assumption) for assumption in fields["assumptions"]
+        )
         return cls(**fields)
 
 
-def _frozen(value: Any) -> Any:
-    """Return lists as tuples, all the way down."""
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+def _with_tuples(value: Any) -> Any:
+    """Return JSON lists as tuples, all the way down."""
+    if isinstance(value, list):
+        return tuple(_with_tuples(item) for item in value)
+    return value
 
 
 def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Return what several steps in a row do, beginning with the allocation of what is resident.
 
-    What a step leaves behind takes the place of what it found, by `Trace.carried`; what it found
-    and freed without such a successor is gone in the later steps, and what it left without one
-    stays. Events are as in `Trace.events`, with new storages in each step; sizes are of all
-    storages, in bytes.
+    What a step leaves behind replaces what it found, by `Trace.carried`. What it found and freed
+    without a replacement is gone in later steps, and what it left without replacing anything stays.
+
+    Returns:
+        Events as in `Trace.events`, with new storages in each step, and the sizes of all storages
+        in bytes.
     """
     found = len(trace.resident)
     made = len(trace.size_bytes) - found
-    events = trace.events
-    storage = np.abs(events) - 1
-    frees = events < 0
-    pairs = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
+    storage = np.abs(trace.events) - 1
+    is_free = trace.events < 0
+    carried = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
+    # The storage that now has the place of each resident one; -1 for none.
     current = np.arange(found, dtype=np.int32)
     parts = [current + 1]
     for step in range(steps):
-        name = np.concatenate(
-            [current, np.arange(found + step * made, found + (step + 1) * made, dtype=np.int32)]
-        )
-        ids = name[storage] + 1
-        parts.append(np.where(frees, -ids, ids)[ids > 0])
+        begin = found + step * made
+        own = np.arange(begin, begin + made, dtype=np.int32)
+        renamed = np.concatenate([current, own])
+        ids = renamed[storage] + 1
+        parts.append(np.where(is_free, -ids, ids)[ids > 0])
         current = current.copy()
-        current[storage[frees & (storage < found)]] = -1
-        current[pairs[:, 1]] = name[pairs[:, 0]]
+        current[storage[is_free & (storage < found)]] = -1
+        current[carried[:, 1]] = renamed[carried[:, 0]]
     sizes = np.concatenate([trace.size_bytes[:found], *[trace.size_bytes[found:]] * steps])
     return np.concatenate(parts).astype(np.int32), sizes
 
 
 def first_products(trace: Trace) -> tuple[int, int]:
-    """Return after how many events of `played` forward's and backward's first product has its
-    result; 0 without.
+    """Return where the forward and the backward pass have their first matrix product.
+
+    Returns:
+        For each, the number of events of `played` until the result of the product is allocated; 0
+        if the pass has no product.
     """
-    of_products = np.array([name in _PRODUCTS for name in trace.names], dtype=bool)[
-        trace.operation_name
-    ]
-    forward, backward = (
-        trace.operation_event[of_products & (trace.operation_phase == PHASES.index(phase))][:1]
-        + len(trace.resident)
-        + 1
-        for phase in ("forward", "backward")
-    )
-    return int(forward.sum()), int(backward.sum())
+    return _first_product(trace, "forward"), _first_product(trace, "backward")
+
+
+def _first_product(trace: Trace, phase: str) -> int:
+    is_product = np.array([name in _MATRIX_PRODUCTS for name in trace.names], dtype=bool)
+    in_phase = trace.operation_phase == PHASES.index(phase)
+    events = trace.operation_event[is_product[trace.operation_name] & in_phase]
+    if not len(events):
+        return 0
+    return len(trace.resident) + int(events[0]) + 1
 
 
 def live_bytes(
     events: npt.NDArray[np.int32], size_bytes: npt.NDArray[np.int64], granule_bytes: int = 1
 ) -> npt.NDArray[np.int64]:
-    """Return how many bytes live after each event of `played`, sizes rounded up to granules.
+    """Return how many bytes are alive after each event of `played`.
 
-    CUDA's caching allocator counts as allocated in granules of 512 bytes.
+    Args:
+        events: Allocations and frees.
+        size_bytes: Bytes of each storage.
+        granule_bytes: Sizes are rounded up to a multiple of this. CUDA's caching allocator counts
+            in granules of 512 bytes.
     """
     rounded = -(-size_bytes // granule_bytes) * granule_bytes
     return np.cumsum(np.sign(events) * rounded[np.abs(events) - 1], dtype=np.int64)
 
 
 def live_peak(trace: Trace, granule_bytes: int = 1) -> int:
-    """Return the most bytes that live at once in a step, what is resident included."""
-    return int(live_bytes(*played(trace, 1), granule_bytes).max(initial=0))
+    """Return the most bytes that are alive at once in a step, including what is resident."""
+    events, sizes = played(trace, 1)
+    return int(live_bytes(events, sizes, granule_bytes).max(initial=0))
 
 
-def owners_at_peak(trace: Trace, by: str = "owner") -> Mapping[str, int]:
-    """Return who owns the bytes that are alive at the first moment of `live_peak`.
+def owners_at_peak(
+    trace: Trace, by: Literal["owner", "module", "line"] = "owner"
+) -> Mapping[str, int]:
+    """Return who owns the bytes that are alive when `live_peak` is first reached.
 
-    Bytes are by ``"owner"``, ``"module"`` or ``"line"``, largest first, and add up to the peak;
-    what none is known of goes by the empty name.
+    Returns:
+        Bytes by owner, module or line, largest first. They add up to the peak. Bytes whose module
+        or line is not known are under the empty name.
     """
-    choices: dict[str, tuple[tuple[str, ...], npt.NDArray[np.integer[Any]]]] = {
-        "owner": (OWNERS, trace.owner),
-        "module": (trace.modules, trace.module),
-        "line": (trace.lines, trace.line),
-    }
-    names, index = choices[by]
+    names: tuple[str, ...]
+    index: npt.NDArray[np.integer[Any]]
+    if by == "owner":
+        names = OWNERS
+        index = trace.owner
+    elif by == "module":
+        names = trace.modules
+        index = trace.module
+    else:
+        names = trace.lines
+        index = trace.line
     events, sizes = played(trace, 1)
     if not len(events):
         return {}
-    until = events[: int(live_bytes(events, sizes).argmax()) + 1]
-    live = np.zeros(len(sizes), dtype=np.int64)
-    np.add.at(live, np.abs(until) - 1, np.sign(until))
+    peak = int(live_bytes(events, sizes).argmax())
+    until_peak = events[: peak + 1]
+    is_live = np.zeros(len(sizes), dtype=np.int64)
+    np.add.at(is_live, np.abs(until_peak) - 1, np.sign(until_peak))
     totals = np.zeros(len(names), dtype=np.int64)
-    np.add.at(totals, index, live * sizes)
+    np.add.at(totals, index, is_live * sizes)
     return {
         names[number]: int(totals[number])
         for number in np.argsort(-totals, kind="stable")
@@ -232,13 +260,14 @@ def owners_at_peak(trace: Trace, by: str = "owner") -> Mapping[str, int]:
 
 
 def shares_of(trace: Trace) -> dict[str, Mapping[str, int]]:
-    """Return bytes at the live peak by owners, modules (numbers as ``*``) and lines of the
-    user's, largest first.
+    """Return the bytes at the live peak by owners, modules and the user's lines, largest first.
+
+    The layers of a stack count as one module: their index is ``*``.
     """
     modules: dict[str, int] = {}
-    for name, size in owners_at_peak(trace, "module").items():
-        path = _NUMBER.sub("*", name)
-        modules[path] = modules.get(path, 0) + size
+    for path, size_bytes in owners_at_peak(trace, "module").items():
+        stack = _LAYER_INDEX.sub("*", path)
+        modules[stack] = modules.get(stack, 0) + size_bytes
     return {
         "owners": owners_at_peak(trace),
         "modules": _largest(modules),
@@ -247,5 +276,5 @@ def shares_of(trace: Trace) -> dict[str, Mapping[str, int]]:
 
 
 def _largest(sizes: Mapping[str, int]) -> dict[str, int]:
-    known = sorted(((size, name) for name, size in sizes.items() if name), reverse=True)
-    return {name: size for size, name in known[:_MOST]}
+    named = [(size_bytes, name) for name, size_bytes in sizes.items() if name]
+    return {name: size_bytes for size_bytes, name in sorted(named, reverse=True)[:_MOST_NAMED]}

@@ -1,15 +1,12 @@
-"""From traces of two small batches to a trace at any micro-batch size, without running anything
-again.
+"""Make a trace of any micro-batch size from traces of two small ones, without running anything.
 
-A storage grows by a fixed number of bytes for each sample, so two traces say its size at any
-micro-batch. The *peak*
-is the largest of many such sums and no line itself: a line through two peaks errs on the low side
-    (up to -52 % was
-measured, on a loop decoder), so every storage is extrapolated and the events are played again.
+A storage grows by a fixed number of bytes per sample, so two traces give its size at any
+micro-batch. The *peak* is the largest of many such sums and does not grow linearly: a line through
+two peaks errs on the low side (by up to 52 %, measured on a loop decoder). So every storage is
+extrapolated, and the events are played again.
 
 A list of samples, a loop over them or a branch on their number cannot be extrapolated: such a step
-    is another program
-at each size, and is refused.
+is a different program at each size, and is refused.
 """
 
 from __future__ import annotations
@@ -23,13 +20,22 @@ import numpy.typing as npt
 from holdfast.core.errors import BatchError
 from holdfast.forecast.trace.events import OWNERS, Assumption, Trace
 
-# One sample goes other ways (a dimension of 1 is contiguous either way): 3 of the 7 models that
-# were tried did.
+# A single sample takes other paths, because a dimension of 1 is contiguous in any order: 3 of the 7
+# models that we tried did.
 LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
+
 _SCRATCH = OWNERS.index("scratch")
-_OF_ANY_SIZE = [OWNERS.index(owner) for owner in ("parameters", "gradients", "optimizer state")]
-_COMPARED = ("blocks", "resident", "carried", "optimizer_steps", "precision", "route")
+# Owners whose sizes do not depend on the batch.
+_BATCH_INDEPENDENT = [
+    OWNERS.index(owner) for owner in ("parameters", "gradients", "optimizer state")
+]
+# Fields of `Trace` that must be the same at both sizes.
+_COMPARED_FIELDS = ("blocks", "resident", "carried", "optimizer_steps", "precision", "route")
+# Sums of sizes stay below this, so that they are 64-bit integers. It is far above any device.
+_MOST_TOTAL_BYTES = 1 << 60
+# Products of sizes and samples stay below this while they are computed as 64-bit integers.
+_MOST_PRODUCT = 1 << 62
 
 
 class NotAlignedError(BatchError):
@@ -38,14 +44,17 @@ class NotAlignedError(BatchError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledTrace:
-    """A step at any micro-batch size, by that of two that were traced.
+    """A step at any micro-batch size, from traces at two sizes.
 
     Args:
-        template: The first trace; everything but sizes and work is the same in both.
-        size_bytes: Shape ``(2, storages)``; `flops` and `moved_bytes` are ``(2, operations)``.
-        totals: Shape ``(2, 2)``: the growth of the step and what is not calibrated, in bytes.
-        accumulates: Whether a global batch is cut into micro-batches whose gradients are added up,
-            as a guard does.
+        template: The first trace. Everything but sizes and work is the same in both.
+        micro_batch_sizes: The two traced sizes, the smaller first.
+        size_bytes: Shape ``(2, storages)``.
+        flops: Shape ``(2, operations)``.
+        moved_bytes: Shape ``(2, operations)``.
+        totals: Shape ``(2, 2)``: the growth of the step and the uncalibrated bytes of each trace.
+        accumulates: Whether a global batch is split into micro-batches whose gradients are added
+            up, as `Guard` does.
     """
 
     template: Trace
@@ -59,164 +68,185 @@ class ScaledTrace:
     def at(self, micro_batch_size: int) -> Trace:
         """Return the step with this many samples, at least 1.
 
-        Sizes are exact where they grow by whole bytes; others are rounded up, and said to be.
+        Sizes are exact if they grow by whole bytes per sample. Others are rounded up, which is
+        added to the assumptions.
         """
         assert micro_batch_size >= 1
-        sizes = self._line(self.size_bytes, micro_batch_size)
-        growth, uncalibrated = self._line(self.totals, micro_batch_size).tolist()
+        sizes = self._extrapolate(self.size_bytes, micro_batch_size)
+        growth, uncalibrated = self._extrapolate(self.totals, micro_batch_size).tolist()
         return replace(
             self.template,
             size_bytes=sizes,
-            flops=self._line(self.flops, micro_batch_size),
-            moved_bytes=self._line(self.moved_bytes, micro_batch_size),
+            flops=self._extrapolate(self.flops, micro_batch_size),
+            moved_bytes=self._extrapolate(self.moved_bytes, micro_batch_size),
             growth_bytes=growth,
             uncalibrated_bytes=max(uncalibrated, int(self.totals[:, 1].min())),
             micro_batch_size=micro_batch_size,
             assumptions=self.template.assumptions + self._assumptions(micro_batch_size, sizes),
         )
 
-    def _line(self, values: npt.NDArray[np.int64], at: int) -> npt.NDArray[np.int64]:
-        """Return the values on the lines through two rows, in whole numbers, rounded up, from 0
-        to `most_each`.
+    def _extrapolate(
+        self, values: npt.NDArray[np.int64], micro_batch_size: int
+    ) -> npt.NDArray[np.int64]:
+        """Return the points at some size on the lines through two rows.
+
+        They are whole numbers, rounded up, from 0 to `most_each`.
         """
         low, high = self.micro_batch_sizes
         largest = int(np.abs(values).max(initial=1))
-        fits = largest * (high + low + 2 * at) < 1 << 62
-        rows = values if fits else values.astype(object)  # Python's integers know no bound
-        total = (high - at) * rows[0] + (at - low) * rows[1]
-        bounded = np.clip(-(-total // (high - low)), 0, most_each(values.shape[1]))
-        result: npt.NDArray[np.int64] = bounded.astype(np.int64)
+        if largest * (high + low + 2 * micro_batch_size) >= _MOST_PRODUCT:
+            # Python's integers have no bound.
+            values = values.astype(object)
+        weighted = (high - micro_batch_size) * values[0] + (micro_batch_size - low) * values[1]
+        rounded_up = -(-weighted // (high - low))
+        result: npt.NDArray[np.int64] = np.clip(rounded_up, 0, most_each(values.shape[1])).astype(
+            np.int64
+        )
         return result
 
     def _assumptions(
         self, micro_batch_size: int, sizes: npt.NDArray[np.int64]
     ) -> tuple[Assumption, ...]:
-        said = []
+        assumptions = []
         low, high = self.micro_batch_sizes
         if micro_batch_size < LEAST_MICRO_BATCH_SIZE:
-            said.append(
-                f"{micro_batch_size} sample is extrapolated from {low} and {high}, and may go"
-                " another way"
+            what = (
+                f"{micro_batch_size} sample is extrapolated from {low} and {high}, and may take"
+                " another path"
             )
-        uneven = (self.size_bytes[1] - self.size_bytes[0]) % (high - low) != 0
-        if uneven.any():
-            share = 100 * int(sizes[uneven].sum()) / max(1, int(sizes.sum()))
-            said.append(
-                f"{int(uneven.sum())} storages ({share:.1f} % of all bytes) do not grow by whole"
-                " bytes per sample; they were rounded up"
+            assumptions.append(Assumption(what=what))
+        is_uneven = (self.size_bytes[1] - self.size_bytes[0]) % (high - low) != 0
+        if is_uneven.any():
+            percent = 100 * int(sizes[is_uneven].sum()) / max(1, int(sizes.sum()))
+            what = (
+                f"{int(is_uneven.sum())} storages ({percent:.1f} % of all bytes) do not grow by"
+                " whole bytes per sample; they were rounded up"
             )
-        return tuple(Assumption(what=what) for what in said)
+            assumptions.append(Assumption(what=what))
+        return tuple(assumptions)
 
 
-def fit(traces: Sequence[Trace]) -> ScaledTrace:
+def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
     """Return the step at any size, from traces of one job at two micro-batch sizes of at least 2.
 
-    NotAlignedError if they do not do the same; it names the first difference.
+    Raises:
+        NotAlignedError: If the traces do not do the same; it names the first difference.
     """
     first, second = sorted(traces, key=lambda trace: trace.micro_batch_size)
     assert LEAST_MICRO_BATCH_SIZE <= first.micro_batch_size < second.micro_batch_size
     difference = _find_difference(first, second)
     if difference is not None:
-        raise NotAlignedError(
-            f"the step does other things with {_described(second)} than with {_described(first)}:"
-            f" {difference}",
-            limit=(
-                "sizes can be extrapolated only if every batch goes the same way through the model"
-            ),
-            fix=(
-                "remove the branch on the batch, or what is kept from step to step; let the loader"
-                " collate a list of samples into one tensor, since each size of a list is another"
-                " program"
-            ),
-            rule="H425",
-        )
-    both = (first, second)
-    assumptions = dict.fromkeys(said for one in both for said in one.assumptions)
+        raise _not_aligned(first, second, difference)
+    assumptions = dict.fromkeys((*first.assumptions, *second.assumptions))
     return ScaledTrace(
         template=replace(first, assumptions=tuple(assumptions)),
         micro_batch_sizes=(first.micro_batch_size, second.micro_batch_size),
-        size_bytes=_with_even_scratch(both),
-        flops=np.stack([one.flops for one in both]),
-        moved_bytes=np.stack([one.moved_bytes for one in both]),
+        size_bytes=_with_even_scratch(first, second),
+        flops=np.stack([first.flops, second.flops]),
+        moved_bytes=np.stack([first.moved_bytes, second.moved_bytes]),
         totals=np.array(
-            [[one.growth_bytes, one.uncalibrated_bytes] for one in both], dtype=np.int64
+            [[trace.growth_bytes, trace.uncalibrated_bytes] for trace in (first, second)],
+            dtype=np.int64,
         ),
     )
 
 
-def _with_even_scratch(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
-    """Return the sizes of storages, shape ``(2, storages)``, with scratch in proportion where a
-    trace has none.
-
-    Kernels may take scratch from a certain size of the batch on only: proportion is rather too much
-        than too little.
-    """
-    sizes = np.stack([one.size_bytes for one in traces])
-    samples = np.array([[one.micro_batch_size] for one in traces])
-    missing = (sizes == 0) & (traces[0].owner == _SCRATCH)
-    return np.where(missing, (-(-sizes // samples)).max(axis=0) * samples, sizes)
+def _not_aligned(first: Trace, second: Trace, difference: str) -> NotAlignedError:
+    return NotAlignedError(
+        f"the step does other things with {second.micro_batch_size} samples than with"
+        f" {first.micro_batch_size} samples: {difference}",
+        limit="sizes can be extrapolated only if every batch takes the same path through the model",
+        fix=(
+            "remove the branch on the batch, or what is kept from step to step; let the loader"
+            " collate a list of samples into one tensor, because each length of a list is a"
+            " different program"
+        ),
+        rule="H425",
+    )
 
 
 def most_each(count: int) -> int:
-    """Return the most that each of some sizes is taken to be, far above any device.
+    """Return the largest number that each of `count` sizes may be, so that their sum is an int64.
 
-    Their sum is a 64-bit integer.
+    It is far above any device.
     """
-    return (1 << 60) // max(1, count)
+    return _MOST_TOTAL_BYTES // max(1, count)
 
 
-def _described(trace: Trace) -> str:
-    return f"{trace.micro_batch_size} samples"
+def _with_even_scratch(first: Trace, second: Trace) -> npt.NDArray[np.int64]:
+    """Return the sizes of storages, shape ``(2, storages)``.
+
+    Some kernels take scratch memory only from a certain batch size on. If one trace has none, it
+    gets as much per sample as the other: rather too much than too little.
+    """
+    sizes = np.stack([first.size_bytes, second.size_bytes])
+    samples = np.array([[first.micro_batch_size], [second.micro_batch_size]])
+    is_missing = (sizes == 0) & (first.owner == _SCRATCH)
+    bytes_per_sample = (-(-sizes // samples)).max(axis=0)
+    return np.where(is_missing, bytes_per_sample * samples, sizes)
+
+
+# --- comparing two traces -------------------------------------------------------------------------
 
 
 def _find_difference(first: Trace, other: Trace) -> str | None:
-    names = {name: number for number, name in enumerate(first.names)}
-    translated = np.array([names.get(name, -1) for name in other.names], dtype=np.int32)
-    operation = _first_unequal(first.operation_name, translated[other.operation_name])
-    event = _first_unequal(first.events, other.events)
-    if event is not None:
-        at = max(0, int(np.searchsorted(first.operation_event, event, side="right")) - 1)
-        operation = at if operation is None else min(operation, at)
-    elif operation is None:
-        operation = _first_unequal(first.operation_event, other.operation_event)
+    """Return the first difference between two traces in words, or None if they are alike."""
+    operation = _first_different_operation(first, other)
     if operation is not None:
         return (
-            f"operation {operation} is {_operation(first, operation)}, there"
-            f" {_operation(other, operation)}"
+            f"operation {operation} is {_describe_operation(first, operation)}, there"
+            f" {_describe_operation(other, operation)}"
         )
-    if _found(first) != _found(other):
-        return "the parameters and states that live before it differ"
-    changed = next(
-        (name for name in _COMPARED if getattr(first, name) != getattr(other, name)), None
-    )
-    return None if changed is None else f"their {changed.replace('_', ' ')} differ"
+    if _resident_sizes(first) != _resident_sizes(other):
+        return "the parameters and states that exist before it differ"
+    for field in _COMPARED_FIELDS:
+        if getattr(first, field) != getattr(other, field):
+            return f"their {field.replace('_', ' ')} differ"
+    return None
 
 
-def _found(trace: Trace) -> list[tuple[int, int, int]]:
-    """Return owner, module and size of what is alive before the step, as far as no batch changes
-    it.
-    """
-    found = np.array(trace.resident, dtype=np.int64)
-    found = found[np.isin(trace.owner[found], _OF_ANY_SIZE)]
+def _first_different_operation(first: Trace, other: Trace) -> int | None:
+    """Return the first operation that differs in its name, its events or its place among them."""
+    numbers = {name: number for number, name in enumerate(first.names)}
+    in_first = np.array([numbers.get(name, -1) for name in other.names], dtype=np.int32)
+    by_name = _first_unequal(first.operation_name, in_first[other.operation_name])
+    event = _first_unequal(first.events, other.events)
+    if event is not None:
+        operations_before = int(np.searchsorted(first.operation_event, event, side="right"))
+        by_event = max(0, operations_before - 1)
+        return by_event if by_name is None else min(by_name, by_event)
+    if by_name is not None:
+        return by_name
+    return _first_unequal(first.operation_event, other.operation_event)
+
+
+def _resident_sizes(trace: Trace) -> list[tuple[int, int, int]]:
+    """Return owner, module and size of what is alive before the step and no batch changes."""
+    resident = np.array(trace.resident, dtype=np.int64)
+    resident = resident[np.isin(trace.owner[resident], _BATCH_INDEPENDENT)]
     columns = (trace.owner, trace.module, trace.size_bytes)
-    return list(zip(*(column[found].tolist() for column in columns), strict=True))
+    return list(zip(*(column[resident].tolist() for column in columns), strict=True))
 
 
-def _first_unequal(one: npt.NDArray[np.int32], two: npt.NDArray[np.int32]) -> int | None:
-    shared = min(len(one), len(two))
-    unequal = np.flatnonzero(one[:shared] != two[:shared])
+def _first_unequal(first: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int | None:
+    """Return the first index at which two arrays differ, or one of them has ended."""
+    shared = min(len(first), len(other))
+    unequal = np.flatnonzero(first[:shared] != other[:shared])
     if len(unequal):
         return int(unequal[0])
-    return None if len(one) == len(two) else shared
+    return None if len(first) == len(other) else shared
 
 
-def _operation(trace: Trace, number: int) -> str:
-    """Return an operation's name, and the line of the user's that is nearest before it."""
+def _describe_operation(trace: Trace, number: int) -> str:
+    """Return an operation's name, and the nearest line of the user's before it."""
     if number >= len(trace.operation_name):
         return "missing"
-    last = number + 1 == len(trace.operation_event)
-    born = trace.events[: len(trace.events) if last else trace.operation_event[number + 1]]
-    lines = trace.line[born[born > 0] - 1]
-    known = lines[lines > 0]
-    where = f" at {trace.lines[known[-1]]}" if len(known) else ""
-    return f"{trace.names[trace.operation_name[number]]}{where}"
+    name = trace.names[int(trace.operation_name[number])]
+    is_last = number + 1 == len(trace.operation_event)
+    end = len(trace.events) if is_last else trace.operation_event[number + 1]
+    events = trace.events[:end]
+    lines = trace.line[events[events > 0] - 1]
+    known_lines = lines[lines > 0]
+    if not len(known_lines):
+        return name
+    return f"{name} at {trace.lines[known_lines[-1]]}"

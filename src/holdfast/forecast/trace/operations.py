@@ -1,6 +1,6 @@
-"""What an operation costs.
+"""Measure what an operation costs: floating-point operations, memory traffic, and its data type.
 
-Floating point operations, bytes read and written, and the type that it computes in.
+How long that takes on a device is computed in `devices.timing`.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from torch.utils.flop_counter import flop_registry
 from holdfast.forecast.trace.events import DTYPES
 from holdfast.memory.tensors import tensors_of
 
-_FORMATS = {
+_DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float64: "fp64",
 }
+# Operators that launch no kernel although they are no views.
 _WITHOUT_KERNEL_NAMES = """
     _reshape_alias _unsafe_view empty empty_like empty_strided lift_fresh new_empty
     new_empty_strided resize_ set_
 """
 _WITHOUT_KERNEL = frozenset(f"aten.{name}" for name in _WITHOUT_KERNEL_NAMES.split())
-# They read as much of their first argument as they write, however large it is.
-_PICKS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select"})
+# Operators that read as much of their first argument as they write, however large it is.
+_GATHERING = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select"})
 
 
-class Operation(NamedTuple):
-    """An operation as it was dispatched.
+class Cost(NamedTuple):
+    """What an operation costs.
 
-    `name` is an index into `Operations.names`, `dtype` one into `DTYPES`.
-
-    `flops` follow torch's own formulas, 0 where there is none; `moved_bytes` is what it reads and
-    writes.
+    `name` is an index into `Operations.names`. `flops` follows torch's own formulas, 0 if there is
+    none. `moved_bytes` is what the operation reads and writes. `dtype` is an index into `DTYPES`.
     """
 
     name: int
@@ -46,105 +45,138 @@ class Operation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
+class _Operator:
+    """What is the same in all calls of an operator.
+
+    Args:
+        name: Index into `Operations.names`.
+        launches_kernel: Whether it runs on the device at all.
+        gathers: Whether it reads only as much of its first argument as it writes.
+        flop_formula: torch's formula for its floating-point operations.
+        single_dtype: The type that it computes in if its tensors are fp32: TF32 where allowed.
+        written_arguments: Positions of arguments that it writes and does not return.
+    """
+
     name: int
-    launches: bool
-    picks: bool
-    formula: Callable[..., int] | None
-    single: int  # what it computes in where its tensors are fp32
-    written: tuple[int, ...]  # arguments that it writes and does not return
+    launches_kernel: bool
+    gathers: bool
+    flop_formula: Callable[..., int] | None
+    single_dtype: int
+    written_arguments: tuple[int, ...]
 
 
 class Operations:
-    """Measure operations; settings such as TF32 are those of the moment when this is built."""
+    """Measure operations. Settings such as TF32 are those at the time this is constructed."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._kinds: dict[Any, _Kind] = {}
+        self._operators: dict[Any, _Operator] = {}
 
     def measure(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> Operation | None:
-        """Return what an operation costs, or None if it runs no kernel, as a view."""
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = self._describe(func)
-        if not kind.launches:
-            return None
-        written = list(
-            tensors_of(
-                (out, *[args[position] for position in kind.written if position < len(args)])
-            )
-        )
-        read = list(tensors_of((args[1:] if kind.picks else args, kwargs)))
-        moved = _bytes_of(read) + _bytes_of(written) * (2 if kind.picks else 1)
-        flops = 0 if kind.formula is None else _evaluate(kind.formula, args, kwargs, out)
-        return Operation(kind.name, flops, moved, _format(kind.single, read, written))
+    ) -> Cost | None:
+        """Return what an operation costs, or None if it runs no kernel, like a view.
 
-    def _describe(self, func: Any) -> _Kind:
+        Args:
+            func: The operator's overload.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            out: Its result.
+        """
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._describe(func)
+            self._operators[func] = operator
+        if not operator.launches_kernel:
+            return None
+        written_arguments = [args[i] for i in operator.written_arguments if i < len(args)]
+        written = list(tensors_of((out, *written_arguments)))
+        read = list(tensors_of((args[1:] if operator.gathers else args, kwargs)))
+        moved_bytes = _dense_bytes(read) + _dense_bytes(written)
+        if operator.gathers:
+            moved_bytes += _dense_bytes(written)
+        return Cost(
+            name=operator.name,
+            flops=_evaluate_formula(operator.flop_formula, args, kwargs, out),
+            moved_bytes=moved_bytes,
+            dtype=_compute_dtype(operator.single_dtype, [*read, *written]),
+        )
+
+    def _describe(self, func: Any) -> _Operator:
         packet = getattr(func, "overloadpacket", func)
         name = str(packet)
         if name not in self.names:
             self.names.append(name)
         formula = flop_registry.get(packet)
-        schema = getattr(func, "_schema", None)
-        written: tuple[int, ...] = ()
-        asks = False  # for a fact, such as a device or a number
-        if schema is not None:
-            asks = not schema.is_mutable and not any(
-                "Tensor" in str(one.type) for one in schema.returns
-            )
-        if schema is not None and not schema.returns:
-            arguments = enumerate(schema.arguments)
-            written = tuple(
-                place
-                for place, one in arguments
-                if one.alias_info is not None and one.alias_info.is_write
-            )
-        return _Kind(
+        single_dtype = "tf32" if formula is not None and _may_take_tf32(name) else "fp32"
+        return _Operator(
             name=self.names.index(name),
-            launches=not (asks or getattr(func, "is_view", False) or name in _WITHOUT_KERNEL),
-            picks=name in _PICKS,
-            formula=formula,
-            single=DTYPES.index("tf32" if formula is not None and _takes_tf32(name) else "fp32"),
-            written=written,
+            launches_kernel=_launches_kernel(func, name),
+            gathers=name in _GATHERING,
+            flop_formula=formula,
+            single_dtype=DTYPES.index(single_dtype),
+            written_arguments=_written_arguments(func),
         )
 
 
-def _bytes_of(tensors: list[torch.Tensor]) -> int:
-    """Return the sizes of dense tensors.
+def _launches_kernel(func: Any, name: str) -> bool:
+    if getattr(func, "is_view", False) or name in _WITHOUT_KERNEL:
+        return False
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return True
+    # One that returns no tensor asks for a fact, such as a device or a number.
+    return any("Tensor" in str(result.type) for result in schema.returns)
 
-    A sparse one's parts were moved by the operations that made them.
-    """
+
+def _written_arguments(func: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments that an operator without results writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.returns:
+        return ()
+    return tuple(
+        position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _dense_bytes(tensors: list[torch.Tensor]) -> int:
+    """Return the sizes of dense tensors. Operations on the parts of sparse ones count these."""
     return sum([tensor.nbytes for tensor in tensors if tensor.layout is torch.strided])
 
 
-def _evaluate(
-    formula: Callable[..., int], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+def _evaluate_formula(
+    formula: Callable[..., int] | None, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> int:
+    if formula is None:
+        return 0
     try:
         return int(formula(*args, **kwargs, out_val=out))
     except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError):
-        return 0  # a formula of somebody else's that does not fit the call
+        # A formula that an extension has registered may not fit the call.
+        return 0
 
 
-def _format(single: int, read: list[torch.Tensor], written: list[torch.Tensor]) -> int:
-    for tensor in (*read, *written):
+def _compute_dtype(single_dtype: int, tensors: list[torch.Tensor]) -> int:
+    """Return the type of the first floating-point tensor, as an index into `DTYPES`."""
+    for tensor in tensors:
         if tensor.is_floating_point():
-            name = _FORMATS.get(tensor.dtype, "other")
-            return single if name == "fp32" else DTYPES.index(name)
+            name = _DTYPE_NAMES.get(tensor.dtype, "other")
+            return single_dtype if name == "fp32" else DTYPES.index(name)
     return DTYPES.index("other")
 
 
-def _takes_tf32(name: str) -> bool:
+def _may_take_tf32(name: str) -> bool:
     """Return whether CUDA may compute this fp32 operation in TF32, by torch's settings.
 
-    Off for matrix products and on for convolutions by default (docs.pytorch.org, "CUDA semantics",
-    TensorFloat-32).
+    By default that is off for matrix products and on for convolutions (docs.pytorch.org, "CUDA
+    semantics", TensorFloat-32).
     """
     try:
         if "convolution" in name:
             return bool(torch.backends.cudnn.allow_tf32)
         return torch.get_float32_matmul_precision() != "highest" and "attention" not in name
-    except RuntimeError:  # the old settings cannot be read once the new ones were used
+    except RuntimeError:
+        # The old settings cannot be read once the new ones were used.
         return False

@@ -1,7 +1,7 @@
 """The raw record of one step, as the tracer writes it, and how it becomes a `Trace`.
 
-Storages have numbers that are never used again while a tracer is there; a trace numbers its own
-from 0.
+The tracer gives storages numbers that are never used again while it exists. A trace numbers its own
+storages from 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, Trace
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
-_ACTIVATIONS, _REST = OWNERS.index("activations"), OWNERS.index("other")
+_ACTIVATIONS = OWNERS.index("activations")
+_UNOWNED = OWNERS.index("other")
 
 
 class Ledger:
@@ -27,11 +28,12 @@ class Ledger:
         self.size_bytes: list[int] = []
         self.module: list[int] = []
         self.line: list[int] = []
-        self.born: list[int] = []  # phase; a recomputation counts as forward
+        # The phase in which it was allocated. A recomputation counts as forward.
+        self.born: list[int] = []
         self.owner: dict[int, int] = {}
 
     def add(self, size_bytes: int, module: int, line: int, born: int) -> int:
-        """Return the number of a new storage."""
+        """Add a storage and return its number."""
         self.size_bytes.append(size_bytes)
         self.module.append(module)
         self.line.append(line)
@@ -39,18 +41,15 @@ class Ledger:
         return len(self.born) - 1
 
     def own(self, number: int, owner: str, module: int = 0) -> None:
-        """Note who owns a storage; of several, the one that comes first in `OWNERS`."""
+        """Note who owns a storage. Of several owners, the first in `OWNERS` counts."""
         index = OWNERS.index(owner)
         if index <= self.owner.get(number, index):
             self.owner[number] = index
             self.module[number] = module or self.module[number]
 
 
-class Ran(NamedTuple):
-    """An operation that ran.
-
-    The columns of `Trace`, and the events before it, and so before what it allocated.
-    """
+class OperationRecord(NamedTuple):
+    """An operation that ran: its values in the columns of `Trace` with the same names."""
 
     operation_name: int
     operation_event: int
@@ -60,140 +59,201 @@ class Ran(NamedTuple):
     dtype: int
 
 
-_TYPES = {"operation_phase": np.int8, "flops": np.int64, "moved_bytes": np.int64, "dtype": np.int8}
+# Types of the columns of operations in a trace, where they are not int32.
+_COLUMN_TYPES = {
+    "operation_phase": np.int8,
+    "flops": np.int64,
+    "moved_bytes": np.int64,
+    "dtype": np.int8,
+}
 
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What happens in a step; storages by their numbers in the ledger.
+    """What happens in a step. Storages have their numbers in the ledger.
 
-    `resident` is alive when it begins, `survivors` when it ends; autograd's engine begins before
-    `backward_starts`.
+    Args:
+        resident: Storages that are alive when the step begins.
+        survivors: Storages that are alive when it ends.
+        events: As in `Trace.events`.
+        event_phase: The phase of each event.
+        operations: The operations that ran a kernel.
+        backward_starts: For each backward pass, the number of events before it.
+        optimizer_steps: As in `Trace.optimizer_steps`.
+        assumptions: What had to be assumed.
+        uncalibrated_bytes: As in `Trace.uncalibrated_bytes`.
     """
 
     resident: list[int]
     survivors: frozenset[int] = frozenset()
     events: list[int] = field(default_factory=list)
     event_phase: list[int] = field(default_factory=list)
-    operations: list[Ran] = field(default_factory=list)
+    operations: list[OperationRecord] = field(default_factory=list)
     backward_starts: list[int] = field(default_factory=list)
     optimizer_steps: list[tuple[int, int]] = field(default_factory=list)
     assumptions: list[Assumption] = field(default_factory=list)
     uncalibrated_bytes: int = 0
 
     def allocate(self, number: int, phase: int) -> None:
-        """Note that a storage begins."""
+        """Record that a storage is allocated."""
         self.events.append(number + 1)
         self.event_phase.append(phase)
 
     def free(self, number: int, phase: int) -> None:
-        """Note that a storage ends."""
+        """Record that a storage is freed."""
         self.events.append(-number - 1)
         self.event_phase.append(phase)
 
 
-def _match_in_order(
-    left: Sequence[int], found: Iterable[int], size_of: Callable[[int], int]
-) -> Iterator[tuple[int, int]]:
-    """Yield which of what was left takes the place of which that was found, by size and order."""
-    places: dict[int, deque[int]] = {}
-    for number in found:
-        places.setdefault(size_of(number), deque()).append(number)
-    for number in left:
-        if candidates := places.get(size_of(number)):
-            yield number, candidates.popleft()
-
-
-def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
+def as_trace(recording: Recording, ledger: Ledger, **fields: Any) -> Trace:
     """Return the trace of a recorded step.
 
-    `described` are the other fields of `Trace`, such as names by number.
+    Args:
+        recording: The step.
+        ledger: What is known of its storages.
+        fields: The other fields of `Trace`, such as names of modules by number.
     """
-    numbers = [*sorted(recording.resident), *(event - 1 for event in recording.events if event > 0)]
-    dense = {number: place for place, number in enumerate(numbers)}
-    carried, growth = _carried(recording, ledger, dense)
-    events = [
-        dense[event - 1] + 1 if event > 0 else -dense[-event - 1] - 1 for event in recording.events
-    ]
-    _sort_frees(events, recording)
-    columns = (
-        zip(*recording.operations, strict=True) if recording.operations else [()] * len(Ran._fields)
-    )
-    operations: dict[str, Any] = {
-        name: np.array(column, dtype=_TYPES.get(name, np.int32))
-        for name, column in zip(Ran._fields, columns, strict=True)
-    }
-    described["assumptions"] = (*described.get("assumptions", ()), *recording.assumptions)
+    allocated = [event - 1 for event in recording.events if event > 0]
+    numbers = [*sorted(recording.resident), *allocated]
+    position = {number: position for position, number in enumerate(numbers)}
+    fields["assumptions"] = (*fields.get("assumptions", ()), *recording.assumptions)
     return Trace(
-        events=np.array(events, dtype=np.int32),
+        events=np.array(_renumbered_events(recording, position), dtype=np.int32),
         event_phase=np.array(recording.event_phase, dtype=np.int8),
         size_bytes=np.array([ledger.size_bytes[number] for number in numbers], dtype=np.int64),
         owner=np.array(_owners(recording, ledger, numbers), dtype=np.int8),
         module=np.array([ledger.module[number] for number in numbers], dtype=np.int32),
         line=np.array([ledger.line[number] for number in numbers], dtype=np.int32),
-        **operations,
+        **_operation_columns(recording.operations),
         resident=tuple(range(len(recording.resident))),
-        carried=carried,
-        growth_bytes=growth,
+        carried=_carried(recording, ledger, position),
+        growth_bytes=_growth_bytes(recording, ledger),
         optimizer_steps=tuple(recording.optimizer_steps),
         uncalibrated_bytes=recording.uncalibrated_bytes,
-        **described,
+        **fields,
     )
 
 
-def _sort_frees(events: list[int], recording: Recording) -> None:
-    """Bring frees that nothing parts into the order of their storages.
+def _renumbered_events(recording: Recording, position: dict[int, int]) -> list[int]:
+    events = [
+        position[event - 1] + 1 if event > 0 else -position[-event - 1] - 1
+        for event in recording.events
+    ]
+    _sort_simultaneous_frees(events, recording)
+    return events
 
-    What is freed at once, as autocast's cache of weights, comes in the order of a hash table of
-    addresses: another in each run, to no effect.
+
+def _sort_simultaneous_frees(events: list[int], recording: Recording) -> None:
+    """Sort frees by storage if nothing happens between them.
+
+    What is freed at once, such as autocast's cache of weights, comes in the order of a hash table
+    of addresses: it differs from run to run, to no effect.
     """
-    parts = {*(ran.operation_event for ran in recording.operations), *recording.backward_starts}
-    parts |= {place for step in recording.optimizer_steps for place in step}
+    boundaries = {operation.operation_event for operation in recording.operations}
+    boundaries.update(recording.backward_starts)
+    for step in recording.optimizer_steps:
+        boundaries.update(step)
     phase = recording.event_phase
     begin = 0
     for end in range(1, len(events) + 1):
-        together = (
+        continues = (
             end < len(events)
+            and end not in boundaries
             and events[begin] < 0
             and events[end] < 0
             and phase[end] == phase[begin]
         )
-        if not together or end in parts:
+        if not continues:
             events[begin:end] = sorted(events[begin:end], reverse=True)
             begin = end
 
 
+def _operation_columns(operations: Sequence[OperationRecord]) -> dict[str, Any]:
+    """Return the fields of `Trace` that describe operations."""
+    return {
+        name: np.array(
+            [operation[column] for operation in operations],
+            dtype=_COLUMN_TYPES.get(name, np.int32),
+        )
+        for column, name in enumerate(OperationRecord._fields)
+    }
+
+
+# --- what a step finds and leaves behind ----------------------------------------------------------
+
+
+def _freed_residents(recording: Recording) -> list[int]:
+    return sorted(set(recording.resident) - recording.survivors)
+
+
+def _left_behind(recording: Recording) -> list[int]:
+    return sorted(recording.survivors - set(recording.resident))
+
+
+def _growth_bytes(recording: Recording, ledger: Ledger) -> int:
+    """Return by how much more the step leaves behind than it has freed of what it found."""
+    left_bytes = sum(ledger.size_bytes[number] for number in _left_behind(recording))
+    freed_bytes = sum(ledger.size_bytes[number] for number in _freed_residents(recording))
+    return left_bytes - freed_bytes
+
+
 def _carried(
-    recording: Recording, ledger: Ledger, dense: dict[int, int]
-) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Pair what the step leaves with what it found and freed, both in the order in which they
-    were allocated.
+    recording: Recording, ledger: Ledger, position: dict[int, int]
+) -> tuple[tuple[int, int], ...]:
+    """Pair what the step leaves behind with what it found and freed.
+
+    Storages of the same size are paired, in the order in which they were allocated.
     """
-    resident = set(recording.resident)
-    freed = sorted(resident - recording.survivors)
-    left = sorted(recording.survivors - resident)
-    size_of = ledger.size_bytes.__getitem__
-    growth = sum(map(size_of, left)) - sum(map(size_of, freed))
-    return (
-        tuple((dense[made], dense[found]) for made, found in _match_in_order(left, freed, size_of)),
-        growth,
+    pairs = _match_by_size(
+        _left_behind(recording), _freed_residents(recording), ledger.size_bytes.__getitem__
     )
+    return tuple((position[left], position[freed]) for left, freed in pairs)
+
+
+def _match_by_size(
+    left: Sequence[int], freed: Iterable[int], size_of: Callable[[int], int]
+) -> Iterator[tuple[int, int]]:
+    freed_by_size: dict[int, deque[int]] = {}
+    for number in freed:
+        freed_by_size.setdefault(size_of(number), deque()).append(number)
+    for number in left:
+        candidates = freed_by_size.get(size_of(number))
+        if candidates:
+            yield number, candidates.popleft()
+
+
+# --- owners ---------------------------------------------------------------------------------------
 
 
 def _owners(recording: Recording, ledger: Ledger, numbers: Sequence[int]) -> list[int]:
-    """Return the owner of each storage.
-
-    Activations are what waits for a backward pass that has not begun.
-    """
-    birth = {event - 1: place for place, event in enumerate(recording.events) if event > 0}
-    death = {-event - 1: place for place, event in enumerate(recording.events) if event < 0}
-    starts = recording.backward_starts
+    """Return the owner of each storage, as an index into `OWNERS`."""
+    activations = _activations(recording, ledger)
     owners = []
     for number in numbers:
-        owner = ledger.owner.get(number, _REST)
-        if owner == _REST and number in birth and ledger.born[number] in (FORWARD, OTHER):
-            start = bisect_left(starts, birth[number] + 1)
-            if start < len(starts) and death.get(number, len(recording.events)) >= starts[start]:
-                owner = _ACTIVATIONS
+        owner = ledger.owner.get(number, _UNOWNED)
+        if owner == _UNOWNED and number in activations:
+            owner = _ACTIVATIONS
         owners.append(owner)
     return owners
+
+
+def _activations(recording: Recording, ledger: Ledger) -> set[int]:
+    """Return the storages of a forward pass that live until a backward pass begins."""
+    allocated_at = {}
+    freed_at = {}
+    for position, event in enumerate(recording.events):
+        if event > 0:
+            allocated_at[event - 1] = position
+        else:
+            freed_at[-event - 1] = position
+    starts = recording.backward_starts
+    activations = set()
+    for number, position in allocated_at.items():
+        if ledger.born[number] not in (FORWARD, OTHER):
+            continue
+        next_start = bisect_left(starts, position + 1)
+        if next_start == len(starts):
+            continue
+        if freed_at.get(number, len(recording.events)) >= starts[next_start]:
+            activations.add(number)
+    return activations

@@ -1,7 +1,8 @@
-"""The storages of a device that are alive, by weak references and numbers, and who owns them.
+"""Watch which storages of a device are alive, and find out who owns them.
 
-The owner is found by looking where training keeps its tensors; activations, nobody's, are known by
-`recording`.
+Storages are watched by weak references. Owners are found by looking where training code keeps its
+tensors: in modules, in gradients and in optimizer state. Activations belong to nobody; `recording`
+recognises them by their lifetime.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from holdfast.forecast.trace.attribution import Places
+from holdfast.forecast.trace.attribution import Place, Places
 from holdfast.forecast.trace.recording import OTHER, Ledger, Recording
 from holdfast.memory.tensors import tensors_of
 
+# The number of a watched storage that has no memory.
+_EMPTY = -1
 
-class _Held(weakref.ref[torch.UntypedStorage]):
-    """A storage that is watched; its number is -1 while it is empty."""
+
+class _WatchedStorage(weakref.ref[torch.UntypedStorage]):
+    """A storage that is watched, with its number in the ledger."""
 
     __slots__ = ("key", "number", "size_bytes")
     key: int
@@ -31,111 +35,131 @@ class _Held(weakref.ref[torch.UntypedStorage]):
 
 
 class Storages:
-    """Watch the storages of tensors on one type of device; `phase` returns what is running."""
+    """Watch the storages of tensors on one type of device.
+
+    Args:
+        device_type: The type of the device, such as ``"cuda"``.
+        phase: Returns the phase that is running.
+    """
 
     def __init__(self, device_type: str, phase: Callable[[], int]) -> None:
         self.ledger = Ledger()
+        # The step that is recorded, if any.
         self.record: Recording | None = None
-        self.place = (0, 0)  # module and line of what is running
+        # Where the running operation belongs.
+        self.place = Place(0, 0)
         self._device_type = device_type
         self._phase = phase
-        self._live: dict[int, _Held] = {}
+        self._live: dict[int, _WatchedStorage] = {}
 
     def living(self) -> list[int]:
-        """Return the numbers of what is alive, in the order of allocation."""
-        return sorted(held.number for held in self._live.values() if held.number >= 0)
+        """Return the numbers of the storages that are alive, in the order of allocation."""
+        return sorted(storage.number for storage in self._live.values() if storage.number != _EMPTY)
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage, or None if it is empty or not watched."""
         storage = _storage_of(tensor)
-        held = None if storage is None else self._live.get(storage._cdata)
-        return None if held is None or held.number < 0 else held.number
+        watched = None if storage is None else self._live.get(storage._cdata)
+        if watched is None or watched.number == _EMPTY:
+            return None
+        return watched.number
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on the device."""
-        # A fake tensor's `device` is a property that asks who asks (`stand_ins`).
-        device: torch.device = (
-            tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-        )
+        if isinstance(tensor, FakeTensor):
+            # Its `device` is a property that answers by who asks (`fake.stand_ins`).
+            device: torch.device = tensor.fake_device
+        else:
+            device = tensor.device
         return device.type == self._device_type
 
-    def hold_all(self, out: Any, born: int) -> bool | None:
-        """Watch what an operation returned.
+    def watch_result(self, out: Any, born: int) -> bool | None:
+        """Watch the tensors that an operation returned.
 
-        Return whether a tensor is on the device, None if there are none.
+        Returns:
+            Whether one of them is on the device; None if it returned no tensors.
         """
         if isinstance(out, torch.Tensor):
-            return self.hold(out, born)
-        here = None
+            return self.watch(out, born)
+        is_here = None
         if isinstance(out, (list, tuple)):
             for item in out:
-                here = self.hold_all(item, born) or here
-        return here
+                is_here = self.watch_result(item, born) or is_here
+        return is_here
 
-    def hold(self, tensor: torch.Tensor, born: int) -> bool:
-        """Watch the storage of a tensor, new ones born in this phase.
+    def watch(self, tensor: torch.Tensor, born: int) -> bool:
+        """Watch the storage of a tensor.
 
-        Return whether it is on the device.
+        Args:
+            tensor: The tensor, on any device.
+            born: The phase in which its storage was allocated, if it is new.
+
+        Returns:
+            Whether the tensor is on the device.
         """
         if not self.is_here(tensor):
             return False
         storage = _storage_of(tensor)
         if storage is None:
             return True
-        held = self._live.get(storage._cdata)
-        if held is None:
-            held = _Held(storage, self._ended)
-            held.key, held.number, held.size_bytes = storage._cdata, -1, 0
-            self._live[held.key] = held
-        if held.size_bytes != storage.nbytes():
-            self._resize(held, storage.nbytes(), born)
+        watched = self._live.get(storage._cdata)
+        if watched is None:
+            watched = _WatchedStorage(storage, self._on_freed)
+            watched.key = storage._cdata
+            watched.number = _EMPTY
+            watched.size_bytes = 0
+            self._live[watched.key] = watched
+        if watched.size_bytes != storage.nbytes():
+            self._resize(watched, storage.nbytes(), born)
         return True
 
-    def hold_unknown(self) -> None:
+    def watch_existing(self) -> None:
         """Watch tensors that were made before, as far as Python knows them.
 
-        Those of the kind that is traced.
+        In a fake mode these are the fake tensors, otherwise the real ones.
         """
-        fake = active_fake_mode() is not None
-        for item in gc.get_objects():
-            kind = type(item)
-            if issubclass(kind, torch.Tensor) and issubclass(kind, FakeTensor) == fake:
-                self.hold(item, OTHER)
+        wants_fake = active_fake_mode() is not None
+        for candidate in gc.get_objects():
+            # Not isinstance: it would ask some objects for an attribute, which may run code.
+            kind = type(candidate)
+            if issubclass(kind, torch.Tensor) and issubclass(kind, FakeTensor) == wants_fake:
+                self.watch(candidate, OTHER)
 
-    def use(self, size_bytes: int, phase: int) -> None:
-        """Note memory that an operation takes for itself and gives back."""
+    def use_scratch(self, size_bytes: int, phase: int) -> None:
+        """Record scratch memory that an operation allocates and frees while it runs."""
         if self.record is not None:
             number = self.ledger.add(size_bytes, *self.place, phase)
             self.ledger.own(number, "scratch")
             self.record.allocate(number, phase)
             self.record.free(number, phase)
 
-    def _resize(self, held: _Held, size_bytes: int, born: int) -> None:
-        """Note that a storage has another size.
+    def _resize(self, watched: _WatchedStorage, size_bytes: int, born: int) -> None:
+        """Record that a storage has another size: the new memory is allocated, the old freed."""
+        old = watched.number
+        watched.size_bytes = size_bytes
+        watched.number = _EMPTY
+        if size_bytes:
+            watched.number = self.ledger.add(size_bytes, *self.place, born)
+            if old in self.ledger.owner:
+                self.ledger.owner[watched.number] = self.ledger.owner[old]
+        if self.record is None:
+            return
+        if watched.number != _EMPTY:
+            self.record.allocate(watched.number, self._phase())
+        if old != _EMPTY:
+            self.record.free(old, self._phase())
 
-        The new memory is there before the old is given back.
-        """
-        old = held.number
-        held.size_bytes = size_bytes
-        held.number = self.ledger.add(size_bytes, *self.place, born) if size_bytes else -1
-        if old >= 0 and held.number >= 0 and old in self.ledger.owner:
-            self.ledger.owner[held.number] = self.ledger.owner[old]
-        if self.record is not None:
-            if held.number >= 0:
-                self.record.allocate(held.number, self._phase())
-            if old >= 0:
-                self.record.free(old, self._phase())
-
-    def _ended(self, held: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(held, _Held)
-        if self._live.get(held.key) is held:
-            del self._live[held.key]
-            if held.number >= 0 and self.record is not None:
-                self.record.free(held.number, self._phase())
+    def _on_freed(self, watched: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(watched, _WatchedStorage)
+        if self._live.get(watched.key) is not watched:
+            return
+        del self._live[watched.key]
+        if watched.number != _EMPTY and self.record is not None:
+            self.record.free(watched.number, self._phase())
 
 
 class Owners:
-    """Note the owners of storages in their ledger."""
+    """Find the owners of storages, and note them in the ledger."""
 
     def __init__(self, storages: Storages, places: Places) -> None:
         self._storages = storages
@@ -143,52 +167,56 @@ class Owners:
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
 
-    def watch(
+    def add(
         self, models: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
-        """Look at these too from now on."""
+        """Add models and optimizers that own tensors."""
         self._places.name_modules(models)
         self._models += models.values()
-        self._optimizers += [
-            one for one in optimizers if all(one is not other for other in self._optimizers)
-        ]
+        for optimizer in optimizers:
+            if all(optimizer is not known for known in self._optimizers):
+                self._optimizers.append(optimizer)
 
     def claim(self, tensors: Any, owner: str, module: int = 0) -> None:
-        """Note who owns the storages of tensors, in nested lists, tuples and mappings."""
+        """Note who owns tensors, in nested lists, tuples and mappings."""
         for tensor in tensors_of(tensors):
-            if self._storages.hold(tensor, OTHER):
+            if self._storages.watch(tensor, OTHER):
                 number = self._storages.number_of(tensor)
                 if number is not None:
                     self._storages.ledger.own(number, owner, module)
 
     def find_all(self) -> None:
-        """Look everywhere."""
+        """Note the owners of parameters, buffers, gradients and optimizer state.
+
+        New storages are numbered in the order in which ``Module.to`` moves them to a device.
+        """
         for model in self._models:
             for module in model.modules():
                 number = self._places.number_of(module)
                 self.claim(list(module.parameters(recurse=False)), "parameters", number)
                 self.claim(list(module.buffers(recurse=False)), "buffers", number)
-        self.claim(list(self._optimized()), "parameters")
+        self.claim(list(self._optimized_parameters()), "parameters")
         self.find_gradients()
         for optimizer in self._optimizers:
             self.find_state(optimizer)
 
     def find_gradients(self) -> None:
-        """Look at the parameters' gradients."""
-        for parameter in (
-            *(p for model in self._models for p in model.parameters()),
-            *self._optimized(),
-        ):
+        """Note the gradients of all parameters."""
+        for parameter in (*self._model_parameters(), *self._optimized_parameters()):
             if parameter.is_leaf and parameter.grad is not None:
                 self.claim(parameter.grad, "gradients", self._module_of(parameter))
 
     def find_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at an optimizer's state."""
+        """Note the state of an optimizer."""
         for parameter, state in optimizer.state.items():
             module = self._module_of(parameter) if isinstance(parameter, torch.Tensor) else 0
             self.claim(state, "optimizer state", module)
 
-    def _optimized(self) -> Iterator[torch.Tensor]:
+    def _model_parameters(self) -> Iterator[torch.Tensor]:
+        for model in self._models:
+            yield from model.parameters()
+
+    def _optimized_parameters(self) -> Iterator[torch.Tensor]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
@@ -199,8 +227,8 @@ class Owners:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor; None if it is sparse, because its parts are watched."""
     try:
         return tensor.untyped_storage()
-    # A sparse one; its parts are watched by themselves
     except (NotImplementedError, RuntimeError, ValueError):
         return None

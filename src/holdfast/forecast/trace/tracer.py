@@ -1,8 +1,11 @@
-"""Watch what a training step does to the memory of a device, tensor by tensor, as torch dispatches
-it.
+"""Watch what a training step does to the memory of a device, tensor by tensor, as torch dispatches.
 
-Works on tensors without data and on real ones. A storage is alive from the operation that returns
-it until the last reference to it is gone, which is when the device's allocator would get it back.
+It works on tensors without data and on real ones. A storage is alive from the operation that
+returns it until the last reference to it is gone, which is when the device's allocator gets its
+memory back.
+
+The tracer only observes. The device without memory is in `fake`, the scratch memory of kernels in
+`kernels.scratch`.
 """
 
 from __future__ import annotations
@@ -33,25 +36,31 @@ from holdfast.forecast.trace.recording import (
     FORWARD,
     OPTIMIZER,
     OTHER,
-    Ran,
+    OperationRecord,
     Recording,
     as_trace,
 )
 from holdfast.forecast.trace.storages import Owners, Storages
 from holdfast.memory.tensors import tensors_of
 
-_DEVICE = torch.ops.prim.device.default
+_DEVICE_QUERY = torch.ops.prim.device.default
 _DROPOUT = torch.ops.aten.native_dropout.default
+# Returns the scratch memory of an operation: its overload, arguments, keyword arguments, result.
 ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None]
+# Fields of `Trace` that a caller of `Tracer.trace` may leave out.
+_DEFAULT_FIELDS = {"blocks": (), "precision": "fp32", "route": "cpu", "assumptions": ()}
 
 
 class Tracer(TorchDispatchMode):
-    """Watch a device while the context lasts; record one step of it by `recording`.
+    """Watch a device while the context lasts. `recording` records one step of it.
 
-    It must be the innermost mode, entered before the tensors of the job are made; those that are
-    already there are found if Python knows them. `scratch` returns what an operation allocates for
-    itself, of its overload, arguments and result; `uncalibrated` takes down what those figures
-    leave open.
+    It must be the innermost mode, entered before the tensors of the job are made. Tensors that
+    already exist are found if Python knows them.
+
+    Args:
+        device: The device to watch.
+        scratch: Returns what an operation allocates for itself while it runs.
+        uncalibrated: Collects by how much these figures may be too low.
     """
 
     supports_higher_order_operators = True
@@ -65,36 +74,38 @@ class Tracer(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = Places()
-        self._storages = Storages(device.type, self._running_phase)
+        self._storages = Storages(device.type, self._current_phase)
         self._owners = Owners(self._storages, self._places)
         self._operations = Operations()
-        self._recorded: Recording | None = None
-        self._outside = FORWARD  # the phase when autograd's engine is not running
-        self._in_backward = False
-        self._engine_ran = False  # whether the last operation was one of the engine's own
-        self._steps_begun: list[int] = []  # events before each optimizer step that runs
-        self._cleanup = contextlib.ExitStack()
         self._scratch = scratch
         self._uncalibrated = uncalibrated or Uncalibrated()
+        self._recorded: Recording | None = None
+        self._cleanup = contextlib.ExitStack()
+        # The phase when autograd's engine does not run.
+        self._outer_phase = FORWARD
+        # Whether autograd's engine ran when we last looked.
+        self._in_backward = False
+        # Whether the last operation belonged to a backward pass, and not to a recomputation in it.
+        self._engine_ran = False
+        # For each optimizer step that is running, the number of events before it.
+        self._begun_steps: list[int] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that it would put around each dispatch costs more than what is done here
+        # The wrapper that torch would put around each dispatch takes longer than our own work.
         return False
 
     def __enter__(self) -> Self:
         gc.collect()
-        # What is there need not be looked at again, which makes the later collections short
+        # Objects that exist already are not scanned again, which makes later collections fast.
         gc.freeze()
         self._cleanup.callback(gc.unfreeze)
         super().__enter__()  # type: ignore[no-untyped-call]
         for handle in (
             register_module_forward_pre_hook(self._before_module),
-            register_module_forward_hook(
-                lambda module, *_: self._places.leave(module), always_call=True
-            ),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_module_forward_hook(self._after_module, always_call=True),
+            register_optimizer_step_pre_hook(self._before_optimizer_step),
+            register_optimizer_step_post_hook(self._after_optimizer_step),
         ):
             self._cleanup.callback(handle.remove)
         return self
@@ -109,17 +120,19 @@ class Tracer(TorchDispatchMode):
         models: Mapping[str, nn.Module] | None = None,
         optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
-        """Note what owns memory.
+        """Attribute memory to models and optimizers.
 
-        Models by the names that begin their modules' paths, and optimizers.
+        Args:
+            models: Models by name. The paths of their modules begin with it.
+            optimizers: Optimizers, whose state is attributed.
         """
-        self._owners.watch(models or {}, optimizers)
+        self._owners.add(models or {}, optimizers)
         self._owners.find_all()
 
     def claim(self, tensors: Any, owner: str = "batch") -> None:
         """Note who owns tensors, in nested lists, tuples and mappings.
 
-        Those on other devices are passed over.
+        Tensors on other devices are ignored.
         """
         self._owners.claim(tensors, owner)
 
@@ -127,49 +140,63 @@ class Tracer(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """Record what happens in the context as the template of a step.
 
-        No garbage is collected within: a reference cycle is kept to the end, wherever the collector
-            would have come.
+        The garbage collector is off meanwhile, because it might run at any allocation: a reference
+        cycle is kept until the end.
         """
         gc.collect()
-        self._places.forget()
-        self._steps_begun.clear()
-        self._owners.find_all()  # in the order in which Module.to moves them to a device
-        self._storages.hold_unknown()
-        self._outside, self._in_backward, self._engine_ran = FORWARD, False, False
-        self._operations = Operations()
-        self._uncalibrated.clear()
-        record = self._storages.record = Recording(resident=self._storages.living())
-        collects = gc.isenabled()
+        self._reset()
+        record = Recording(resident=self._storages.living())
+        self._storages.record = record
+        was_enabled = gc.isenabled()
         gc.disable()
         try:
             yield
             gc.collect()
             self._owners.find_all()
-            record.survivors = frozenset(self._storages.living())
-            record.uncalibrated_bytes = self._uncalibrated.excess_bytes
-            if calls := self._uncalibrated.calls:
-                names = ", ".join(sorted(calls))
-                what = (
-                    f"what {names} allocate for themselves is not calibrated ({calls.total()}"
-                    " calls)"
-                )
-                record.assumptions.append(Assumption(what=what))
+            self._finish(record)
             self._recorded = record
         finally:
             self._storages.record = None
-            if collects:
+            if was_enabled:
                 gc.enable()
 
-    def trace(self, **described: Any) -> Trace:
-        """Return the step that was recorded last; `described` are fields of `Trace`."""
+    def trace(self, **fields: Any) -> Trace:
+        """Return the step that was recorded last.
+
+        Args:
+            fields: Fields of `Trace` that the tracer does not know, such as `micro_batch_size`.
+        """
         assert self._recorded is not None, "nothing was recorded"
-        names = {
-            "modules": tuple(self._places.modules),
-            "lines": tuple(self._places.lines.texts),
-            "names": tuple(self._operations.names),
-        }
-        plain = {"blocks": (), "precision": "fp32", "route": "cpu", "assumptions": ()}
-        return as_trace(self._recorded, self._storages.ledger, **names, **{**plain, **described})
+        return as_trace(
+            self._recorded,
+            self._storages.ledger,
+            modules=tuple(self._places.modules),
+            lines=tuple(self._places.lines.texts),
+            names=tuple(self._operations.names),
+            **{**_DEFAULT_FIELDS, **fields},
+        )
+
+    def _reset(self) -> None:
+        """Prepare for the recording of a step."""
+        self._places.forget()
+        self._begun_steps.clear()
+        self._owners.find_all()
+        self._storages.watch_existing()
+        self._outer_phase = FORWARD
+        self._in_backward = False
+        self._engine_ran = False
+        self._operations = Operations()
+        self._uncalibrated.clear()
+
+    def _finish(self, record: Recording) -> None:
+        """Complete a record when its step has ended."""
+        record.survivors = frozenset(self._storages.living())
+        record.uncalibrated_bytes = self._uncalibrated.excess_bytes
+        calls = self._uncalibrated.calls
+        if calls:
+            names = ", ".join(sorted(calls))
+            what = f"the scratch memory of {names} is not calibrated ({calls.total()} calls)"
+            record.assumptions.append(Assumption(what=what))
 
     # What torch calls.
 
@@ -181,18 +208,18 @@ class Tracer(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if (
-            func is _DEVICE
+            func is _DEVICE_QUERY
             and isinstance(args[0], FakeTensor)
             and not args[0].fake_mode.in_kernel_invocation
         ):
-            # As the fake mode would say; torch asks before most operations
+            # torch asks this before most operations. The fake mode would say the same, slowly.
             return args[0].fake_device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self._note(func, args, kwargs, out, sys._getframe().f_back)
+        self._observe(func, args, kwargs, out, sys._getframe().f_back)
         return out
 
-    def _note(
+    def _observe(
         self,
         func: Any,
         args: tuple[Any, ...],
@@ -200,69 +227,98 @@ class Tracer(TorchDispatchMode):
         out: Any,
         frame: FrameType | None,
     ) -> None:
-        phase = self._phase()
+        """Take note of an operation that has run."""
+        phase = self._update_phase()
+        # In a backward pass, autograd records the operations of a recomputation.
         records = torch.is_grad_enabled()
         in_backward = phase == BACKWARD
-        self._storages.place = self._places.here(frame, in_backward=in_backward, records=records)
-        by_engine = in_backward and not records
+        is_recomputed = in_backward and records
+        self._storages.place = self._places.locate(frame, in_backward=in_backward, records=records)
+        self._note_backward_start(by_engine=in_backward and not records)
         record = self._storages.record
-        begun = 0 if record is None else len(record.events)
-        if record is not None and by_engine and not self._engine_ran:
-            record.backward_starts.append(begun)
-        self._engine_ran = by_engine
-        made = out[::-1] if func is _DROPOUT else out  # Dropout.cu makes the mask first
-        here = self._storages.hold_all(made, FORWARD if in_backward and records else phase)
-        if here is None:
-            here = any(map(self._storages.is_here, tensors_of((args, kwargs))))
-        if here and record is not None:
+        events_before = 0 if record is None else len(record.events)
+        # The kernel of dropout allocates the mask first (Dropout.cu).
+        results = out[::-1] if func is _DROPOUT else out
+        is_here = self._storages.watch_result(results, FORWARD if is_recomputed else phase)
+        if is_here is None:
+            is_here = any(map(self._storages.is_here, tensors_of((args, kwargs))))
+        if not is_here:
+            return
+        if record is not None:
             scratch = self._scratch(func, args, kwargs, out)
-            if scratch is not None:  # noted though it be 0 bytes: other batches may need some
-                self._storages.use(scratch.bytes, phase)  # on top of what the operation returns
+            if scratch is not None:
+                # Recorded even if it is 0 bytes, because other batch sizes may need some.
+                self._storages.use_scratch(scratch.bytes, phase)
                 self._uncalibrated.note(str(getattr(func, "overloadpacket", func)), scratch)
             cost = self._operations.measure(func, args, kwargs, out)
             if cost is not None:
-                record.operations.append(Ran(cost.name, begun, phase, *cost[1:]))
-        if here and phase == FORWARD and not self._places.in_module:
-            source = args[0] if args else None
-            if isinstance(source, torch.Tensor) and not self._storages.is_here(source):
-                # What comes from another device outside of all modules
-                self._owners.claim(out, "batch")
+                record.operations.append(
+                    OperationRecord(
+                        operation_name=cost.name,
+                        operation_event=events_before,
+                        operation_phase=phase,
+                        flops=cost.flops,
+                        moved_bytes=cost.moved_bytes,
+                        dtype=cost.dtype,
+                    )
+                )
+        if phase == FORWARD and not self._places.in_module:
+            self._claim_moved_batch(args, out)
 
-    def _phase(self) -> int:
+    def _note_backward_start(self, *, by_engine: bool) -> None:
+        record = self._storages.record
+        if record is not None and by_engine and not self._engine_ran:
+            record.backward_starts.append(len(record.events))
+        self._engine_ran = by_engine
+
+    def _claim_moved_batch(self, args: tuple[Any, ...], out: Any) -> None:
+        """Take what comes from another device, outside of all modules, as a part of the batch."""
+        source = args[0] if args else None
+        if isinstance(source, torch.Tensor) and not self._storages.is_here(source):
+            self._owners.claim(out, "batch")
+
+    def _update_phase(self) -> int:
+        """Return the phase that is running; note the gradients when a backward pass has ended."""
         if torch._C._current_graph_task_id() != -1:
             self._in_backward = True
             return BACKWARD
         if self._in_backward:
             self._in_backward = False
-            self._outside = OPTIMIZER if self._steps_begun else OTHER
+            self._outer_phase = OPTIMIZER if self._begun_steps else OTHER
             self._owners.find_gradients()
-        return self._outside
+        return self._outer_phase
 
-    def _running_phase(self) -> int:
-        """Return the phase, without a look at what has changed with it."""
-        return BACKWARD if torch._C._current_graph_task_id() != -1 else self._outside
+    def _current_phase(self) -> int:
+        """Return the phase that is running, and change nothing."""
+        if torch._C._current_graph_task_id() != -1:
+            return BACKWARD
+        return self._outer_phase
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
-        if self._phase() != BACKWARD and not self._places.in_module:
-            self._outside = FORWARD
+        if self._update_phase() != BACKWARD and not self._places.in_module:
+            self._outer_phase = FORWARD
         self._places.enter(module)
 
-    def _before_step(self, _: torch.optim.Optimizer, __: Any, ___: Any) -> None:
-        self._phase()
-        self._owners.find_gradients()
-        self._outside = OPTIMIZER
-        record = self._storages.record
-        self._steps_begun.append(0 if record is None else len(record.events))
+    def _after_module(self, module: nn.Module, *_: Any) -> None:
+        self._places.leave(module)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        if not self._steps_begun:
+    def _before_optimizer_step(self, *_: Any) -> None:
+        self._update_phase()
+        self._owners.find_gradients()
+        self._outer_phase = OPTIMIZER
+        record = self._storages.record
+        self._begun_steps.append(0 if record is None else len(record.events))
+
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._begun_steps:
             return
-        begun = self._steps_begun.pop()
-        if self._steps_begun:
-            return  # an optimizer within an optimizer
-        self._owners.watch({}, [optimizer])
+        begin = self._begun_steps.pop()
+        if self._begun_steps:
+            # An optimizer within an optimizer.
+            return
+        self._owners.add({}, [optimizer])
         self._owners.find_state(optimizer)
         record = self._storages.record
         if record is not None:
-            record.optimizer_steps.append((begun, len(record.events)))
-        self._outside = OTHER
+            record.optimizer_steps.append((begin, len(record.events)))
+        self._outer_phase = OTHER

@@ -1,0 +1,362 @@
+"""Follow what is known of the values of fake tensors.
+
+Lengths, masks and indices decide shapes, and the sample batch has their values. They are small, so
+they are computed along with the shapes wherever every input is known. Most other questions in
+training code are checks: is the loss finite, is a random number below a probability. For these,
+numbers are taken as finite, and a random number as the middle of its range.
+
+What to answer if nothing is known is in `guesses`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from holdfast.memory.tensors import tensors_of
+
+aten = torch.ops.aten
+
+# The largest tensor whose values are computed: the token ids of 32 texts of 2048 tokens. That is
+# half a megabyte, and takes some tens of microseconds per operation.
+_MOST_ELEMENTS = 65_536
+_ASSUMED_FINITE = "all numbers were taken as finite"
+_ASSUMED_MIDDLE = "a random number was taken as the middle of its range"
+
+
+def _packets(names: str) -> frozenset[Any]:
+    return frozenset(getattr(aten, name) for name in names.split())
+
+
+# Operators that compute known values from no tensor at all.
+_FACTORIES = _packets("arange zeros ones full eye scalar_tensor tril_indices")
+# Operators that fill their result with a number, whatever their inputs are.
+_FILLS = {
+    aten.zeros_like: 0,
+    aten.ones_like: 1,
+    aten.new_zeros: 0,
+    aten.new_ones: 1,
+    aten.zero_: 0,
+}
+# Operators that fill their result with one of their arguments, by its position.
+_FILLS_WITH_ARGUMENT = {aten.full_like: 1, aten.new_full: 2, aten.fill_: 1}
+_FINITENESS_CHECKS = _packets("isnan isinf isposinf isneginf")
+# Operators whose results answer a question as their first argument does.
+_PASS_ON = _packets(
+    "view _unsafe_view clone detach alias _to_copy expand select slice unsqueeze squeeze reshape"
+    " permute transpose t index contiguous lift_fresh any all _is_all_true _is_any_true max min"
+    " amax amin"
+)
+_COUNTS = _packets("sum count_nonzero")
+_NEGATIONS = _packets("logical_not bitwise_not")
+_CONJUNCTIONS = _packets("logical_and bitwise_and mul")
+_DISJUNCTIONS = _packets("logical_or bitwise_or add")
+_COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
+    aten.lt: operator.lt,
+    aten.le: operator.le,
+    aten.gt: operator.gt,
+    aten.ge: operator.ge,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knowledge:
+    """What is known of one tensor.
+
+    Args:
+        value: All its values, as a real tensor on the CPU.
+        expected: How it comes out as a question, if its values are not known.
+        why: The assumption behind `expected`.
+        at_most: An upper bound of an integer.
+        typical: What a random number is taken for.
+    """
+
+    value: torch.Tensor | None = None
+    expected: bool | None = None
+    why: str = ""
+    at_most: int | None = None
+    typical: float | None = None
+
+
+NOTHING_KNOWN = Knowledge()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """What is known of a tensor that is alive, and the address of its storage."""
+
+    tensor: weakref.ref[torch.Tensor]
+    knowledge: Knowledge
+    storage: int
+
+
+class KnownValues:
+    """What is known of all tensors of a fake mode."""
+
+    def __init__(self) -> None:
+        # By the ids of the tensors.
+        self._entries: dict[int, _Entry] = {}
+        # The ids of the tensors that share a storage: a write to one of them changes all.
+        self._tensors_of_storage: dict[int, set[int]] = {}
+
+    def of(self, tensor: torch.Tensor) -> Knowledge:
+        """Return what is known of a tensor."""
+        entry = self._entries.get(id(tensor))
+        if entry is None or entry.tensor() is not tensor:
+            return NOTHING_KNOWN
+        return entry.knowledge
+
+    def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Take a real tensor as the value of a fake one, if that is worth knowing."""
+        if worth_knowing(tensor):
+            self._put(tensor, Knowledge(value=value))
+
+    def evaluate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator for the known values of its inputs.
+
+        Returns:
+            Real tensors, or NotImplemented if an input is unknown or random numbers are drawn.
+        """
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return NotImplemented
+        values = {id(tensor): self.of(tensor).value for tensor in tensors_of((args, kwargs))}
+        if any(value is None for value in values.values()):
+            return NotImplemented
+        real_args, real_kwargs = _on_host(args, kwargs, lambda tensor: values[id(tensor)])
+        real_kwargs.pop("pin_memory", None)
+        with torch.no_grad():
+            return func(*real_args, **real_kwargs)
+
+    def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Update what is known after an operator has run.
+
+        Args:
+            func: The operator's overload.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            out: Its results, which are fake.
+        """
+        packet = func.overloadpacket
+        may_be_known = packet in _FACTORIES or any(
+            id(tensor) in self._entries for tensor in tensors_of((args, kwargs))
+        )
+        if may_be_known and self._follow_values(func, args, kwargs, out):
+            return
+        # Before writes are forgotten, because the operator may read what it writes.
+        knowledge = NOTHING_KNOWN
+        if isinstance(out, torch.Tensor):
+            knowledge = self._infer(packet, args, out)
+        if func._schema.is_mutable:
+            self._forget_written(func, args, kwargs)
+        number = _filled_with(packet, args)
+        if number is not None and worth_knowing(out):
+            self.learn(out, torch.full(out.shape, number, dtype=out.dtype))
+        elif knowledge is not NOTHING_KNOWN:
+            self._put(out, knowledge)
+
+    def _follow_values(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> bool:
+        """Compute the values of an operator's results from known inputs.
+
+        An operator that works in place changes the known values, which views share.
+
+        Returns:
+            Whether that was possible.
+        """
+        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if not all(map(worth_knowing, results)):
+            return False
+        if not results and not func._schema.is_mutable:
+            return False
+        values = self.evaluate(func, args, kwargs)
+        if values is NotImplemented:
+            return False
+        if results:
+            for result, value in zip(results, pytree.tree_leaves(values), strict=True):
+                self.learn(result, value)
+        return True
+
+    def _infer(self, packet: Any, args: Sequence[Any], out: torch.Tensor) -> Knowledge:
+        """Return what can be said of an operator's result without values."""
+        if packet in _RANDOM_NUMBERS:
+            if out.is_floating_point() and out.numel() > 1:
+                return NOTHING_KNOWN
+            return _RANDOM_NUMBERS[packet](args)
+        if not args or not isinstance(args[0], torch.Tensor):
+            return NOTHING_KNOWN
+        if packet in _FINITENESS_CHECKS:
+            return Knowledge(expected=False, why=_ASSUMED_FINITE)
+        if packet in _PASS_ON:
+            knowledge = self.of(args[0])
+            if knowledge is NOTHING_KNOWN:
+                return NOTHING_KNOWN
+            return replace(knowledge, value=None)
+        if packet in _COUNTS and args[0].dtype is torch.bool:
+            return Knowledge(at_most=args[0].numel() // max(1, out.numel()))
+        if out.dtype is torch.bool:
+            return self._infer_question(packet, args)
+        return NOTHING_KNOWN
+
+    def _infer_question(self, packet: Any, args: Sequence[Any]) -> Knowledge:
+        """Return how a comparison or a combination of questions comes out, by the first rule."""
+        for rule in (
+            _compared_with_itself_or_infinity,
+            self._compared_random_number,
+            self._negated,
+            self._combined,
+        ):
+            knowledge = rule(packet, args)
+            if knowledge is not None:
+                return knowledge
+        return NOTHING_KNOWN
+
+    def _compared_random_number(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
+        """A random number is compared as the middle of its range: ``torch.rand([]) < 0.1``."""
+        compare = _COMPARISONS.get(packet)
+        typical = self.of(args[0]).typical
+        if compare is None or typical is None or len(args) < 2:
+            return None
+        other = args[1]
+        if not isinstance(other, (int, float)):
+            return None
+        return Knowledge(expected=bool(compare(typical, other)), why=_ASSUMED_MIDDLE)
+
+    def _negated(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
+        knowledge = self.of(args[0])
+        if packet not in _NEGATIONS or knowledge.expected is None:
+            return None
+        return Knowledge(expected=not knowledge.expected, why=knowledge.why)
+
+    def _combined(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
+        if packet in _CONJUNCTIONS:
+            combine = all
+        elif packet in _DISJUNCTIONS:
+            combine = any
+        else:
+            return None
+        parts = [self.of(arg) for arg in args if isinstance(arg, torch.Tensor)]
+        if any(part.expected is None for part in parts):
+            return None
+        return Knowledge(expected=combine(part.expected for part in parts), why=parts[0].why)
+
+    def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Forget what was known of the tensors that an operator has written, and of their views."""
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in tensors_of(written):
+                storage = tensor.untyped_storage()._cdata
+                for key in self._tensors_of_storage.pop(storage, ()):
+                    self._entries.pop(key, None)
+
+    def _put(self, tensor: torch.Tensor, knowledge: Knowledge) -> None:
+        key = id(tensor)
+        storage = tensor.untyped_storage()._cdata
+        reference = weakref.ref(tensor, lambda _: self._drop(key))
+        self._entries[key] = _Entry(tensor=reference, knowledge=knowledge, storage=storage)
+        self._tensors_of_storage.setdefault(storage, set()).add(key)
+
+    def _drop(self, key: int) -> None:
+        """Drop the entry of a tensor that is gone, unless its id was used again meanwhile."""
+        entry = self._entries.get(key)
+        if entry is None or entry.tensor() is not None:
+            return
+        del self._entries[key]
+        keys = self._tensors_of_storage.get(entry.storage, set())
+        keys.discard(key)
+        if not keys:
+            self._tensors_of_storage.pop(entry.storage, None)
+
+
+def _compared_with_itself_or_infinity(packet: Any, args: Sequence[Any]) -> Knowledge | None:
+    """Other ways to ask whether numbers are finite: ``x != x`` and ``x == float("inf")``."""
+    if packet not in (aten.eq, aten.ne) or len(args) < 2:
+        return None
+    other = args[1]
+    if other is args[0]:
+        return Knowledge(expected=packet is aten.eq, why=_ASSUMED_FINITE)
+    if isinstance(other, float) and math.isinf(other):
+        return Knowledge(expected=packet is aten.ne, why=_ASSUMED_FINITE)
+    return None
+
+
+def _filled_with(packet: Any, args: Sequence[Any]) -> bool | int | float | None:
+    """Return the number that an operator fills its result with, if it does."""
+    if packet in _FILLS:
+        return _FILLS[packet]
+    position = _FILLS_WITH_ARGUMENT.get(packet)
+    if position is None or len(args) <= position:
+        return None
+    number = args[position]
+    return number if isinstance(number, (int, float)) else None
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def _standard_uniform(_: Sequence[Any]) -> Knowledge:
+    return Knowledge(typical=0.5)
+
+
+def _uniform(args: Sequence[Any]) -> Knowledge:
+    low = args[1] if len(args) > 1 else 0.0
+    high = args[2] if len(args) > 2 else 1.0
+    return Knowledge(typical=(low + high) / 2)
+
+
+def _random_integer(args: Sequence[Any]) -> Knowledge:
+    # The arguments are (high, size) or (low, high, size).
+    bounds = [arg for arg in args[:2] if isinstance(arg, int)]
+    return Knowledge(at_most=bounds[-1] - 1)
+
+
+def _random_permutation(args: Sequence[Any]) -> Knowledge:
+    return Knowledge(at_most=max(0, args[0] - 1))
+
+
+_RANDOM_NUMBERS: dict[Any, Callable[[Sequence[Any]], Knowledge]] = {
+    aten.rand: _standard_uniform,
+    aten.rand_like: _standard_uniform,
+    aten.uniform_: _uniform,
+    aten.randint: _random_integer,
+    aten.randperm: _random_permutation,
+}
+
+
+def worth_knowing(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a fake tensor are followed.
+
+    These are integers and booleans, few enough to compute with, and single numbers such as an
+    optimizer's step count.
+    """
+    if tensor.layout is not torch.strided:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.numel() == 1
+    return tensor.numel() <= _MOST_ELEMENTS
+
+
+def _on_host(
+    args: Sequence[Any], kwargs: Mapping[str, Any], real: Callable[[torch.Tensor], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with real tensors instead of fake ones, and the CPU instead of devices."""
+    cpu = torch.device("cpu")
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return real(leaf)
+        return cpu if isinstance(leaf, torch.device) else leaf
+
+    return (
+        pytree.tree_map(replaced, tuple(args)),
+        pytree.tree_map(replaced, dict(kwargs)),
+    )
