@@ -25,8 +25,9 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.text import as_json_value, size
 from holdfast.explain.evidence import is_own_code
 from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
+from holdfast.explain.hangs.classification import thread_to_blame
 from holdfast.explain.hangs.evidence import Examined
-from holdfast.explain.hangs.standing_still import is_in_backward, thread_to_blame, user_frame
+from holdfast.explain.hangs.frames import is_in_backward, user_frame
 from holdfast.supervise.process_tree import descendants, read_table
 from holdfast.supervise.watch.process_evidence import is_python
 from holdfast.supervise.watch.stacks import Stacks, Subject, describe, find_py_spy, is_same
