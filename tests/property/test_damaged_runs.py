@@ -144,9 +144,7 @@ def test_a_damaged_file_ends_no_command_and_keeps_no_run_from_starting(
             assert kind == "directory" or "format" in (run / "run.json").read_text(errors="replace")
         try:
             supervisor = Supervisor(
-                RunOptions(
-                    command=("true",), program="/bin/true", run_path=run, budgets=Budgets()
-                ),
+                RunOptions(command=("true",), program="/bin/true", run_path=run, budgets=Budgets()),
                 quiet=True,
             )
             supervisor.emit(OutputLost(error="here"))

@@ -20,7 +20,7 @@ from holdfast.core.control_groups import fields_of, memory_available_bytes
 from holdfast.core.text import as_json_value, size
 from holdfast.explain.hangs.blame import Diagnosis, describe_frame
 from holdfast.explain.hangs.evidence import Examined
-from holdfast.explain.hangs.standing_still import user_frame
+from holdfast.explain.hangs.frames import user_frame
 from holdfast.supervise.watch.inspection import (
     IMPORT_FILE,
     Inspection,

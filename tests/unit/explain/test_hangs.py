@@ -11,7 +11,7 @@ import yaml
 from holdfast.explain.evidence import Frame, is_own_code
 from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, Waits, waits_for
-from holdfast.explain.hangs.standing_still import user_frame
+from holdfast.explain.hangs.frames import user_frame
 
 PYTHON = "/usr/lib/python3.11/"
 TORCH = PYTHON + "site-packages/torch/"

@@ -1,198 +1,346 @@
-"""Which process and line are to blame when training stands still.
+"""Which process and which line are to blame for a hang.
 
-Pure, from stacks and facts of all processes.
-
-Three questions in turn: which of several ranks is the odd one out; whether it waits for a loader's
-    worker; and how
-the process that is left stands still. Does not: look at processes (``supervise``), or decide what
-    is too long.
+Three questions in turn: which of several ranks is the odd one out; whether it waits for a loader
+worker; and how the process that is left hangs (``classification``). Pure: everything follows from
+the stacks and facts of all processes. Looking at processes, and deciding what is too long, is the
+job of ``supervise``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hangs.evidence import Examined, clean
-from holdfast.explain.hangs.standing_still import (
+from holdfast.explain.hangs.classification import (
     HangKind,
-    How,
+    ProcessHang,
+    classify_process,
+    is_stopped,
+)
+from holdfast.explain.hangs.evidence import Examined, clean
+from holdfast.explain.hangs.frames import (
     call_of_guard,
     collective_called,
     has_own_loader,
-    how_it_stands,
     is_idle_worker,
     is_in_backward,
-    short,
+    is_in_worker_loop,
+    shortened,
     user_frame,
     waits_for_workers,
 )
 
+# What to do about a hang. With "wait" nothing is done, since it may still finish. With "continue"
+# the blamed process gets SIGCONT. With "restart" all get SIGTERM, so that a guard saves if the loop
+# still reacts, then they are killed and started again. With "end" they are killed and not started
+# again, since the training is over and only its end hangs.
 Remedy = Literal["wait", "continue", "restart", "end"]
-"""``wait``: it may still finish. ``continue``: send SIGCONT to the blamed process.
-
-``restart``: SIGTERM, so that a
-guard saves if the loop still answers, then kill and start again. ``end``: the training is over and
-    only its end
-hangs, so kill it and do not start again.
-"""
 
 KINDS: tuple[HangKind, ...] = get_args(HangKind)
 SIGNATURES_OF: dict[HangKind, str] = {kind: f"H{1401 + index}" for index, kind in enumerate(KINDS)}
-_BYTES_A_SECOND = 65_536
+
+# A child process that transfers more than this counts as one that uses a whole processor.
+_BUSY_BYTES_PER_SECOND = 65_536
+# A process that waits wakes up a few times a second and uses below 1 % of a processor; a fifth of a
+# processor is work.
 _WORKING_SHARE = 0.2
-"""A process that waits wakes up a few times a second and uses below 1 %; a fifth of a processor is
-work."""
+# Waiting for another process in one of these ways is excused if that process works.
+_WAITS_FOR_PROCESSES = ("process", "queue", "pipe", "socket")
+# What a loader worker waits for while it has nothing to do, as far as the kernel knows.
+_IDLE_WAITS = ("futex", "poll", "pipe read", "socket", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """What a hang is."""
 
-    kind: HangKind  # how the blamed process stands still
-    confidence: float  # between 0 and 1
-    process: Examined  # the one to blame
-    frame: Frame | None  # its innermost frame of user code, else the innermost of all, or None
-    odd_one_out: int | None  # rank that the others wait for, or None
-    moving: bool  # whether the blamed process uses a processor or moves bytes
-    heals: bool  # whether what waits is a loader of holdfast, which replaces its workers itself
-    sentence: str  # all this in words
+    # How the blamed process hangs.
+    kind: HangKind
+    # Between 0 and 1.
+    confidence: float
+    # The process to blame.
+    process: Examined
+    # Its innermost frame of user code, else the innermost of all, if any is known.
+    frame: Frame | None
+    # The rank that the others wait for, if there is one.
+    odd_one_out: int | None
+    # Whether the blamed process uses a processor or moves bytes.
+    moving: bool
+    # Whether the wait is for a loader of holdfast, which replaces its workers itself.
+    heals: bool
+    # All of this in words.
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blame:
+    """The blamed process, and what it was found among."""
+
+    # The process whose lack of progress was noticed.
+    noticed: Examined
+    # The processes that train together, as far as they still exist.
+    group: tuple[Examined, ...]
+    # The ranks that have ended.
+    gone_ranks: tuple[int, ...]
+    # The rank that the others wait for, if there is one.
+    odd_one_out: int | None
+    # The process to blame, how it hangs, and whether it is a loader worker of a rank.
+    process: Examined
+    hang: ProcessHang
+    in_worker: bool = False
 
 
 def diagnose_hang(
     processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()
 ) -> Diagnosis:
-    """Say what stands still, where, and who is to blame.
+    """Return what hangs, where, and which process is to blame.
 
-    The pid `suspect` was over its limit, `gone_ranks` ended.
+    Args:
+        processes: All processes of the run that were looked at.
+        suspect: The PID of the process that was over its limit.
+        gone_ranks: The ranks that have ended.
     """
-    first = next(process for process in processes if process.pid == suspect)
-    group = [process for process in processes if process.judged]
-    blamed, odd_one_out = _odd_one_out(group, first, gone_ranks)
-    how = how_it_stands(blamed, group=len(group) + len(gone_ranks))
-    trainer, in_worker = blamed, False
-    if how.kind != "stopped" and waits_for_workers(blamed):
-        worker = _stuck_worker(processes, blamed)
-        if worker is not None:
-            blamed, how, in_worker = worker, how_it_stands(worker, group=1), True
-        elif any(is_idle_worker(each) for each in processes if each.ppid == blamed.pid):
-            frame = user_frame(blamed.last.main.frames)
-            how = How("loader", 0.7, frame, "waits for a batch, and no worker makes one,")
-    how = _with_children(how, processes, blamed)
-    return Diagnosis(
-        kind=how.kind,
-        confidence=how.confidence,
-        process=blamed,
-        frame=how.frame,
+    noticed = next(process for process in processes if process.pid == suspect)
+    group = tuple(process for process in processes if process.judged)
+    trainer, odd_one_out = _find_odd_one_out(group, noticed, gone_ranks)
+    blame = _Blame(
+        noticed=noticed,
+        group=group,
+        gone_ranks=tuple(gone_ranks),
         odd_one_out=odd_one_out,
-        moving=how.moving,
-        heals=(in_worker or how.kind == "loader") and has_own_loader(trainer),
-        sentence=_sentence(group, first, blamed, how, odd_one_out, gone_ranks, in_worker=in_worker),
+        process=trainer,
+        hang=classify_process(trainer, group_size=len(group) + len(gone_ranks)),
+    )
+    blame = _blame_loader_worker(blame, processes)
+    blame = _excuse_wait_for_busy_child(blame, processes)
+    waits_for_loader = blame.in_worker or blame.hang.kind == "loader"
+    return Diagnosis(
+        kind=blame.hang.kind,
+        confidence=blame.hang.confidence,
+        process=blame.process,
+        frame=blame.hang.frame,
+        odd_one_out=odd_one_out,
+        moving=blame.hang.moving,
+        heals=waits_for_loader and has_own_loader(trainer),
+        sentence=_describe(blame),
     )
 
 
-def _odd_one_out(
-    group: Sequence[Examined], first: Examined, gone: Sequence[int]
+# --- which rank is the odd one out ----------------------------------------------------------------
+
+
+def _find_odd_one_out(
+    group: Sequence[Examined], noticed: Examined, gone_ranks: Sequence[int]
 ) -> tuple[Examined, int | None]:
-    """Return the process whose standing still explains that of the others, and its rank if it is
-    the odd one.
+    """Return the process whose hang explains that of the others, and its rank if it is the odd one.
+
+    A rank that has ended is the odd one, and the process to look at is then the noticed one.
     """
-    if gone:
-        return first, gone[0]
+    if gone_ranks:
+        return noticed, gone_ranks[0]
     if len(group) < 2:
-        return first, None
-    hows = {process.pid: how_it_stands(process, group=len(group)) for process in group}
-    in_collective = [process for process in group if hows[process.pid].kind == "collective"]
-    outside = [process for process in group if hows[process.pid].kind != "collective"]
+        return noticed, None
+    odd: Examined | None
+    in_collective, outside = _split_by_collective(group)
     if in_collective and outside:
-        # Who waits for nobody, and has come least far, is what the others wait for.
+        # The process that waits for nobody, and has come least far, is what the others wait for.
         odd = min(outside, key=lambda process: (process.step, -process.seconds))
-        return odd, odd.rank
-    if in_collective:
-        return _other_collective(group, first)
-    known = any(process.last.main.frames for process in group)
-    phases = Counter(process.phase for process in group)
-    if not known and len(phases) > 1:
-        rarest = min(group, key=lambda process: (phases[process.phase], process.step))
-        return rarest, rarest.rank
-    return first, None
+    elif in_collective:
+        odd = _odd_one_among_collectives(group)
+    else:
+        odd = _odd_one_by_phase(group)
+    if odd is None:
+        return noticed, None
+    return odd, odd.rank
 
 
-def _other_collective(group: Sequence[Examined], first: Examined) -> tuple[Examined, int | None]:
-    """All wait in a collective: find the one that is behind, or in another one than most."""
+def _split_by_collective(
+    group: Sequence[Examined],
+) -> tuple[list[Examined], list[Examined]]:
+    """Return the processes that wait in a collective, and the others."""
+    in_collective = []
+    outside = []
+    for process in group:
+        hang = classify_process(process, group_size=len(group))
+        if hang.kind == "collective":
+            in_collective.append(process)
+        else:
+            outside.append(process)
+    return in_collective, outside
+
+
+def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
+    """All wait in a collective: return the one that is behind, or in another one than most."""
     in_guard = [process for process in group if call_of_guard(process) is not None]
     if 0 < len(in_guard) <= len(group) / 2:
-        return in_guard[0], in_guard[0].rank
+        return in_guard[0]
     if _steps_differ(group):
-        behind = min(group, key=lambda process: process.step)
-        return behind, behind.rank
-    places = Counter(map(_place, group))
-    rare = [process for process in group if places[_place(process)] == min(places.values())]
-    # Two ranks in two places: one that calls a collective itself, beside backward's
+        return min(group, key=lambda process: process.step)
+    counts = Counter(_place(process) for process in group)
+    rarest = min(counts.values())
+    rare = [process for process in group if counts[_place(process)] == rarest]
     if len(rare) == len(group):
+        # Two ranks in two places: one calls a collective itself, beside that of backward.
         rare = [process for process in group if not is_in_backward(process)]
-    return (rare[0], rare[0].rank) if 0 < len(rare) < len(group) else (first, None)
+    return rare[0] if 0 < len(rare) < len(group) else None
+
+
+def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
+    """Without any stack, return a process in the rarest phase, if the phases differ."""
+    if any(process.last.main.frames for process in group):
+        return None
+    counts = Counter(process.phase for process in group)
+    if len(counts) == 1:
+        return None
+    return min(group, key=lambda process: (counts[process.phase], process.step))
 
 
 def _place(process: Examined) -> tuple[str, int]:
+    """Return file and line of the user's code; an empty name if that is unknown."""
     frame = user_frame(process.last.main.frames)
     return ("", 0) if frame is None else (frame.file, frame.line)
 
 
-def _stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Examined | None:
-    """Return the loader worker that is at something, a blocked one before one that computes."""
-    workers = [
-        each
-        for each in processes
-        if each.ppid == trainer.pid
-        and (
-            each.role == "loader worker"
-            or any("_worker_loop" in frame.function for frame in each.last.main.frames)
-        )
-    ]
-    busy = [
-        each
-        for each in workers
-        if each.last.state in "Tt" or (each.last.main.frames and not is_idle_worker(each))
-    ]
-    if not busy and not any(each.last.main.frames for each in workers):
-        busy = [
-            each
-            for each in workers
-            if each.last.main.waits not in ("futex", "poll", "pipe read", "socket", "")
-        ]
-    return min(busy, key=_how_surely_stuck, default=None)
+def _steps_differ(group: Iterable[Examined]) -> bool:
+    return len({process.step for process in group}) > 1
 
 
-def _how_surely_stuck(worker: Examined) -> tuple[int, float]:
-    how = how_it_stands(worker, group=1)
-    return (0 if how.kind == "stopped" else 2 if how.moving else 1, -how.confidence)
+# --- whether it waits for another process ---------------------------------------------------------
 
 
-def _with_children(how: How, processes: Sequence[Examined], blamed: Examined) -> How:
-    """Who waits for a process that works is slow, not stuck."""
-    if how.kind not in ("process", "queue", "pipe", "socket"):
-        return how
-    families: dict[int, list[Examined]] = {}
-    for each in processes:
-        families.setdefault(each.ppid, []).append(each)
-    todo, share = list(families.get(blamed.pid, ())), 0.0
-    while todo:
-        child = todo.pop()
-        share += child.cpu_share + (1.0 if child.io_rate > _BYTES_A_SECOND else 0.0)
-        todo += families.get(child.pid, ())
-    if share < _WORKING_SHARE:
-        return how
-    return How("merely slow", 0.6, how.frame, "waits for a process that works", moving=True)
+def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
+    """If the process waits for its loader, blame the worker that is stuck, or the lost batch."""
+    trainer = blame.process
+    if blame.hang.kind == "stopped" or not waits_for_workers(trainer):
+        return blame
+    worker = _find_stuck_worker(processes, trainer)
+    if worker is not None:
+        hang = classify_process(worker, group_size=1)
+        return replace(blame, process=worker, hang=hang, in_worker=True)
+    children = [process for process in processes if process.ppid == trainer.pid]
+    if not any(is_idle_worker(child) for child in children):
+        return blame
+    lost_batch = ProcessHang(
+        kind="loader",
+        confidence=0.7,
+        frame=user_frame(trainer.last.main.frames),
+        activity="waits for a batch, and no worker makes one,",
+    )
+    return replace(blame, hang=lost_batch)
+
+
+def _find_stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Examined | None:
+    """Return the loader worker that is busy, a blocked one before one that computes."""
+    workers = [process for process in processes if _is_worker_of(process, trainer)]
+    busy = [worker for worker in workers if _is_busy(worker)]
+    if not busy and not any(worker.last.main.frames for worker in workers):
+        busy = [worker for worker in workers if worker.last.main.waits not in _IDLE_WAITS]
+    return min(busy, key=_order_of_suspicion, default=None)
+
+
+def _is_worker_of(process: Examined, trainer: Examined) -> bool:
+    if process.ppid != trainer.pid:
+        return False
+    return process.role == "loader worker" or is_in_worker_loop(process.last.main.frames)
+
+
+def _is_busy(worker: Examined) -> bool:
+    if is_stopped(worker):
+        return True
+    return bool(worker.last.main.frames) and not is_idle_worker(worker)
+
+
+def _order_of_suspicion(worker: Examined) -> tuple[int, float]:
+    """Return a key by which the worker to blame comes first: stopped, blocked, computing."""
+    hang = classify_process(worker, group_size=1)
+    if hang.kind == "stopped":
+        return 0, -hang.confidence
+    return (2 if hang.moving else 1), -hang.confidence
+
+
+def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
+    """A process that waits for one that works is slow, not stuck."""
+    if blame.hang.kind not in _WAITS_FOR_PROCESSES:
+        return blame
+    if _work_of_descendants(processes, blame.process) < _WORKING_SHARE:
+        return blame
+    slow = ProcessHang(
+        kind="merely slow",
+        confidence=0.6,
+        frame=blame.hang.frame,
+        activity="waits for a process that works",
+        moving=True,
+    )
+    return replace(blame, hang=slow)
+
+
+def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> float:
+    """Return how many processors the children of a process use, and theirs.
+
+    One that transfers data counts as using one processor more.
+    """
+    children: dict[int, list[Examined]] = {}
+    for process in processes:
+        children.setdefault(process.ppid, []).append(process)
+    share = 0.0
+    pending = list(children.get(ancestor.pid, ()))
+    while pending:
+        descendant = pending.pop()
+        share += descendant.cpu_share
+        if descendant.io_rate > _BUSY_BYTES_PER_SECOND:
+            share += 1.0
+        pending += children.get(descendant.pid, ())
+    return share
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def describe_frame(frame: Frame | None) -> str:
+    """Return ``file:line in function`` without control characters; empty for no frame."""
+    if frame is None:
+        return ""
+    return f"{clean(frame.file)}:{frame.line} in {clean(frame.function)}"
+
+
+def _describe(blame: _Blame) -> str:
+    """Return the diagnosis as a paragraph."""
+    sentences = [_lack_of_progress(blame.noticed)]
+    if blame.gone_ranks:
+        ranks = ", ".join(str(rank) for rank in blame.gone_ranks)
+        sentences.append(f"Rank {ranks} has ended, and the others wait for it.")
+    elif blame.odd_one_out is not None:
+        sentences.append(f"Rank {blame.odd_one_out} is the odd one out: the others wait for it.")
+        if _steps_differ(blame.group):
+            steps = ", ".join(f"{process.rank}: {process.step}" for process in blame.group)
+            sentences.append(f"Steps of the ranks: {steps}.")
+    different_calls = _different_calls(blame.group)
+    if different_calls:
+        sentences.append(different_calls)
+    where = "" if blame.hang.frame is None else f" at {shortened(blame.hang.frame)}"
+    sentences.append(f"{_subject(blame)} {blame.hang.activity}{where}.")
+    return " ".join(sentences)
+
+
+def _lack_of_progress(process: Examined) -> str:
+    who = f"Process {process.pid}"
+    if process.rank is not None:
+        who = f"Rank {process.rank} (process {process.pid})"
+    digits = 0 if process.seconds >= 10 else 1
+    sentence = f"{who} has made no progress for {process.seconds:.{digits}f} s"
+    # A process that publishes no phase does not publish its steps either.
+    if process.phase:
+        sentence += f" in the phase {process.phase!r}, at step {process.step}"
+    return f"{sentence}."
 
 
 def _different_calls(group: Sequence[Examined]) -> str:
     """Return a sentence if one rank waits in a call of the guard and another in a collective.
 
-    Neither will end.
+    Neither wait will end.
     """
     in_guard = next((process for process in group if call_of_guard(process) is not None), None)
     in_collective = next(
@@ -200,50 +348,21 @@ def _different_calls(group: Sequence[Examined]) -> str:
     )
     if in_guard is None or in_collective is None:
         return ""
-    where = f"rank {in_collective.rank} is in {collective_called(in_collective)}"
-    text = f" Rank {in_guard.rank} waits for the others in {call_of_guard(in_guard)}, and {where}:"
-    return f"{text} all ranks make the same calls of the guard in the same order (H116)."
-
-
-def describe_frame(frame: Frame | None) -> str:
-    """Return ``file:line in function``, without control characters."""
-    return "" if frame is None else f"{clean(frame.file)}:{frame.line} in {clean(frame.function)}"
-
-
-def _steps_differ(group: Sequence[Examined]) -> bool:
-    return len({process.step for process in group}) > 1
-
-
-def _sentence(
-    group: Sequence[Examined],
-    first: Examined,
-    blamed: Examined,
-    how: How,
-    odd: int | None,
-    gone: Sequence[int],
-    *,
-    in_worker: bool,
-) -> str:
-    who = (
-        f"Process {first.pid}" if first.rank is None else f"Rank {first.rank} (process {first.pid})"
+    return (
+        f"Rank {in_guard.rank} waits for the others in {call_of_guard(in_guard)}, and rank"
+        f" {in_collective.rank} is in {collective_called(in_collective)}: all ranks make the same"
+        " calls of the guard in the same order (H116)."
     )
-    text = f"{who} has made no progress for {first.seconds:.{0 if first.seconds >= 10 else 1}f} s"
-    text += f" in the phase {first.phase!r}" if first.phase else ""
-    # Who has no board does not say its steps
-    text += f", at step {first.step}." if first.phase else "."
-    if gone:
-        text += f" Rank {', '.join(map(str, gone))} has ended, and the others wait for it."
-    elif odd is not None:
-        text += f" Rank {odd} is the odd one out: the others wait for it."
-        if _steps_differ(group):
-            text += (
-                f" Steps of the ranks: {', '.join(f'{each.rank}: {each.step}' for each in group)}."
-            )
-    text += _different_calls(group)
-    role = "Loader worker" if in_worker else "Process"
-    is_last_named = blamed.pid == first.pid or (
-        odd is not None and blamed.rank == odd and not in_worker
+
+
+def _subject(blame: _Blame) -> str:
+    """Return how the last sentence names the blamed process."""
+    process = blame.process
+    is_noticed = process.pid == blame.noticed.pid
+    is_odd_one = (
+        blame.odd_one_out is not None and process.rank == blame.odd_one_out and not blame.in_worker
     )
-    subject = f"{role} {blamed.pid}" if gone or not is_last_named else "It"
-    where = "" if how.frame is None else f" at {short(how.frame)}"
-    return f"{text} {subject} {how.doing}{where}."
+    # "It" refers to the process that the sentences before named last.
+    if not blame.gone_ranks and (is_noticed or is_odd_one):
+        return "It"
+    return f"{'Loader worker' if blame.in_worker else 'Process'} {process.pid}"

@@ -1,10 +1,10 @@
-"""What was seen of a process that stands still.
+"""What was seen of a process that makes no progress: its stacks and what the kernel says.
 
-Its stacks, twice, and what the kernel says that it waits for.
+A process is mostly looked at twice, about a second apart, so that what moves can be told from what
+does not. The looks are taken by ``supervise`` and judged by ``classification`` and ``blame``.
 
-Pure: gathered by ``supervise``, judged by ``hangs``. Names in it come from a stranger's process:
-    control characters
-are taken out here, and whoever shows them escapes them.
+The names in them come from a stranger's process. Control characters are removed here; whoever shows
+the names escapes them.
 """
 
 from __future__ import annotations
@@ -20,122 +20,164 @@ import yaml
 from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
 
+# What a thread waits for: one of the names in ``kernel.yaml``, "running", "openmp", or "" if that
+# is unknown.
 Waits = str
-"""What a thread waits for, by the names of ``kernel.yaml``; ``"running"``, ``"openmp"``, or empty.
-"""
 
 _LONGEST_NAME = 300
-
-_KERNEL = yaml.load(  # by libyaml where it is there, ten times as fast
-    resources.files(__package__).joinpath("kernel.yaml").read_text(encoding="utf-8"),
-    getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # noqa: S506 - both are safe loaders
-)
-_WAITS: dict[str, Waits] = {
-    name: waits for waits, names in _KERNEL["system calls"].items() for name in names.split()
-}
-_CHANNELS: dict[Waits, str] = _KERNEL["kernel functions"]
-KIND_OF: dict[str, Any] = _KERNEL["kinds"]
-"""Kind of hang, confidence and words, by what a thread waits for."""
+_READS = ("read", "readv")
+_WRITES = ("write", "writev")
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
 
 
+def _read_kernel_table() -> dict[str, Any]:
+    text = resources.files(__package__).joinpath("kernel.yaml").read_text(encoding="utf-8")
+    # libyaml, where it is installed, is ten times as fast. Both loaders are safe.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    table: dict[str, Any] = yaml.load(text, loader)  # noqa: S506
+    return table
+
+
+_KERNEL = _read_kernel_table()
+_WAITS_OF_SYSTEM_CALL: dict[str, Waits] = {
+    system_call: waits
+    for waits, system_calls in _KERNEL["system calls"].items()
+    for system_call in system_calls.split()
+}
+_KERNEL_FUNCTIONS: dict[Waits, str] = _KERNEL["kernel functions"]
+# By what a thread waits for: the kind of hang, its confidence, and the words for it.
+HANG_OF_WAIT: dict[Waits, tuple[Any, float, str]] = {
+    waits: tuple(description) for waits, description in _KERNEL["kinds"].items()
+}
+
+
 def clean(text: str) -> str:
-    """Return a name without control characters, and not longer than anybody reads."""
+    """Return a name without control characters, cut to a length that can still be read."""
     return sanitise(text, most=_LONGEST_NAME)
 
 
 def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str = "") -> Waits:
-    """Say what a thread waits for, by its system call: ``"running"`` if in none, empty if unknown.
+    """Return what a thread waits for.
 
-    `channel` is the kernel function that it sleeps in, `target` what the descriptor is that the
-    call was given, as ``/proc/<pid>/fd`` names it, and `library` the file that the call was made
-    from.
+    Args:
+        syscall: The system call that the thread is in; ``"running"`` if it is in none, empty if
+            that is unknown.
+        channel: The kernel function in which it sleeps, as in ``/proc/<pid>/wchan``.
+        target: What the descriptor that was passed to the call refers to, as named by the links in
+            ``/proc/<pid>/fd``.
+        library: The file from which the call was made.
     """
     if syscall == "running":
         return "running"
     if syscall == "futex" and _OPENMP.search(library):
         return "openmp"
-    if syscall in ("read", "readv", "write", "writev"):
-        if target.startswith("pipe:"):
-            return "pipe read" if syscall.startswith("read") else "pipe write"
-        if target.startswith(("socket:", "anon_inode:")):
-            return "socket"
-    if found := _WAITS.get(syscall):
-        return found
-    for waits, pattern in _CHANNELS.items():
-        if channel and re.search(pattern, channel):
-            return waits
-    return (
-        "file" if syscall in ("read", "readv", "write", "writev") and target.startswith("/") else ""
-    )
+    transfers = syscall in _READS or syscall in _WRITES
+    if transfers and target.startswith("pipe:"):
+        return "pipe read" if syscall in _READS else "pipe write"
+    if transfers and target.startswith(("socket:", "anon_inode:")):
+        return "socket"
+    waits = _WAITS_OF_SYSTEM_CALL.get(syscall) or _waits_of_kernel_function(channel)
+    if not waits and transfers and target.startswith("/"):
+        return "file"
+    return waits
+
+
+def _waits_of_kernel_function(name: str) -> Waits:
+    if name:
+        for waits, pattern in _KERNEL_FUNCTIONS.items():
+            if re.search(pattern, name):
+                return waits
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadLook:
     """One thread at one moment."""
 
-    tid: int = 0  # its number for the system; 0 if unknown
-    name: str = ""  # as Python calls it
-    main: bool = False  # whether it is the main thread
-    frames: tuple[Frame, ...] = ()  # python frames, innermost last
-    holds_gil: bool | None = None  # whether it holds the interpreter's lock; None if unknown
-    waits: Waits = ""  # what it waits for
-    target: str = ""  # file, pipe or socket of that, if it is one
+    # Its number in the system, or 0 if unknown.
+    tid: int = 0
+    # Its name in Python.
+    name: str = ""
+    # Whether it is the main thread.
+    main: bool = False
+    # Its Python frames, innermost last.
+    frames: tuple[Frame, ...] = ()
+    # Whether it holds the interpreter's lock; None if unknown.
+    holds_gil: bool | None = None
+    waits: Waits = ""
+    # The file, pipe or socket that it waits for, if it is one.
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLook:
     """One process at one moment."""
 
-    seconds: float  # when, on the monotonic clock
-    # Where the stacks are from: ``"py-spy"``, ``"faulthandler"`` or ``"/proc"`` (no stacks)
+    # When it was looked at, in seconds of the monotonic clock.
+    seconds: float
+    # Where the stacks come from: "py-spy", "faulthandler", or "/proc" (no stacks).
     source: str = "/proc"
-    state: str = "S"  # letter of ``/proc/<pid>/stat``
-    cpu_seconds: float = 0.0  # used so far
-    io_bytes: int = 0  # read and written so far, as far as known
-    threads: tuple[ThreadLook, ...] = ()  # its threads, the main one first
+    # The state letter in ``/proc/<pid>/stat``.
+    state: str = "S"
+    # Processor time used so far.
+    cpu_seconds: float = 0.0
+    # Bytes read and written so far, as far as known.
+    io_bytes: int = 0
+    # Its threads, the main one first.
+    threads: tuple[ThreadLook, ...] = ()
 
     @property
     def main(self) -> ThreadLook:
         """Return the main thread, or an empty one."""
-        return next((thread for thread in self.threads if thread.main), ThreadLook(main=True))
+        for thread in self.threads:
+            if thread.main:
+                return thread
+        return ThreadLook(main=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
     """One process that was looked at, mostly twice, about a second apart."""
 
-    pid: int  # its number
-    ppid: int = 0  # its parent's
-    role: str = "other"  # as ``ProcessInfo.role``; ``"unobserved"`` for one without an observer
+    pid: int
+    ppid: int = 0
+    # As `ProcessInfo.role`; "unobserved" for a process without an observer.
+    role: str = "other"
     rank: int | None = None
-    phase: str = ""  # in words, such as ``"data wait"``; empty if it has no board
-    step: int = 0  # steps that it has made
-    seconds: float = 0.0  # how long it has stood still; 0 if it has no board
-    judged: bool = False  # whether its progress is watched
-    looks: tuple[ProcessLook, ...] = ()  # in order
-    # names of the native functions that the main thread is in below Python's, innermost first, or
-    # None if nobody asked
+    # The phase in words, such as "data wait"; empty if the process publishes none.
+    phase: str = ""
+    # How many steps it has made.
+    step: int = 0
+    # How long it has made no progress; 0 if it does not publish any.
+    seconds: float = 0.0
+    # Whether its progress is watched.
+    judged: bool = False
+    # Oldest first.
+    looks: tuple[ProcessLook, ...] = ()
+    # The native functions that its main thread is in below Python's, innermost first; None if
+    # nobody looked.
     native: tuple[str, ...] | None = None
-    uses_gpu: bool = False  # whether it has a device of a GPU open
+    # Whether it has the device file of a GPU open.
+    uses_gpu: bool = False
 
     @property
     def last(self) -> ProcessLook:
-        """Return the newest look."""
+        """Return the newest look, or an empty one."""
         return self.looks[-1] if self.looks else ProcessLook(seconds=0.0)
 
     @property
     def cpu_share(self) -> float:
-        """Return how much of one processor it used between the first look and the last."""
+        """Return the share of one processor that it used between the first and the last look."""
         return self._rate(lambda look: look.cpu_seconds)
 
     @property
     def io_rate(self) -> float:
-        """Return how many bytes a second it read and wrote meanwhile."""
+        """Return how many bytes a second it read and wrote between the first and the last look."""
         return self._rate(lambda look: float(look.io_bytes))
 
-    def _rate(self, of: Callable[[ProcessLook], float]) -> float:
+    def _rate(self, amount: Callable[[ProcessLook], float]) -> float:
         if len(self.looks) < 2:
             return 0.0
-        seconds = self.looks[-1].seconds - self.looks[0].seconds
-        return (of(self.looks[-1]) - of(self.looks[0])) / seconds if seconds > 0 else 0.0
+        first, last = self.looks[0], self.looks[-1]
+        seconds = last.seconds - first.seconds
+        return (amount(last) - amount(first)) / seconds if seconds > 0 else 0.0

@@ -1,8 +1,8 @@
-"""Which lines of a log are kept: a log of any size in bounded memory and one pass.
+"""Which lines of a log are kept: a log of any size is read in one pass and in bounded memory.
 
-Kept are the beginning, the end, and between them every line with a word that errors have, with what
-stands around it.
-Lines are numbered as an editor numbers them. Does not: understand the lines (see ``text``).
+Kept are the beginning and the end, and from between them each line with a word that errors have,
+together with the lines around it. Lines are numbered as an editor numbers them. What the lines mean
+is found in ``text``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,29 @@ from importlib import resources
 from typing import NamedTuple, Protocol
 
 _CHUNK_BYTES = 1 << 16
+# Memory for what is kept. A line also counts for the object in which it is kept.
 _HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 19
 _NEWEST_HITS_BYTES = 1 << 20
-_OF_A_LINE = 64  # bytes that a line counts for beside its own, since it is kept as an object
-_LINE_BYTES = 1 << 14  # of one line: its beginning and its end
-_AFTER = 12  # lines that are kept after a hit: a message of several lines
-_AFTER_TRACEBACK = 300
-_BEFORE = 2
-# Times that lines which differ only in digits are kept outside the head and the tail
-_SAME_LINE = 40
+_OVERHEAD_OF_A_LINE_BYTES = 64
+# Of a line that is longer than twice this, its beginning and its end are kept.
+_HALF_LINE_BYTES = 1 << 14
+# Lines kept around a hit. A message may have several lines.
+_LINES_BEFORE = 2
+_LINES_AFTER = 12
+_LINES_AFTER_TRACEBACK = 300
+# How often lines that differ only in digits count as hits, and how many such forms are remembered.
+# Where all lines are different, all of them count.
+_MOST_ALIKE = 40
+_MOST_FORMS = 10_000
+_LENGTH_OF_FORM = 120
 
-# In lower case. A chunk without any of them is passed over at the speed of bytes.find.
-_FILE = resources.files("holdfast.explain.logs").joinpath("words.txt")
+# The words that errors have, in lower case. A block without any of them is passed over at the speed
+# of `bytes.find`. The spaces and line ends around "inf" cannot be written in the file.
+_WORD_FILE = resources.files("holdfast.explain.logs").joinpath("words.txt")
 _INFINITE = (b" inf,", b" inf ", b" inf\n", b" inf\r")
-_WORDS = (*_FILE.read_text("utf-8").encode().split(b"\n")[:-1], *_INFINITE)
+_WORDS = (*_WORD_FILE.read_text("utf-8").encode().split(b"\n")[:-1], *_INFINITE)
 _TRACEBACK = b"raceback (most recent call last)"
 _DIGITS = re.compile(rb"\d+")
 
@@ -41,59 +48,64 @@ class Readable(Protocol):
     """What can be read as bytes."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return up to so many bytes, none at the end."""
+        """Return up to `size` bytes, none at the end."""
         ...
 
 
 class LogLine(NamedTuple):
-    """One line as it was written, without its end."""
+    """One line as it was written, without its line end."""
 
-    number: int  # from 1
-    data: bytes  # cut in the middle if it is very long
+    # From 1.
+    number: int
+    # Cut in its middle if it is very long.
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLog:
     """What was kept of a log."""
 
-    lines: tuple[LogLine, ...]  # in order
-    total_lines: int  # of the whole log
-    complete: bool  # whether nothing was left out
+    # In order.
+    lines: tuple[LogLine, ...]
+    # How many lines the whole log has.
+    total_lines: int
+    # Whether no line was left out.
+    complete: bool
 
 
 def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
-    """Read a log to its end and return what matters of it, in some 30 MiB at most, whatever its
-    size and lines.
+    """Read a log to its end and return the lines that matter.
+
+    At most about 30 MiB are used, whatever the number and the length of the lines.
+
+    Args:
+        stream: The log.
+        first_number: The number of its first line.
     """
     head: list[LogLine] = []
+    head_bytes = 0
     hits = _Hits()
-    tail: deque[tuple[int, bytes, int]] = deque()
-    head_bytes = tail_bytes = 0
-    number = first_number  # of the first line of the block
+    tail = _Tail()
+    # The number of the first line of the block.
+    number = first_number
     for block in _blocks(stream):
-        count = block.count(b"\n")
-        weight = len(block) + _OF_A_LINE * count
+        line_count = block.count(b"\n")
+        weight = len(block) + _OVERHEAD_OF_A_LINE_BYTES * line_count
         if head_bytes < _HEAD_BYTES:
             head += _split(block, number)
             head_bytes += weight
         else:
             hits.search(block, number)
-            tail.append((number, block, weight))
-            tail_bytes += weight
-            while tail_bytes - tail[0][2] >= _TAIL_BYTES:
-                tail_bytes -= tail.popleft()[2]
-        number += count
-    lines = {line.number: line for line in head}
-    lines |= {line.number: line for line in hits.kept()}
-    for first, block, _ in tail:
-        lines |= {line.number: line for line in _split(block, first)}
-    ordered = tuple(lines[key] for key in sorted(lines))
-    total = ordered[-1].number - first_number + 1 if ordered else 0
-    return KeptLog(lines=ordered, total_lines=total, complete=len(ordered) == total)
+            tail.append(block, number, weight)
+        number += line_count
+    lines = {line.number: line for line in (*head, *hits.kept(), *tail.lines())}
+    in_order = tuple(lines[key] for key in sorted(lines))
+    total = in_order[-1].number - first_number + 1 if in_order else 0
+    return KeptLog(lines=in_order, total_lines=total, complete=len(in_order) == total)
 
 
 def _blocks(stream: Readable) -> Iterator[bytes]:
-    """Yield whole lines in blocks; an endless line is cut in its middle."""
+    """Yield blocks of whole lines. An endless line is cut in its middle."""
     rest = b""
     while chunk := stream.read(_CHUNK_BYTES):
         whole, newline, after = chunk.rpartition(b"\n")
@@ -106,23 +118,47 @@ def _blocks(stream: Readable) -> Iterator[bytes]:
         yield rest
 
 
-def _split(block: bytes, first: int) -> list[LogLine]:
+def _lines_of(block: bytes) -> list[bytes]:
     lines = block.split(b"\n")
     if not lines[-1]:
         lines.pop()
-    return [LogLine(first + index, _cut(line)) for index, line in enumerate(lines)]
+    return lines
+
+
+def _split(block: bytes, first: int) -> list[LogLine]:
+    """Return the lines of a block whose first line has a number."""
+    return [LogLine(first + index, _cut(line)) for index, line in enumerate(_lines_of(block))]
 
 
 def _cut(line: bytes) -> bytes:
-    if len(line) <= 2 * _LINE_BYTES:
+    if len(line) <= 2 * _HALF_LINE_BYTES:
         return line
-    return line[:_LINE_BYTES] + b" ... " + line[-_LINE_BYTES:]
+    return line[:_HALF_LINE_BYTES] + b" ... " + line[-_HALF_LINE_BYTES:]
+
+
+class _Tail:
+    """The newest blocks of a log."""
+
+    def __init__(self) -> None:
+        # Each block with the number of its first line and its weight in bytes.
+        self._blocks: deque[tuple[bytes, int, int]] = deque()
+        self._bytes = 0
+
+    def append(self, block: bytes, first: int, weight: int) -> None:
+        self._blocks.append((block, first, weight))
+        self._bytes += weight
+        while self._bytes - self._blocks[0][2] >= _TAIL_BYTES:
+            self._bytes -= self._blocks.popleft()[2]
+
+    def lines(self) -> Iterator[LogLine]:
+        for block, first, _ in self._blocks:
+            yield from _split(block, first)
 
 
 class _Hits:
-    """Lines between the head and the tail that look like they matter.
+    """Lines that look as if they matter, and the lines around them.
 
-    The first and the newest of them.
+    Of too many, the first and the newest are kept.
     """
 
     def __init__(self) -> None:
@@ -130,42 +166,44 @@ class _Hits:
         self._first_bytes = 0
         self._newest: deque[LogLine] = deque()
         self._newest_bytes = 0
-        self._seen: dict[bytes, int] = {}
-        self._until = 0  # number up to which lines are kept since something before them was a hit
+        # How often lines that differ only in digits were found.
+        self._counts: dict[bytes, int] = {}
+        # The number of the last line that is kept because of a hit before it.
+        self._keep_until = 0
 
     def search(self, block: bytes, first: int) -> None:
+        """Keep what matters of a block whose first line has a number."""
         lowered = block.lower()
-        if first > self._until and not any(word in lowered for word in _WORDS):
+        if first > self._keep_until and not any(word in lowered for word in _WORDS):
             return
-        lines = block.split(b"\n")
-        if not lines[-1]:
-            lines.pop()
-        kept_to = -1
+        lines = _lines_of(block)
         with_word = _lines_with_words(lowered, lines)
+        # The index of the last line that was kept.
+        kept_to = -1
         for index, line in enumerate(lines):
             number = first + index
-            if index in with_word and self._is_hit(line):
-                after = _AFTER_TRACEBACK if _TRACEBACK in line else _AFTER
-                self._until = max(self._until, number + after)
-                for before in range(max(kept_to + 1, index - _BEFORE), index):
+            if index in with_word and self._counts_as_hit(line):
+                after = _LINES_AFTER_TRACEBACK if _TRACEBACK in line else _LINES_AFTER
+                self._keep_until = max(self._keep_until, number + after)
+                for before in range(max(kept_to + 1, index - _LINES_BEFORE), index):
                     self._keep(LogLine(first + before, _cut(lines[before])))
-            elif number > self._until:
+            elif number > self._keep_until:
                 continue
             self._keep(LogLine(number, _cut(line)))
             kept_to = index
 
-    def _is_hit(self, line: bytes) -> bool:
-        lowered = line.lower()
+    def _counts_as_hit(self, line: bytes) -> bool:
+        """Return whether not too many lines before differ from a line only in digits."""
         if _TRACEBACK in line:
             return True
-        key = _DIGITS.sub(b"", lowered[:120])
-        times = self._seen.get(key, 0)
-        if len(self._seen) < 10_000:  # a log of lines that are all different: then all count
-            self._seen[key] = times + 1
-        return times < _SAME_LINE
+        form = _DIGITS.sub(b"", line.lower()[:_LENGTH_OF_FORM])
+        count = self._counts.get(form, 0)
+        if len(self._counts) < _MOST_FORMS:
+            self._counts[form] = count + 1
+        return count < _MOST_ALIKE
 
     def _keep(self, line: LogLine) -> None:
-        size = len(line.data) + _OF_A_LINE
+        size = len(line.data) + _OVERHEAD_OF_A_LINE_BYTES
         if self._first_bytes < _FIRST_HITS_BYTES:
             self._first.append(line)
             self._first_bytes += size
@@ -173,28 +211,34 @@ class _Hits:
         self._newest.append(line)
         self._newest_bytes += size
         while self._newest_bytes > _NEWEST_HITS_BYTES:
-            self._newest_bytes -= len(self._newest.popleft().data) + _OF_A_LINE
+            oldest = self._newest.popleft()
+            self._newest_bytes -= len(oldest.data) + _OVERHEAD_OF_A_LINE_BYTES
 
     def kept(self) -> list[LogLine]:
+        """Return the lines that were kept, in order."""
         return [*self._first, *self._newest]
 
 
 def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
     """Return the indices of the lines of a block that have a word that errors have.
 
-    Word by word through the whole block: line by line takes ten times as long.
+    The whole block is searched word by word; to search it line by line takes ten times as long.
+
+    Args:
+        lowered: The block in lower case.
+        lines: Its lines, without line ends.
     """
     starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
-    found: set[int] = set()
+    indices: set[int] = set()
     for word in _WORDS:
-        if len(found) == len(lines):
+        if len(indices) == len(lines):
             break
         at = lowered.find(word)
         while at >= 0:
             index = bisect.bisect_right(starts, at) - 1
-            found.add(index)
+            indices.add(index)
             at = lowered.find(word, starts[index + 1])
-    return found
+    return indices
 
 
 def relevant_lines(texts: Sequence[str]) -> set[int]:

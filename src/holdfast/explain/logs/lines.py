@@ -1,9 +1,7 @@
 """One line of a log as people would read it.
 
-Without escape sequences, and without what stands before the message.
-
-Launchers and loggers put ranks, times and levels before a line; they are taken off and used. Does
-not: join lines to messages (see ``text``).
+Escape sequences are removed, and so are the ranks, times and levels that launchers and loggers put
+before the message; these are kept as fields. Lines are joined to messages in ``tracebacks``.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 from holdfast.explain.logs.keeping import LogLine
 from holdfast.explain.logs.progress import is_progress_bar
@@ -21,34 +20,60 @@ _MOST_CHARACTERS = 8_192
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]"
 )
-# Control characters, and those that turn the direction of writing: a log line may be hostile.
+# Control characters, and those that change the direction of writing: a log line may be hostile.
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 )
 
-_RANK = re.compile(r"\[rank(\d+)\]:? ?")  # torch >= 2.2, on every line of a traceback
-# torchrun --tee: [default0]:, with [trainer0|0]: of older ones, and train/0 [default0]: of torchx
-_TEE = re.compile(r"(?:[\w.-]{1,60}/\d{1,5} )?\[[A-Za-z_]\w{0,30}?(\d{1,5})(?:\|\d{1,5})?\]:")
-_MPI = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")  # horovod leaves out the job
-_SRUN = re.compile(r"\s{0,4}(\d{1,5}): ")  # srun --label
-# Of Ray: (RayTrainWorker pid=4711, ip=10.0.0.2), of SkyPilot: (task, rank=1, pid=4711), and of
-# pytest.
-_TEST_OR_RAY = re.compile(
+# Prefixes with a rank. torch 2.2 and newer put the first before every line of a traceback.
+_TORCH_RANK = re.compile(r"\[rank(\d+)\]:? ?")
+# Of torchrun --tee: "[default0]:", in older versions "[trainer0|0]:", of torchx
+# "train/0 [default0]:".
+_TEE_RANK = re.compile(r"(?:[\w.-]{1,60}/\d{1,5} )?\[[A-Za-z_]\w{0,30}?(\d{1,5})(?:\|\d{1,5})?\]:")
+# Of mpirun: "[1,0]<stdout>:". Horovod leaves out the number of the job.
+_MPI_RANK = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")
+# Of srun --label: " 0: ".
+_SRUN_RANK = re.compile(r"\s{0,4}(\d{1,5}): ")
+_RANKS = (_TORCH_RANK, _TEE_RANK, _MPI_RANK)
+# Numbers at the beginnings of lines are only taken for the ranks of srun if at least this share of
+# the lines, and at least three lines, begin with one.
+_SHARE_LABELLED = 0.6
+_LEAST_LABELLED = 3
+
+# Of Ray: "(RayTrainWorker pid=4711, ip=10.0.0.2) ", of SkyPilot: "(task, rank=1, pid=4711) ", and
+# the margin of pytest.
+_RAY_OR_PYTEST = re.compile(
     r"\([\w.:-]{0,60}(?:, rank=\d{1,5})?,? ?pid=\d{1,10}(?:, ip=[\w.:-]{1,40})?\) "
     r"|E {3,7}(?=[\w.]*(?:Error|Exception)\b)"
 )
-_KUBERNETES = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,30}) std(?:out|err) [FP] ")
-_GLOG = re.compile(r"([IWEFVC])(\d\d)(\d\d) (\d\d:\d\d:\d\d\.\d+) +\d+ [^\]\s]{1,300}\] ?")
+
+# Prefixes with a time.
+_KUBERNETES_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,30}) std(?:out|err) [FP] ")
 _DATE = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
 _TIME = re.compile(rf"\[?({_DATE})\]?(?:\s*[-|:,] |[ \t]|(?=\[)|$)")
-_AMERICAN = re.compile(r"\[?(\d\d/\d\d/\d{4} \d\d:\d\d:\d\d)\]?(?:\s*[-|:,] |[ \t])")
+_AMERICAN_TIME = re.compile(r"\[?(\d\d/\d\d/\d{4} \d\d:\d\d:\d\d)\]?(?:\s*[-|:,] |[ \t])")
+_TIMES = (_KUBERNETES_TIME, _TIME, _AMERICAN_TIME)
 _CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]?[ \t]{1,2}(?=\S|[ \t]+\S)")
+# Prefixes of one line that are taken off.
+_MOST_PREFIXES = 6
+
+_GLOG = re.compile(r"([IWEFVC])(\d\d)(\d\d) (\d\d:\d\d:\d\d\.\d+) +\d+ [^\]\s]{1,300}\] ?")
+_GLOG_LEVELS = {
+    "I": "INFO",
+    "W": "WARNING",
+    "E": "ERROR",
+    "F": "FATAL",
+    "V": "INFO",
+    "C": "CRITICAL",
+}
 _LEVELS = "DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|SUCCESS|TRACE"
 _LEVEL = re.compile(
     rf"(?:[\w.<>/-]{{1,80}} [-|] |\[[\w.<>:/ -]{{1,80}}\]\s?){{0,2}}[\[(]?({_LEVELS})[\])]?"
     r"(?:\s*[-|:]\s*|\s+|(?=\[)|$)"
     r"(?:[\w.<>/]{1,80}(?::[\w.<>]{1,80}){0,2}\s+[-|]\s+|[\w.]{1,80}:(?=\S)|\[[\w.:/]{1,80}\]\s?)?"
 )
+
+# The keys under which loggers that write JSON put a traceback.
 _JSON_TRACEBACKS = (
     "exception",
     "exc_info",
@@ -58,35 +83,30 @@ _JSON_TRACEBACKS = (
     "error.stack_trace",
     "stack",
 )
-# Another writer's line
-_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")
-# Of the lines that must begin like srun --label before their numbers are taken for ranks
-_SHARE_LABELLED = 0.6
+# A progress bar, behind which another writer's line begins without a line end between them.
+_LINE_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")
 
 
 @dataclass(frozen=True, slots=True)
 class CleanLine:
-    """One line, or one part of it between carriage returns, without what stands before the
-    message.
-    """
+    """One line of a log, or one part of it between carriage returns, without its prefixes."""
 
-    number: int  # of the line in the log
-    text: str  # the message
-    shown: str  # the same with the level and the name of the logger
+    # The number of the line in the log.
+    number: int
+    # The message.
+    text: str
+    # The message with the level and the name of the logger.
+    shown: str
     rank: int | None = None
     unix_seconds: float | None = None
-    level: str | None = None  # of a logger, upper case, or None
+    # The level at which a logger wrote it, in upper case.
+    level: str | None = None
 
 
 def clean_lines(lines: Iterable[LogLine]) -> list[CleanLine]:
-    """Return the lines without escape sequences, progress bars that were overwritten, ranks,
-    times and levels.
-    """
+    """Return the lines without escape sequences, overwritten progress bars and prefixes."""
     parts = [(line.number, part) for line in lines for part in _parts(line.data)]
-    filled = [text for _, text in parts if text.strip()]
-    labelled = sum(1 for text in filled if _SRUN.match(text)) >= max(
-        3, _SHARE_LABELLED * len(filled)
-    )
+    labelled = _are_labelled_by_srun([text for _, text in parts if text.strip()])
     return [_without_prefixes(number, text, labelled=labelled) for number, text in parts]
 
 
@@ -95,95 +115,131 @@ def plain_text(text: str) -> str:
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
+def _are_labelled_by_srun(texts: list[str]) -> bool:
+    labelled = sum(1 for text in texts if _SRUN_RANK.match(text))
+    return labelled >= max(_LEAST_LABELLED, _SHARE_LABELLED * len(texts))
+
+
 def _parts(data: bytes) -> list[str]:
+    """Return what a terminal would show for a line: several texts if it holds several lines."""
     text = data.decode("utf-8", errors="replace").rstrip("\r\n")
     if text.startswith('{"'):
-        inner = _inside_json(text)
+        inner = _text_inside_json(text)
         if inner is not None:
             return [_shortened(plain_text(line)) for line in inner.splitlines()]
-    text = _BEHIND_BAR.sub("\\1\r", text) if "|" in text else text
+    if "|" in text:
+        text = _LINE_BEHIND_BAR.sub("\\1\r", text)
     pieces = [plain_text(piece) for piece in text.split("\r")]
     if len(pieces) > 1:
-        last = len(pieces) - 1
-        pieces = [
-            piece
-            for index, piece in enumerate(pieces)
-            if piece.strip() and (index == last or not is_progress_bar(piece))
-        ] or [""]
+        pieces = _without_overwritten(pieces)
     return [_shortened(piece) for piece in pieces]
 
 
-def _inside_json(text: str) -> str | None:
-    """Return the line inside a line of docker, or the traceback inside one of a logger that
-    writes JSON, or None.
+def _without_overwritten(pieces: list[str]) -> list[str]:
+    """Return the pieces between carriage returns, without progress bars that were overwritten."""
+    last = pieces[-1:] if pieces[-1].strip() else []
+    kept = [piece for piece in pieces[:-1] if piece.strip() and not is_progress_bar(piece)]
+    return [*kept, *last] or [""]
+
+
+def _text_inside_json(text: str) -> str | None:
+    """Return the text inside a line of JSON, or None if the line is of another form.
+
+    It is the line inside a line of docker's log, or the traceback inside one of a JSON logger.
     """
     try:
-        found = json.loads(text)
+        entry: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if isinstance(found.get("log"), str):
-        return str(found["log"]).rstrip("\n")
-    values = [found.get(key) for key in _JSON_TRACEBACKS]
-    return next(
-        (value for value in values if isinstance(value, str) and "Traceback (" in value), None
-    )
+    line = entry.get("log")
+    if isinstance(line, str):
+        return line.rstrip("\n")
+    for key in _JSON_TRACEBACKS:
+        value = entry.get(key)
+        if isinstance(value, str) and "Traceback (" in value:
+            return value
+    return None
 
 
 def _shortened(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS:
+        return text
     half = _MOST_CHARACTERS // 2
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+class _Prefix(NamedTuple):
+    """Something before the message of a line."""
+
+    length: int
+    rank: int | None = None
+    # Whether torch itself wrote the rank, which then counts more than that of a launcher.
+    rank_is_certain: bool = False
+    unix_seconds: float | None = None
 
 
 def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
+    """Return a line without its prefixes.
+
+    Args:
+        number: The number of the line.
+        text: The line.
+        labelled: Whether srun has put its ranks before the lines.
+    """
+    printed_by = _RAY_OR_PYTEST.match(text)
+    if printed_by is not None:
+        text = text[printed_by.end() :]
     rank: int | None = None
     seconds: float | None = None
-    printed_by = _TEST_OR_RAY.match(text)
-    text = text[printed_by.end() :] if printed_by is not None else text
-    patterns = (_RANK, _TEE, _MPI, _SRUN) if labelled else (_RANK, _TEE, _MPI)
-    for _ in range(6):
+    for _ in range(_MOST_PREFIXES):
+        # An indented line is a part of a message.
         if not text or (text[0] in " \t" and not labelled):
             break
-        found = next((found for pattern in patterns if (found := pattern.match(text))), None)
-        if found is not None:
-            rank = int(found[1]) if rank is None or found.re is _RANK else rank
-        else:
-            found = _KUBERNETES.match(text) or _TIME.match(text) or _AMERICAN.match(text)
-            if found is not None:
-                seconds = seconds or _seconds(found[1])
-            else:
-                found = _CLOCK.match(text)
-            if found is None:
-                break
-        text = text[found.end() :]
+        prefix = _find_prefix(text, labelled=labelled)
+        if prefix is None:
+            break
+        if prefix.rank is not None and (rank is None or prefix.rank_is_certain):
+            rank = prefix.rank
+        if seconds is None:
+            seconds = prefix.unix_seconds
+        text = text[prefix.length :]
     shown = text.rstrip()
     named = _GLOG.match(shown) or _LEVEL.match(shown)
     if named is None:
         return CleanLine(number, shown, shown, rank, seconds)
-    return CleanLine(
-        number, shown[named.end() :], shown, rank, seconds, _GLOG_LEVELS.get(named[1], named[1])
-    )
+    level = _GLOG_LEVELS.get(named[1], named[1])
+    return CleanLine(number, shown[named.end() :], shown, rank, seconds, level)
 
 
-_GLOG_LEVELS = {
-    "I": "INFO",
-    "W": "WARNING",
-    "E": "ERROR",
-    "F": "FATAL",
-    "V": "INFO",
-    "C": "CRITICAL",
-}
+def _find_prefix(text: str, *, labelled: bool) -> _Prefix | None:
+    """Return the rank or the time with which a line begins, or None."""
+    for pattern in (*_RANKS, _SRUN_RANK) if labelled else _RANKS:
+        match = pattern.match(text)
+        if match is not None:
+            is_certain = pattern is _TORCH_RANK
+            return _Prefix(match.end(), rank=int(match[1]), rank_is_certain=is_certain)
+    for pattern in _TIMES:
+        match = pattern.match(text)
+        if match is not None:
+            return _Prefix(match.end(), unix_seconds=_unix_seconds(match[1]))
+    match = _CLOCK.match(text)
+    return _Prefix(match.end()) if match is not None else None
 
 
-def _seconds(written: str) -> float | None:
-    """Return the Unix time of a date.
+def _unix_seconds(date: str) -> float | None:
+    """Return the Unix time of a date, or None if it is none.
 
-    Without a zone it counts as UTC, which keeps the order within a log.
+    Without a time zone it counts as UTC, which keeps the order within a log.
     """
     try:
-        if written[2] == "/":
-            return datetime.strptime(written, "%m/%d/%Y %H:%M:%S").replace(tzinfo=UTC).timestamp()
-        digits = re.sub(r"([.,]\d{1,6})\d*", r"\1", written.replace("/", "-").replace(",", "."))
-        found = datetime.fromisoformat(digits)
+        if date[2] == "/":
+            parsed = datetime.strptime(date, "%m/%d/%Y %H:%M:%S").replace(tzinfo=UTC)
+            return parsed.timestamp()
+        # At most six digits of a second are understood.
+        iso_date = date.replace("/", "-").replace(",", ".")
+        parsed = datetime.fromisoformat(re.sub(r"(\.\d{1,6})\d*", r"\1", iso_date))
     except (ValueError, OverflowError, IndexError):
         return None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    if parsed.tzinfo is None:
+        parsed = parsed.replace(tzinfo=UTC)
+    return parsed.timestamp()

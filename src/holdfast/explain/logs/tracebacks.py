@@ -1,11 +1,8 @@
-"""Tracebacks as Python, rich and launchers print them.
+"""Tracebacks as Python, rich and launchers print them, read from lines.
 
-Found in lines and read into statements, the root first.
-
-Knows chains ("During handling of ..."), the nested tracebacks of loader workers and of spawned
-processes, groups of
-exceptions, the form of syntax errors, and the dumps of faulthandler. Does not: judge what was
-    caught.
+Understood are chains ("During handling of ..."), the tracebacks that loader workers and spawned
+processes nest in a message, groups of exceptions, syntax errors, and the dumps of faulthandler.
+Whether an exception was caught is judged in ``processes``.
 """
 
 from __future__ import annotations
@@ -14,16 +11,26 @@ import builtins
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from holdfast.explain.evidence import Frame
 from holdfast.explain.logs.lines import CleanLine
 from holdfast.explain.logs.progress import is_progress
 
 _MOST_MESSAGE_LINES = 60
-_LEAST_WRAPPED = 40  # characters of a line after which people or their forms wrap it
-_MOST_CHAIN = 40  # exceptions kept that led to one: a recursion inside handlers links a thousand
-_MOST_NESTED = 16  # tracebacks inside the message of another, one in the other
-_MOST_FRAMES = 60  # kept of one traceback: the outermost and the innermost half
+# People, or the forms that they paste a message into, wrap lines that are at least this long.
+_LEAST_WRAPPED = 40
+# Exceptions kept that led to one: a recursion inside handlers links a thousand.
+_MOST_CAUSES = 40
+# Tracebacks inside the message of another one, each in the message of the one before.
+_MOST_NESTED = 16
+# Frames kept of one traceback: the outermost and the innermost half.
+_MOST_FRAMES = 60
+_MOST_OF_A_CODE_LINE = 200  # characters
+# Lines of a dump of faulthandler.
+_MOST_LINES_OF_DUMP = 400
+# The class of an exception is at most this many lines after the last frame.
+_LINES_TO_CLASS = 4
 
 HEADER = re.compile(r"(?:(?:Exception Group |Original )?Traceback \(most recent call last\):?)")
 _NESTED = re.compile(
@@ -31,7 +38,7 @@ _NESTED = re.compile(
 )
 _FRAME = re.compile(r'(\s*)File "([^"]{1,500})", line (\d+)(?:, in (.{1,200}))?$')
 _RICH_FRAME = re.compile(r"\s*│\s*(/?\S+?):(\d+) in (\S+)")
-_RICH = re.compile(r"\s*[│╭╰┃┏┗]")
+_RICH_BOX = re.compile(r"\s*[│╭╰┃┏┗]")
 _REPEATED = re.compile(r"\s*\[Previous line repeated \d+ more times?\]")
 _LINK = re.compile(
     r"\s*(?:During handling of the above exception, another exception occurred:"
@@ -40,24 +47,33 @@ _LINK = re.compile(
 EXCEPTION = re.compile(
     r"([A-Za-z_]\w*(?:\.(?:<locals>\.)?[A-Za-z_]\w*)*)(?: ?: ?(.*))?$", re.DOTALL
 )
-# Of a class, or of what a function makes of it
+# A statement that raises a class, or what a function makes of it.
 _RAISE = re.compile(r"raise (?:[a-z_][\w.]*\()?([\w.]+)")
-_NAMED = re.compile(
-    r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault|NotFound|Invalid|Unavailable"
-    r"|Failed|Exceeded|Conflict|Refused|Resources|Unsupported|DeprecatedEnv)$|^Bad\w+File$"
+# How the names of exception classes end.
+_EXCEPTION_NAME = re.compile(
+    r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault|NotFound"
+    r"|Invalid|Unavailable|Failed|Exceeded|Conflict|Refused|Resources|Unsupported|DeprecatedEnv)$"
+    r"|^Bad\w+File$"
 )
-_SEPARATOR = re.compile(r"\s*\+[-+ \d.]*$")
+# Modules in which any class with a message is an exception.
+_EXCEPTION_MODULES = ("exc", "exceptions", "error", "errors")
+_GROUP_SEPARATOR = re.compile(r"\s*\+[-+ \d.]*$")
+_GROUP_MARGIN = re.compile(r"^\s*(?:[|] ?|[+] (?=Exception))")
+# Lines that are never part of the message before them.
 _ENDS_MESSAGE = re.compile(
-    r"Exception ignored in|Exception in thread |Process [\w-]+:$|Fatal Python"
-    r' error|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
+    r"Exception ignored in|Exception in thread |Process [\w-]+:$|Fatal Python error"
+    r'|"""$|[=*-]{20,}$|\[W\d{3}|wandb: '
     r"|\S+\.py:\d+: \w*Warning: |[\w/.-]{1,80}\.(?:cc|cu|h|cpp):\d+ "
     r"|terminate called after|Error executing job|slurmstepd|srun: |--- holdfast"
     r"|(?:Killed|Terminated|Hangup)$|(?:Aborted|Segmentation fault|Bus error)\b"
 )
-_BUILTINS = {
+_SYNTAX_ERROR = re.compile(r"(?:\w+\.)*(?:SyntaxError|IndentationError|TabError): ")
+_THREAD_OF_DUMP = re.compile(r"\s*(?:Current thread|Thread) 0x")
+_OTHER_LINE_OF_DUMP = re.compile(r"\s*(?:<no Python frame>|Extension modules:|\.\.\.|Garbage-coll)")
+_BUILTIN_EXCEPTIONS = {
     name
-    for name, each in vars(builtins).items()
-    if isinstance(each, type) and issubclass(each, BaseException)
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException)
 }
 
 
@@ -65,51 +81,76 @@ _BUILTINS = {
 class Raised:
     """One exception as a traceback shows it."""
 
-    exception: str  # bare name of its class
-    message: str  # may have several lines
-    frames: tuple[Frame, ...]  # innermost last
-    number: int  # line of the log with the name of the class
-    # those that it only repeats or that led to it, the root first; they have none of their own
-    wrapped: list[Raised] = field(default_factory=list)
-    unix_seconds: float | None = None  # of its line, or None
+    # The bare name of its class.
+    exception: str
+    # It may have several lines.
+    message: str
+    # Innermost last.
+    frames: tuple[Frame, ...]
+    # The number of the line of the log with the name of the class.
+    number: int
+    # The exceptions that it repeats or that led to it, the root first. These have none themselves.
+    causes: list[Raised] = field(default_factory=list)
+    # When that line was written, if the log says so.
+    unix_seconds: float | None = None
 
-    def take(self, others: list[Raised]) -> None:
-        """Put others, and all that led to them, before what led to this.
+    def add_causes(self, other: Raised) -> None:
+        """Put an exception, and all that led to it, before what led to this one.
 
-        Of too many, those in the middle go.
+        If there are too many, those in the middle are left out.
         """
-        found = [each for other in others for each in (*other.wrapped, other)] + self.wrapped
-        for each in others:
-            each.wrapped = []
-        half = _MOST_CHAIN // 2
-        self.wrapped = found if len(found) <= _MOST_CHAIN else found[:half] + found[-half:]
+        causes = [*other.causes, other, *self.causes]
+        other.causes = []
+        half = _MOST_CAUSES // 2
+        if len(causes) > _MOST_CAUSES:
+            causes = causes[:half] + causes[-half:]
+        self.causes = causes
 
     def from_the_root(self) -> list[Raised]:
-        """Return the exception with all that led to it, the root first."""
-        return [*self.wrapped, self]
+        """Return all that led to this exception, the root first, and the exception itself."""
+        return [*self.causes, self]
+
+
+class Message(NamedTuple):
+    """The message of an exception."""
+
+    text: str
+    # The exception whose traceback is inside the message.
+    nested: Raised | None
+    # The index of the line after it.
+    next_index: int
 
 
 def split_exception(text: str) -> tuple[str, str] | None:
     """Return the dotted class and the message of ``Class: message``.
 
-    None if it is no exception by its name.
+    None if the name does not look like that of an exception.
     """
-    found = EXCEPTION.match(text.lstrip() if text[:1] == " " and text[1:2] != " " else text)
-    if found is None:
+    if text.startswith(" ") and not text.startswith("  "):
+        # Some loggers leave one space before the message.
+        text = text.lstrip()
+    match = EXCEPTION.match(text)
+    if match is None or not _is_exception_name(match[1], has_message=match[2] is not None):
         return None
-    name = found[1].rpartition(".")[2]
-    module = found[1].rpartition(".")[0].rpartition(".")[2]
-    known = _NAMED.search(name) or name in _BUILTINS or (name == "Error" and "." in found[1])
-    known = known or (module in ("exc", "exceptions", "error", "errors") and found[2] is not None)
-    if known and not name.endswith("Warning"):
-        return found[1], found[2] or ""
-    return None
+    return match[1], match[2] or ""
+
+
+def _is_exception_name(dotted_name: str, *, has_message: bool) -> bool:
+    module, _, name = dotted_name.rpartition(".")
+    if name.endswith("Warning"):
+        return False
+    if _EXCEPTION_NAME.search(name) or name in _BUILTIN_EXCEPTIONS:
+        return True
+    if name == "Error" and module:
+        return True
+    return has_message and module.rpartition(".")[2] in _EXCEPTION_MODULES
 
 
 class TracebackReader:
-    """Read tracebacks from the lines of one process.
+    """Reads tracebacks from the lines of one process.
 
-    Those of a group of exceptions come `without_margins`.
+    Args:
+        lines: The lines, without the margins of groups of exceptions (see `without_margins`).
     """
 
     def __init__(self, lines: Sequence[CleanLine]) -> None:
@@ -118,41 +159,119 @@ class TracebackReader:
         self._depth = 0
 
     def read(self, at: int) -> tuple[Raised | None, int]:
-        """Return the exception whose traceback begins at a line, and the index of the line after
-        it.
+        """Return the exception whose traceback begins at a line, and the index of the line after.
 
-        Of a chain it is the last, with the others in `Raised.wrapped`; None: the traceback is cut
-        off.
+        Of a chain, the last exception is returned, with the others in `Raised.causes`. None if the
+        traceback is cut off.
         """
         newest: Raised | None = None
         self._depth += 1
         while True:
-            raised, at = self._one(at)
+            raised, at = self._read_one(at)
             if raised is not None:
-                raised.take([newest] if newest is not None else [])
+                if newest is not None:
+                    raised.add_causes(newest)
                 newest = raised
-            following = self._after_link(at)
-            if following is None:
+            linked = self._linked_traceback(at)
+            if linked is None:
                 self._depth -= 1
                 return newest, at
-            at = following
+            at = linked
 
     def about_to_raise(self, at: int) -> Raised | None:
-        """Return the exception, without its message, at whose ``raise`` the traceback that
-        begins at a line ends.
-        """
-        frames, after = self._frames(at + 1 if HEADER.search(self._text[at]) else at)
-        found = _RAISE.match(frames[-1].code) if frames else None
-        if found is None or split_exception(found[1]) is None:
-            return None
-        return Raised(found[1].rpartition(".")[2], "", frames, self._lines[after - 1].number)
+        """Return the exception, without its message, that a traceback is about to show.
 
-    def _after_link(self, at: int) -> int | None:
-        """Return where the traceback begins that is linked to the one that ended before this
-        line.
+        It is known if the traceback that begins at a line ends with a frame that raises it.
         """
+        frames, next_index = self._frames(self._first_frame(at))
+        if not frames:
+            return None
+        match = _RAISE.match(frames[-1].code)
+        if match is None or split_exception(match[1]) is None:
+            return None
+        return Raised(
+            exception=match[1].rpartition(".")[2],
+            message="",
+            frames=frames,
+            number=self._lines[next_index - 1].number,
+        )
+
+    def message(self, at: int, first: str, *, bare: bool = False) -> Message:
+        """Return the message that begins in a line.
+
+        Args:
+            at: The index of the line.
+            first: The part of the line that belongs to the message.
+            bare: Whether there was no traceback before it. Then only lines that are indented belong
+                to it, or that continue a long line in small letters.
+        """
+        kept = [first]
+        index = at + 1
+        while index < len(self._text) and index <= at + _MOST_MESSAGE_LINES:
+            nested_start = self._nested_traceback(index)
+            if nested_start is not None:
+                nested, index = self.read(nested_start)
+                return Message("\n".join(kept).strip(), nested, index)
+            match = EXCEPTION.match(self._text[index])
+            if match is not None and self._introduces_exception(kept[-1], index):
+                nested, index = self._exception(index, match, ())
+                return Message("\n".join(kept).strip(), nested, index)
+            if self._ends_message(index) or (bare and not self._continues_line(index)):
+                break
+            kept.append(self._text[index])
+            index += 1
+        return Message("\n".join(kept).strip(), None, index)
+
+    def fatal_error(self, at: int) -> tuple[tuple[Frame, ...], int]:
+        """Return the frames of the current thread in a dump of faulthandler, innermost last.
+
+        The index of the line after the dump is the second value.
+        """
+        frames: list[Frame] = []
+        in_current_thread = False
+        index = at + 1
+        while index < len(self._text) and index < at + _MOST_LINES_OF_DUMP:
+            text = self._text[index]
+            # These frames lack the comma before the function.
+            frame = _FRAME.match(re.sub(r"line (\d+) in ", r"line \1, in ", text))
+            if frame is not None:
+                if in_current_thread:
+                    frames.append(_frame_from(frame))
+            elif _THREAD_OF_DUMP.match(text):
+                in_current_thread = "Current" in text
+            elif text.strip() and not _OTHER_LINE_OF_DUMP.match(text):
+                break
+            index += 1
+        # Faulthandler prints the innermost frame first.
+        frames.reverse()
+        return _without_middle(frames), index
+
+    def _read_one(self, at: int) -> tuple[Raised | None, int]:
+        """Return one exception of a chain, and the index of the line after it."""
+        if "─" in self._text[at]:
+            frames, at = self._rich_frames(at + 1)
+        else:
+            frames, at = self._frames(self._first_frame(at))
+        for index in range(at, min(at + _LINES_TO_CLASS, len(self._text))):
+            text = self._text[index].strip()
+            if HEADER.search(text):
+                return None, index
+            match = EXCEPTION.match(text)
+            if match is not None and _is_class_after_frames(match):
+                return self._exception(index, match, frames)
+        return None, at
+
+    def _first_frame(self, at: int) -> int:
+        """Return the index of the first frame of a traceback.
+
+        A syntax error has no header, and in reports it is often left out.
+        """
+        return at + 1 if HEADER.search(self._text[at]) else at
+
+    def _linked_traceback(self, at: int) -> int | None:
+        """Return the index of the traceback that is linked to the one which ended before a line."""
         place = at
-        while place < len(self._text) and place < at + 3 and self._text[place].strip(' "') == "":
+        while place < min(at + 3, len(self._text)) and not self._text[place].strip(' "'):
             place += 1
         if place >= len(self._text) or not _LINK.match(self._text[place]):
             return None
@@ -161,198 +280,159 @@ class TracebackReader:
                 return index
         return None
 
-    def _one(self, at: int) -> tuple[Raised | None, int]:
-        header = self._text[at]
-        if "─" in header:
-            frames, at = self._rich_frames(at + 1)
-        else:
-            # A syntax error has no header: then the frame itself is the first line.
-            frames, at = self._frames(at + 1 if HEADER.search(header) else at)
-        for index in range(at, min(at + 4, len(self._text))):
-            text = self._text[index].strip()
-            if HEADER.search(text):
-                return None, index
-            found = EXCEPTION.match(text)
-            known = found is not None and (
-                found[2] is not None or "." in found[1] or found[1] in _BUILTINS
-            )
-            if known and found is not None:
-                return self._exception(index, found, frames)
-        return None, at
+    def _nested_traceback(self, index: int) -> int | None:
+        """Return the index of the traceback that begins inside a message at a line, if one does."""
+        text = self._text[index]
+        if not _NESTED.match(text) or self._depth > _MOST_NESTED:
+            return None
+        if HEADER.search(text):
+            return index
+        for start in range(index + 1, min(index + 4, len(self._text))):
+            if HEADER.search(self._text[start]):
+                return start
+        return None
+
+    def _introduces_exception(self, before: str, index: int) -> bool:
+        """Return whether an exception follows a line such as ``backend='inductor' raised:``."""
+        return before.endswith(":") and split_exception(self._text[index]) is not None
 
     def _exception(
-        self, at: int, found: re.Match[str], frames: tuple[Frame, ...]
+        self, at: int, match: re.Match[str], frames: tuple[Frame, ...]
     ) -> tuple[Raised, int]:
-        message, nested, after = self.message(at, found[2] or "")
+        """Return the exception whose class stands in a line, and the index of the line after it."""
+        message = self.message(at, match[2] or "")
+        line = self._lines[at]
         raised = Raised(
-            found[1].rpartition(".")[2],
-            message,
-            frames,
-            self._lines[at].number,
-            [],
-            self._lines[at].unix_seconds,
+            exception=match[1].rpartition(".")[2],
+            message=message.text,
+            frames=frames,
+            number=line.number,
+            unix_seconds=line.unix_seconds,
         )
-        raised.take([nested] if nested is not None else [])
-        return raised, after
+        if message.nested is not None:
+            raised.add_causes(message.nested)
+        return raised, message.next_index
 
-    def message(self, at: int, first: str, *, bare: bool = False) -> tuple[str, Raised | None, int]:
-        """Return a message that begins with `first` in a line, the exception nested in it, and the
-        index after it.
-
-        `bare`: there was no traceback before it; then only lines that are indented belong to it, or
-            that go on in
-        small letters where a long line was wrapped.
-        """
-        kept = [first]
-        index = at + 1
-        while index < len(self._text) and index <= at + _MOST_MESSAGE_LINES:
-            text = self._text[index]
-            if _NESTED.match(text) and self._depth <= _MOST_NESTED:
-                start = index if HEADER.search(text) else index + 1
-                while (
-                    start < len(self._text)
-                    and start < index + 3
-                    and not HEADER.search(self._text[start])
-                ):
-                    start += 1
-                if start < len(self._text) and HEADER.search(self._text[start]):
-                    nested, index = self.read(start)
-                    return "\n".join(kept).strip(), nested, index
-            inner = (
-                EXCEPTION.match(text)
-                if kept[-1].endswith(":") and split_exception(text) is not None
-                else None
-            )
-            if inner is not None:  # "backend='inductor' raised:"
-                nested, index = self._exception(index, inner, ())
-                return "\n".join(kept).strip(), nested, index
-            wrapped = text[:1].islower() and len(self._text[index - 1]) >= _LEAST_WRAPPED
-            if self._ends_message(index) or (bare and not (text[:1] in " \t" or wrapped)):
-                break
-            kept.append(text)
-            index += 1
-        return "\n".join(kept).strip(), None, index
+    def _continues_line(self, index: int) -> bool:
+        """Return whether a line is indented, or goes on in small letters where one was wrapped."""
+        text = self._text[index]
+        if text[:1] in (" ", "\t", ""):
+            return True
+        return text[0].islower() and len(self._text[index - 1]) >= _LEAST_WRAPPED
 
     def _ends_message(self, index: int) -> bool:
+        """Return whether a line does not belong to the message before it."""
         line = self._lines[index]
         text = line.text
-        if (
-            HEADER.search(text)
-            or _LINK.match(text)
-            or _ENDS_MESSAGE.match(text)
-            or line.level is not None
-        ):
+        if line.level is not None or self._has_other_time(index):
             return True
-        if (
-            line.unix_seconds is not None
-            and line.unix_seconds != self._lines[index - 1].unix_seconds
-        ):
+        if HEADER.search(text) or _LINK.match(text) or _ENDS_MESSAGE.match(text):
             return True
-        if split_exception(text) is not None or (text[:1] not in " \t" and is_progress(text)):
+        if split_exception(text) is not None:
             return True
         if not text.strip():
-            following = next(
-                (each for each in self._text[index + 1 : index + 3] if each.strip()), ""
-            )
-            return not (following[:1] in " \t(" or _NESTED.match(following)) or not following
-        return False
+            return self._message_ends_at_gap(index)
+        return text[0] not in " \t" and is_progress(text)
+
+    def _has_other_time(self, index: int) -> bool:
+        """Return whether a line was written at another time than the line before it."""
+        seconds = self._lines[index].unix_seconds
+        return seconds is not None and seconds != self._lines[index - 1].unix_seconds
+
+    def _message_ends_at_gap(self, index: int) -> bool:
+        """A message only continues after an empty line if an indented line or the like follows."""
+        for following in self._text[index + 1 : index + 3]:
+            if following.strip():
+                continues = following[0] in " \t(" or _NESTED.match(following) is not None
+                return not continues
+        return True
 
     def _frames(self, at: int) -> tuple[tuple[Frame, ...], int]:
+        """Return the frames from a line on, and the index of the line after them."""
         frames: list[Frame] = []
         indent = 0
         index = at
         while index < len(self._text):
             text = self._text[index]
-            found = _FRAME.match(text)
-            if found is not None:
-                indent = len(found[1])
-                frames.append(Frame(file=found[2], line=int(found[3]), function=found[4] or ""))
-            elif frames and len(text) - len(text.lstrip()) > indent:
-                code = text.strip()
-                if not frames[-1].code and code.strip("~^ "):
-                    frames[-1] = Frame(
-                        file=frames[-1].file,
-                        line=frames[-1].line,
-                        function=frames[-1].function,
-                        code=code[:200],
-                    )
-            elif not _REPEATED.match(text) and not (
-                frames and not text.strip() and index == at + 1
-            ):
-                break
+            match = _FRAME.match(text)
+            if match is not None:
+                indent = len(match[1])
+                frames.append(_frame_from(match))
+            elif frames and _indentation(text) > indent:
+                frames[-1] = _with_code(frames[-1], text.strip())
+            elif not _REPEATED.match(text):
+                # People leave a line empty after the first frame.
+                is_gap = frames and not text.strip() and index == at + 1
+                if not is_gap:
+                    break
             index += 1
-        return _bounded(frames), index
+        return _without_middle(frames), index
 
     def _rich_frames(self, at: int) -> tuple[tuple[Frame, ...], int]:
+        """Return the frames inside a box that rich has drawn, and the index of the line after."""
         frames = []
         index = at
-        while index < len(self._text) and _RICH.match(self._text[index]):
-            found = _RICH_FRAME.match(self._text[index])
-            if found is not None:
-                frames.append(Frame(file=found[1], line=int(found[2]), function=found[3]))
+        while index < len(self._text) and _RICH_BOX.match(self._text[index]):
+            match = _RICH_FRAME.match(self._text[index])
+            if match is not None:
+                frames.append(Frame(file=match[1], line=int(match[2]), function=match[3]))
             index += 1
-        return _bounded(frames), index
-
-    def fatal_error(self, at: int) -> tuple[tuple[Frame, ...], int]:
-        """Return the frames of a dump of faulthandler, innermost last, and the index of the line
-        after it.
-        """
-        index = at + 1
-        frames: list[Frame] = []
-        current = False
-        while index < len(self._text) and index < at + 400:
-            text = self._text[index]
-            found = _FRAME.match(re.sub(r"line (\d+) in ", r"line \1, in ", text))
-            if found is not None:
-                if current:
-                    frames.append(Frame(file=found[2], line=int(found[3]), function=found[4] or ""))
-            elif re.match(r"\s*(?:Current thread|Thread) 0x", text):
-                current = "Current" in text
-            elif text.strip() and not re.match(
-                r"\s*(?:<no Python frame>|Extension modules:|\.\.\.|Garbage-coll)", text
-            ):
-                break
-            index += 1
-        return _bounded(frames[::-1]), index
+        return _without_middle(frames), index
 
 
-def _bounded(frames: list[Frame]) -> tuple[Frame, ...]:
+def _is_class_after_frames(match: re.Match[str]) -> bool:
+    """Return whether a line after frames names an exception: any name with a message does."""
+    name, message = match.groups()
+    return message is not None or "." in name or name in _BUILTIN_EXCEPTIONS
+
+
+def _frame_from(match: re.Match[str]) -> Frame:
+    return Frame(file=match[2], line=int(match[3]), function=match[4] or "")
+
+
+def _indentation(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def _with_code(frame: Frame, code: str) -> Frame:
+    """Return a frame with its line of code, unless it has one or the line only marks a place."""
+    if frame.code or not code.strip("~^ "):
+        return frame
+    return replace(frame, code=code[:_MOST_OF_A_CODE_LINE])
+
+
+def _without_middle(frames: list[Frame]) -> tuple[Frame, ...]:
+    if len(frames) <= _MOST_FRAMES:
+        return tuple(frames)
     half = _MOST_FRAMES // 2
-    return tuple(frames if len(frames) <= _MOST_FRAMES else frames[:half] + frames[-half:])
+    return tuple(frames[:half] + frames[-half:])
 
 
 def is_frame(text: str) -> bool:
     """Return whether a line is a frame of a traceback, with the name of a function."""
-    found = _FRAME.match(text)
-    return found is not None and found[4] is not None
+    match = _FRAME.match(text)
+    return match is not None and match[4] is not None
 
 
 def is_syntax_error(lines: Sequence[CleanLine], at: int) -> bool:
-    """Return whether a line begins a syntax error, which has no header."""
-    found = _FRAME.match(lines[at].text)
-    if found is None or found[4] is not None:
+    """Return whether a syntax error, which has no header, begins at a line."""
+    match = _FRAME.match(lines[at].text)
+    if match is None or match[4] is not None:
         return False
-    return any(
-        re.match(r"(?:\w+\.)*(?:SyntaxError|IndentationError|TabError): ", line.text)
-        for line in lines[at + 1 : at + 6]
-    )
+    return any(_SYNTAX_ERROR.match(line.text) for line in lines[at + 1 : at + 6])
 
 
 def without_margins(lines: Sequence[CleanLine]) -> list[CleanLine]:
-    """Return lines without the margin that a group of exceptions is drawn with."""
-    found: list[CleanLine] = []
-    inside = False
+    """Return the lines without the margins with which groups of exceptions are drawn."""
+    plain_lines = []
+    in_group = False
     for line in lines:
-        text = line.text
-        inside = (
-            inside and re.match(r"\s*[|+]", text) is not None
-        ) or "Exception Group Traceback" in text
-        if inside:
-            text = (
-                ""
-                if _SEPARATOR.match(text)
-                else re.sub(r"^\s*(?:[|] ?|[+] (?=Exception))", "", text)
-            )
-            line = replace(line, text=text, shown=text)
-        found.append(line)
-    return found
+        continues_group = in_group and re.match(r"\s*[|+]", line.text) is not None
+        in_group = continues_group or "Exception Group Traceback" in line.text
+        plain_lines.append(_without_margin(line) if in_group else line)
+    return plain_lines
+
+
+def _without_margin(line: CleanLine) -> CleanLine:
+    text = "" if _GROUP_SEPARATOR.match(line.text) else _GROUP_MARGIN.sub("", line.text)
+    return replace(line, text=text, shown=text)

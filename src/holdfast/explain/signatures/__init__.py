@@ -1,12 +1,12 @@
 """The catalogue of signatures: every known way to fail, by its id.
 
-The entries are the YAML files beside this module.
+The entries are the YAML files beside this module; an entry has the fields of `Signature`. The two
+signatures of a run in which nothing failed are defined here in code: `holdfast run` needs no others
+for such a run, and reading the files would take longer than everything else that it does.
 
-A file is a list of entries, and an entry holds the fields of `Signature`. The two of a run in which
-nothing failed
-are here: `holdfast run` needs no other then, and to read the files takes as long as all that it
-    does.
-Does not: match them (see ``weighing``).
+`all_signatures` returns the catalogue, `kinds_of_unknown` what is known about failures that are not
+in it. Matching texts with signatures is the job of ``explain.weighing``. ``endings`` and ``leaks``
+name the ids that code chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from holdfast.explain.signature import Signature
 from holdfast.explain.signatures.endings import ENDED_WELL, NOT_JUDGED, UNCAUGHT
 from holdfast.explain.signatures.leaks import KINDS, signature_of
 
-_KINDS_OF_UNKNOWN = "kinds.yaml"
+LEAKS_FILE = "leaks.yaml"
+# The entries of this file have no id of their own, so they are not part of the catalogue.
+KINDS_FILE = "kinds.yaml"
+
 WELL = Signature(
     id=ENDED_WELL,
     title="ended well",
@@ -46,63 +49,86 @@ UNJUDGED = Signature(
     ),
 )
 
+# The texts of a kind of unknown failure for which no advice is given.
+WITHOUT_ADVICE = {
+    "means": "No signature knows this failure, so its own words are all that is known.",
+    "fix": (
+        "Read the message with the lines around it, then the line of your own code that is named"
+        " with it, if there is one."
+    ),
+}
+
 
 @functools.cache
 def all_signatures() -> dict[str, Signature]:
-    """Return every signature by its id, in the order of the ids."""
-    found: dict[str, Signature] = {WELL.id: WELL, UNJUDGED.id: UNJUDGED}
+    """Return every signature by its id, in ascending order of the ids.
+
+    Raises:
+        ValueError: Two entries have the same id, or an entry has an unknown field.
+    """
+    signatures = {WELL.id: WELL, UNJUDGED.id: UNJUDGED}
     for entry in _entries():
-        signature = _signature(entry)
-        if signature.id in found:
-            raise ValueError(f"two signatures are called {signature.id}")
-        found[signature.id] = signature
-    return dict(sorted(found.items(), key=lambda pair: int(pair[0][1:])))
+        signature = _signature_from(entry)
+        if signature.id in signatures:
+            raise ValueError(f"two signatures have the id {signature.id}")
+        signatures[signature.id] = signature
+    return dict(sorted(signatures.items(), key=lambda item: int(item[0][1:])))
 
 
 @functools.cache
 def kinds_of_unknown() -> tuple[Signature, ...]:
-    """Return what gives a class to an exception, or a line of an error, that no signature knows."""
-    return tuple(_signature({"id": UNCAUGHT, **entry}) for entry in _read(_KINDS_OF_UNKNOWN))
+    """Return the kinds that classify an exception, or an error line, that no signature knows.
+
+    All of them carry the id of an unknown exception, because the verdict is the exception itself.
+    """
+    return tuple(
+        _signature_from({"id": UNCAUGHT, **WITHOUT_ADVICE, **entry})
+        for entry in _read_entries(KINDS_FILE)
+    )
 
 
 def _entries() -> Iterator[dict[str, Any]]:
+    """Yield the entries of all files of the catalogue, and those derived from them."""
     for file in resources.files(__name__).iterdir():
-        if file.name.endswith(".yaml") and file.name != _KINDS_OF_UNKNOWN:
-            entries = _read(file.name)
-            yield from entries
-            if file.name == "leaks.yaml":
-                yield from map(_on_a_device, KINDS, entries)
+        if not file.name.endswith(".yaml") or file.name == KINDS_FILE:
+            continue
+        entries = _read_entries(file.name)
+        yield from entries
+        if file.name == LEAKS_FILE:
+            yield from map(_leak_on_device, KINDS, entries)
 
 
-def _read(name: str) -> list[dict[str, Any]]:
-    import yaml  # here: a process that only asks for the id of a leak does not need it
+def _read_entries(name: str) -> list[dict[str, Any]]:
+    # Imported here, because a process that only asks for the id of a leak does not need it.
+    import yaml
 
     text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
-    entries: list[dict[str, Any]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+    # libyaml, where it is installed, is ten times as fast. Both loaders are safe.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    entries: list[dict[str, Any]] = yaml.load(text, loader)  # noqa: S506
     return entries
 
 
-def _on_a_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of a leak in host memory as that of the same leak in the memory of a
-    device.
-    """
-    title = f"{entry['title']}, on a device"
+def _leak_on_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry for a leak in the memory of a device, given that for host memory."""
     return {
         **entry,
         "id": signature_of(kind, on_host=False),
-        "title": title,
+        "title": f"{entry['title']}, on a device",
         "family": "out of memory",
     }
 
 
-def _signature(entry: dict[str, Any]) -> Signature:
-    """Return an entry as a signature; lists become tuples."""
-    fields = {key: _frozen(value) for key, value in entry.items()}
+def _signature_from(entry: dict[str, Any]) -> Signature:
+    fields = {name: _as_tuples(value) for name, value in entry.items()}
     try:
         return Signature(**fields)
     except TypeError as error:
         raise ValueError(f"signature {entry.get('id')}: {error}") from error
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
+def _as_tuples(value: Any) -> Any:
+    """Return a value with all lists in it, nested ones too, as tuples."""
+    if isinstance(value, list):
+        return tuple(_as_tuples(item) for item in value)
+    return value

@@ -1,6 +1,7 @@
-"""The ids that are chosen from how a process ended, where no text says why.
+"""The ids of the signatures that code refers to by name.
 
-The entries are in ``endings.yaml``.
+Most are chosen from how a process ended, where no text says why; their entries are in
+``endings.yaml``. The others are matched by their texts, and treated specially.
 """
 
 from __future__ import annotations

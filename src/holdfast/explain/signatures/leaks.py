@@ -1,12 +1,13 @@
-"""The ids of what is known about memory that is kept from step to step.
+"""The ids of the signatures of leaks: memory that is kept from step to step.
 
-The entries are in ``leaks.yaml``.
-
-Light, since the training process itself imports it.
+The entries are in ``leaks.yaml``. This module imports nothing, because the training process itself
+imports it.
 """
 
 from __future__ import annotations
 
+# In the order of their signatures: H1501 and following in host memory, H1521 and following in the
+# memory of a device.
 KINDS = (
     "container",
     "graph",
@@ -20,16 +21,19 @@ KINDS = (
     "unknown",
     "trend",
 )
-"""In the order of their signatures.
-
-H1501 and on in host memory, H1521 and on in that of a device.
-"""
-_TO_DEVICE = 20
+_FIRST_ON_HOST = 1501
+_FIRST_ON_DEVICE = 1521
 
 
 def signature_of(kind: str, *, on_host: bool) -> str:
-    """Return the id of the signature of a leak, by one of `KINDS`.
+    """Return the id of the signature of a leak.
 
-    `on_host`: the memory is not that of a device.
+    Args:
+        kind: One of `KINDS`.
+        on_host: Whether the memory is that of the host, not that of a device.
+
+    Raises:
+        ValueError: `kind` is none of `KINDS`.
     """
-    return f"H{1501 + KINDS.index(kind) + (0 if on_host else _TO_DEVICE)}"
+    first = _FIRST_ON_HOST if on_host else _FIRST_ON_DEVICE
+    return f"H{first + KINDS.index(kind)}"

@@ -19,8 +19,9 @@ from holdfast.core.control_groups import fields_of
 from holdfast.core.errors import PolicyError
 from holdfast.explain.evidence import Frame, is_own_code
 from holdfast.explain.hangs.blame import Diagnosis, diagnose_hang
+from holdfast.explain.hangs.classification import thread_to_blame
 from holdfast.explain.hangs.evidence import Examined
-from holdfast.explain.hangs.standing_still import is_in_backward, thread_to_blame
+from holdfast.explain.hangs.frames import is_in_backward
 from holdfast.supervise.process_tree import Process, descendants, read_table
 from holdfast.supervise.watch.process_evidence import is_python
 from holdfast.supervise.watch.py_spy import find_py_spy

@@ -1,0 +1,178 @@
+"""What the frames of one stack say: whose code it is in, and what that code has called.
+
+Frames are innermost last. Nothing here looks at the kernel or at processor time (see
+``classification``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.explain.evidence import Frame, is_own_code
+from holdfast.explain.hangs.evidence import Examined, clean
+
+# Each pattern is searched in the file of a frame.
+TORCH = re.compile(
+    r"/(?:site|dist)-packages/torch/|/torch/(?:nn|autograd|_ops|optim|utils|_tensor)"
+)
+COLLECTIVE = re.compile(
+    r"/torch/distributed/(?!elastic|launcher)|/torch/nn/parallel/distributed\.py"
+    r"|/torch/nn/modules/_functions\.py|/deepspeed/comm/|/horovod/"
+)
+BACKWARD = re.compile(r"/torch/autograd/(?:graph|__init__)\.py$")
+CUDA = re.compile(r"/torch/(?:cuda|accelerator|xpu|npu)/")
+THREADS = re.compile(r"(?:^|/)(?:threading|concurrent/futures/(?:_base|thread))\.py$")
+THREAD_QUEUE = re.compile(r"/(?:queue|asyncio/\w+)\.py$")
+QUEUE = re.compile(r"(?:^|/)(?:queue|multiprocessing/queues|multiprocessing/managers)\.py$")
+CHILD_PROCESS = re.compile(
+    r"(?:^|/)(?:subprocess"
+    r"|multiprocessing/(?:process|popen_fork|popen_spawn_posix|popen_forkserver|pool)"
+    r"|concurrent/futures/process)\.py$"
+)
+CONNECTION = re.compile(r"(?:^|/)multiprocessing/connection\.py$")
+NETWORK = re.compile(
+    r"(?:^|/)(?:socket|ssl|selectors|http/client|asyncio/\w+)\.py$"
+    r"|/(?:urllib3?|requests|httpx|httpcore|aiohttp|botocore|fsspec|s3fs|gcsfs|grpc|redis"
+    r"|huggingface_hub)/"
+)
+_C10D_WRAPPER = re.compile(r"/torch/distributed/c10d_logger\.py$")
+_GUARD_WAIT = re.compile(r"/holdfast/guard/ranks/(?:messages|tape)\.py$")
+_GUARD_CALL = re.compile(r"/holdfast/guard/(?:guard|hosted)\.py$")
+_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$|/holdfast/loader/(?:\w+/)*\w+\.py$")
+_IDLE_WORKER = re.compile(r"/(?:queues|connection|selectors)\.py$")
+# Searched in the file and the function of a frame, joined by a colon.
+_FETCH = re.compile(r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/workers/fetch\.py:")
+
+# How users write a call whose frame has another name.
+_NAMES_OF_GUARD_CALLS = {
+    "__init__": "Guard(...)",
+    "_loop": "guard.batches",
+    "__exit__": "guard.close",
+}
+# Phases in which a process waits for batches, where its stack is unknown.
+_PHASES_OF_WAITING = ("data wait", "evaluation", "end of epoch")
+
+
+def any_file_matches(pattern: re.Pattern[str], frames: Sequence[Frame]) -> bool:
+    """Return whether the file of any frame matches."""
+    return any(pattern.search(frame.file) for frame in frames)
+
+
+def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Return the frames since the process was forked.
+
+    The frames before belong to the place where its parent made it.
+    """
+    for index in reversed(range(len(frames))):
+        frame = frames[index]
+        if frame.function.endswith("_bootstrap") and frame.file.endswith(
+            "multiprocessing/process.py"
+        ):
+            return tuple(frames[index + 1 :])
+    return tuple(frames)
+
+
+def user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the frame to show to the user.
+
+    Returns:
+        The innermost frame of the user's own code; without one, the innermost of an installed
+        package other than torch; without one, the innermost of all. None for an empty stack.
+    """
+    frames = own_part(frames)
+    for frame in reversed(frames):
+        if is_own_code(frame):
+            return frame
+    for frame in reversed(frames):
+        if "-packages/" in frame.file and not TORCH.search(frame.file):
+            return frame
+    return frames[-1] if frames else None
+
+
+def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Return the frames below the innermost one of user code: what that code waits in."""
+    frames = own_part(frames)
+    for index in reversed(range(len(frames))):
+        if is_own_code(frames[index]):
+            return tuple(frames[index + 1 :])
+    return tuple(frames)
+
+
+def shortened(frame: Frame) -> str:
+    """Return a frame for a sentence: the name of the file, the line and the function."""
+    return f"{clean(Path(frame.file).name)}:{frame.line} in {clean(frame.function)}"
+
+
+def is_idle_worker(process: Examined) -> bool:
+    """Return whether a loader worker waits for something to do."""
+    frames = own_part(process.last.main.frames)
+    if not is_in_worker_loop(frames) or _makes_a_batch(frames):
+        return False
+    return _IDLE_WORKER.search(frames[-1].file) is not None
+
+
+def is_in_worker_loop(frames: Sequence[Frame]) -> bool:
+    """Return whether a stack is that of a worker of torch's loader, or of holdfast's."""
+    return any("_worker_loop" in frame.function for frame in frames)
+
+
+def waits_for_workers(process: Examined) -> bool:
+    """Return whether a process waits for a batch that a loader worker makes."""
+    frames = process.last.main.frames
+    if not frames:
+        return process.phase in _PHASES_OF_WAITING
+    called = called_by_user(frames)
+    return any_file_matches(_LOADER, called) and not _makes_a_batch(called)
+
+
+def _makes_a_batch(frames: Sequence[Frame]) -> bool:
+    """Return whether a batch is made in this process.
+
+    To unpack a batch that a worker has sent is to wait for that worker.
+    """
+    return any(_FETCH.search(f"{frame.file}:{frame.function}") for frame in frames)
+
+
+def has_own_loader(process: Examined) -> bool:
+    """Return whether the batch that a process waits for comes from holdfast's loader."""
+    return any("/holdfast/loader/" in frame.file for frame in process.last.main.frames)
+
+
+def is_in_backward(process: Examined) -> bool:
+    """Return whether the main thread waits in autograd.
+
+    DDP averages gradients there, without a call of a collective in the user's code.
+    """
+    return any_file_matches(BACKWARD, called_by_user(process.last.main.frames))
+
+
+def call_of_guard(process: Examined) -> str | None:
+    """Return the public call in which holdfast waits for other ranks, or None if it does not.
+
+    For example ``"guard.validated"``.
+    """
+    called = called_by_user(process.last.main.frames)
+    if not any_file_matches(_GUARD_WAIT, called):
+        return None
+    for frame in called:
+        if _GUARD_CALL.search(frame.file):
+            # py-spy puts the class before the name of the method.
+            name = clean(frame.function.rpartition(".")[2])
+            return _NAMES_OF_GUARD_CALLS.get(name, f"guard.{name}")
+    return "a call of the guard"
+
+
+def collective_called(process: Examined) -> str | None:
+    """Return the function of ``torch.distributed`` that user code waits in, or None.
+
+    For example ``"barrier"``.
+    """
+    for frame in called_by_user(process.last.main.frames):
+        if _C10D_WRAPPER.search(frame.file):
+            continue
+        if frame.file.endswith("/torch/distributed/distributed_c10d.py"):
+            return clean(frame.function.rpartition(".")[2])
+        return None
+    return None

@@ -1,0 +1,400 @@
+"""The lines of one process, read into statements, with what became of the process after each.
+
+A log without ranks is read as that of one process. Whether an exception ended its process is not
+written in a log; it follows from what is printed after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from holdfast.explain.evidence import Ending, Statement
+from holdfast.explain.logs.keeping import relevant_lines
+from holdfast.explain.logs.lines import CleanLine
+from holdfast.explain.logs.progress import Pulse, goes_on, is_progress_bar
+from holdfast.explain.logs.quick import QuickPattern
+from holdfast.explain.logs.tracebacks import (
+    HEADER,
+    Raised,
+    TracebackReader,
+    is_frame,
+    is_syntax_error,
+    split_exception,
+    without_margins,
+)
+
+# Lines of progress after a statement of the same process that show that it continued.
+_CONTINUED = 2
+# Fewer lines of progress than these can have waited in a buffer while the process failed.
+_BUFFERED = 12
+# The same after a line of a scheduler: many ranks, each with 8 KiB of buffered lines.
+_BUFFERED_BY_RANKS = 400
+_MOST_OF_A_MESSAGE = 20_000  # characters
+# Lines of the table in which torchrun describes the first failure.
+_LINES_OF_TABLE = 15
+
+_NOT_FATAL_LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "WARN", "SUCCESS", "TRACE"})
+# A logger that wrote a line with one of these levels may go on with a traceback in the next line.
+_ALARMING_LEVELS = frozenset({"WARNING", "WARN", "ERROR", "CRITICAL", "FATAL"})
+
+ABOUT_CAUGHT_EXCEPTION = re.compile(
+    r"Exception ignored in|--- Logging error ---|Exception in thread |Exception ignored on"
+)
+_WARNING = re.compile(r"(?:\S{1,300}:\d+: )?(?:[\w.]*\.)?(\w*Warning): ")
+_RETRY = re.compile(
+    r"\b(?:retry|retrying|attempt #?\d+|restart(?:ing|ed)?|resum(?:e|es|ed|ing))\b", re.IGNORECASE
+)
+_SCHEDULER = QuickPattern(
+    r"\bDUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE)\b"
+    r"|\boom[-_ ]kill event|\bslurmstepd: error: "
+    r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b"
+    r"|\bWatchdog caught collective operation timeout\b",
+    flags=0,
+)
+# Launchers log as a warning that they were asked to end.
+_ASKED_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")
+_FATAL_PYTHON_ERROR = "Fatal Python error: "
+_CPLUSPLUS_TERMINATION = re.compile(
+    r"\s*terminate called "
+    r"(?:after throwing an instance of|without an active exception|recursively)"
+)
+# The heading and the fields of torchrun's table.
+_FIRST_FAILURE = "Root Cause (first observed failure)"
+_FIELD = re.compile(r"\s*(rank|exitcode)\s*:\s*(.*)$")
+_EXIT_CODE = re.compile(r"(-?\d{1,4})\b(?:\s*\(pid:\s*(\d{1,10})\))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogContext:
+    """What is known of the whole log."""
+
+    # Its name, for the sources of statements.
+    name: str
+    # Whether its end says that the training is done.
+    says_done: bool
+    # Whether lines without a word that errors have are statements too.
+    every_line_counts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessText:
+    """What the lines of one process say."""
+
+    statements: tuple[Statement, ...]
+    # How ranks ended, if it is a launcher that says so.
+    endings: tuple[Ending, ...]
+    # The frame with which the lines end, if they end inside a traceback.
+    cut_off: str
+
+
+def read_process(lines: Sequence[CleanLine], context: LogContext) -> ProcessText:
+    """Return what the lines of one process say."""
+    reader = _ProcessReader(lines, context)
+    statements = reader.read_statements()
+    return ProcessText(
+        statements=tuple(statements), endings=tuple(reader.endings), cut_off=reader.cut_off
+    )
+
+
+class _Passage(NamedTuple):
+    """Statements that begin at one line, and the index of the line after them."""
+
+    statements: list[Statement]
+    next_index: int
+
+
+class _Chain(NamedTuple):
+    """Where a chain of exceptions is among the statements, and the index of the line after it."""
+
+    first: int
+    end: int
+    next_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fate:
+    """What became of a process after an exception. The fields are those of `Statement`."""
+
+    fatal: bool | None
+    logged: bool
+    overtaken: bool
+    last: bool
+
+
+class _ProcessReader:
+    def __init__(self, lines: Sequence[CleanLine], context: LogContext) -> None:
+        self._context = context
+        self._lines = without_margins(lines)
+        self._tracebacks = TracebackReader(self._lines)
+        texts = [line.text for line in self._lines]
+        self._pulse = Pulse(texts)
+        self._relevant = (
+            set(range(len(texts))) if context.every_line_counts else relevant_lines(texts)
+        )
+        # The index of the newest line that shows that the run continued, or -1.
+        self._newest_sign = max(
+            (index for index, line in enumerate(lines) if goes_on(line.text)), default=-1
+        )
+        self.endings: list[Ending] = []
+        self.cut_off = ""
+
+    def read_statements(self) -> list[Statement]:
+        """Return all statements, in order."""
+        statements: list[Statement] = []
+        newest_chain: _Chain | None = None
+        index = 0
+        while index < len(self._lines):
+            passage = self._read_at(index)
+            made = passage.statements
+            if made and made[0].kind == "exception":
+                if newest_chain is not None and self._resumed_between(newest_chain, index):
+                    for place in range(newest_chain.first, newest_chain.end):
+                        statements[place] = replace(statements[place], resumed=True)
+                newest_chain = _Chain(
+                    first=len(statements),
+                    end=len(statements) + len(made),
+                    next_index=self._index_after(made[-1].position, passage.next_index),
+                )
+            statements += made
+            index = max(passage.next_index, index + 1)
+        return statements
+
+    def _resumed_between(self, chain: _Chain, index: int) -> bool:
+        """Return whether the process made progress, or retried, between a chain and a line."""
+        if self._pulse.between(chain.next_index, index):
+            return True
+        return any(_RETRY.search(line.text) for line in self._lines[chain.next_index : index])
+
+    def _index_after(self, number: int, index: int) -> int:
+        """Return the index of the line after the one with a number.
+
+        A message may have included lines after that one, so the index that follows the message is
+        only the last one possible.
+        """
+        while index > 0 and self._lines[index - 1].number > number:
+            index -= 1
+        return index
+
+    def _read_at(self, index: int) -> _Passage:
+        """Return the statements that begin at a line."""
+        for read_form in _FORMS:
+            passage = read_form(self, index)
+            if passage is not None:
+                return passage
+        return _Passage([], index + 1)
+
+    def _read_traceback(self, index: int) -> _Passage | None:
+        """Read a traceback. Reports often leave out its header and its outer frames."""
+        text = self._lines[index].text
+        begins = HEADER.search(text) or is_frame(text) or is_syntax_error(self._lines, index)
+        if not begins:
+            return None
+        raised, next_index = self._tracebacks.read(index)
+        if raised is None and next_index >= len(self._lines):
+            self.cut_off = self._newest_frame(index)
+            raised = self._tracebacks.about_to_raise(index)
+        statements = self._chain(raised, index, next_index) if raised is not None else []
+        return _Passage(statements, next_index)
+
+    def _newest_frame(self, index: int) -> str:
+        """Return the last frame from a line on, or that line if there is none."""
+        texts = [line.text.strip() for line in self._lines[index:]]
+        frames = [text for text in texts if text.startswith("File ")]
+        return frames[-1] if frames else texts[0]
+
+    def _read_fatal_python_error(self, index: int) -> _Passage | None:
+        """Read a dump of faulthandler."""
+        line = self._lines[index]
+        if not line.text.startswith(_FATAL_PYTHON_ERROR):
+            return None
+        frames, next_index = self._tracebacks.fatal_error(index)
+        statement = self._line(line, next_index - 1)
+        return _Passage([replace(statement, frames=frames, fatal=True)], next_index)
+
+    def _read_cplusplus_termination(self, index: int) -> _Passage | None:
+        """Read the end of a C++ program, with the message in one of the next lines."""
+        line = self._lines[index]
+        if not _CPLUSPLUS_TERMINATION.match(line.text):
+            return None
+        messages = [
+            following.text.strip()
+            for following in self._lines[index + 1 : index + 3]
+            if "what():" in following.text
+        ]
+        text = "\n".join([*messages, line.text.strip()])
+        statement = replace(self._line(line, index), text=text)
+        return _Passage([statement], index + 1 + len(messages))
+
+    def _read_table_of_launcher(self, index: int) -> _Passage | None:
+        """Read how the rank ended that torchrun saw fail first."""
+        if _FIRST_FAILURE not in self._lines[index].text:
+            return None
+        rows = self._lines[index + 1 : index + 1 + _LINES_OF_TABLE]
+        self.endings += _first_failure([row.text for row in rows])
+        return _Passage([], index + 1)
+
+    def _read_exception_line(self, index: int) -> _Passage | None:
+        """Read an exception that is printed without a traceback."""
+        line = self._lines[index]
+        bare = split_exception(line.text)
+        if bare is None:
+            return None
+        dotted_name, first_line = bare
+        message = self._tracebacks.message(
+            index, first_line, bare=not self._context.every_line_counts
+        )
+        raised = Raised(
+            exception=dotted_name.rpartition(".")[2],
+            message=message.text,
+            frames=(),
+            number=line.number,
+            unix_seconds=line.unix_seconds,
+        )
+        if message.nested is not None:
+            raised.add_causes(message.nested)
+        return _Passage(self._chain(raised, index, message.next_index), message.next_index)
+
+    def _read_relevant_line(self, index: int) -> _Passage | None:
+        line = self._lines[index]
+        if index not in self._relevant or not line.text.strip() or is_progress_bar(line.text):
+            return None
+        return _Passage([self._line(line, index)], index + 1)
+
+    def _line(self, line: CleanLine, last_index: int) -> Statement:
+        """Return a line as a statement that ends at an index."""
+        progress = self._pulse.after(last_index)
+        warned = _is_warning(line)
+        continued = progress >= self._progress_needed_after(line)
+        harmless = warned and (self._context.says_done or progress > 0)
+        return Statement(
+            text=line.shown.strip(),
+            source=f"{self._context.name}:{line.number}",
+            position=line.number,
+            unix_seconds=line.unix_seconds,
+            rank=line.rank,
+            fatal=False if continued or harmless else None,
+            logged=warned,
+        )
+
+    def _progress_needed_after(self, line: CleanLine) -> int:
+        """Return how many lines of progress show that the process continued after a line."""
+        of_scheduler = _SCHEDULER.search(line.text, line.text.lower()) is not None
+        if of_scheduler and not self._context.says_done:
+            return _BUFFERED_BY_RANKS
+        return _CONTINUED
+
+    def _chain(self, raised: Raised, first: int, next_index: int) -> list[Statement]:
+        """Return an exception, after those that led to it, as statements with one position.
+
+        Args:
+            raised: The exception.
+            first: The index of the first line of its traceback.
+            next_index: The index of the line after its message.
+        """
+        fate = self._fate_after(raised, first, next_index)
+        return [
+            Statement(
+                text=exception.message[:_MOST_OF_A_MESSAGE],
+                kind="exception",
+                exception=exception.exception,
+                frames=exception.frames,
+                source=f"{self._context.name}:{exception.number}",
+                position=raised.number,
+                unix_seconds=exception.unix_seconds,
+                rank=self._lines[first].rank,
+                fatal=fate.fatal,
+                cause=exception is not raised,
+                logged=fate.logged,
+                overtaken=fate.overtaken,
+                last=fate.last,
+            )
+            for exception in raised.from_the_root()
+        ]
+
+    def _fate_after(self, raised: Raised, first: int, next_index: int) -> _Fate:
+        """Return what became of the process after an exception (see `_chain`)."""
+        logged = self._is_logged(first)
+        left_the_script = bool(raised.frames) and raised.frames[0].function == "<module>"
+        last_index = self._index_after(raised.number, next_index) - 1
+        # A shell script prints that it is done even if the program that it started has failed.
+        only_end_follows = left_the_script and not logged and self._pulse.only_ends(last_index)
+        progress = 0 if only_end_follows else self._pulse.after(next_index - 1)
+        continued = progress >= (1 if logged else _CONTINUED)
+        caught = self._is_said_to_be_caught(first)
+        may_be_buffered = progress < _BUFFERED or not self._pulse.before(first)
+        return _Fate(
+            fatal=False if continued or caught else None,
+            logged=logged,
+            overtaken=(
+                continued
+                and not caught
+                and may_be_buffered
+                and left_the_script
+                and not logged
+                and not self._context.says_done
+            ),
+            last=(
+                bool(raised.frames)
+                and not continued
+                and not caught
+                and (last_index > self._newest_sign or only_end_follows)
+            ),
+        )
+
+    def _is_logged(self, first: int) -> bool:
+        """Return whether a logger printed the traceback that begins at a line."""
+        if self._lines[first].level is not None:
+            return True
+        return first > 0 and self._lines[first - 1].level in _ALARMING_LEVELS
+
+    def _is_said_to_be_caught(self, first: int) -> bool:
+        """Return whether the words before a traceback, or its level, say that it was caught."""
+        if self._lines[first].level in _NOT_FATAL_LEVELS:
+            return True
+        return first > 0 and bool(ABOUT_CAUGHT_EXCEPTION.search(self._lines[first - 1].text))
+
+
+# What can begin at a line. The first form that fits wins.
+_FORMS: tuple[Callable[[_ProcessReader, int], _Passage | None], ...] = (
+    _ProcessReader._read_traceback,
+    _ProcessReader._read_fatal_python_error,
+    _ProcessReader._read_cplusplus_termination,
+    _ProcessReader._read_table_of_launcher,
+    _ProcessReader._read_exception_line,
+    _ProcessReader._read_relevant_line,
+)
+
+
+def _is_warning(line: CleanLine) -> bool:
+    """Return whether a line is a warning or less, by its level or by its words."""
+    if line.level in _NOT_FATAL_LEVELS and not _ASKED_TO_END.search(line.text):
+        return True
+    return _WARNING.match(line.text) is not None
+
+
+def _first_failure(rows: Sequence[str]) -> list[Ending]:
+    """Return how the rank ended that torchrun saw fail first.
+
+    Args:
+        rows: The rows of its table. If the exit code is cut off, nothing is returned.
+    """
+    fields = {}
+    for row in rows:
+        field = _FIELD.match(row)
+        if field is not None:
+            fields[field[1]] = field[2]
+    exit_code = _EXIT_CODE.match(fields.get("exitcode", ""))
+    if exit_code is None:
+        return []
+    rank = re.match(r"\d{1,7}", fields.get("rank", ""))
+    return [
+        Ending(
+            status=int(exit_code[1]),
+            pid=int(exit_code[2]) if exit_code[2] else None,
+            rank=int(rank[0]) if rank is not None else None,
+            role="trainer",
+        )
+    ]
