@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast.checkpoint.seal import FILE_NAME
+from holdfast.checkpoint.manifest import FILE_NAME
 from holdfast.cli.main import make_app
 from holdfast.core.files import read_file
 from holdfast.recorder.black_box import BlackBox, StepMark

@@ -118,10 +118,10 @@ def missing(text: str, files: str) -> Iterator[str]:
             yield name
     for package, part in re.findall(r"``(\w+)\.(?!json|md|yaml)(\w+)[\w.]*``", text):
         is_there = f"/{package}/{part}/" in files or f"/{package}/{part}.py\n" in files
-        if f"/holdfast/{package}/__init__.py\n" in files and package != "guard" and not is_there:
-            if f"{package}.{part}" not in kernel_files:
-                # `guard` is usually a variable of the user.
-                yield f"{package}.{part}"
+        # `guard` is usually a variable of the user.
+        is_ours = f"/holdfast/{package}/__init__.py\n" in files and package != "guard"
+        if is_ours and not is_there and f"{package}.{part}" not in kernel_files:
+            yield f"{package}.{part}"
 
 
 def test_comments_cite_only_what_is_there() -> None:

@@ -24,7 +24,7 @@ from tests.unit.report.made_runs import make_run
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast.checkpoint.seal import FILE_NAME
+from holdfast.checkpoint.manifest import FILE_NAME
 from holdfast.checkpoint.store import Store
 from holdfast.cli.main import make_app
 from holdfast.supervise.launch.restarts import Budgets

@@ -16,7 +16,7 @@ from tests.integrations.hugging_face import digest, make_gpt2, make_trainer, sam
 from tests.prepared import FRAMEWORKS, run_prepared
 
 from holdfast import CheckpointError, NonFiniteError, OutOfMemoryError, RunDirectoryError
-from holdfast.checkpoint.seal import verify
+from holdfast.checkpoint.verify import verify
 from holdfast.recorder.reader import read_events
 from holdfast.testing import flip_bit
 

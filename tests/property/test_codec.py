@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.codec import SAVED_AS, Encoder, decode
-from holdfast.checkpoint.saver import read_components, snapshot, write
+from holdfast.checkpoint.loading import read_components
+from holdfast.checkpoint.saver import snapshot, write
 from holdfast.checkpoint.store import Store
 
 _DTYPES = [*SAVED_AS, torch.complex32, torch.complex64, torch.complex128]

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.checkpoint import saver
-from holdfast.checkpoint.seal import verify
+from holdfast.checkpoint.verify import verify
 from holdfast.cli.main import make_app
 from holdfast.testing import flip_bit
 
@@ -437,7 +437,7 @@ def saving_badly(rank, run, what):
     guard = holdfast.Guard(
         run, model=model, optimizer=optimizer, loader=batches_of(rank, sizes=(8,) * 9), **given
     )
-    write = saver._write_tensors
+    write = saver.write_tensors
 
     def slow_or_full(path, tensors):
         if rank == 1 and guard.global_step in (2, 3) and path.name == "optimizer.safetensors":
@@ -446,7 +446,7 @@ def saving_badly(rank, run, what):
             time.sleep(0.5 if what == "slow disk" else 0.0)
         return write(path, tensors)
 
-    saver._write_tensors = slow_or_full
+    saver.write_tensors = slow_or_full
     steps = []
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(model))

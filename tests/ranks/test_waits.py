@@ -111,7 +111,7 @@ def writing_slowly(rank, run, how):
     with_short_timeout()
     messages._ANSWER_SECONDS = 2.0
     guard, model = guard_of(rank, run, "resharded", save_interval_steps=2)
-    write = saver._write_tensors
+    write = saver.write_tensors
 
     def slow(path, tensors):
         if rank == 1 and guard.global_step >= 2:
@@ -122,7 +122,7 @@ def writing_slowly(rank, run, how):
 
     for batch in guard.batches(max_steps=2):
         guard.step(batch, loss_of(model))
-        saver._write_tensors = slow
+        saver.write_tensors = slow
     return guard.statistics().checkpoints_saved
 
 

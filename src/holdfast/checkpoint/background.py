@@ -1,8 +1,6 @@
-"""Work on a checkpoint beside the training.
+"""Write a checkpoint beside the training: one job in a thread of its own.
 
-One job in a thread of its own, and what it may do there.
-
-The thread is no daemon: an interpreter that ends waits for it, so a save that was begun is
+The thread is not a daemon: an interpreter that exits waits for it, so a save that was begun is
 finished. A process that is forked meanwhile does not have the thread and must not wait for it.
 """
 
@@ -21,76 +19,89 @@ from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.core.threads import start_thread
 
 _Result = TypeVar("_Result")
-# torch splits a reduction of more elements over threads (at::internal::GRAIN_SIZE is 32768): they
+# torch splits a reduction of more elements over threads (at::internal::GRAIN_SIZE is 32768). Those
 # would be taken from the training, and OpenMP's do not survive a fork of loader workers.
-_ELEMENTS = 32_767
-_NAME = "holdfast-writer"
-_LOOK_SECONDS = 0.02
+_MOST_ELEMENTS = 32_767
+_THREAD_NAME = "holdfast-writer"
+_POLL_SECONDS = 0.02
 
 
 class Job(Generic[_Result]):
-    """A function that runs beside the training, begun at once; `directory` is where it may write.
+    """A function that runs beside the training. It is started at once.
 
-    MemoryError or RuntimeError where there is none for a thread or its stack.
+    Args:
+        run: The function.
+        directory: Where it may write.
+
+    Raises:
+        MemoryError, RuntimeError: There is no memory for a thread or its stack.
     """
 
     def __init__(self, run: Callable[[], _Result], directory: Path) -> None:
-        self._found: list[_Result] = []
+        # Empty until the function has returned.
+        self._results: list[_Result] = []
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(
-            target=self._work, args=(run,), name=f"{_NAME} {directory}", daemon=False
+            target=self._work, args=(run,), name=_thread_name(directory), daemon=False
         )
         self._pid = os.getpid()
         start_thread(self._thread)
 
     def _work(self, run: Callable[[], _Result]) -> None:
         try:
-            self._found.append(run())
-        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+            self._results.append(run())
+        # Raised again by `result`.
+        except BaseException as error:  # noqa: BLE001
             self._error = error
         finally:
             self._ended.set()
 
     @property
     def is_running(self) -> bool:
-        """Return whether it is under way."""
-        return not self._found and self._error is None and self._thread.is_alive()
+        """Whether the function is still running."""
+        return not self._results and self._error is None and self._thread.is_alive()
 
     def result(self) -> _Result | None:
-        """Wait for the end and return what came of it, or raise it.
+        """Wait for the end and return the result, or raise the error.
 
-        None in a forked process, which lacks it.
+        Returns:
+            None in a forked process, which does not have the thread.
         """
-        # Not join: an exception of a signal handler in it makes Python 3.11 believe that the thread
-        # has ended, and then the interpreter does not wait for it either.
-        while self._thread.is_alive() and not self._ended.wait(_LOOK_SECONDS):
+        # Not join(): if a signal handler raises in it, Python 3.11 believes that the thread has
+        # ended, and the interpreter does not wait for it either.
+        while self._thread.is_alive() and not self._ended.wait(_POLL_SECONDS):
             pass
         if self._error is not None:
             raise self._error
         if not self._ended.is_set() and os.getpid() == self._pid:
             raise MemoryError("the thread that writes ended before it had begun")
-        return self._found[0] if self._found else None
+        return self._results[0] if self._results else None
+
+
+def _thread_name(directory: Path) -> str:
+    return f"{_THREAD_NAME} {directory}"
 
 
 def wait_for_jobs(directory: Path) -> None:
-    """Wait until no job of this process writes to a directory, also one whose owner is gone."""
+    """Wait until no job of this process writes to a directory, even one whose owner is gone."""
     for thread in threading.enumerate():
-        if thread.name == f"{_NAME} {directory}" and thread is not threading.current_thread():
-            while thread.is_alive():
-                time.sleep(_LOOK_SECONDS)
+        if thread.name != _thread_name(directory) or thread is threading.current_thread():
+            continue
+        while thread.is_alive():
+            time.sleep(_POLL_SECONDS)
 
 
 def nonfinite_copies(
     named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
 ) -> tuple[list[str], int]:
-    """Return what `nonfinite_tensors` returns for tensors on the host in one piece, with one
-    thread only.
-    """
-    pieces = [
-        (name, piece)
+    """Do as `nonfinite_tensors`, for contiguous tensors on the host and in one thread."""
+    chunks = [
+        (name, chunk)
         for name, tensor in named
-        for piece in torch.split(tensor.reshape(-1), _ELEMENTS)
+        for chunk in torch.split(tensor.reshape(-1), _MOST_ELEMENTS)
     ]
-    bad = list(dict.fromkeys(nonfinite_tensors(pieces, most=len(pieces))[0]))
-    return bad[:most], len(bad)
+    names, _ = nonfinite_tensors(chunks, most=len(chunks))
+    # Several chunks of one tensor may be bad.
+    unique = list(dict.fromkeys(names))
+    return unique[:most], len(unique)

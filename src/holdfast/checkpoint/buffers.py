@@ -1,9 +1,8 @@
-"""Host memory that the state is copied into at a boundary, so that it can be written while training
-goes on.
+"""Host memory that state is copied into at a step boundary, so that training can continue.
 
-One piece, reused from save to save. Its pages are touched ahead: the first touch of a page costs
-many times its copy. Forked processes do not get it: after a fork each page of it that a save writes
-to would be copied first, and the old ones would stay with the loader workers.
+It is one block, reused from save to save. Its pages are touched ahead of time, because the first
+touch of a page costs many times its copy. Forked processes do not get it: after a fork, each page
+that a save writes to would first be copied, and the old ones would stay with the loader workers.
 """
 
 from __future__ import annotations
@@ -16,16 +15,23 @@ from typing import Any
 
 import torch
 
-_ALIGN = 64  # bytes: a cache line, and more than any type of tensor needs
-_PIECE_BYTES = 64 * 2**20  # touched at once; the interpreter's lock is free meanwhile
+# A cache line, which is more than the alignment of any dtype.
+_ALIGNMENT_BYTES = 64
+# Touched in one call, during which the interpreter's lock is free.
+_CHUNK_BYTES = 64 * 2**20
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class HostBuffers:
-    """Memory for the copies of one state, as `needed_bytes` says, pinned for a device.
+    """Memory for the copies of one state.
 
-    OSError if it is refused.
+    Args:
+        size_bytes: As `needed_bytes` returns it.
+        cuda: The device for which the memory is pinned, or None.
+
+    Raises:
+        OSError: The system refuses the memory.
     """
 
     def __init__(self, size_bytes: int, *, cuda: torch.device | None = None) -> None:
@@ -38,29 +44,31 @@ class HostBuffers:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def touch(self) -> None:
-        """Make all pages resident, and pin them if that was asked for.
+        """Make all pages resident, and pin them if requested.
 
         May run in another thread, before `fill`.
         """
         address = self._bytes.data_ptr()
-        for begin in range(0, self.size_bytes, _PIECE_BYTES):
-            ctypes.memset(address + begin, 0, min(_PIECE_BYTES, self.size_bytes - begin))
+        for begin in range(0, self.size_bytes, _CHUNK_BYTES):
+            ctypes.memset(address + begin, 0, min(_CHUNK_BYTES, self.size_bytes - begin))
         if self._cuda is not None and self.size_bytes:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            # In a new thread another one, whose context would take memory there
-            with torch.cuda.device(self._cuda):
-                failed = int(runtime.cudaHostRegister(address, self.size_bytes, 0))
-            if not failed:  # else copies are slower
-                weakref.finalize(self, runtime.cudaHostUnregister, address)
+            self._pin(self._cuda, address)
+
+    def _pin(self, device: torch.device, address: int) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        # A new thread has another current device, on which a context would take memory.
+        with torch.cuda.device(device):
+            failed = int(runtime.cudaHostRegister(address, self.size_bytes, 0))
+        # If it failed, copies are merely slower.
+        if not failed:
+            weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     def fill(self, groups: Groups) -> dict[str, dict[str, torch.Tensor]]:
-        """Return contiguous copies of all tensors, in the same groups.
+        """Return contiguous copies of all tensors, in the same groups. Overwrites earlier copies.
 
-        Earlier ones are overwritten.
-
-        Cost: one pass over memory. Copies from CUDA devices run side by side, then one event of
-        each device is waited for; nothing is allocated there but for a tensor that does not lie in
-        one piece.
+        Cost: one pass over memory. Copies from CUDA devices run concurrently, then one event per
+        device is waited for. Nothing is allocated on devices, except for a tensor that is not
+        contiguous.
         """
         position = 0
         devices: set[torch.device] = set()
@@ -68,15 +76,7 @@ class HostBuffers:
         for group, tensors in groups.items():
             copies[group] = {}
             for name, tensor in tensors.items():
-                place = self._bytes[position : position + tensor.nbytes]
-                copy = (
-                    place.view(tensor.dtype).view(tensor.shape)
-                    if tensor.numel()
-                    else torch.empty_like(tensor)
-                )
-                copies[group][name] = (
-                    copy.copy_(tensor, non_blocking=tensor.is_cuda) if tensor.numel() else copy
-                )
+                copies[group][name] = self._copy(tensor, position)
                 position += _aligned(tensor.nbytes)
                 if tensor.is_cuda:
                     devices.add(tensor.device)
@@ -85,6 +85,13 @@ class HostBuffers:
             event.record(torch.cuda.current_stream(device))
             event.synchronize()
         return copies
+
+    def _copy(self, tensor: torch.Tensor, position: int) -> torch.Tensor:
+        if not tensor.numel():
+            return torch.empty_like(tensor)
+        memory = self._bytes[position : position + tensor.nbytes]
+        copy = memory.view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def needed_bytes(groups: Groups) -> int:
@@ -95,4 +102,5 @@ def needed_bytes(groups: Groups) -> int:
 
 
 def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGN) * _ALIGN
+    """Return a size rounded up to the alignment."""
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

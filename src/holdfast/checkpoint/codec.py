@@ -1,8 +1,11 @@
 """Turn a tree of state into JSON and named tensors, and back. No pickle, no code in the file.
 
-Known: None, bool, int, float, str, bytes, complex; dict, OrderedDict, Counter, defaultdict, list,
-tuple, set, frozenset, deque; tensors (also tied ones), numpy arrays and scalars, dtype, device,
-Size, Path. Anything else is an error that names the place in the tree.
+Supported: None, bool, int, float, str, bytes, complex; dict, OrderedDict, Counter, defaultdict,
+list, tuple, set, frozenset, deque; tensors (also tied ones), numpy arrays and scalars, dtype,
+device, Size, Path. Anything else is an error that names the place in the tree.
+
+Whatever JSON cannot hold becomes an object with the key ``"$"``, which names its kind. `_DECODERS`
+lists all kinds.
 """
 
 from __future__ import annotations
@@ -18,18 +21,20 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.kinds import STORED_ONLY
+from holdfast.checkpoint.safetensors_header import METADATA
 from holdfast.core.errors import CheckpointError
 
 _TAG = "$"
+# The factories that a defaultdict may have, by name.
 _FACTORIES: dict[str, Callable[[], Any]] = {
-    kind.__name__: kind for kind in (int, float, list, dict, set)
+    "int": int,
+    "float": float,
+    "list": list,
+    "dict": dict,
+    "set": set,
 }
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    **{kind.__name__: kind for kind in (tuple, set, frozenset)},
-    "size": torch.Size,
-}
-_DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
-# The types of tensors in a checkpoint, as the format spells them.
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+# The dtypes of tensors in a checkpoint, as the safetensors format spells them.
 SAVED_AS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -47,120 +52,146 @@ SAVED_AS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_AS_THEY_ARE = {int, bool, str, type(None)}
+# Classes whose values JSON holds as they are.
+_JSON_CLASSES = frozenset({bool, int, str})
+_JSON_ITEMS = frozenset({bool, int, str, type(None)})
+_SEQUENCE_CLASSES = (list, tuple, set, frozenset, collections.deque)
+# Kinds of numpy dtypes: booleans, integers, floats, complex numbers.
+_REAL_KINDS = "biuf"
+_NUMBER_KINDS = "biufc"
+
 _PLAIN_VALUES = "let state_dict() return one of these, for instance a tensor or a dict of numbers."
 _PLAIN_ARRAYS = (
-    "let state_dict() return plain arrays, for instance numpy.asarray(x), and of a masked array"
-    " x.data and x.mask (numpy.ma.getmaskarray(x)) as two."
+    "let state_dict() return plain arrays, for instance numpy.asarray(x), and for a masked array"
+    " x.data and x.mask (numpy.ma.getmaskarray(x)) separately."
 )
+
+# The keys and indices that lead to a value.
+_Place = tuple[str, ...]
 
 
 class Encoder:
-    """Encode one component of a checkpoint, such as ``"model"``; its name is for error messages."""
+    """Encodes one component of a checkpoint.
+
+    Args:
+        component: Its name, such as ``"model"``, for error messages.
+    """
 
     def __init__(self, component: str) -> None:
         self._component = component
+        # The name of each tensor by its place in memory, so that tied weights are stored once.
         self._names: dict[tuple[Any, ...], str] = {}
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def encode(self, value: Any, path: tuple[str, ...] = ()) -> Any:
-        """Return the JSON form of a value, whose tensors are gathered in `tensors`.
+    def encode(self, value: Any, place: _Place = ()) -> Any:
+        """Return the JSON form of a value. Its tensors are collected in `tensors`.
 
-        H310 if that needs pickle.
+        Raises:
+            CheckpointError: H310 for a value that would need pickle.
         """
-        if value is None or (
-            isinstance(value, (bool, int, str)) and type(value) in (bool, int, str)
-        ):
+        if value is None or type(value) in _JSON_CLASSES:
             return value
         if isinstance(value, torch.Tensor):
-            if value.layout == torch.sparse_coo:
-                return self._sparse(value.detach(), path)
-            if value.is_complex():  # safetensors has no complex128
-                pairs = torch.view_as_real(value.detach().resolve_conj())
-                return {_TAG: "complex_tensor", "name": self._keep(pairs, path), **_layout(pairs)}
-            if value.dtype in STORED_ONLY and value.dtype not in SAVED_AS:
-                return self._as_bytes(value.detach(), path)
-            return {_TAG: "tensor", "name": self._keep(value, path), **_layout(value)}
+            return self._tensor(value, place)
         if isinstance(value, Mapping):
-            return self._mapping(value, path)
-        if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-            return self._sequence(value, path)
-        return self._other(value, path)
+            return self._mapping(value, place)
+        if isinstance(value, _SEQUENCE_CLASSES):
+            return self._sequence(value, place)
+        if isinstance(value, (np.ndarray, np.generic)):
+            return self._numpy(value, place)
+        return self._leaf(value, place)
 
-    def _sparse(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
-        # As it lies: what is coalesced, and in which order, decides how later sums round.
-        parts = {"indices": tensor._indices(), "values": tensor._values()}
-        encoded = {name: self.encode(part, (*path, name)) for name, part in parts.items()}
+    # --- tensors
+
+    def _tensor(self, tensor: torch.Tensor, place: _Place) -> Any:
+        if tensor.layout == torch.sparse_coo:
+            return self._sparse(tensor.detach(), place)
+        if tensor.is_complex():
+            # The format has no complex128.
+            pairs = torch.view_as_real(tensor.detach().resolve_conj())
+            return self._stored("complex_tensor", pairs, place)
+        if tensor.dtype in STORED_ONLY and tensor.dtype not in SAVED_AS:
+            return self._as_bytes(tensor.detach(), place)
+        return self._stored("tensor", tensor, place)
+
+    def _stored(self, kind: str, tensor: torch.Tensor, place: _Place) -> dict[str, Any]:
+        return {_TAG: kind, "name": self._keep(tensor, place), **_layout(tensor)}
+
+    def _sparse(self, tensor: torch.Tensor, place: _Place) -> Any:
+        # As it is in memory: whether it is coalesced, and in which order, decides how later sums
+        # round.
         return {
             _TAG: "sparse_tensor",
-            **encoded,
+            "indices": self.encode(tensor._indices(), (*place, "indices")),
+            "values": self.encode(tensor._values(), (*place, "values")),
             "size": list(tensor.shape),
             "coalesced": tensor.is_coalesced(),
         }
 
-    def _as_bytes(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
-        # A type of one byte that the format has no name for, such as one of the float8 types of
-        # AMD.
+    def _as_bytes(self, tensor: torch.Tensor, place: _Place) -> Any:
+        """Encode a dtype of one byte for which the format has no name, such as AMD's float8."""
         if tensor.layout != torch.strided or tensor.is_meta:
-            raise self._unsupported(f"a {tensor.dtype} tensor without values in one piece", path)
-        stored = tensor.view(torch.uint8)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return {
-            _TAG: "bytes_tensor",
-            "name": self._keep(stored, path),
-            "dtype": dtype,
-            **_layout(stored),
-        }
+            raise self._unsupported(f"a {tensor.dtype} tensor without values in one piece", place)
+        encoded = self._stored("bytes_tensor", tensor.view(torch.uint8), place)
+        encoded["dtype"] = str(tensor.dtype).removeprefix("torch.")
+        return encoded
 
-    def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+    def _keep(self, tensor: torch.Tensor, place: _Place) -> str:
+        """Add a tensor to `tensors` and return its name there."""
         tensor = tensor.detach().resolve_neg()
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
-            kind = (
-                "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
-            )
-            raise self._unsupported(f"a {kind} tensor", path)
-        # Its values lie in others, where two of them are alike for us
-        if hasattr(tensor, "__tensor_flatten__"):
-            raise self._unsupported(
-                f"a {type(tensor).__qualname__}, a tensor that wraps others", path
-            )
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and place in self._names:
-            return self._names[place]  # tied weights are stored once
-        name = ".".join(path).encode(errors="replace").decode() or "value"
-        while name in self.tensors or name == "__metadata__":  # that one is the format's own
+        self._check_dense(tensor, place)
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and memory in self._names:
+            return self._names[memory]
+        # Surrogates cannot be written.
+        name = ".".join(place).encode(errors="replace").decode() or "value"
+        while name in self.tensors or name == METADATA:
             name += "_"
-        self._names[place] = name
+        self._names[memory] = name
         self.tensors[name] = tensor
         return name
 
-    def _mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
-        items = [(key, self.encode(item, (*path, str(key)))) for key, item in value.items()]
+    def _check_dense(self, tensor: torch.Tensor, place: _Place) -> None:
+        if tensor.is_nested:
+            raise self._unsupported("a nested tensor", place)
+        if tensor.is_meta:
+            raise self._unsupported("a meta tensor", place)
+        if tensor.layout != torch.strided:
+            raise self._unsupported(f"a {tensor.layout} tensor", place)
+        # Its values are in other tensors, so two different ones may look the same from outside.
+        if hasattr(tensor, "__tensor_flatten__"):
+            kind = type(tensor).__qualname__
+            raise self._unsupported(f"a {kind}, a tensor that wraps others", place)
+
+    # --- containers
+
+    def _mapping(self, value: Mapping[Any, Any], place: _Place) -> Any:
+        items = [(key, self.encode(item, (*place, str(key)))) for key, item in value.items()]
         kind = type(value).__name__
-        if kind == "dict" and all(isinstance(key, str) for key, _ in items) and _TAG not in value:
+        has_text_keys = all(isinstance(key, str) for key, _ in items)
+        if kind == "dict" and has_text_keys and _TAG not in value:
             return dict(items)
-        body: dict[str, Any] = {
+        encoded: dict[str, Any] = {
             _TAG: kind,
-            "items": [[self.encode(key, path), item] for key, item in items],
+            "items": [[self.encode(key, place), item] for key, item in items],
         }
         if isinstance(value, collections.defaultdict):
-            factory = getattr(value.default_factory, "__name__", None)
-            if (
-                value.default_factory is not None
-                and _FACTORIES.get(str(factory)) is not value.default_factory
-            ):
-                raise self._unsupported(f"a defaultdict of {value.default_factory!r}", path)
-            body["factory"] = factory
+            encoded["factory"] = self._factory(value, place)
         if kind not in _MAPPINGS:
-            raise self._unsupported(f"a {type(value).__module__}.{kind}", path)
-        return body
+            raise self._unsupported(f"a {type(value).__module__}.{kind}", place)
+        return encoded
 
-    def _sequence(self, value: Any, path: tuple[str, ...]) -> Any:
-        kinds = set(map(type, value))
-        if kinds <= _AS_THEY_ARE or (kinds == {float} and all(map(math.isfinite, value))):
-            items = list(value)  # losses, the words of a generator: thousands, again and again
-        else:
-            items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+    def _factory(self, value: collections.defaultdict[Any, Any], place: _Place) -> str | None:
+        factory = value.default_factory
+        if factory is None:
+            return None
+        name = str(getattr(factory, "__name__", None))
+        if _FACTORIES.get(name) is not factory:
+            raise self._unsupported(f"a defaultdict of {factory!r}", place)
+        return name
+
+    def _sequence(self, value: Any, place: _Place) -> Any:
+        items = self._items(value, place)
         if type(value) is list:
             return items
         if isinstance(value, torch.Size):
@@ -169,26 +200,46 @@ class Encoder:
             return {_TAG: "deque", "items": items, "maxlen": value.maxlen}
         kind = type(value).__name__
         if kind not in _SEQUENCES:
-            raise self._unsupported(f"a {type(value).__module__}.{kind}", path)
+            raise self._unsupported(f"a {type(value).__module__}.{kind}", place)
         if isinstance(value, (set, frozenset)):
-            # Each process has its own order, and equal states shall look equal
+            # Each process has an order of its own, and equal states must be written equally.
             items.sort(key=json.dumps)
         return {_TAG: kind, "items": items}
 
-    def _other(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _items(self, value: Any, place: _Place) -> list[Any]:
+        classes = set(map(type, value))
+        # Thousands of losses, or the words of a generator: checked at once, for speed.
+        if classes <= _JSON_ITEMS:
+            return list(value)
+        if classes == {float} and all(map(math.isfinite, value)):
+            return list(value)
+        return [self.encode(item, (*place, str(index))) for index, item in enumerate(value)]
+
+    # --- numpy and other leaves
+
+    def _numpy(self, value: Any, place: _Place) -> Any:
+        # Subclasses such as masked arrays would lose what they are.
+        if type(value) in (np.ndarray, np.memmap):
+            return self._array(value, place)
+        if isinstance(value, np.generic) and value.dtype.kind in _NUMBER_KINDS:
+            # A float64 scalar is a float, but not of that class.
+            return {_TAG: "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
+        fix = _PLAIN_ARRAYS if isinstance(value, np.ndarray) else _PLAIN_VALUES
+        raise self._unsupported(_qualified_name(value), place, fix)
+
+    def _array(self, value: Any, place: _Place) -> Any:
+        if value.dtype.kind not in _REAL_KINDS:
+            raise self._unsupported(f"an array of {value.dtype}", place)
+        try:
+            tensor = torch.from_numpy(np.array(value, copy=True))
+        except (TypeError, ValueError) as error:
+            # Long doubles, or the other byte order.
+            raise self._unsupported(f"an array of {value.dtype}", place) from error
+        return {_TAG: "ndarray", "name": self._keep(tensor, place)}
+
+    def _leaf(self, value: Any, place: _Place) -> Any:
         if type(value) is float:
             return value if math.isfinite(value) else {_TAG: "float", "text": repr(value)}
-        # A masked array or a matrix would come back without what it is
-        if type(value) in (np.ndarray, np.memmap):
-            if value.dtype.kind not in "biuf":  # of complex numbers, texts, objects
-                raise self._unsupported(f"an array of {value.dtype}", path)
-            try:
-                tensor = torch.from_numpy(np.array(value, copy=True))
-            except (TypeError, ValueError) as error:  # longdouble, foreign byte order
-                raise self._unsupported(f"an array of {value.dtype}", path) from error
-            return {_TAG: "ndarray", "name": self._keep(tensor, path)}
-        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-            return {_TAG: "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
         if type(value) is bytes:
             return {_TAG: "bytes", "hex": value.hex()}
         if type(value) is complex:
@@ -197,15 +248,12 @@ class Encoder:
             return {_TAG: type(value).__name__, "text": str(value).removeprefix("torch.")}
         if isinstance(value, PurePath):
             return {_TAG: "path", "text": str(value)}
-        fix = _PLAIN_ARRAYS if isinstance(value, np.ndarray) else _PLAIN_VALUES
-        raise self._unsupported(f"a {type(value).__module__}.{type(value).__qualname__}", path, fix)
+        raise self._unsupported(_qualified_name(value), place)
 
-    def _unsupported(
-        self, what: str, path: tuple[str, ...], fix: str = _PLAIN_VALUES
-    ) -> CheckpointError:
-        place = "".join(f"[{key!r}]" for key in path)
+    def _unsupported(self, what: str, place: _Place, fix: str = _PLAIN_VALUES) -> CheckpointError:
+        keys = "".join(f"[{key!r}]" for key in place)
         return CheckpointError(
-            f"{self._component}{place} is {what}",
+            f"{self._component}{keys} is {what}",
             limit=(
                 "a checkpoint holds tensors, arrays of numbers, text and standard containers, never"
                 " pickle"
@@ -215,52 +263,48 @@ class Encoder:
         )
 
 
+def _qualified_name(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
 def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
-    """Return the strides of a dense tensor that does not lie row by row.
+    """Return the strides of a dense tensor that is not stored row by row, else nothing.
 
-    Fused optimizers go by places in memory.
+    They are kept because fused optimizers work by position in memory.
     """
-    rows = [math.prod(tensor.shape[i + 1 :]) for i in range(tensor.dim())]
-    other = list(tensor.stride()) != rows and _is_dense(tensor.shape, tensor.stride())
-    return {"stride": list(tensor.stride())} if tensor.numel() and other else {}
+    row_by_row = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim())]
+    strides = list(tensor.stride())
+    if not tensor.numel() or strides == row_by_row or not _is_dense(tensor.shape, strides):
+        return {}
+    return {"stride": strides}
 
 
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    strides = sorted((each, size) for each, size in zip(stride, shape, strict=True) if size > 1)
-    sizes = [size for _, size in strides]
-    return [each for each, _ in strides] == [math.prod(sizes[:i]) for i in range(len(sizes))]
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether the elements of a tensor are next to each other, in some order of its axes."""
+    axes = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]
+    expected = 1
+    for stride, size in sorted(axes):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
-def _stored(value: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    tensor = tensors[value["name"]]
-    stride = tuple(value.get("stride", tensor.stride()))
-    if stride != tensor.stride():
-        if not (
-            all(type(each) is int and each >= 0 for each in stride)
-            and _is_dense(tensor.shape, stride)
-        ):
-            raise ValueError(f"a tensor has strides {stride!s:.80}")
-        laid_out = torch.empty_strided(
-            tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
-        )
-        # In its place: one at a time is in memory twice
-        tensor = tensors[value["name"]] = laid_out.copy_(tensor)
-    return tensor
+# --- decoding
+
+_Tensors = dict[str, torch.Tensor]
 
 
-_MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
-    "dict": dict,
-    "OrderedDict": collections.OrderedDict,
-    "Counter": lambda items: collections.Counter(dict(items)),
-    "defaultdict": dict,
-}
+def decode(value: Any, tensors: _Tensors) -> Any:
+    """Return the value that `Encoder.encode` was given.
 
+    Args:
+        value: Its JSON form.
+        tensors: The component's tensors by name. One that was not stored row by row is replaced by
+            a copy with its original strides.
 
-def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the value that `Encoder.encode` was given, of its JSON form and the component's
-    tensors by name.
-
-    A tensor that lay in memory in another order is replaced by a copy that lies so again.
+    Raises:
+        LookupError, TypeError, ValueError and others: It is no such form.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
@@ -268,32 +312,85 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return value
     if _TAG not in value:
         return {key: decode(item, tensors) for key, item in value.items()}
-    kind = value[_TAG]
-    if kind in _MAPPINGS:
-        items = [(decode(key, tensors), decode(item, tensors)) for key, item in value["items"]]
-        if kind == "defaultdict":
-            return collections.defaultdict(_FACTORIES.get(str(value["factory"])), items)
-        return _MAPPINGS[kind](items)
-    if kind == "sparse_tensor":
-        indices, values = decode(value["indices"], tensors), decode(value["values"], tensors)
-        return torch.sparse_coo_tensor(
-            indices, values, value["size"], is_coalesced=value["coalesced"], check_invariants=True
-        )
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind]([decode(item, tensors) for item in value["items"]])
-    if kind == "deque":
-        return collections.deque(
-            [decode(item, tensors) for item in value["items"]], value["maxlen"]
-        )
-    return _LEAVES[kind](value, tensors)
+    return _DECODERS[value[_TAG]](value, tensors)
 
 
-_LEAVES: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
-    "tensor": _stored,
-    "bytes_tensor": lambda value, tensors: _stored(value, tensors).view(_DTYPES[value["dtype"]]),
-    "complex_tensor": lambda value, tensors: torch.view_as_complex(_stored(value, tensors)),
+def _decode_items(value: dict[str, Any], tensors: _Tensors) -> list[Any]:
+    return [decode(item, tensors) for item in value["items"]]
+
+
+def _decode_pairs(value: dict[str, Any], tensors: _Tensors) -> list[tuple[Any, Any]]:
+    return [(decode(key, tensors), decode(item, tensors)) for key, item in value["items"]]
+
+
+def _decode_counter(value: dict[str, Any], tensors: _Tensors) -> Any:
+    return collections.Counter(dict(_decode_pairs(value, tensors)))
+
+
+def _decode_defaultdict(value: dict[str, Any], tensors: _Tensors) -> Any:
+    factory = _FACTORIES.get(str(value["factory"]))
+    return collections.defaultdict(factory, _decode_pairs(value, tensors))
+
+
+def _decode_deque(value: dict[str, Any], tensors: _Tensors) -> Any:
+    return collections.deque(_decode_items(value, tensors), value["maxlen"])
+
+
+def _decode_tensor(value: dict[str, Any], tensors: _Tensors) -> torch.Tensor:
+    tensor = tensors[value["name"]]
+    strides = tuple(value.get("stride", tensor.stride()))
+    if strides == tensor.stride():
+        return tensor
+    are_numbers = all(type(stride) is int and stride >= 0 for stride in strides)
+    if not are_numbers or not _is_dense(tensor.shape, strides):
+        raise ValueError(f"a tensor has strides {strides!s:.80}")
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    copy.copy_(tensor)
+    # Replaced at once, so that only one tensor at a time is in memory twice.
+    tensors[value["name"]] = copy
+    return copy
+
+
+def _decode_sparse(value: dict[str, Any], tensors: _Tensors) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        decode(value["indices"], tensors),
+        decode(value["values"], tensors),
+        value["size"],
+        is_coalesced=value["coalesced"],
+        check_invariants=True,
+    )
+
+
+def _decode_scalar(value: dict[str, Any], _tensors: _Tensors) -> Any:
+    return np.frombuffer(bytes.fromhex(value["hex"]), dtype=value["dtype"])[0]
+
+
+_Decoder = Callable[[dict[str, Any], _Tensors], Any]
+
+_MAPPINGS: dict[str, _Decoder] = {
+    "dict": lambda value, tensors: dict(_decode_pairs(value, tensors)),
+    "OrderedDict": lambda value, tensors: collections.OrderedDict(_decode_pairs(value, tensors)),
+    "Counter": _decode_counter,
+    "defaultdict": _decode_defaultdict,
+}
+_SEQUENCES: dict[str, _Decoder] = {
+    "tuple": lambda value, tensors: tuple(_decode_items(value, tensors)),
+    "set": lambda value, tensors: set(_decode_items(value, tensors)),
+    "frozenset": lambda value, tensors: frozenset(_decode_items(value, tensors)),
+    "size": lambda value, tensors: torch.Size(_decode_items(value, tensors)),
+}
+_DECODERS: dict[str, _Decoder] = {
+    **_MAPPINGS,
+    **_SEQUENCES,
+    "deque": _decode_deque,
+    "tensor": _decode_tensor,
+    "sparse_tensor": _decode_sparse,
+    "bytes_tensor": lambda value, tensors: _decode_tensor(value, tensors).view(
+        _DTYPES[value["dtype"]]
+    ),
+    "complex_tensor": lambda value, tensors: torch.view_as_complex(_decode_tensor(value, tensors)),
     "ndarray": lambda value, tensors: tensors[value["name"]].numpy().copy(),
-    "scalar": lambda value, _: np.frombuffer(bytes.fromhex(value["hex"]), dtype=value["dtype"])[0],
+    "scalar": _decode_scalar,
     "float": lambda value, _: float(value["text"]),
     "bytes": lambda value, _: bytes.fromhex(value["hex"]),
     "complex": lambda value, _: complex(value["text"]),

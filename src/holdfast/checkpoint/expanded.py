@@ -1,6 +1,6 @@
-"""Write into expanded tensors.
+"""Write into expanded tensors, in which several elements share one place in memory.
 
-Several elements lie at one place in memory, so torch refuses a copy into them.
+torch refuses to copy into them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,35 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether a dimension of a tensor repeats one element, as ``expand`` makes them."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return False
-    return any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    return bool(_repeated_dimensions(tensor))
+
+
+def _repeated_dimensions(tensor: torch.Tensor) -> list[int]:
+    sides = zip(tensor.stride(), tensor.shape, strict=True)
+    return [dimension for dimension, (stride, size) in enumerate(sides) if stride == 0 and size > 1]
 
 
 def once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that holds each place of an expanded one, `like`, once.
+    """Return the part of a tensor that holds each place in the memory of `like` once.
 
-    All of it for any other.
+    Args:
+        tensor: A tensor of the shape of `like`.
+        like: An expanded tensor. With any other, all of `tensor` is returned.
     """
-    if is_expanded(like):
-        for dimension, (stride, size) in enumerate(zip(like.stride(), like.shape, strict=True)):
-            if stride == 0 and size > 1:
-                tensor = tensor.narrow(dimension, 0, 1)
+    if not is_expanded(like):
+        return tensor
+    for dimension in _repeated_dimensions(like):
+        tensor = tensor.narrow(dimension, 0, 1)
     return tensor
 
 
 @contextlib.contextmanager
 def made_dense(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let expanded tensors have memory for each element inside, so that they can be loaded like any
-    other.
+    """Give expanded tensors memory for each element, so that they can be loaded like any other.
 
     Afterwards they are expanded again and hold what was loaded, as does whatever shares their
-    memory. One whose loaded elements are not equal along an expanded dimension stays dense.
+    memory. If the loaded elements are not equal along an expanded dimension, the tensor stays
+    dense.
     """
     views = [(tensor, tensor.data) for tensor in tensors if is_expanded(tensor)]
     try:

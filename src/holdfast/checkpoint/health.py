@@ -1,7 +1,4 @@
-"""Say whether state may be saved as good.
-
-No NaN, no Inf in weights, statistics or optimizer state.
-"""
+"""Find NaN and Inf in weights, statistics and optimizer state, before it is saved as good."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ from holdfast.checkpoint.kinds import computable
 def nonfinite_tensors(
     named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
 ) -> tuple[list[str], int]:
-    """Return the names of the tensors that hold NaN or Inf, `most` of them, and how many there are
-    in all.
+    """Return the first few tensors that hold NaN or Inf, by name, and how many there are.
 
-    Cost: reads every tensor once, no temporaries; one host sync for each device.
+    Cost: reads every tensor once, without temporaries; one host sync per device.
     """
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
@@ -30,17 +26,15 @@ def nonfinite_tensors(
             by_device.setdefault(values.device, []).append((name, values))
     bad: list[str] = []
     for pairs in by_device.values():
-        # The Euclidean norm: on the CPU the largest value takes twenty times as long.
+        # The Euclidean norm, because on CPUs the maximum norm takes twenty times as long.
         norms = torch._foreach_norm([tensor for _, tensor in pairs])
-        numbers = torch.stack([norm.float() for norm in norms]).tolist()
-        bad += [
-            name
-            for (name, tensor), norm in zip(pairs, numbers, strict=True)
-            if not _is_finite(tensor, norm)
-        ]
+        values_of_norms = torch.stack([norm.float() for norm in norms]).tolist()
+        for (name, tensor), norm in zip(pairs, values_of_norms, strict=True):
+            if not _is_finite(tensor, norm):
+                bad.append(name)
     return bad[:most], len(bad)
 
 
 def _is_finite(tensor: torch.Tensor, norm: float) -> bool:
-    # The norm of finite values may be Inf as well, if the sum of their squares overflows.
+    # The norm of finite values may be Inf too, if the sum of their squares overflows.
     return math.isfinite(norm) or bool(torch.isfinite(tensor).all())

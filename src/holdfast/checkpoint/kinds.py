@@ -31,22 +31,19 @@ _WITH_ARITHMETIC = frozenset(
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
 
+# The dtypes that torch can copy but hardly compute with. They depend on the version of torch.
 STORED_ONLY = frozenset(
-    kind
-    for name, kind in vars(torch).items()
-    if isinstance(kind, torch.dtype)
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype)
     and name.startswith(("float8_", "float4_", "uint16", "uint32", "uint64", "complex32"))
 )
-"""The dtypes that torch can copy but hardly compute with. They depend on the version of torch."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense and of a dtype for which torch has all the usual
-    operations.
-    """
-    return (
-        tensor.layout is torch.strided and not tensor.is_nested and tensor.dtype in _WITH_ARITHMETIC
-    )
+    """Return whether a tensor is dense and torch has all the usual operations for its dtype."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and tensor.dtype in _WITH_ARITHMETIC
 
 
 def has_no_values(tensor: torch.Tensor) -> str | None:
@@ -68,9 +65,7 @@ def has_no_values(tensor: torch.Tensor) -> str | None:
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that make up a tensor and share its memory.
 
-    For a sparse one, indices and values.
-
-    The tensor must be one for which `has_no_values` returns None.
+    For a sparse tensor these are its indices and values. `has_no_values` must return None for it.
     """
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
@@ -132,8 +127,7 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def computable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of a tensor in a dtype with which torch can compute, or None if there is
-    none.
+    """Return the values of a tensor in a dtype that torch can compute with, or None.
 
     For a sparse tensor these are its stored values.
     """

@@ -1,18 +1,24 @@
-"""The search for the newest checkpoint that can be trusted, our own and those of frameworks.
-
-No torch.
-"""
+"""Find the newest checkpoint that can be trusted, of our own and those of frameworks. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.checkpoint.seal import is_unfinished, unreadable, verify, was_whole
+from holdfast.checkpoint.read_errors import DAMAGED, unreadable
+from holdfast.checkpoint.seal import is_unfinished, was_sealed
+from holdfast.checkpoint.verify import verify
 from holdfast.core.errors import CheckpointError
 from holdfast.core.files import remove
 
-DAMAGED = "damaged-"
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A checkpoint that is damaged or unfinished, and why."""
+
+    checkpoint: Path
+    why: str
 
 
 def newest_good(
@@ -24,62 +30,76 @@ def newest_good(
 ) -> Path | None:
     """Return the first checkpoint that verifies.
 
-    None if none was ever whole, so that a new start loses nothing.
-
-    One without a manifest is an unfinished one if it is marked so, or if any other has a manifest.
-    Where none was ever sealed, the newest without a mark was written before holdfast came, and is
-    taken as it is.
+    A checkpoint without a manifest is unfinished if it is marked so, or if any other checkpoint has
+    a manifest. If none was ever sealed, the newest one without a mark was written before holdfast
+    was used, and is returned as it is.
 
     Args:
         candidates: Folders or files, newest first.
-        on_refused: Called with the path of each one before it that is damaged or unfinished, and
-            the reason.
-        complete: Whether their names say that they were whole, so that one without a manifest is
-            damaged.
-        renames: Whether these are moved aside first. Nothing else in this package renames a
-            checkpoint: only bytes that do not match their digests are a reason, never an error of
-            the code that loads them.
+        on_refused: Called with each damaged or unfinished checkpoint before the good one, and the
+            reason.
+        complete: Whether the names say that the checkpoints were complete, so that one without a
+            manifest is damaged.
+        renames: Whether refused checkpoints are moved aside before `on_refused` is called. Nothing
+            else in this package renames a checkpoint: only bytes that do not match their digests
+            are a reason, never an error of the code that loads them.
+
+    Returns:
+        None if no checkpoint was ever complete, so that a new start loses nothing.
 
     Raises:
-        CheckpointError: H312, if one was whole and none verifies, or if one is a link that leads
-            nowhere.
-        RunDirectoryError: H307, if the system does not let one be read; H303, for a newer format.
+        CheckpointError: H312 if one was complete and none verifies, or if one is a broken link.
+        RunDirectoryError: H307 if one cannot be read now, H303 for a newer format.
     """
-    found = list(candidates)
-    for each in found:
-        if each.is_symlink() and not each.exists():
-            raise out_of_reach(each, "the link leads nowhere")
-    sealed, good = bool(found) and (complete or any(map(was_whole, found))), None
-    refused: list[tuple[Path, str]] = []
-    for each in found:
-        try:
-            if sealed or is_unfinished(each):
-                _verify_twice(each)
-        except CheckpointError as error:
-            refused.append((each, error.what))
-            continue
-        except OSError as error:
-            failure = unreadable(each, error, each.name)
-            if not isinstance(failure, CheckpointError):
-                raise failure from error
-            refused.append((each, failure.what))
-            continue
-        good = each
-        break
-    if good is None and sealed:
-        raise nothing_verifies(found[0].parent, len(found), refused[0][1])
-    for each, why in refused:
+    checkpoints = list(candidates)
+    _check_links(checkpoints)
+    must_verify = bool(checkpoints) and (complete or any(map(was_sealed, checkpoints)))
+    good: Path | None = None
+    refusals: list[_Refusal] = []
+    for checkpoint in checkpoints:
+        why = None
+        if must_verify or is_unfinished(checkpoint):
+            why = _why_refused(checkpoint)
+        if why is None:
+            good = checkpoint
+            break
+        refusals.append(_Refusal(checkpoint, why))
+    if good is None and must_verify:
+        folder = checkpoints[0].parent
+        raise nothing_verifies(folder, len(checkpoints), refusals[0].why)
+    for refusal in refusals:
         if renames:
-            move_aside(each)
-        on_refused(each, why)
+            move_aside(refusal.checkpoint)
+        on_refused(refusal.checkpoint, refusal.why)
     return good
 
 
-def _verify_twice(checkpoint: Path) -> None:
-    """Verify, and again where the disk refused to read.
+def _check_links(checkpoints: Sequence[Path]) -> None:
+    for checkpoint in checkpoints:
+        if checkpoint.is_symlink() and not checkpoint.exists():
+            raise out_of_reach(checkpoint, "it is a broken link")
 
-    That may have been for a moment, and nothing is damaged.
+
+def _why_refused(checkpoint: Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None if it verifies.
+
+    Raises:
+        RunDirectoryError: H307 if it cannot be read now, H303 for a newer format.
     """
+    try:
+        _verify_twice(checkpoint)
+    except CheckpointError as error:
+        return error.what
+    except OSError as error:
+        failure = unreadable(checkpoint, error, checkpoint.name)
+        if not isinstance(failure, CheckpointError):
+            raise failure from error
+        return failure.what
+    return None
+
+
+def _verify_twice(checkpoint: Path) -> None:
+    """Verify, and verify once more if the disk refused to read: that may have been temporary."""
     try:
         verify(checkpoint)
     except CheckpointError as error:
@@ -89,9 +109,10 @@ def _verify_twice(checkpoint: Path) -> None:
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return what is in a folder of checkpoints, nothing if it was never made.
+    """Return what is in a folder of checkpoints, or nothing if it was never created.
 
-    H312 if it cannot be read.
+    Raises:
+        CheckpointError: H312 if it cannot be read.
     """
     try:
         return list(folder.iterdir())
@@ -102,8 +123,10 @@ def paths_in(folder: Path) -> list[Path]:
 
 
 def move_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that did not verify, so that nobody resumes from it, and return its
-    new path.
+    """Rename a checkpoint that did not verify, so that nobody resumes from it.
+
+    Returns:
+        Its new path.
     """
     target = checkpoint.with_name(DAMAGED + checkpoint.name)
     remove(target)
@@ -111,22 +134,22 @@ def move_aside(checkpoint: Path) -> Path:
 
 
 def nothing_verifies(folder: Path, count: int, why: str) -> CheckpointError:
-    """Return the error for checkpoints that are all damaged."""
+    """Return H312 for checkpoints that are all damaged."""
     return CheckpointError(
         f"none of the {count} checkpoint(s) in {folder} verifies ({why})",
-        limit="starting from scratch without a word would hide the loss",
-        fix="bring back a copy of this folder; to begin anew on purpose, choose another one.",
+        limit="starting from scratch silently would hide the loss",
+        fix="restore a copy of this folder; to start over on purpose, choose another one.",
         rule="H312",
     )
 
 
 def out_of_reach(path: Path, why: str) -> CheckpointError:
-    """Return the error for checkpoints that are on a disk which is not there."""
+    """Return H312 for checkpoints on a disk that is not there."""
     return CheckpointError(
         f"checkpoints in {path} cannot be reached ({why})",
-        limit="a new start without a word would hide their loss, and nothing could be saved",
+        limit="starting over silently would hide their loss, and nothing could be saved",
         fix=(
-            "mount the disk, or make it a folder that can be read; to begin anew on purpose, name"
+            "mount the disk, or make it a folder that can be read; to start over on purpose, name"
             " another one."
         ),
         rule="H312",

@@ -1,27 +1,29 @@
-"""The checkpoints of a run as folders in one folder: commit, list, find the newest good one, prune.
+"""The checkpoints of a run as folders in one folder: commit, list, find the newest good, prune.
 
 No torch.
 
-    000012-step00000600/          complete: it was renamed to this name after all was verified and
+    000012-step00000600/          complete: it got this name after everything was verified and
                                   flushed
-    .tmp-000013-step00000650/     a save under way, or one that was killed; removed at the next
-                                  start
+    .tmp-000013-step00000650/     a draft: a save that is running, or was killed; removed at the
+                                  next start
     damaged-000011-step00000550/  did not verify; kept until newer good ones have replaced it
 
 The rename is the commit: there is no separate pointer that could disagree. The number in front
-orders them, also after a rollback to a smaller step.
+orders the checkpoints, also after a rollback to a smaller step.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.checkpoint.newest import DAMAGED, newest_good, nothing_verifies, paths_in
-from holdfast.checkpoint.seal import FILE_NAME, Manifest, verify
+from holdfast.checkpoint.manifest import FILE_NAME, Manifest
+from holdfast.checkpoint.newest import newest_good, nothing_verifies, paths_in
+from holdfast.checkpoint.read_errors import DAMAGED
+from holdfast.checkpoint.verify import verify
 from holdfast.core.durable import free_bytes, rename_directory, write_file
 from holdfast.core.errors import CheckpointError
 from holdfast.core.files import remove
@@ -32,38 +34,43 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A complete checkpoint, by its name (a larger `save_id` is newer); nothing is read yet."""
+    """A complete checkpoint, as its name says. Nothing has been read yet."""
 
     path: Path
+    # A larger number is newer.
     save_id: int
     global_step: int
 
     def verify(self) -> Manifest:
-        """Check every byte and return the manifest; see `holdfast.checkpoint.seal.verify`."""
+        """Check every byte and return the manifest; see `holdfast.checkpoint.verify.verify`."""
         return verify(self.path)
 
 
 class Store:
-    """The checkpoints of one run directory, in a folder that is made at the first save."""
+    """The checkpoints of one run directory, in a folder that is created at the first save."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def entries(self) -> list[Entry]:
         """Return the complete checkpoints, newest first."""
-        return self._found("")
+        return self._entries_with(prefix="")
 
     def damaged(self) -> list[Entry]:
-        """Return those that were moved aside, newest first."""
-        return self._found(DAMAGED)
+        """Return the checkpoints that were moved aside, newest first."""
+        return self._entries_with(prefix=DAMAGED)
 
-    def _found(self, prefix: str) -> list[Entry]:
-        found = []
+    def _entries_with(self, prefix: str) -> list[Entry]:
+        entries = []
         for path in paths_in(self.directory):
+            if not path.name.startswith(prefix):
+                continue
             match = _NAME.fullmatch(path.name.removeprefix(prefix))
-            if match and path.name.startswith(prefix):
-                found.append(Entry(path=path, save_id=int(match[1]), global_step=int(match[2])))
-        return sorted(found, key=lambda entry: entry.save_id, reverse=True)
+            if match:
+                save_id = int(match[1])
+                global_step = int(match[2])
+                entries.append(Entry(path=path, save_id=save_id, global_step=global_step))
+        return sorted(entries, key=lambda entry: entry.save_id, reverse=True)
 
     def newest_good(
         self,
@@ -71,44 +78,56 @@ class Store:
         *,
         before_step: int | None = None,
     ) -> Entry | None:
-        """Return the newest checkpoint that verifies, of at most `before_step` steps.
+        """Return the newest checkpoint that verifies.
 
-        Errors as `newest_good`.
+        Args:
+            on_damaged: Called with the original path of each damaged checkpoint, which is moved
+                aside, and what is wrong. With None nothing is moved.
+            before_step: Only checkpoints of at most this step. Then None is returned if none
+                verifies.
 
-        `on_damaged` is called with the path of each damaged one, as it was, and what is wrong;
-        None: nothing is moved.
+        Raises:
+            HoldfastError: As `holdfast.checkpoint.newest.newest_good`.
         """
 
-        def refused(path: Path, why: str) -> None:
+        def report(path: Path, why: str) -> None:
             if on_damaged is not None:
                 on_damaged(path, why)
 
-        entries = {each.path: each for each in self.entries()}
+        entries = {entry.path: entry for entry in self.entries()}
         if before_step is not None:
             entries = {
-                path: each for path, each in entries.items() if each.global_step <= before_step
+                path: entry for path, entry in entries.items() if entry.global_step <= before_step
             }
-        elif not entries and (lost := self.damaged()):
-            raise nothing_verifies(self.directory, len(lost), "they were moved aside before")
+        elif not entries:
+            self._check_none_were_moved_aside()
         try:
-            good = newest_good(entries, refused, complete=True, renames=on_damaged is not None)
+            path = newest_good(entries, report, complete=True, renames=on_damaged is not None)
         except CheckpointError:
             if before_step is None:
                 raise
             return None
-        return None if good is None else entries[good]
+        return None if path is None else entries[path]
+
+    def _check_none_were_moved_aside(self) -> None:
+        damaged = self.damaged()
+        if damaged:
+            raise nothing_verifies(self.directory, len(damaged), "they were moved aside before")
 
     def next_save_id(self) -> int:
         """Return a number above all that were used."""
-        return max((entry.save_id for entry in self.entries() + self.damaged()), default=0) + 1
+        used = [entry.save_id for entry in self.entries() + self.damaged()]
+        return max(used, default=0) + 1
 
     def begin(self, global_step: int, *, needed_bytes: int = 0) -> tuple[Path, int]:
-        """Make an empty folder for a save, and return it with its number.
+        """Create an empty folder for a save, and return it with its number.
 
-        OSError without so many free bytes.
+        Raises:
+            OSError: Fewer bytes than needed are free, or the folder cannot be created.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        if (free := free_bytes(self.directory)) < needed_bytes:
+        free = free_bytes(self.directory)
+        if free < needed_bytes:
             raise OSError(
                 f"No space left on device: the checkpoint needs {needed_bytes} bytes and {free} are"
                 " free"
@@ -122,7 +141,8 @@ class Store:
     def commit(self, draft: Path, manifest: Manifest) -> Entry:
         """Write the manifest and rename the draft, whose files are flushed, to its final name.
 
-        OSError if the disk refuses; the draft is then still a draft.
+        Raises:
+            OSError: The disk refuses. The draft is then still a draft.
         """
         write_file(draft / FILE_NAME, manifest.to_bytes())
         final = draft.with_name(draft.name.removeprefix(_TEMPORARY))
@@ -136,51 +156,67 @@ class Store:
                 remove(path)
 
     def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:
-        """Delete all but the newest `keep` checkpoints, never the last good one, and return what
-        was deleted.
+        """Delete all but the newest checkpoints, never the last good one.
 
-        Without one that is `known_good`, verified just now, the kept ones are verified until one is
-        good, and more are kept if none is; H307 if one cannot be read, and nothing is deleted then.
+        Args:
+            keep: Checkpoints to keep. More are kept if none of these verifies.
+            known_good: A checkpoint that was verified just now. Without it, the kept ones are
+                verified until one is good.
+
+        Returns:
+            What was deleted.
+
+        Raises:
+            RunDirectoryError: H307 if one cannot be read now. Then nothing is deleted.
         """
         entries = self.entries()
-        # What was changed without a step is saved again; that must not take the place of older
-        # steps.
-        replaced = [
-            each for each in entries if known_good in entries and _is_replaced_by(known_good, each)
-        ]
-        entries = [each for each in entries if each not in replaced]
+        # A save of the same step (after a change without a step) replaces the one before it, and
+        # must not take the place of an earlier step.
+        replaced = _replaced_by(known_good, entries)
+        entries = [entry for entry in entries if entry not in replaced]
         keep = max(keep, 1)
         if known_good not in entries[:keep]:
             while keep < len(entries) and not any(_verifies(entry) for entry in entries[:keep]):
                 keep += 1
-        kept, surplus = entries[:keep], entries[keep:] + replaced
+        kept = entries[:keep]
+        surplus = entries[keep:] + replaced
         if len(kept) == keep:
-            surplus += [entry for entry in self.damaged() if entry.save_id < kept[-1].save_id]
+            oldest_kept = kept[-1].save_id
+            surplus += [entry for entry in self.damaged() if entry.save_id < oldest_kept]
         for entry in surplus:
-            doomed = entry.path.with_name(f"{_TEMPORARY}doomed-{entry.path.name}")
-            # First the name: a half-deleted folder must not look complete
-            entry.path.rename(doomed)
-            remove(doomed)
+            _delete(entry)
         return [entry.path for entry in surplus]
 
 
 def latest(run_dir: str | os.PathLike[str]) -> Entry | None:
-    """Return the newest checkpoint of a run that verifies, which a `Guard` made now would go on
-    from, or None.
+    """Return the checkpoint that a `Guard` made now would resume from, or None.
 
-    It has ``global_step`` and ``path``, for what a script must know before, such as groups of
-    parameters that were added on the way. Every byte is read, nothing is changed. Raises what
-    `Guard` would: H312, H307, H303.
+    Its ``global_step`` and ``path`` are for what a script must know before it builds its objects,
+    such as parameter groups that were added during training. Every byte is read; nothing is
+    changed.
+
+    Raises:
+        HoldfastError: What `Guard` would raise: H312, H307 or H303.
     """
     return Store(Path(run_dir).expanduser() / "checkpoints").newest_good()
 
 
-def _is_replaced_by(newer: Entry | None, entry: Entry) -> bool:
-    return (
-        newer is not None
-        and entry.save_id < newer.save_id
-        and entry.global_step == newer.global_step
-    )
+def _replaced_by(newer: Entry | None, entries: Sequence[Entry]) -> list[Entry]:
+    """Return the older checkpoints of the same step."""
+    if newer is None or newer not in entries:
+        return []
+    return [
+        entry
+        for entry in entries
+        if entry.save_id < newer.save_id and entry.global_step == newer.global_step
+    ]
+
+
+def _delete(entry: Entry) -> None:
+    # Renamed first, because a half-deleted folder must not look complete.
+    doomed = entry.path.with_name(f"{_TEMPORARY}doomed-{entry.path.name}")
+    entry.path.rename(doomed)
+    remove(doomed)
 
 
 def _verifies(entry: Entry) -> bool:

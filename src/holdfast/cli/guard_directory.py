@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.checkpoint.seal import read_manifest
+from holdfast.checkpoint.manifest import read_manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json, working
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
@@ -65,11 +65,12 @@ def checkpoints(
             )
         for path, averaged in ((export, False), (export_averaged, True)):
             if path is not None:
-                from holdfast.checkpoint import saver  # loads torch
+                # Imported here because it loads torch.
+                from holdfast.checkpoint.export import export as export_weights
 
                 with working(f"writing {path}"):
                     entry = _to_export(store, best_in(run_dir) if step is None else step)
-                    saver.export(entry, path, averaged=averaged)
+                    export_weights(entry, path, averaged=averaged)
                 if not as_json:
                     what = "averaged weights" if averaged else "weights"
                     console().print(f"wrote {path}: the {what} of {entry.path.name}", markup=False)

@@ -29,7 +29,8 @@ from torch import distributed
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from holdfast.checkpoint.codec import Encoder, decode
-from holdfast.checkpoint.newest import DAMAGED, newest_good, out_of_reach, paths_in
+from holdfast.checkpoint.newest import newest_good, out_of_reach, paths_in
+from holdfast.checkpoint.read_errors import DAMAGED
 from holdfast.checkpoint.saver import on_all as among_ranks
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events

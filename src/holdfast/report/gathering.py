@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from holdfast.checkpoint.seal import read_manifest
+from holdfast.checkpoint.manifest import read_manifest
 from holdfast.checkpoint.store import Store
 from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.core.files import opened

@@ -13,7 +13,8 @@ import pytest
 import torch
 from tests.unit.core.test_durable import largest_file
 
-from holdfast.checkpoint.saver import Snapshot, encode, read_components, snapshot, write
+from holdfast.checkpoint.loading import read_components
+from holdfast.checkpoint.saver import Snapshot, encode, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.errors import CheckpointError
 from holdfast.testing import memory_limited

@@ -11,16 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from holdfast.checkpoint.manifest import manifest_of, read_manifest
 from holdfast.checkpoint.newest import move_aside, newest_good
-from holdfast.checkpoint.seal import (
-    begin,
-    check,
-    is_sealed,
-    manifest_of,
-    read_manifest,
-    seal,
-    verify,
-)
+from holdfast.checkpoint.seal import begin, check, is_sealed, seal
+from holdfast.checkpoint.verify import verify
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 from holdfast.testing import flip_bit
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.manifest import Extent, Manifest
 from holdfast.checkpoint.newest import move_aside
-from holdfast.checkpoint.seal import Extent, Manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.durable import write_file
 from holdfast.core.errors import CheckpointError

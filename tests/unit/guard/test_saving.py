@@ -19,7 +19,7 @@ from tests.unit.guard.guarded import assert_same, events, kinds_of, tensors_of, 
 from torch import nn
 
 import holdfast
-from holdfast.checkpoint.saver import read_components
+from holdfast.checkpoint.loading import read_components
 from holdfast.checkpoint.saver import write as really_write
 from holdfast.checkpoint.store import Store
 from holdfast.core.events import run_events

@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from holdfast.checkpoint.saver import Share, Writers
+from holdfast.checkpoint.saver import Writers
+from holdfast.checkpoint.tensor_files import Share
 from holdfast.core.events.run_events import OwnCollectives, RankIsSlow
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.cursor import Cursor

@@ -19,7 +19,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from holdfast.checkpoint.saver import Share
+from holdfast.checkpoint.tensor_files import Share
 from holdfast.core.errors import CheckpointError
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.tape import ROW, Tape

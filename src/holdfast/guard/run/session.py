@@ -22,8 +22,9 @@ import torch
 from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.codec import Encoder
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.saver import read_components
-from holdfast.checkpoint.seal import reading
+from holdfast.checkpoint.interval import SaveCost
+from holdfast.checkpoint.loading import read_components
+from holdfast.checkpoint.read_errors import reading
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.containers import count, number
@@ -570,7 +571,9 @@ class Session:
             "loss_scale": self._engine.loss_scale.state_dict(),
             "spikes": self.spikes.state_dict(),
             "diagnosis": self._engine.diagnosis.state_dict(),
-            "save_costs": [list(pair) for pair in self.saving.chooser.costs],
+            "save_costs": [
+                [cost.stall_seconds, cost.seconds] for cost in self.saving.chooser.costs
+            ],
             "run": self._directory.run_id,
             "settings": self._settings,
             "schedules": self.schedules.state_dict(),
@@ -593,7 +596,10 @@ class Session:
         training = self._restore(entry)
         with reading(entry.path):
             self.go_on_from(training)
-            costs = [(number(stall), number(whole)) for stall, whole in training["save_costs"]]
+            costs = [
+                SaveCost(stall_seconds=number(stall), seconds=number(whole))
+                for stall, whole in training["save_costs"]
+            ]
             self._directory.resumed_from(training["run"])
         self._go_to_position_of(training)  # by the loader's own code, whose errors are no damage
         with reading(entry.path):

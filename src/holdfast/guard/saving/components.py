@@ -21,7 +21,8 @@ from torch import nn
 
 from holdfast.checkpoint.buffers import Groups
 from holdfast.checkpoint.expanded import made_dense
-from holdfast.checkpoint.saver import encode, read_state, same_tensors, saved_names
+from holdfast.checkpoint.loading import read_state, same_tensors, saved_names
+from holdfast.checkpoint.saver import encode
 from holdfast.checkpoint.store import Entry
 from holdfast.core.errors import CheckpointError, HoldfastError, PolicyError, RunDirectoryError
 from holdfast.guard.optimizers import has_torch_layout, load_optimizer

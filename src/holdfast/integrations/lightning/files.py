@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.health import nonfinite_tensors
+from holdfast.checkpoint.manifest import manifest_beside
 from holdfast.checkpoint.newest import newest_good
-from holdfast.checkpoint.seal import is_sealed, manifest_beside, seal, verify
+from holdfast.checkpoint.seal import is_sealed, seal
+from holdfast.checkpoint.verify import verify
 from holdfast.core.durable import fsync_path
 from holdfast.core.errors import HoldfastError
 from holdfast.core.events import run_events

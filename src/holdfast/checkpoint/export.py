@@ -1,0 +1,104 @@
+"""Write the weights of a checkpoint to one plain safetensors file."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.codec import SAVED_AS
+from holdfast.checkpoint.loading import read_components, read_state
+from holdfast.checkpoint.read_errors import reading
+from holdfast.checkpoint.store import Entry
+from holdfast.checkpoint.tensor_files import write_tensors
+from holdfast.core.errors import CheckpointError
+
+
+def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
+    """Write the weights of a checkpoint, whichever ranks wrote its shares, to a safetensors file.
+
+    Names are the model's own. If there are several models, each name begins with its model's.
+
+    Args:
+        entry: The checkpoint.
+        path: The file, which is replaced if it exists.
+        averaged: Whether to write the weights of ``Guard(averaged=...)`` instead.
+
+    Raises:
+        CheckpointError: H310 if there are no such weights, or the format cannot hold them.
+        OSError: The file cannot be written.
+    """
+    tensors = _averaged_weights(entry) if averaged else _model_weights(entry)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in SAVED_AS or tensor.layout != torch.strided:
+            raise CheckpointError(
+                f"{name} is a tensor of {tensor.dtype}",
+                limit="a safetensors file holds dense tensors of real numbers",
+                fix="read it with a Guard instead.",
+                rule="H310",
+            )
+    _check_replaceable(path)
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        write_tensors(temporary, tensors)
+        temporary.replace(path)
+    except OSError as error:
+        # The user knows nothing of the temporary file.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _model_weights(entry: Entry) -> dict[str, torch.Tensor]:
+    return _weights_of(entry, kind="model")
+
+
+def _averaged_weights(entry: Entry) -> dict[str, torch.Tensor]:
+    # AveragedModel keeps the averaged module under this name, beside a counter.
+    module = "module."
+    tensors = _weights_of(entry, kind="state.averaged", inside=module)
+    if not tensors:
+        raise CheckpointError(
+            f"{entry.path.name} holds no averaged weights",
+            limit="only a run that keeps an average has them",
+            fix="pass averaged= to Guard, or use --export.",
+            rule="H310",
+        )
+    return tensors
+
+
+def _weights_of(entry: Entry, kind: str, inside: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of all components of a kind.
+
+    Args:
+        entry: The checkpoint.
+        kind: ``"model"`` for the components ``"model"`` and ``"model.<name>"``, and so on.
+        inside: Only tensors whose names begin with this, which is removed.
+    """
+    components = [name for name in read_state(entry) if f"{name}.".startswith(f"{kind}.")]
+    tensors: dict[str, torch.Tensor] = {}
+    for component, tree in read_components(entry, components).items():
+        prefix = ""
+        if len(components) > 1:
+            prefix = f"{component.removeprefix(f'{kind}.')}."
+        with reading(entry.path):
+            own = _tensors_in(tree)
+        for name, tensor in own.items():
+            if name.startswith(inside):
+                tensors[prefix + name.removeprefix(inside)] = tensor
+    return tensors
+
+
+def _tensors_in(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in tree.items() if isinstance(value, torch.Tensor)}
+
+
+def _check_replaceable(path: Path) -> None:
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        raise OSError(
+            errno.EEXIST, "a link, a device or a folder is there, which is not replaced", str(path)
+        )

@@ -1,0 +1,65 @@
+"""Read where the tensors of a safetensors file are. No torch.
+
+A file is the length of its header (8 bytes), the header as JSON, and the tensors' bytes. See the
+format's specification: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.core.files import opened
+
+# The format allows no larger header.
+_MOST_HEADER_BYTES = 100 * 10**6
+_LENGTH = struct.Struct("<Q")
+# A name that the format reserves for a file's metadata.
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """Where a tensor's bytes are in its file, from `begin` to before `end`."""
+
+    name: str
+    begin: int
+    end: int
+    # As the format spells it, such as "F32".
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def header_bytes(path: Path) -> int:
+    """Return the bytes before the first tensor."""
+    with opened(path) as file:
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+    return _LENGTH.size + int(length)
+
+
+def tensor_places(path: Path) -> Iterator[TensorPlace]:
+    """Yield the place of each tensor in a safetensors file.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError, struct.error: It is no such file.
+    """
+    with opened(path) as file:
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
+    start = _LENGTH.size + length
+    for name, entry in header.items():
+        if name == METADATA:
+            continue
+        begin, end = entry["data_offsets"]
+        if not (type(begin) is int and type(end) is int and 0 <= begin <= end):
+            raise ValueError(f"{name!r:.80} has no place in {path.name}")
+        yield TensorPlace(
+            name=name,
+            begin=start + begin,
+            end=start + end,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+        )

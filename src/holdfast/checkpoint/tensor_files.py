@@ -1,0 +1,229 @@
+"""Write and read safetensors files, with digests, and within little memory.
+
+The safetensors library is not used for either: it makes no digests, wants all tensors on the host
+at the same time to write them, and maps the whole file to read it, which a memory limit may refuse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.codec import SAVED_AS
+from holdfast.checkpoint.expanded import is_expanded
+from holdfast.checkpoint.manifest import HEADER, Extent
+from holdfast.checkpoint.read_errors import damaged
+from holdfast.checkpoint.safetensors_header import tensor_places
+from holdfast.core.files import SHARED, created, opened
+
+SUFFIX = ".safetensors"
+# Bytes that are written and hashed at a time: enough that the interpreter's lock is seldom
+# requested, and few enough for the CPU's caches.
+_CHUNK_BYTES = 4 * 2**20
+_DTYPES = {name: dtype for dtype, name in SAVED_AS.items()}
+# The format wants the header's length to be a multiple of this.
+_HEADER_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The rows of a tensor, from `begin` to before `end`, that this process holds.
+
+    Other processes hold the rest.
+    """
+
+    begin: int
+    end: int
+    # Returns the sharded tensor that has these rows, as the process sees it.
+    whole: Callable[[torch.Tensor], torch.Tensor]
+
+
+# Returns which rows of a tensor, by its name and full shape, are read; None for all.
+ShareOf = Callable[[str, torch.Size], Share | None]
+
+
+# --- writing
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Extent]:
+    """Write one safetensors file, flush it, and return its extents.
+
+    The digests are those of the tensors in memory.
+
+    Raises:
+        OSError: The disk is full or fails.
+    """
+    # Large elements first, so that every tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header = _header(names, tensors)
+    extents = {HEADER: Extent(begin=0, end=len(header), sha256=hashlib.sha256(header).hexdigest())}
+    with created(path, SHARED) as file:
+        file.write(header)
+        for name in names:
+            tensor = tensors[name]
+            begin = file.tell()
+            sha256 = hashlib.sha256()
+            for chunk in _chunks(tensor):
+                file.write(chunk)
+                sha256.update(chunk)
+            extents[name] = Extent(
+                begin=begin,
+                end=file.tell(),
+                sha256=sha256.hexdigest(),
+                dtype=SAVED_AS[tensor.dtype],
+                shape=tuple(tensor.shape),
+            )
+        file.flush()
+        os.fsync(file.fileno())
+    return extents
+
+
+def _header(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> bytes:
+    entries: dict[str, Any] = {}
+    begin = 0
+    for name in names:
+        tensor = tensors[name]
+        end = begin + tensor.nbytes
+        entries[name] = {
+            "dtype": SAVED_AS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    if not tensor.numel():
+        return
+    content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for begin in range(0, len(content), _CHUNK_BYTES):
+        yield content[begin : begin + _CHUNK_BYTES]
+
+
+def is_saved_as(tensor: torch.Tensor, extent: Extent) -> bool:
+    """Return whether an extent holds exactly this tensor, by its digest. Reads the tensor once."""
+    if (extent.dtype, extent.shape) != (SAVED_AS[tensor.dtype], tuple(tensor.shape)):
+        return False
+    sha256 = hashlib.sha256()
+    for chunk in _chunks(tensor):
+        sha256.update(chunk)
+    return sha256.hexdigest() == extent.sha256
+
+
+# --- reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Rows of a tensor in a file, as one of the writers wrote them."""
+
+    file: BufferedReader
+    # Where their bytes begin.
+    begin: int
+    size_bytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def read_tensors(
+    paths: Sequence[Path], into: Mapping[str, torch.Tensor], share_of: ShareOf
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the files of one component, each read to where it belongs.
+
+    At most one of them is in memory twice.
+
+    Args:
+        paths: The files of the writers, in the order of their rows.
+        into: Live tensors by name. One of the saved type and shape is overwritten and returned,
+            unless it is expanded; all others are created on the host.
+        share_of: Which rows of each tensor are read.
+
+    Raises:
+        CheckpointError: H311 if a file ends early.
+        OSError: A file cannot be read.
+    """
+    with contextlib.ExitStack() as files:
+        rows_by_name: dict[str, list[_Rows]] = {}
+        for path in paths:
+            file = files.enter_context(opened(path))
+            for place in tensor_places(path):
+                rows = _Rows(
+                    file=file,
+                    begin=place.begin,
+                    size_bytes=place.end - place.begin,
+                    dtype=_DTYPES[place.dtype],
+                    shape=torch.Size(place.shape),
+                )
+                rows_by_name.setdefault(place.name, []).append(rows)
+        return {
+            name: _read_tensor(name, rows, into.get(name), share_of)
+            for name, rows in rows_by_name.items()
+        }
+
+
+def _read_tensor(
+    name: str, parts: Sequence[_Rows], target: torch.Tensor | None, share_of: ShareOf
+) -> torch.Tensor:
+    dtype = parts[0].dtype
+    shape = _full_shape(parts)
+    first_byte = 0
+    last_byte = sum(part.size_bytes for part in parts)
+    share = share_of(name, shape)
+    if share is not None:
+        size_bytes = last_byte
+        first_byte = size_bytes * share.begin // shape[0]
+        last_byte = size_bytes * share.end // shape[0]
+        shape = torch.Size([share.end - share.begin, *shape[1:]])
+    if target is None or not _can_hold(target, dtype, shape):
+        target = torch.empty(shape, dtype=dtype)
+    is_direct = target.device.type == "cpu" and target.is_contiguous()
+    content = target if is_direct else torch.empty(shape, dtype=dtype)
+    if content.numel():
+        _read_bytes(name, parts, content, first_byte, last_byte)
+    if not is_direct:
+        target.copy_(content)
+    return target if share is None else share.whole(target)
+
+
+def _full_shape(parts: Sequence[_Rows]) -> torch.Size:
+    """Return the shape of a tensor whose rows several writers have written."""
+    if len(parts) == 1:
+        return parts[0].shape
+    rows = sum(part.shape[0] for part in parts)
+    return torch.Size([rows, *parts[0].shape[1:]])
+
+
+def _can_hold(target: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
+    return target.dtype == dtype and target.shape == shape and not is_expanded(target)
+
+
+def _read_bytes(
+    name: str, parts: Sequence[_Rows], content: torch.Tensor, first_byte: int, last_byte: int
+) -> None:
+    """Read the bytes ``[first_byte, last_byte)`` of a tensor, of all its parts, into `content`."""
+    raw = content.detach().reshape(-1).view(torch.uint8).numpy()
+    # The position of the current part in the tensor.
+    position = 0
+    for part in parts:
+        begin = max(first_byte - position, 0)
+        end = min(last_byte - position, part.size_bytes)
+        if begin < end:
+            part.file.seek(part.begin + begin)
+            destination = raw[position + begin - first_byte : position + end - first_byte]
+            if part.file.readinto(destination.data) != end - begin:
+                path = Path(part.file.name)
+                raise damaged(path.parent, f"{path.name} ends within {name}")
+        position += part.size_bytes
