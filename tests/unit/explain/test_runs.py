@@ -19,7 +19,7 @@ import yaml
 from holdfast.core.errors import PolicyError
 from holdfast.core.events.event import Event
 from holdfast.explain.collecting import collect
-from holdfast.explain.evidence import Ending, Facts, Statement
+from holdfast.explain.evidence import Ending, Evidence, Statement
 from holdfast.explain.judging import judge
 from holdfast.explain.runs.curves import find_lost
 from holdfast.explain.runs.statements import already_tried
@@ -265,7 +265,7 @@ def test_only_the_attempt_that_is_asked_for_is_said(run):
     assert [each.text for each in newest.statements] == [SHAPES]
     assert newest.statements[0].source == "output.log:12"
     assert [each.text for each in first.statements] == ["Address already in use"]
-    assert (newest.extra["steps"], first.extra["steps"]) == (5, 3)
+    assert (newest.steps, first.steps) == (5, 3)
     assert newest.tried == ("restarted: the port may be free later; changed A=b",)
     assert first.tried == ()
 
@@ -514,7 +514,7 @@ def test_a_fault_of_the_training_is_said_of_a_run_that_ended_well():
         event("note", **FINDING),
         warning,
     )
-    verdict = judge(Facts(events=events, endings=(Ending(status=0),)))
+    verdict = judge(Evidence(events=events, endings=(Ending(status=0),)))
     assert (verdict.cause, verdict.exit_code) == ("H1601", 0)
     assert verdict.title == "ended well, but its training has a fault: learning rate too high"
     assert "the weights moved too far [H825]" in verdict.summary
@@ -530,7 +530,7 @@ def test_a_fault_of_the_training_is_said_of_a_run_that_ended_well():
         event("preflight", rule=5),
         event("finding", rule="H9", what=""),
     )
-    assert judge(Facts(events=broken, endings=(Ending(status=0),))).exit_code == 0, (
+    assert judge(Evidence(events=broken, endings=(Ending(status=0),))).exit_code == 0, (
         "damaged events cost no verdict"
     )
 
@@ -578,8 +578,8 @@ def test_changes_that_the_attempt_had_are_not_offered_again():
     failed = Statement(
         text="CUDA out of memory. Tried to allocate 2 GiB", kind="exception", fatal=True
     )
-    facts = Facts(statements=(failed,), endings=(Ending(status=1),))
+    facts = Evidence(statements=(failed,), endings=(Ending(status=1),))
     first = judge(facts)
-    again = judge(replace(facts, extra={"changed": dict(first.changes)}))
+    again = judge(replace(facts, applied_changes=dict(first.changes)))
     assert first.changes
     assert (again.cause, again.changes) == (first.cause, ())
