@@ -276,10 +276,12 @@ def _fallback_signature(statement: Statement) -> Signature:
     """Return the words of an exception or of a line as the cause.
 
     Its class is the one that the kind of failure shows. Without a kind it is user code, if the
-    exception was raised there, otherwise it is unknown.
+    exception was raised there, otherwise it is unknown. There is no fix: advice that only a class
+    of failures suggests is as often wrong as right.
     """
     is_exception = statement.kind == "exception"
     signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
+    signature = replace(signature, fix="")
     raised_in_own_code = bool(statement.frames) and is_own_code(statement.frames[-1])
     kind = _kind_of(statement)
     if kind is not None and not (raised_in_own_code and kind.rank >= TYPE_RANK):
@@ -288,7 +290,6 @@ def _fallback_signature(statement: Statement) -> Signature:
             family=kind.family,
             rank=max(kind.rank, GENERIC_RANK),
             means=kind.means,
-            fix=kind.fix,
             explains=kind.explains,
         )
     return replace(signature, family="user code" if raised_in_own_code else "unknown")

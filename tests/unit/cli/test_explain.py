@@ -76,6 +76,35 @@ def test_a_log_is_explained_with_evidence_and_fix(log):
         assert part in explained.output
 
 
+def test_an_exception_that_no_signature_knows_is_a_fact_without_advice(tmp_path):
+    """Text shows neither a probability nor a fix; JSON keeps the confidence, and an empty fix."""
+    path = tmp_path / "train.log"
+    path.write_text(LOG.replace(SHAPES, "no such head"))
+
+    shown = call(path).output
+    verdict = json.loads(call(path, "--json").output)
+
+    assert "no such head" in shown
+    assert "H1608" in shown
+    assert "likely" not in shown
+    assert "Do:" not in shown
+    assert "What to change" not in shown
+    assert (verdict["cause"], verdict["fix"]) == ("H1608", "")
+    assert 0 < verdict["confidence"] < verdict["class_confidence"]
+
+
+def test_an_exception_that_was_caught_is_only_inferred_to_be_the_cause(tmp_path):
+    """Where the run continued after the exception, the text says how certain the cause is."""
+    path = tmp_path / "train.log"
+    progress = "".join(f"step {step} loss 0.5\n" for step in range(20))
+    path.write_text(LOG.replace(SHAPES, "no such head") + progress)
+
+    shown = call(path, "--status", 1).output
+
+    assert "H1608" in shown
+    assert "guess" in shown
+
+
 def test_a_status_that_is_known_changes_the_verdict(log):
     """--status 0 makes everything before it history."""
     assert call(log, "--status", 0).exit_code == 0

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.events.event import Event
-from holdfast.explain.candidate import SHARES
+from holdfast.explain.candidate import FALLBACKS, SHARES
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.evidence import Ending, Evidence, Frame, Statement
 from holdfast.explain.judging import judge
@@ -65,6 +65,8 @@ def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
     verdict = of_log(filled(case["log"]), case.get("status"))
     assert verdict.title == case.get("title", verdict.title)
     assert case.get("fix", "") in verdict.fix
+    if verdict.cause in FALLBACKS:
+        assert verdict.fix == "", "a class of failures alone suggests no fix"
     assert verdict.evidence[0].text == case["root"] if "root" in case else True
     if "next" in case:
         assert verdict.runner_up is not None
