@@ -412,7 +412,7 @@ def _stopped_by_user(attempt: _Attempt) -> End | None:
     status = attempt.status or 0
     how = f"ended with {status_text(status)}"
     if status == -number:
-        how = "was killed by it"
+        how = "was terminated by it"
     return End(
         cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
         confidence=0.95,
@@ -440,7 +440,7 @@ def _killed_by_the_kernel_for_memory(attempt: _Attempt) -> End | None:
     return End(
         cause=endings.OUT_OF_MEMORY_KILL,
         confidence=0.95,
-        why=f"{_who_killed_it(attempt)}, and {count}",
+        why=f"{_which_signal_ended_it(attempt)}, and {count}",
     )
 
 
@@ -450,7 +450,7 @@ def _killed_while_memory_ran_out(attempt: _Attempt) -> End | None:
         return None
     if not observations.host_memory_was_running_out(attempt.evidence):
         return None
-    why = f"{_who_killed_it(attempt)} while memory was running out"
+    why = f"{_which_signal_ended_it(attempt)} while memory was running out"
     return End(cause=endings.KILLED_UNCOUNTED, confidence=0.75, why=why)
 
 
@@ -464,7 +464,7 @@ def _killed_by_a_signal(attempt: _Attempt) -> End | None:
     return End(
         cause=_CAUSE_BY_SIGNAL.get(-attempt.status, endings.OTHER_SIGNAL),
         confidence=confidence,
-        why=_who_killed_it(attempt),
+        why=_which_signal_ended_it(attempt),
     )
 
 
@@ -481,7 +481,7 @@ _RULES_AFTER_FAILURE: tuple[_Rule, ...] = (
 )
 
 
-def _who_killed_it(attempt: _Attempt) -> str:
+def _which_signal_ended_it(attempt: _Attempt) -> str:
     """Return a clause about the signal that ended a process."""
     status = attempt.status or 0
     name = signal_name(-status) or status_text(status)
@@ -489,7 +489,7 @@ def _who_killed_it(attempt: _Attempt) -> str:
     if command is not None and observations.was_stopped_by_holdfast(command, status):
         return f"holdfast stopped it with {name}"
     who = "it" if attempt.first_rank is None else f"rank {attempt.first_rank}"
-    return f"{who} was killed by {name}"
+    return f"{who} was terminated by {name}"
 
 
 def _stop_requested_by_user(attempt: _Attempt) -> float | None:

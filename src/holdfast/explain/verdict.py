@@ -12,13 +12,13 @@ from typing import Any
 
 from holdfast.core.text import sanitise
 from holdfast.explain.signature import FAMILIES, Family, Restart
-from holdfast.explain.signatures.endings import UNCAUGHT
 
 _MOST_CHARACTERS = 20_000
 # Texts that keep their line breaks; in all others they become spaces.
 _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
-# Ids of the rules of holdfast's own errors; those of signatures begin at H900.
-_OWN_RULE = re.compile(r"H[1-8]\d\d")
+# Causes that are the words of an exception: one that no signature knows (`endings.UNCAUGHT`), and
+# the rules of holdfast's own errors. The ids of signatures begin at H900.
+_IN_ITS_OWN_WORDS = re.compile(r"H1608|H[1-8]\d\d")
 # Least confidence in an exception that ended the process while nothing contradicts it: the smallest
 # share of `candidate.SHARES` for an exception that no signature knows. Whatever contradicts (a
 # signal from outside, another failure, progress after the exception) takes more away.
@@ -98,8 +98,9 @@ class Verdict:
         Such a cause is a fact that was seen rather than one that was inferred, so no probability
         is shown beside it.
         """
-        own_words = self.cause == UNCAUGHT or _OWN_RULE.fullmatch(self.cause) is not None
-        return own_words and self.confidence >= _UNDISPUTED
+        if not _IN_ITS_OWN_WORDS.fullmatch(self.cause):
+            return False
+        return self.confidence >= _UNDISPUTED
 
     def as_json(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
