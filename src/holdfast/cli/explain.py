@@ -201,7 +201,7 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
         cause, title, confidence = verdict.runner_up
         _print_section(out, "It could also be", [f"{title} [{cause}] ({confidence:.0%})"])
     if verdict.family != "ended well":
-        _print_section(out, "What would have made it surer", verdict.missing)
+        _print_section(out, "What would have made this more certain", verdict.missing)
     else:
         lost_steps = [words for words in verdict.missing if "not recorded any more" in words]
         _print_section(out, "Not recorded any more", lost_steps)

@@ -66,7 +66,7 @@ def collect_attempt(recordings: Recordings, requested: int | None) -> Evidence:
     """
     all_events = recordings.supervisor()
     number = _choose_number(recordings, all_events, requested)
-    return _Attempt(recordings, all_events, number).evidence()
+    return _Collector(recordings, all_events, number).evidence()
 
 
 def _choose_number(
@@ -146,8 +146,8 @@ class _Process:
         return _Exit()
 
 
-class _Attempt:
-    """One attempt: everything about it is read once, then each method answers one question."""
+class _Collector:
+    """Collects one attempt: reads everything once, then each method answers one question."""
 
     def __init__(
         self, recordings: Recordings, supervisor_events: Sequence[Event], number: int

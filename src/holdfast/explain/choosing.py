@@ -74,7 +74,7 @@ class Choice:
     candidate: Candidate | None = None
 
 
-Rule: TypeAlias = Callable[[Case], Choice | None]
+ChoiceRule: TypeAlias = Callable[[Case], Choice | None]
 
 
 def choose(case: Case) -> Choice:
@@ -87,7 +87,7 @@ def choose(case: Case) -> Choice:
     return _unless_kernel_killed_nothing(case, _or_traced_leak(case, choice))
 
 
-def _first_answer(rules: Iterable[Rule], case: Case) -> Choice | None:
+def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
     """Return the answer of the first rule that has one."""
     for rule in rules:
         choice = rule(case)
@@ -258,12 +258,12 @@ def how_it_ended(case: Case) -> Choice | None:
     return Choice(signature=signature, confidence=case.end.confidence)
 
 
-RULES_ON_ALL_EVIDENCE: tuple[Rule, ...] = (
+RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
     ended_well,
     result_was_not_saved,
     ended_without_a_failure,
 )
-RULES_ON_RELEVANT_EVIDENCE: tuple[Rule, ...] = (
+RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
     hung_or_was_stopped,
     killed_by_the_kernel_for_memory,
     failure_in_the_text,

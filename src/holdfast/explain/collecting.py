@@ -20,7 +20,8 @@ from holdfast.explain.runs.recordings import Recordings, open_recordings, unread
 from holdfast.explain.runs.statements import already_tried, how_closed, of_guards
 
 _NO_STATUS = (
-    "no exit status: only a log (`--status 0`, or the one that it ended with, makes it surer)"
+    "no exit status: a log does not hold it (pass the one that the command ended with, `--status 0`"
+    " if it succeeded)"
 )
 _MOST_QUOTED = 300
 # How files begin that gzip, zstd, zip, xz and bzip2 have packed.
@@ -86,7 +87,8 @@ def _missing_of_log(log: LogText, status: int | None) -> list[str]:
         missing.append(_NO_STATUS)
     if not log.complete:
         missing.append(
-            f"of {log.total_lines} lines those in the middle were only searched for words of errors"
+            f"of its {log.total_lines:,} lines only the beginning and the end were read closely;"
+            " the middle was searched for words of errors"
         )
     if log.total_lines == 0:
         missing.append("the log is empty")
@@ -135,7 +137,7 @@ def _collect_guard(recordings: Recordings) -> Evidence:
     ]
     if closing is None and not any(statement.fatal for statement in statements):
         missing.append(
-            "no word that a Guard closed it: it was cut off, or its script ends without"
+            "no record of a Guard that closed: the run was cut off, or its script ends without"
             " `guard.close()`"
         )
     lost, _ = lost_of_run([], folders, (0.0, math.inf))

@@ -34,7 +34,7 @@ class Doubt:
     candidate: Candidate | None = None
 
 
-Rule: TypeAlias = Callable[[Case], Doubt | None]
+DoubtRule: TypeAlias = Callable[[Case], Doubt | None]
 
 
 def find_doubt(case: Case) -> Doubt | None:
@@ -101,7 +101,7 @@ def printed_nothing_telling(case: Case) -> Doubt | None:
     return Doubt(words="and nothing that it printed says how it went")
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[DoubtRule, ...] = (
     ends_with_a_traceback,
     reports_a_kill,
     made_no_step,

@@ -24,12 +24,12 @@ _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
 def newest_leak(evidence: Evidence) -> Event | None:
     """Return the newest leak that was traced, or None."""
-    return _newest(evidence, "leak")
+    return _newest_event(evidence.events, "leak")
 
 
 def newest_memory_trend(evidence: Evidence) -> Event | None:
     """Return the newest event about memory that grew from step to step, unless the growth ended."""
-    trend = _newest(evidence, "memory_trend")
+    trend = _newest_event(evidence.events, "memory_trend")
     if trend is None or not trend.data.get("bytes_per_step"):
         return None
     return trend
@@ -123,7 +123,7 @@ def unsaved_steps(evidence: Evidence) -> UnsavedSteps | None:
 
     None: all of its steps are in a checkpoint.
     """
-    newest = _newest(evidence, *_EVENTS_ABOUT_SAVING)
+    newest = _newest_event(evidence.events, *_EVENTS_ABOUT_SAVING)
     if newest is None or newest.kind != "not_saved":
         return None
     return UnsavedSteps(
@@ -186,14 +186,10 @@ def was_not_observed(evidence: Evidence) -> bool:
     return evidence.observed is False and not evidence.output_says_done
 
 
-def newest_event(events: Iterable[Event], *kinds: str) -> Event | None:
+def _newest_event(events: Iterable[Event], *kinds: str) -> Event | None:
     """Return the last of some events that is of one of these kinds, or None."""
     newest = None
     for event in events:
         if event.kind in kinds:
             newest = event
     return newest
-
-
-def _newest(evidence: Evidence, *kinds: str) -> Event | None:
-    return newest_event(evidence.events, *kinds)

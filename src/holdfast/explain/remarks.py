@@ -26,7 +26,7 @@ def way_out(evidence: Evidence) -> str:
     return "It called `sys.exit`"
 
 
-def remarks_on_good_end(evidence: Evidence) -> Iterator[str]:
+def on_good_end(evidence: Evidence) -> Iterator[str]:
     """Yield the sentences about a run that ended with status 0."""
     if observations.was_not_observed(evidence):
         yield (
@@ -75,7 +75,7 @@ def fix_of_training(evidence: Evidence) -> str:
     return f"{words[:1].upper()}{words[1:]}. {reference}"
 
 
-def remarks_on_interference(evidence: Evidence) -> Iterator[str]:
+def on_interference(evidence: Evidence) -> Iterator[str]:
     """Yield the sentences about what disturbed a run from outside, however it ended."""
     # By pid: the event of a process that was stopped and has not continued yet.
     stopped: dict[object, Event] = {}
@@ -102,7 +102,7 @@ def remarks_on_interference(evidence: Evidence) -> Iterator[str]:
             break
 
 
-def remarks_on_interruption(evidence: Evidence) -> Iterator[str]:
+def on_interruption(evidence: Evidence) -> Iterator[str]:
     """Yield the sentences about a run that was ended by a signal on request."""
     hang = observations.ignored_hang(evidence)
     if hang is not None:

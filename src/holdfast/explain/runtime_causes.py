@@ -3,6 +3,9 @@
 It is read from exit statuses, signals, counters of the kernel, hangs, and what a Guard recorded as
 it closed. The rules are in three tables, by what is known of the exit status; in each the first
 rule that applies wins. Texts are not read here (see `weighing`).
+
+The confidences are estimates by how many other explanations a sign leaves open. Unlike those in
+`candidate` they were not counted: few of the recorded failures are explained by their end alone.
 """
 
 from __future__ import annotations
@@ -94,8 +97,8 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    """What the rules look at."""
+class _Signs:
+    """The signs of how an attempt ended, at which the rules look."""
 
     evidence: Evidence
     # How the command ended.
@@ -114,32 +117,32 @@ class _Attempt:
         return self.first_failure.rank if self.first_failure is not None else None
 
 
-_Rule: TypeAlias = Callable[[_Attempt], End | None]
+_EndRule: TypeAlias = Callable[[_Signs], End | None]
 
 
 def find_end(evidence: Evidence) -> End:
     """Return how an attempt ended."""
-    attempt = _attempt_of(evidence)
-    if attempt.status is None:
-        end = _first_end(_RULES_WITHOUT_STATUS, attempt)
-    elif attempt.status == 0 and attempt.hang is None:
-        end = replace(_first_end(_RULES_AFTER_SUCCESS, attempt), status=0)
+    signs = _collect_signs(evidence)
+    if signs.status is None:
+        end = _first_end(_RULES_WITHOUT_STATUS, signs)
+    elif signs.status == 0 and signs.hang is None:
+        end = replace(_first_end(_RULES_AFTER_SUCCESS, signs), status=0)
     else:
-        end = _first_end(_RULES_AFTER_FAILURE, attempt)
-        end = replace(end, status=attempt.status, hang=attempt.hang, first_rank=attempt.first_rank)
+        end = _first_end(_RULES_AFTER_FAILURE, signs)
+        end = replace(end, status=signs.status, hang=signs.hang, first_rank=signs.first_rank)
     if end.cause == endings.ENDED_WELL:
         end = _unless_result_is_lost(end, evidence)
-    exhibits = exhibits_of_end(evidence, attempt.command, attempt.first_failure)
+    exhibits = exhibits_of_end(evidence, signs.command, signs.first_failure)
     return replace(end, exhibits=(*end.exhibits, *exhibits))
 
 
-def _attempt_of(evidence: Evidence) -> _Attempt:
+def _collect_signs(evidence: Evidence) -> _Signs:
     command = None
     for ending in evidence.endings:
         if ending.pid is None and ending.role != "trainer":
             command = ending
     first_failure = _first_failed_trainer(evidence.endings)
-    return _Attempt(
+    return _Signs(
         evidence=evidence,
         command=command,
         first_failure=first_failure,
@@ -176,10 +179,10 @@ def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Even
     return hangs[-1] if hangs else None
 
 
-def _first_end(rules: Iterable[_Rule], attempt: _Attempt) -> End:
+def _first_end(rules: Iterable[_EndRule], signs: _Signs) -> End:
     """Return the answer of the first rule that applies, or an `End` that suggests nothing."""
     for rule in rules:
-        end = rule(attempt)
+        end = rule(signs)
         if end is not None:
             return end
     return End()
@@ -188,9 +191,9 @@ def _first_end(rules: Iterable[_Rule], attempt: _Attempt) -> End:
 # --- Without an exit status -----------------------------------------------------------------------
 
 
-def _still_running(attempt: _Attempt) -> End | None:
+def _still_running(signs: _Signs) -> End | None:
     """A process of the run is alive."""
-    pids = attempt.evidence.living_pids
+    pids = signs.evidence.living_pids
     if not pids:
         return None
     alive = ", ".join(f"process {pid}" for pid in pids)
@@ -202,9 +205,9 @@ def _still_running(attempt: _Attempt) -> End | None:
     )
 
 
-def _supervisor_was_killed(attempt: _Attempt) -> End | None:
+def _supervisor_was_killed(signs: _Signs) -> End | None:
     """The sentinel noticed that the supervisor was gone."""
-    loss = attempt.evidence.supervisor_loss
+    loss = signs.evidence.supervisor_loss
     if loss is None:
         return None
     words = f"processes left when it was killed: {loss.killed_processes}"
@@ -220,9 +223,9 @@ def _supervisor_was_killed(attempt: _Attempt) -> End | None:
     )
 
 
-def _guard_left_its_loop(attempt: _Attempt) -> End | None:
+def _guard_left_its_loop(signs: _Signs) -> End | None:
     """A Guard closed because its loop broke off. That says how, but not why."""
-    closing = attempt.evidence.guard_closing
+    closing = signs.evidence.guard_closing
     if closing is None or closing.how != "left":
         return None
     why = (
@@ -232,9 +235,9 @@ def _guard_left_its_loop(attempt: _Attempt) -> End | None:
     return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
 
 
-def _guard_closed(attempt: _Attempt) -> End | None:
+def _guard_closed(signs: _Signs) -> End | None:
     """A Guard came to its end, or stopped on request."""
-    closing = attempt.evidence.guard_closing
+    closing = signs.evidence.guard_closing
     if closing is None:
         return None
     cause = endings.ENDED_WELL
@@ -248,20 +251,20 @@ def _guard_closed(attempt: _Attempt) -> End | None:
     return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
 
 
-def _output_says_done(attempt: _Attempt) -> End | None:
+def _output_says_done(signs: _Signs) -> End | None:
     """The last lines of the output say that the training is done."""
-    if not attempt.evidence.output_says_done:
+    if not signs.evidence.output_says_done:
         return None
     words = "its last lines say that training is done"
     return End(
         cause=endings.ENDED_WELL,
         confidence=0.8,
         why="its last lines say so",
-        exhibits=(Exhibit(text=words, source=attempt.evidence.source),),
+        exhibits=(Exhibit(text=words, source=signs.evidence.source),),
     )
 
 
-_RULES_WITHOUT_STATUS: tuple[_Rule, ...] = (
+_RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
     _still_running,
     _supervisor_was_killed,
     _guard_left_its_loop,
@@ -273,22 +276,22 @@ _RULES_WITHOUT_STATUS: tuple[_Rule, ...] = (
 # --- After status 0 -------------------------------------------------------------------------------
 
 
-def _stopped_by_guard(attempt: _Attempt) -> End | None:
+def _stopped_by_guard(signs: _Signs) -> End | None:
     """A Guard stopped on request, and the script ended with status 0 after it."""
-    request = stop_requested(attempt.evidence.events)
+    request = stop_requested(signs.evidence.events)
     if request is None:
         return None
     end = replace(_end_of_stop(request, status=0), well=True)
-    user_sent_a_signal = attempt.evidence.stop_signal is not None
+    user_sent_a_signal = signs.evidence.stop_signal is not None
     if user_sent_a_signal or signal_of_stop(request) is not None:
         return end
     # A stop that the program itself requests is part of a normal end.
     return replace(end, cause=endings.ENDED_WELL, stop_requested_at=None)
 
 
-def _stopped_by_user_with_status_0(attempt: _Attempt) -> End | None:
+def _stopped_by_user_with_status_0(signs: _Signs) -> End | None:
     """The user sent a signal, and the command ended with status 0 after it."""
-    number = attempt.evidence.stop_signal
+    number = signs.evidence.stop_signal
     if number is None:
         return None
     return End(
@@ -299,20 +302,20 @@ def _stopped_by_user_with_status_0(attempt: _Attempt) -> End | None:
     )
 
 
-def _hidden_failure(attempt: _Attempt) -> End | None:
+def _hidden_failure(signs: _Signs) -> End | None:
     """A training process died, and its shell or parent ended with status 0 all the same."""
-    for statement in attempt.evidence.statements:
+    for statement in signs.evidence.statements:
         if statement.fatal and statement.pid is not None:
             return End()
     return None
 
 
-def _ended_well(_: _Attempt) -> End | None:
+def _ended_well(_: _Signs) -> End | None:
     """Nothing speaks against the exit status."""
     return End(cause=endings.ENDED_WELL, confidence=0.97, why="it ended with status 0", well=True)
 
 
-_RULES_AFTER_SUCCESS: tuple[_Rule, ...] = (
+_RULES_AFTER_SUCCESS: tuple[_EndRule, ...] = (
     _stopped_by_guard,
     _stopped_by_user_with_status_0,
     _hidden_failure,
@@ -339,9 +342,9 @@ def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
 # --- After a failure ------------------------------------------------------------------------------
 
 
-def _hung(attempt: _Attempt) -> End | None:
+def _hung(signs: _Signs) -> End | None:
     """The supervisor ended the attempt because nothing moved."""
-    hang = attempt.hang
+    hang = signs.hang
     if hang is None:
         return None
     cause = hang.data.get("signature")
@@ -358,13 +361,13 @@ def _hung(attempt: _Attempt) -> End | None:
         confidence=min(max(float(confidence), 0.05), 0.99),
         why=why,
         exhibits=(exhibit_of_hang(hang),),
-        stop_requested_at=_stop_requested_by_user(attempt),
+        stop_requested_at=_stop_requested_by_user(signs),
     )
 
 
-def _ended_by_another_host(attempt: _Attempt) -> End | None:
+def _ended_by_another_host(signs: _Signs) -> End | None:
     """Another host of the same training ended first, and no signal came from outside."""
-    events = attempt.evidence.events
+    events = signs.evidence.events
     if any(event.kind == "signal" for event in events):
         return None
     for event in events:
@@ -378,38 +381,38 @@ def _ended_by_another_host(attempt: _Attempt) -> End | None:
     return None
 
 
-def _stopped_on_request(attempt: _Attempt) -> End | None:
+def _stopped_on_request(signs: _Signs) -> End | None:
     """A Guard stopped in order, and nothing failed after that.
 
     Whatever exit code the script or its launcher made of it is no failure then.
     """
-    evidence = attempt.evidence
+    evidence = signs.evidence
     request = stop_requested(evidence.events)
     if request is None or not _closed_after(evidence.events, request):
         return None
-    if _crashed(attempt) or _failed_after(evidence, request.unix_seconds):
+    if _crashed(signs) or _failed_after(evidence, request.unix_seconds):
         return None
-    return _end_of_stop(request, status=attempt.status or 0)
+    return _end_of_stop(request, status=signs.status or 0)
 
 
-def _could_not_save(attempt: _Attempt) -> End | None:
+def _could_not_save(signs: _Signs) -> End | None:
     """A Guard ended the process with its exit code for a state that could not be saved."""
-    if attempt.status != os.EX_IOERR or observations.unsaved_steps(attempt.evidence) is None:
+    if signs.status != os.EX_IOERR or observations.unsaved_steps(signs.evidence) is None:
         return None
     return End(
         cause=endings.NOT_SAVED,
         confidence=0.97,
-        why=f"it ended with status {attempt.status} because its Guard could not save",
-        stop_requested_at=_stop_requested_by_user(attempt),
+        why=f"it ended with status {signs.status} because its Guard could not save",
+        stop_requested_at=_stop_requested_by_user(signs),
     )
 
 
-def _stopped_by_user(attempt: _Attempt) -> End | None:
+def _stopped_by_user(signs: _Signs) -> End | None:
     """The user sent a signal. However the command ends after it, the signal is the cause."""
-    number = attempt.evidence.stop_signal
+    number = signs.evidence.stop_signal
     if number is None:
         return None
-    status = attempt.status or 0
+    status = signs.status or 0
     how = f"ended with {status_text(status)}"
     if status == -number:
         how = "was terminated by it"
@@ -417,58 +420,58 @@ def _stopped_by_user(attempt: _Attempt) -> End | None:
         cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
         confidence=0.95,
         why=f"the user sent {signal_name(number)}, and the command {how}",
-        stop_requested_at=_stop_requested_by_user(attempt),
+        stop_requested_at=_stop_requested_by_user(signs),
     )
 
 
-def _exit_code(attempt: _Attempt) -> End | None:
+def _exit_code(signs: _Signs) -> End | None:
     """An exit code says that it failed, but not why, unless the command was never started."""
-    status = attempt.status
+    status = signs.status
     if status is None or status < 0:
         return None
     why = f"it ended with status {status}"
-    if status in _COMMAND_NOT_EXECUTED and attempt.evidence.phase is None:
+    if status in _COMMAND_NOT_EXECUTED and signs.evidence.phase is None:
         return End(cause=endings.NEVER_STARTED, confidence=0.8, why=why)
     return End(cause=endings.STATUS_ONLY, confidence=0.5, why=why)
 
 
-def _killed_by_the_kernel_for_memory(attempt: _Attempt) -> End | None:
+def _killed_by_the_kernel_for_memory(signs: _Signs) -> End | None:
     """The kernel counted a kill for memory."""
-    if attempt.status != -signal.SIGKILL or not attempt.kernel_kills:
+    if signs.status != -signal.SIGKILL or not signs.kernel_kills:
         return None
-    count = f"the kernel's counter of out-of-memory kills rose by {attempt.kernel_kills}"
+    count = f"the kernel's counter of out-of-memory kills rose by {signs.kernel_kills}"
     return End(
         cause=endings.OUT_OF_MEMORY_KILL,
         confidence=0.95,
-        why=f"{_which_signal_ended_it(attempt)}, and {count}",
+        why=f"{_which_signal_ended_it(signs)}, and {count}",
     )
 
 
-def _killed_while_memory_ran_out(attempt: _Attempt) -> End | None:
+def _killed_while_memory_ran_out(signs: _Signs) -> End | None:
     """Nobody could read the kernel's counter, but the memory of the host was filling up."""
-    if attempt.status != -signal.SIGKILL or attempt.kernel_kills is not None:
+    if signs.status != -signal.SIGKILL or signs.kernel_kills is not None:
         return None
-    if not observations.host_memory_was_running_out(attempt.evidence):
+    if not observations.host_memory_was_running_out(signs.evidence):
         return None
-    why = f"{_which_signal_ended_it(attempt)} while memory was running out"
+    why = f"{_which_signal_ended_it(signs)} while memory was running out"
     return End(cause=endings.KILLED_UNCOUNTED, confidence=0.75, why=why)
 
 
-def _killed_by_a_signal(attempt: _Attempt) -> End | None:
+def _killed_by_a_signal(signs: _Signs) -> End | None:
     """A signal says how the process ended. Only SIGKILL may have been the kernel, for memory."""
-    if attempt.status is None or attempt.status >= 0:
+    if signs.status is None or signs.status >= 0:
         return None
     confidence = 0.75
-    if attempt.status == -signal.SIGKILL:
-        confidence = 0.7 if attempt.kernel_kills == 0 else 0.5
+    if signs.status == -signal.SIGKILL:
+        confidence = 0.7 if signs.kernel_kills == 0 else 0.5
     return End(
-        cause=_CAUSE_BY_SIGNAL.get(-attempt.status, endings.OTHER_SIGNAL),
+        cause=_CAUSE_BY_SIGNAL.get(-signs.status, endings.OTHER_SIGNAL),
         confidence=confidence,
-        why=_which_signal_ended_it(attempt),
+        why=_which_signal_ended_it(signs),
     )
 
 
-_RULES_AFTER_FAILURE: tuple[_Rule, ...] = (
+_RULES_AFTER_FAILURE: tuple[_EndRule, ...] = (
     _hung,
     _ended_by_another_host,
     _stopped_on_request,
@@ -481,22 +484,22 @@ _RULES_AFTER_FAILURE: tuple[_Rule, ...] = (
 )
 
 
-def _which_signal_ended_it(attempt: _Attempt) -> str:
+def _which_signal_ended_it(signs: _Signs) -> str:
     """Return a clause about the signal that ended a process."""
-    status = attempt.status or 0
+    status = signs.status or 0
     name = signal_name(-status) or status_text(status)
-    command = attempt.command
+    command = signs.command
     if command is not None and observations.was_stopped_by_holdfast(command, status):
         return f"holdfast stopped it with {name}"
-    who = "it" if attempt.first_rank is None else f"rank {attempt.first_rank}"
+    who = "it" if signs.first_rank is None else f"rank {signs.first_rank}"
     return f"{who} was terminated by {name}"
 
 
-def _stop_requested_by_user(attempt: _Attempt) -> float | None:
+def _stop_requested_by_user(signs: _Signs) -> float | None:
     """Return when the user's signal reached the supervisor, or None."""
-    if attempt.evidence.stop_signal is None:
+    if signs.evidence.stop_signal is None:
         return None
-    for event in attempt.evidence.events:
+    for event in signs.evidence.events:
         if event.kind == "signal":
             return event.unix_seconds
     return None
@@ -557,12 +560,12 @@ def _closed_after(events: Iterable[Event], request: Event) -> bool:
     return False
 
 
-def _crashed(attempt: _Attempt) -> bool:
+def _crashed(signs: _Signs) -> bool:
     """Return whether the process brought its signal upon itself, or the kernel killed it."""
-    status = attempt.status
+    status = signs.status
     if status is None or status >= 0:
         return False
-    if status == -signal.SIGKILL and attempt.kernel_kills:
+    if status == -signal.SIGKILL and signs.kernel_kills:
         return True
     return -status not in SIGNALS_FROM_OUTSIDE | _SIGNALS_OF_SCHEDULERS
 

@@ -240,7 +240,7 @@ def _meaning(judgement: Judgement) -> Iterator[str]:
     signature = judgement.signature
     evidence = judgement.evidence
     if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
-        yield from remarks.remarks_on_interruption(evidence)
+        yield from remarks.on_interruption(evidence)
     if judgement.candidate is not None and _is_of_holdfast(judgement.candidate):
         # Its own words say what was found; the rule would only repeat them.
         return
@@ -258,12 +258,12 @@ def _meaning(judgement: Judgement) -> Iterator[str]:
 def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
     evidence = judgement.evidence
     if judgement.is_good_end:
-        yield from remarks.remarks_on_good_end(evidence)
+        yield from remarks.on_good_end(evidence)
         yield from good_ends.sentences(evidence)
     unsaved = observations.unsaved_steps(evidence)
     if judgement.signature.id == endings.NOT_SAVED and unsaved is not None:
         yield _sentence(unsaved.sentence())
-    yield from remarks.remarks_on_interference(evidence)
+    yield from remarks.on_interference(evidence)
     leak = _leak_behind(judgement)
     if leak is not None and observations.leak_place(leak):
         yield _sentence(f"Memory was kept at {observations.leak_place(leak)}")
@@ -386,10 +386,10 @@ def _missing(judgement: Judgement) -> Iterator[str]:
     """Yield what would have made the verdict more certain."""
     yield from judgement.evidence.missing
     if judgement.signature.role == "cascade":
-        yield "the failure that this follows from: it is not in what was read"
+        yield "the failure that this follows from, which is not in what was read"
     is_unknown = judgement.signature.id == endings.UNKNOWN and judgement.candidate is None
     if is_unknown and not judgement.evidence.statements:
-        yield "no line of an error"
+        yield "no line that reports an error"
 
 
 # --- Where and when -------------------------------------------------------------------------------

@@ -182,6 +182,7 @@ def test_an_exception_that_no_signature_knows_is_its_own_verdict(
     head = "Traceback (most recent call last):\n" if frames else ""
     verdict = of_log(f"{head}{frames}{exception}: no such head\n", status=1)
     assert verdict.class_confidence == sure
+    assert verdict.names_an_exception
     assert (verdict.cause, verdict.family, verdict.restart) == ("H1608", family, "stop")
     assert verdict.exit_code == 10 + FAMILIES.index(family)
     assert verdict.title == f"{exception}: no such head"
