@@ -25,6 +25,7 @@ from holdfast.explain.hangs.blame import SIGNATURES_OF
 from holdfast.explain.judging import judge
 from holdfast.explain.logs.keeping import is_relevant
 from holdfast.explain.logs.quick import QuickPattern
+from holdfast.explain.matching import match_all
 from holdfast.explain.rules import all_rules, catalogue
 from holdfast.explain.signature import FAMILIES, Restart, Role, Signature
 from holdfast.explain.signatures import (
@@ -35,7 +36,6 @@ from holdfast.explain.signatures import (
     kinds_of_unknown,
     leaks,
 )
-from holdfast.explain.weighing import match_all
 
 CATALOGUE = all_signatures()
 BY_PATTERN = [each for each in CATALOGUE.values() if each.patterns]
