@@ -98,7 +98,7 @@ def test_a_dead_device_is_named_and_the_newest_checkpoint_goes_on(
     assert status != 0
     assert "DeviceError: the device reports" in output
     assert "[H403]" in output
-    assert "out of memory" not in output
+    assert "out of memory in attempt" not in output
     assert "does not fit" not in output
     guarded = folder / name / "guarded"
     newest = holdfast.latest(guarded)

@@ -175,6 +175,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
     (
         run.NonfiniteOrigin(
             origin={
+                "kind": "operation",
                 "op": "log",
                 "module": "encoder",
                 "line": "model.py:12 in forward",
@@ -185,6 +186,19 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
             dataset_indices=(103, 205),
         ),
         ("log", "encoder", "model.py:12", "negative", "3 and 5", "103 and 205"),
+    ),
+    (
+        run.NonfiniteOrigin(
+            origin={
+                "kind": "input",
+                "op": "batch tensor 0",
+                "phase": "forward",
+                "mechanism": "NaN in the batch",
+            },
+            bad_samples=(3,),
+            dataset_indices=(103,),
+        ),
+        ("NaN in the batch", "sample 3 of the batch", "dataset index 103"),
     ),
     (run.NonfiniteNotTraced(why="it was finite"), ("it was finite",)),
     (run.SamplesDropped(reason=REASON, epoch=2, batch=7), (REASON, "batch 7 of epoch 2")),

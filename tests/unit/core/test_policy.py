@@ -114,22 +114,18 @@ def test_a_misspelt_name_is_refused_wherever_it_stands(
     monkeypatch: pytest.MonkeyPatch, policy_file: Path
 ) -> None:
     """An unknown name is an H101 that proposes the field that was meant, if one is alike."""
-    with pytest.raises(PolicyError, match="did you mean 'max_grad_norm'") as caught:
+    with pytest.raises(PolicyError, match="'max_grad_norm'") as caught:
         Policy(max_gradient_norm=1.0)
     assert caught.value.rule == "H101"
-    assert "'max_gradient_norm' (argument) is not a policy field" in str(caught.value)
-    with pytest.raises(PolicyError, match=r"Fix: (.*) lists them\.") as caught:
+    assert "'max_gradient_norm' (argument)" in str(caught.value)
+    with pytest.raises(PolicyError, match=r"help\(holdfast\.Policy\)") as caught:
         Policy(banana=1.0)
     assert len(str(caught.value)) < 300
     policy_file.write_text("# of this run\nkeep_lates_k: 2")
-    with pytest.raises(
-        PolicyError, match=r"policy\.yaml, line 2\) is not(.|\n)*did you mean 'keep_latest_k'"
-    ):
+    with pytest.raises(PolicyError, match=r"policy\.yaml, line 2\)(.|\n)*'keep_latest_k'"):
         Policy.from_yaml(policy_file)
     monkeypatch.setenv("HOLDFAST_RECOMPUT", "false")
-    with pytest.raises(
-        PolicyError, match=r"HOLDFAST_RECOMPUT\) is not(.|\n)*did you mean 'recompute'"
-    ):
+    with pytest.raises(PolicyError, match=r"HOLDFAST_RECOMPUT\)(.|\n)*'recompute'"):
         Policy()
 
 
@@ -225,14 +221,12 @@ def test_an_error_of_a_source_says_what_was_meant(
     name its own way.
     """
     for text, said in {
-        "diagnose: true\n\ndiagnose: off": (
-            r"line 3: 'diagnose' is already set in line 1(.|\n)*H103"
-        ),
-        "{preset: tts, preset: asr}": "'preset' is already set in line 1",
+        "diagnose: true\n\ndiagnose: off": (r"line 3: 'diagnose'(.*)line 1(.|\n)*H103"),
+        "{preset: tts, preset: asr}": "'preset'(.*)line 1",
         "frozen: {a: b}": "a list of texts",
-        "precision: BF16": "did you mean 'bf16'",
-        "allow_split_with: [batchnorm]": "did you mean 'batch_norm'",
-        "policy: other.yaml": r"Fix: pass a file as Guard\(policy=FILE\)",
+        "precision: BF16": "Fix: (.*)'bf16'",
+        "allow_split_with: [batchnorm]": "Fix: (.*)'batch_norm'",
+        "policy: other.yaml": r"Guard\(policy=FILE\)",
     }.items():
         policy_file.write_text(text)
         with pytest.raises(PolicyError, match=said):
@@ -343,7 +337,7 @@ def _from_command_line(*arguments: str) -> Policy:
     [
         (("--max-grad-norm", "-1"), "H102", "max_grad_norm=-1 (option --max-grad-norm)"),
         (("--max-grad-norm", "[1"), "H102", "max_grad_norm=[1 (option --max-grad-norm)"),
-        (("--preset", "ttts"), "H110", "'ttts' (option --preset) is"),
+        (("--preset", "ttts"), "H110", "'ttts' (option --preset)"),
         (("--clip-by", "group"), "H109", "max_grad_norm=None (option --clip-by)"),
         (("--policy", "absent.yaml"), "H103", "absent.yaml"),
     ],

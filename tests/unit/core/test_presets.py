@@ -70,9 +70,9 @@ def test_a_preset_can_be_laid_over_a_finished_policy() -> None:
 def test_an_unknown_preset_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A misspelt name is an H110 from every source, with a proposal."""
     for name, nearest in (("tss", "tts"), ("ASR", "asr"), ("language-model", "language_model")):
-        with pytest.raises(PolicyError, match=f"did you mean '{nearest}'") as caught:
+        with pytest.raises(PolicyError, match=f"Fix: .*'{nearest}'") as caught:
             Policy.preset(name)
         assert caught.value.rule == "H110"
     monkeypatch.setenv("HOLDFAST_PRESET", "tss")
-    with pytest.raises(PolicyError, match="is not a preset"):
+    with pytest.raises(PolicyError, match="H110"):
         Policy()

@@ -82,8 +82,8 @@ def test_a_backward_runs_in_the_copy_of_a_process_that_has_used_autograd():
     [
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
         (lambda: object(), "not JSON serializable"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "the copy of the process died"),
-        (lambda: time.sleep(100), "gave no answer in 0.2 s"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "died"),
+        (lambda: time.sleep(100), "0.2 s"),
     ],
 )
 def test_a_copy_that_fails_dies_or_hangs_is_said_with_the_reason(run, why):

@@ -27,8 +27,8 @@ class EventData:
     a class a base of other kinds.
 
     Instances behave like frozen dataclasses. The methods that `dataclass` would generate for each
-    class are written once, here, because generating them for 100 classes takes ten times as long
-    as the rest of the import.
+    class are written once, here, because generating them for 100 classes takes ten times as long.
+    A default must be immutable, since all instances share it.
     """
 
     kind: ClassVar[str] = ""
@@ -41,15 +41,12 @@ class EventData:
             KINDS[cls.kind] = cls
 
     def __init__(self, **facts: Any) -> None:
-        defaults = {field.name: _default_of(field) for field in fields(self)}  # type: ignore[arg-type] # subclasses are dataclasses
-        unknown = [name for name in facts if name not in defaults]
-        missing = [
-            name for name, default in defaults.items() if default is MISSING and name not in facts
-        ]
-        if unknown or missing:
+        defaults = {field.name: field.default for field in _fields(type(self))}
+        required = {name for name, default in defaults.items() if default is MISSING}
+        if not required <= facts.keys() <= defaults.keys():
             raise TypeError(
-                f"{type(self).__name__} takes {', '.join(defaults) or 'no arguments'};"
-                f" unknown: {unknown}, missing: {missing}"
+                f"{type(self).__name__} takes {', '.join(defaults) or 'no facts'}, of which"
+                f" {', '.join(sorted(required)) or 'none'} must be given; got {', '.join(facts)}"
             )
         vars(self).update({**defaults, **facts})
 
@@ -60,12 +57,12 @@ class EventData:
         Raises:
             TypeError: If a fact without a default is missing.
         """
-        names = {field.name for field in fields(cls)}  # type: ignore[arg-type] # as above
+        names = {field.name for field in _fields(cls)}
         return cls(**{name: value for name, value in facts.items() if name in names})
 
     def facts(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return] # as above
+        return asdict(self)  # type: ignore[call-overload, no-any-return] # subclasses are dataclasses
 
     def __str__(self) -> str:
         """Return what happened as a sentence, without its step and time."""
@@ -93,11 +90,8 @@ def key_value_text(kind: str, facts: Mapping[str, Any]) -> str:
     return f"{kind}: {', '.join(pairs)}"
 
 
-def _default_of(field: Field[Any]) -> Any:
-    """Return the default of a field, or `MISSING`."""
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return field.default
+def _fields(data_class: type[EventData]) -> tuple[Field[Any], ...]:
+    return fields(data_class)  # type: ignore[arg-type] # subclasses are dataclasses
 
 
 def _snake_case(name: str) -> str:

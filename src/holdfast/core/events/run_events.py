@@ -63,8 +63,9 @@ class Loop(EventData):
 class EpochEnded(EventData):
     """This many epochs are over; the last one had this many batches and steps.
 
-    `steps` is None if the epoch began before a restart or a rollback. The first 100 epochs of a
-    process are recorded, and of later ones those after 1, 2, 4, 8, ... more.
+    `steps` is None if the epoch began before a restart or a rollback. Each of the first 100 epochs
+    is recorded, and of later ones those after which a process has completed 1, 2, 4, 8, ... whole
+    epochs.
     """
 
     epochs: int
@@ -116,7 +117,9 @@ class SettingsKept(EventData):
     )
 
     def __str__(self) -> str:
-        return f"settings of the script ignored: {'; '.join(self.changed)}. {_sentence(self.why)}"
+        return (
+            f"settings of the script ignored: {'; '.join(self.changed)}. {_capitalised(self.why)}"
+        )
 
 
 class GroupsChanged(EventData):
@@ -704,19 +707,22 @@ class NonfiniteOrigin(EventData):
     dataset_indices: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        text = f"NaN or Inf came from {self._place()}: {self.origin['mechanism']}"
+        text = f"origin of NaN or Inf: {self.origin['mechanism']}"
+        # Otherwise it was there before the step, and the mechanism names the tensor.
+        if self.origin["kind"] in ("operation", "finite_overflow"):
+            text = f"origin of NaN or Inf: {self._operation()}: {self.origin['mechanism']}"
         if self.bad_samples:
             text += f"; caused by {_samples(self.bad_samples, self.dataset_indices)}"
         return text
 
-    def _place(self) -> str:
-        """Return the operation with its module and line, or the name of the bad tensor."""
-        place = str(self.origin["op"])
+    def _operation(self) -> str:
+        """Return the operation with its module, line and pass."""
+        text = str(self.origin["op"])
         if self.origin.get("module"):
-            place += f" in {self.origin['module']}"
+            text += f" in {self.origin['module']}"
         if self.origin.get("line"):
-            place += f" ({self.origin['line']})"
-        return f"{place}, {self.origin['phase']} pass"
+            text += f" ({self.origin['line']})"
+        return f"{text}, {self.origin['phase']} pass"
 
 
 class NonfiniteNotTraced(_Why):
@@ -1031,8 +1037,8 @@ class ItemsIgnored(_Why):
 # --- parts of sentences ---------------------------------------------------------------------------
 
 
-def _sentence(clause: str) -> str:
-    """Return a clause with a capital letter."""
+def _capitalised(clause: str) -> str:
+    """Return a clause with a capital letter, as the beginning of a sentence."""
     return clause[:1].upper() + clause[1:]
 
 
@@ -1060,7 +1066,8 @@ def _of_batch(epoch: int | None, batch: int | None) -> str:
 
 def _samples(rows: tuple[int, ...], dataset_indices: tuple[int, ...] | None) -> str:
     """Return samples of a batch, by their places in it and in the dataset."""
-    text = f"samples {listed(rows)} of the batch"
+    is_one = len(rows) == 1
+    text = f"{'sample' if is_one else 'samples'} {listed(rows)} of the batch"
     if dataset_indices:
-        text += f" (dataset indices {listed(dataset_indices)})"
+        text += f" (dataset {'index' if is_one else 'indices'} {listed(dataset_indices)})"
     return text

@@ -123,7 +123,8 @@ class TensorBoard:
             )
             self._writer("events", 0).add_text(  # indented: Markdown shows it as it stands
                 sanitise(event.kind, most=60),
-                f"    by: {sanitise(happened.process)}, attempt {happened.attempt}\n{facts}",
+                f"    {sanitise(event.sentence())}\n    by: {sanitise(happened.process)}, attempt"
+                f" {happened.attempt}\n{facts}",
                 event.global_step,
                 walltime=event.unix_seconds,
             )
