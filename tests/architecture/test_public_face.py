@@ -88,6 +88,7 @@ def test_the_arguments_of_the_guard() -> None:
         "batches",
         "best",
         "close",
+        "diagnose",
         "emit",
         "epoch",
         "epochs_validated",
