@@ -12,7 +12,7 @@ from holdfast.explain.rules import all_rules
 
 _SOURCE = Path(holdfast.__file__).parent
 _RECIPES = Path(__file__).parents[2] / "recipes"
-_RULE = re.compile(r'(?:rule=|_cause\(\s*)"(H\w*)"')
+_RULE = re.compile(r'(?:rule=|_cause\(\s*|@rule\(\s*)"(H\w*)"')
 _CHOSEN = re.compile(r'rule="(H\w*)" if .+ else "(H\w*)"')
 
 

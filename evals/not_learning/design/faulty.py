@@ -82,22 +82,6 @@ class FaultyLosses(Programs):
             lambda z, y: -(z.softmax(0).gather(1, y[:, None]) + 1e-8).log().mean(),
         )
 
-    @faulty("")
-    def targets_not_shifted(self) -> None:
-        """The text is cut into windows, and the model shall say which character it has just
-        read.
-        """
-        ids, size = data.library_text()
-        model = parts.Wired(
-            lambda self, x: self.head(self.rnn(self.table(x))[0]),
-            table=nn.Embedding(size, 24),
-            rnn=nn.GRU(24, 48, batch_first=True),
-            head=nn.Linear(48, size),
-        )
-        for _ in self.watched(range(420), model, adam(model, 0.005)):
-            x, _ = data.text_windows(ids, 16, 24)
-            self.update(F.cross_entropy(model(x).flatten(0, 1), x.flatten()))
-
     @faulty("H841", shows="H828")
     def broadcast_in_mse(self) -> None:
         """Predictions (n, 1) against targets (n,).
@@ -185,19 +169,6 @@ class FaultyData(Programs):
             for xb, yb in loader:
                 self.update(F.cross_entropy(model(xb), yb))
 
-    @faulty("", shows="H833")
-    def same_batch_again_and_again(self) -> None:
-        """``next(iter(loader))`` begins the loader anew each time, and it does not shuffle."""
-        x, y, x_val, y_val = data.digits(self.seed)
-        loader = DataLoader(TensorDataset(x, y), batch_size=32)
-        model = parts.mlp(64, 64, 10)
-        for step in self.watched(range(500), model, adam(model, 0.003)):
-            xb, yb = next(iter(loader))
-            self.update(F.cross_entropy(model(xb), yb))
-            if step % 50 == 49:
-                with torch.no_grad():
-                    self.watching.validated(F.cross_entropy(model(x_val), y_val).item())
-
     @faulty("H856", shows="H801 H802 H804 H826 H828 H825 H848 H815")
     def input_in_the_ten_thousands(self) -> None:
         """Incomes and years beside rates: one column is ten thousand times the others."""
@@ -233,19 +204,6 @@ class FaultyData(Programs):
                 self.update(F.cross_entropy(model(x[rows]), y[rows]))
             with torch.no_grad():
                 self.watching.validated(F.cross_entropy(model(x_val), y_val).item())
-
-    @faulty("", shows="H828")
-    def batch_norm_with_two_samples(self) -> None:
-        model = nn.Sequential(
-            nn.Linear(8, 64),
-            nn.BatchNorm1d(64),
-            nn.ReLU(),
-            nn.Linear(64, 64),
-            nn.BatchNorm1d(64),
-            nn.ReLU(),
-            nn.Linear(64, 1),
-        )
-        self.fit(model, adam(model, 0.001), data.batches(data.curve(self.seed), 2, 900), F.mse_loss)
 
 
 class FaultyWiring(Programs):
@@ -316,18 +274,6 @@ class FaultyWiring(Programs):
             net,
             adam(net.body, 0.002),
             data.batches(data.digits(self.seed), 64, 400),
-            F.cross_entropy,
-        )
-
-    @faulty("", shows="H828 H848")
-    def frozen_backbone_without_its_weights(self) -> None:
-        """The backbone was frozen, and its pretrained weights were never loaded."""
-        body = nn.Sequential(*parts.mlp(64, 128, 128, 128), nn.ReLU()).requires_grad_(False)
-        model = nn.Sequential(body, nn.Linear(128, 10))
-        self.fit(
-            model,
-            adam(model[1], 0.001),
-            data.batches(data.digits(self.seed), 32, 400),
             F.cross_entropy,
         )
 

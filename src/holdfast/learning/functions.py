@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -104,17 +105,29 @@ class FunctionMode(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name not in (SEEN_IF_EXAMINED if self.examine else ALWAYS_SEEN) or is_symbolic():
+        if not self._is_seen(name):
             return func(*args, **kwargs)
         if name == "backward" and args and isinstance(args[0], Tensor):
             return self._run_backward(func, args, kwargs)
         result = func(*args, **kwargs)
         if func == GRADIENT_GETTER:
-            if _is_called_by_clipping():
-                self._clips_and_backwards.append("clip")
+            self._note_clipping(reader=sys._getframe(1))
         elif torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad:
             self._look(name, args, kwargs, result)
         return result
+
+    def _is_seen(self, name: str) -> bool:
+        names = SEEN_IF_EXAMINED if self.examine else ALWAYS_SEEN
+        return name in names and not is_symbolic()
+
+    def _note_clipping(self, reader: FrameType) -> None:
+        """Note that a gradient was read, if one of torch's functions that clip reads it."""
+        callers = {reader.f_code.co_name}
+        # Before Python 3.12 a list comprehension has a frame of its own.
+        if reader.f_code.co_name == "<listcomp>" and reader.f_back is not None:
+            callers.add(reader.f_back.f_code.co_name)
+        if not CLIPPING_FUNCTIONS.isdisjoint(callers):
+            self._clips_and_backwards.append("clip")
 
     def _run_backward(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._on_backward(args[0])
@@ -221,16 +234,6 @@ class FunctionMode(TorchFunctionMode):
 
 def _note_sign(site: LossSite, gradient: Tensor) -> None:
     site.note_sign(float(gradient))
-
-
-def _is_called_by_clipping() -> bool:
-    """Return whether a gradient is read by one of torch's functions that clip."""
-    # Two frames up: this function, `__torch_function__`, and who reads the gradient.
-    reader = sys._getframe(2)
-    names = {reader.f_code.co_name}
-    if reader.f_code.co_name == "<listcomp>" and reader.f_back is not None:
-        names.add(reader.f_back.f_code.co_name)
-    return not CLIPPING_FUNCTIONS.isdisjoint(names)
 
 
 def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:

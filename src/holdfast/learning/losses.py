@@ -8,11 +8,12 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from holdfast.learning.loss_functions import BINARY_LOSSES, CLASS_LOSSES
 from holdfast.learning.measures import append_newest
 from holdfast.learning.observations import ObservedLoss
 from holdfast.learning.targets import (
+    ConstantClassShares,
     ConstantMean,
+    ConstantProbability,
     LabelMix,
     best_constant_for,
     binary_labels_in,
@@ -69,21 +70,24 @@ class LossSite:
 
     def note_targets(self, target: Tensor, *, ignore_index: int) -> None:
         """Add the targets of a call."""
-        if self._constant is None or target.dtype.is_complex:
+        constant = self._constant
+        if constant is None or not constant.takes(target):
             self._comparable = False
-            return
-        function = self.observed.function
-        if function in CLASS_LOSSES:
-            if target.is_floating_point():  # probabilities of classes instead of labels
-                self._comparable = False
-                return
+        elif isinstance(constant, ConstantClassShares):
+            labels = labels_in(target, ignore_index)
+            self._constant_now = constant.add(labels)
             if target.dim() == 1:
-                self._labels.add(labels_in(target, ignore_index))
-        elif function in BINARY_LOSSES and (target.dim() < 2 or target.shape[-1] == 1):
-            labels = binary_labels_in(target)
-            if labels is not None:
                 self._labels.add(labels)
-        self._constant_now = self._constant.add(target, ignore_index=ignore_index)
+        else:
+            self._constant_now = constant.add(target)
+            if isinstance(constant, ConstantProbability):
+                self._note_binary_labels(target)
+
+    def _note_binary_labels(self, target: Tensor) -> None:
+        one_per_sample = target.dim() < 2 or target.shape[-1] == 1
+        labels = binary_labels_in(target) if one_per_sample else None
+        if labels is not None:
+            self._labels.add(labels)
 
     def observations(self) -> ObservedLoss:
         """Return what was observed, with everything brought up to date."""

@@ -92,23 +92,20 @@ def measure_progress(run: Observations) -> Progress:
     tail = newest_quarter(losses)
     start = median(losses[: max(5, len(losses) // 10)])
     end = median(tail)
+    # Standard deviation of the loss at the end, which single outliers do not change.
     noise = DEVIATION_OF_NORMAL * median([abs(loss - end) for loss in tail])
+    diverged = start > 0 and end > DIVERGED_RATIO * start and end - start > 2 * noise
+    state: State = "diverged" if diverged else "learning"
+
     against = best_against_constant(run)
-    state: State = "learning"
-    if start > 0 and end > DIVERGED_RATIO * start and end - start > 2 * noise:
-        state = "diverged"
-    elif against is not None:
-        if not has_learnt(run, against, losses, noise):
-            state = "constant"
-    elif abs(start - end) < max(FLAT_CHANGE * abs(start), 0.5 * noise):
-        state = "flat"
-    return Progress(
-        state=state,
-        start=start,
-        end=end,
-        baseline=against.baseline if against is not None else None,
-        best=against.loss if against is not None else None,
-    )
+    if against is None:
+        is_flat = abs(start - end) < max(FLAT_CHANGE * abs(start), 0.5 * noise)
+        if is_flat and not diverged:
+            state = "flat"
+        return Progress(state=state, start=start, end=end)
+    if not diverged and not has_learnt(run, against, losses, noise):
+        state = "constant"
+    return Progress(state=state, start=start, end=end, baseline=against.baseline, best=against.loss)
 
 
 def driving_losses(run: Observations) -> list[float]:

@@ -39,7 +39,7 @@ EXAMINED = Schedule(first_rounds=6, one_in=40, later_one_in=160)
 
 
 def is_in_schedule(step: int, optimizers: int, schedule: Schedule) -> bool:
-    """Return whether a step is looked at: all of the first rounds, then few at irregular distances.
+    """Return whether a step is looked at: all of the first rounds, then some at no fixed distance.
 
     What is examined is also sampled.
 
@@ -52,9 +52,11 @@ def is_in_schedule(step: int, optimizers: int, schedule: Schedule) -> bool:
     if round_number < schedule.first_rounds:
         return True
     one_in = schedule.one_in if round_number < FIRST_WINDOW_STEPS else schedule.later_one_in
+    # Two rounds in a row, so that what a step leads to is seen too.
+    pair = round_number // 2
     # A hash instead of every tenth step: it cannot fall into step with epochs, it draws no random
     # number, and what is chosen once in 40 steps is also chosen once in 12.
-    return round_number * HASH_MULTIPLIER % HASH_RANGE < HASH_RANGE // one_in
+    return pair * HASH_MULTIPLIER % HASH_RANGE < HASH_RANGE // one_in
 
 
 def is_end_of_window(steps: int, total_steps: int | None) -> bool:

@@ -27,8 +27,10 @@ MOVES = frozenset(
 TURNS = frozenset({"Transpose", "Permute", "T"})
 # Operations that pick values, or cut them off at a limit.
 PICKS = frozenset({"Index", "Gather", "Clamp", "ClampMin"})
-SOFTMAXES = ("Softmax", "LogSoftmax")
 # Operations that are looked behind.
+PASSED = MOVES | TURNS | PICKS
+SOFTMAXES = ("Softmax", "LogSoftmax")
+# How many operations in a row are looked behind.
 MOST_NODES = 8
 
 
@@ -75,10 +77,8 @@ def source_of(tensor: Tensor, *, behind_sums: bool = False) -> Source:
         if node is None:
             break
         operation = _operation_of(node)
-        passes = operation in MOVES or operation in TURNS or operation in PICKS
-        if behind_sums and operation == "Add":
-            passes = len([1 for parent, _ in node.next_functions if parent is not None]) == 1
-        if not passes:
+        is_sum = operation == "Add" and behind_sums and _adds_a_number(node)
+        if not is_sum and operation not in PASSED:
             return Source(
                 operation=operation,
                 dim=None if turned else _softmax_dim(node, operation),
@@ -95,6 +95,12 @@ def _operation_of(node: Any) -> str:
     """Return ``"Softmax"`` for a node called ``SoftmaxBackward0``."""
     name: str = node.name()
     return name.removesuffix("0").removesuffix("1").removesuffix("Backward")
+
+
+def _adds_a_number(node: Any) -> bool:
+    """Return whether only one of the two terms has a graph."""
+    parents = [parent for parent, _ in node.next_functions if parent is not None]
+    return len(parents) == 1
 
 
 def _softmax_dim(node: Any, operation: str) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,38 +25,19 @@ EPSILON = 1e-12
 FEWEST_DEVIATIONS = 10
 
 
-class BestConstant(Protocol):
-    """The best prediction that ignores the input, for one loss function."""
-
-    def add(self, target: Tensor, *, ignore_index: int) -> float | None:
-        """Add targets; return the loss of the best constant so far on them, if it is known."""
-
-    def loss(self) -> float | None:
-        """Return the loss of the best constant on all targets, None if it is unknown."""
-
-
-def best_constant_for(function: str) -> BestConstant | None:
-    """Return what finds the best constant of a loss function, or None where that is unknown."""
-    if function in CLASS_LOSSES:
-        return ConstantClassShares()
-    if function in BINARY_LOSSES:
-        return ConstantProbability()
-    if function == "mse_loss":
-        return ConstantMean()
-    if function == "l1_loss":
-        return ConstantMedian()
-    return None
-
-
 class ConstantClassShares:
     """For class labels: predict the share of each class. Its loss is the entropy of the labels."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
-    def add(self, target: Tensor, *, ignore_index: int) -> float | None:
-        """Count labels; return the loss of the shares so far on them."""
-        counts = Counter(labels_in(target, ignore_index))
+    def takes(self, target: Tensor) -> bool:
+        """Return whether targets are labels; for probabilities of classes no constant is known."""
+        return not (target.is_floating_point() or target.dtype.is_complex)
+
+    def add(self, labels: list[int]) -> float | None:
+        """Count the labels of a batch; return the loss of the shares so far on them."""
+        counts = Counter(labels)
         if not counts:
             return None
         self._counts.update(counts)
@@ -81,9 +62,12 @@ class ConstantMean:
     def __init__(self) -> None:
         self._moments = Moments()
 
-    def add(self, target: Tensor, *, ignore_index: int) -> float | None:
+    def takes(self, target: Tensor) -> bool:
+        """Return whether targets are real numbers."""
+        return not target.dtype.is_complex
+
+    def add(self, target: Tensor) -> float | None:
         """Add targets; return the mean squared distance from the mean so far."""
-        del ignore_index
         columns = self._moments.add(target)
         if columns is None:
             return None
@@ -108,9 +92,12 @@ class ConstantProbability:
     def __init__(self) -> None:
         self._moments = Moments()
 
-    def add(self, target: Tensor, *, ignore_index: int) -> float | None:
+    def takes(self, target: Tensor) -> bool:
+        """Return whether targets are real numbers."""
+        return not target.dtype.is_complex
+
+    def add(self, target: Tensor) -> float | None:
         """Add targets; return the loss of their mean so far on them."""
-        del ignore_index
         columns = self._moments.add(target)
         if columns is None:
             return None
@@ -134,9 +121,12 @@ class ConstantMedian:
     def __init__(self) -> None:
         self._deviations: list[float] = []
 
-    def add(self, target: Tensor, *, ignore_index: int) -> None:
+    def takes(self, target: Tensor) -> bool:
+        """Return whether targets are real numbers."""
+        return not target.dtype.is_complex
+
+    def add(self, target: Tensor) -> None:
         """Add the mean deviation of a batch from its own median, which no constant could beat."""
-        del ignore_index
         columns = columns_of(target)
         if columns.shape[1] > MOST_COLUMNS:
             columns = columns.reshape(-1, 1)
@@ -147,6 +137,22 @@ class ConstantMedian:
         if len(self._deviations) < FEWEST_DEVIATIONS:
             return None
         return sum(self._deviations) / len(self._deviations)
+
+
+BestConstant: TypeAlias = ConstantClassShares | ConstantMean | ConstantProbability | ConstantMedian
+
+
+def best_constant_for(function: str) -> BestConstant | None:
+    """Return what finds the best constant prediction for a loss function, None if none is known."""
+    if function in CLASS_LOSSES:
+        return ConstantClassShares()
+    if function in BINARY_LOSSES:
+        return ConstantProbability()
+    if function == "mse_loss":
+        return ConstantMean()
+    if function == "l1_loss":
+        return ConstantMedian()
+    return None
 
 
 class Moments:

@@ -16,4 +16,5 @@ def test_a_fault_is_named_and_a_healthy_program_is_left_in_peace(program: Progra
     found = judge([run_once(program, seed=0)])
     assert not found["crashes"]
     assert not found["wrong"]
-    assert found["detected"] is not program.healthy
+    assert found["detected_if_asked"] is not program.healthy
+    assert not (program.healthy and found["on_request"])

@@ -114,6 +114,11 @@ UNLEARNT: dict[str, Any] = {
     "optimizer": {"losses": STILL},
     "site": {"values": [loss for _, loss in STILL]},
 }
+# Worse than the best constant, as after steps that were too large.
+DESTROYED: dict[str, Any] = {
+    "optimizer": {"losses": STILL},
+    "site": {"values": [1.1 * loss for _, loss in STILL]},
+}
 OVERFIT = [(40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i if i < 4 else 0.5 + 0.2 * i) for i in range(9)]
 FIT = [(40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i) for i in range(9)]
 ALIGNED = {"diagonality": 0.9, "sharpness": 0.7, "share_at_max_decoder": 0.0, "utterances": 16}
@@ -148,8 +153,14 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
     (
         "H825",
         True,
-        {**UNLEARNT, "layers": {"a": replace(LAYER, largest_ratio=4.0)}},
+        {**DESTROYED, "layers": {"a": replace(LAYER, largest_ratio=4.0)}},
         {"layers": {"a": replace(LAYER, largest_ratio=4.0)}},
+    ),
+    (
+        "H825",
+        True,
+        {**DESTROYED, "layers": {"a": replace(LAYER, largest_ratio=4.0)}},
+        {**UNLEARNT, "layers": {"a": replace(LAYER, largest_ratio=4.0)}},
     ),
     (
         "H825",

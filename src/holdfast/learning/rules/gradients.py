@@ -140,7 +140,7 @@ def clipped_before_backward(run: Observations, rule: Rule) -> Iterator[Finding]:
 class LostSignal:
     """Where a signal vanishes or explodes, and what was measured."""
 
-    what: str
+    description: str
     where: str
 
 
@@ -156,12 +156,14 @@ def signal_vanishes_or_explodes(run: Observations, rule: Rule) -> Iterator[Findi
     # high.
     exploding = find_exploding(run) if failing or run.had_nonfinite else None
     if exploding is not None:
-        yield rule.finding(exploding.what, fix, exploding.where, severity="advice", confidence=0.85)
+        yield rule.finding(
+            exploding.description, fix, exploding.where, severity="advice", confidence=0.85
+        )
         return
     vanishing = find_uneven_gradients(run)
     if vanishing is not None:
         yield rule.finding(
-            vanishing.what, fix, vanishing.where, severity="advice" if failing else "note"
+            vanishing.description, fix, vanishing.where, severity="advice" if failing else "note"
         )
 
 
@@ -173,7 +175,7 @@ def find_exploding(run: Observations) -> LostSignal | None:
         usual = usual_first_loss(loss)
         if loss.first is not None and usual and loss.first > EXPLODING_LOSS * usual:
             return LostSignal(
-                what=(
+                description=(
                     "signals explode on the way forward: the first loss,"
                     f" {loss.first:.3g}, is far above {usual:.3g}"
                 ),
@@ -185,7 +187,9 @@ def find_exploding(run: Observations) -> LostSignal | None:
             continue
         if max(norms) > EXPLODING_NORM * max(1.0, median(norms[:FIRST_NORMS])):
             return LostSignal(
-                what=f"the gradient norm reached {max(norms):.2g}, a thousand times the usual",
+                description=(
+                    f"the gradient norm reached {max(norms):.2g}, a thousand times the usual"
+                ),
                 where=name,
             )
     return None
@@ -227,7 +231,7 @@ def _find_uneven_gradients_within(run: Observations, prefix: str) -> LostSignal 
         return None
     verb = "vanish" if ratio < 1 else "explode"
     return LostSignal(
-        what=(
+        description=(
             f"gradients {verb} towards the input: {sizes[first]:.1e} in {first},"
             f" {sizes[last]:.1e} in {last}"
         ),

@@ -66,15 +66,15 @@ def rectified_scores(run: Observations, rule: Rule) -> Iterator[Finding]:
     """The model ends in a ReLU, so it cannot give negative scores."""
     for name, loss in run.losses.items():
         if loss.always("relu_source"):
-            what = f"the scores given to {loss.function} come out of a ReLU: none is below 0"
+            message = f"the scores given to {loss.function} come out of a ReLU: none is below 0"
         elif loss.always("beyond_relu"):
-            what = (
+            message = (
                 f"the predictions given to {loss.function} come out of a ReLU, and many targets are"
                 " below 0"
             )
         else:
             continue
-        yield rule.finding(what, "remove the activation after the last layer.", name)
+        yield rule.finding(message, "remove the activation after the last layer.", name)
 
 
 @rule("H838", tier="contract", severity="error", kind="cause", confidence=0.9)

@@ -31,11 +31,11 @@ def nonfinite_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
     for name, optimizer in run.optimizers.items():
         if not optimizer.nonfinite_gradients:
             continue
-        what = f"{optimizer.nonfinite_gradients} observed step(s) used NaN or Inf as a gradient"
+        message = f"{optimizer.nonfinite_gradients} observed step(s) used NaN or Inf as a gradient"
         if optimizer.nonfinite_names:
-            what += f", first in {', '.join(optimizer.nonfinite_names)}"
+            message += f", first in {', '.join(optimizer.nonfinite_names)}"
         yield rule.finding(
-            what,
+            message,
             "skip such steps (holdfast.Guard does), and find the operation that causes them.",
             name,
             severity="error" if optimizer.gradient_failed_first else "note",

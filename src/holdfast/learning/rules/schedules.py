@@ -79,25 +79,30 @@ def scheduler_out_of_step(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 def find_scheduler_fault(run: Observations, scheduler: ObservedScheduler) -> str | None:
     """Return what is wrong with the times at which a scheduler is advanced."""
-    steps = scheduler.optimizer_steps
     if scheduler.before_first > 0 and scheduler.advanced_once >= FEWEST_ADVANCES:
         return (
             "it is advanced before the first optimizer step, so the first learning rate is never"
             " used"
         )
+    steps = scheduler.optimizer_steps
     if steps >= FEWEST_STEPS and scheduler.advanced_several > 0.5 * steps:
         return "it is advanced several times for each optimizer step"
-    if steps < FEWEST_STEPS_OF_A_RUN or scheduler.advanced_once <= 0.5 * steps:
-        return None
-    if not scheduler.period or scheduler.advanced <= MOST_PERIODS * scheduler.period:
-        return None
     # The learning rate of a cosine comes back, so it does not show in the rates.
-    if scheduler.kind == "CosineAnnealingLR" or _has_faded(run):
+    lost_rate = scheduler.kind == "CosineAnnealingLR" or _has_faded(run)
+    if lost_rate and _passes_many_periods(scheduler):
         return (
             f"it is advanced in every step, {scheduler.advanced} times, although its period is"
             f" {scheduler.period}"
         )
     return None
+
+
+def _passes_many_periods(scheduler: ObservedScheduler) -> bool:
+    """Return whether a scheduler is advanced in every step with a period meant for epochs."""
+    steps = scheduler.optimizer_steps
+    if steps < FEWEST_STEPS_OF_A_RUN or scheduler.advanced_once <= 0.5 * steps:
+        return False
+    return scheduler.period is not None and scheduler.advanced > MOST_PERIODS * scheduler.period
 
 
 def _has_faded(run: Observations) -> bool:

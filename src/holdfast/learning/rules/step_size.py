@@ -20,6 +20,8 @@ BLOWN_UP = 10
 EARLY_LOSSES = 30
 # Share of the best constant's loss below which a run has recovered from that.
 RECOVERED = 0.3
+# Loss relative to the best constant's, above which it is worse and not just equal up to noise.
+WORSE_THAN_CONSTANT = 1.02
 # Steps before a learning rate can be called too low.
 FEWEST_STEPS = 100
 # Share of the weights' length that all steps together have to be able to cover. This is an upper
@@ -55,7 +57,7 @@ def learning_rate_too_high(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 def has_blown_up(run: Observations, progress: Progress) -> bool:
     """Return whether the loss rose far, and has not recovered."""
-    if progress.state in ("diverged", "constant"):
+    if progress.state == "diverged" or is_worse_than_constant(progress):
         return True
     early = driving_losses(run)[:EARLY_LOSSES]
     if len(early) < EARLY_LOSSES or early[0] <= 0 or max(early) <= BLOWN_UP * early[0]:
@@ -63,6 +65,16 @@ def has_blown_up(run: Observations, progress: Progress) -> bool:
     if progress.baseline is None or progress.best is None:
         return True
     return progress.best >= RECOVERED * progress.baseline
+
+
+def is_worse_than_constant(progress: Progress) -> bool:
+    """Return whether the loss is above that of the best constant prediction.
+
+    A model that cannot learn a task predicts the constant; one that is thrown about does worse.
+    """
+    if progress.baseline is None or progress.best is None:
+        return False
+    return progress.best > WORSE_THAN_CONSTANT * progress.baseline
 
 
 @rule("H824", tier="window", severity="advice", kind="cause", confidence=0.8)
