@@ -43,7 +43,7 @@ _KILL_SECONDS = 5.0
 _QUIET_SECONDS = 0.1
 # Least time for a slow reader of our own output.
 _FLUSH_SECONDS = 5.0
-_KILLED = "killed with SIGKILL, because it had not ended when it was asked to"
+_KILLED = "killed with SIGKILL because it did not end when asked"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,9 +175,10 @@ class Attempt:
 
     def _announce_grace_period(self, number: int) -> None:
         grace = f"{self.shutdown.grace_seconds:g} s"
-        text = f"{signal.Signals(number).name} passed on; what still runs in {grace} is killed"
+        name = signal.Signals(number).name
+        text = f"{name} passed on to the command; whatever still runs after {grace} is killed"
         if number == signal.SIGINT:
-            text += ", or at once after a second one"
+            text += ", or at once after a second Ctrl-C"
         self.copier.print_message(text)
 
     def _on_resize(self) -> None:

@@ -340,7 +340,7 @@ class Supervisor:
         self._announce_restart(decision, verdict)
         self._environment.update(decision.changes)
         if not self._sleep(decision.delay_seconds, session.signals):
-            return EndRun(why="a signal asked to end")
+            return EndRun(why="a signal asked the run to stop")
         obstacle = self._wait_for_hosts(session)
         if obstacle is not None:
             return EndRun(why=obstacle)
@@ -356,8 +356,9 @@ class Supervisor:
                 changes=dict(decision.changes),
             )
         )
-        # Where there are other hosts, they must agree first.
-        what_follows = "started again" if self._hosts is None else "to be started again"
+        what_follows = "restarting"
+        if self._hosts is not None:
+            what_follows = "restarting with the other hosts"
         self._copier.print_message(
             f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; {what_follows}"
             f" in {decision.delay_seconds:g} s: {decision.why}"

@@ -58,12 +58,14 @@ class Weight:
         bytes: Memory.
         has_graph: Whether a tensor in it keeps its graph.
         has_traceback: Whether a traceback is in it.
-        device: Type of the device of the largest tensor.
+        largest_tensor_bytes: Memory of the largest tensor in it.
+        device: Type of the device of that.
     """
 
     bytes: int = 0
     has_graph: bool = False
     has_traceback: bool = False
+    largest_tensor_bytes: int = 0
     device: str = "cpu"
 
 
@@ -228,22 +230,13 @@ class Census:
                 is counted now is added.
         """
         weight = Weight()
-        largest_bytes = 0
         met = {id(target)}
         remaining = [target]
         while remaining and len(met) < _MAX_WEIGHED_OBJECTS:
             current = remaining.pop()
             kind = type(current)
             if issubclass(kind, self._array_types):
-                storage, size = self._storage_of(current)
-                if issubclass(kind, self._tensor_type) and size >= largest_bytes:
-                    largest_bytes = size
-                    weight.device = str(current.device.type)
-                if not weight.has_graph and count_graph_nodes(current, 1) > 0:
-                    weight.has_graph = True
-                if storage not in counted:
-                    weight.bytes += size
-                    counted.add(storage)
+                self._add_array(weight, current, counted)
             elif _is_weighed(kind):
                 weight.bytes += sys.getsizeof(current) if kind in _BUILT_IN else kind.__basicsize__
                 if is_a(current, types.TracebackType):
@@ -253,6 +246,18 @@ class Census:
                         met.add(id(inner))
                         remaining.append(inner)
         return weight
+
+    def _add_array(self, weight: Weight, array: Any, counted: set[int]) -> None:
+        """Add a tensor or an array to a weight; memory that was counted before adds no bytes."""
+        storage, size = self._storage_of(array)
+        if is_a(array, self._tensor_type) and size >= weight.largest_tensor_bytes:
+            weight.largest_tensor_bytes = size
+            weight.device = str(array.device.type)
+        if not weight.has_graph:
+            weight.has_graph = count_graph_nodes(array, 1) > 0
+        if storage not in counted:
+            counted.add(storage)
+            weight.bytes += size
 
 
 def _is_weighed(kind: type) -> bool:

@@ -77,9 +77,6 @@ class HolderPath:
     links: tuple[Link, ...] = ()
 
 
-_UNKNOWN = HolderPath("unknown")
-
-
 # --- what a chain of references is to a program ---
 
 
@@ -236,37 +233,105 @@ def _name_in(named: Iterable[tuple[Any, Any]], held: Any) -> str:
     return ""
 
 
+# --- a path as text ---
+
+
 def text_of(links: Sequence[Link]) -> str:
     """Return a path as a program would write it, such as ``holder.losses[...]``."""
     text = ""
     for link in reversed(links):
-        text = _append(text, link)
+        text = _APPENDERS[link.kind](text, link)
     return sanitise(text, most=_MAX_TEXT_LENGTH)
 
 
-def _append(text: str, link: Link) -> str:
-    """Return the text of a path with one more link, from the outside in."""
-    if link.kind == "attribute":
-        # The entries of `_modules` are attributes to a script.
-        return text if link.name == "_modules" else f"{text or link.owner or '?'}.{link.name}"
-    if link.kind == "entry":
-        return text + (f"[{link.name!r}]" if link.name else "[...]")
-    if link.kind == "cache":
-        return f"{text}cache of {link.name}"
-    if link.kind == "traceback":
-        return text if text.endswith("(traceback)") else f"{text} (traceback)"
-    if link.kind == "other":
-        return text
+def _append_name(text: str, link: Link) -> str:
     separator = " " if text else ""
-    text = f"{text}{separator}{link.name}"
-    if link.kind == "cell":
-        return f"{text} (closure of {link.owner})"
-    if link.kind == "default":
-        return f"{text} (default of {link.owner})"
+    return f"{text}{separator}{link.name}"
+
+
+def _append_cell(text: str, link: Link) -> str:
+    return f"{_append_name(text, link)} (closure of {link.owner})"
+
+
+def _append_default(text: str, link: Link) -> str:
+    return f"{_append_name(text, link)} (default of {link.owner})"
+
+
+def _append_attribute(text: str, link: Link) -> str:
+    # The entries of `_modules` are attributes to a script.
+    if link.name == "_modules":
+        return text
+    return f"{text or link.owner or '?'}.{link.name}"
+
+
+def _append_entry(text: str, link: Link) -> str:
+    return f"{text}[{link.name!r}]" if link.name else f"{text}[...]"
+
+
+def _append_cache(text: str, link: Link) -> str:
+    return f"{text}cache of {link.name}"
+
+
+def _append_traceback(text: str, _link: Link) -> str:
+    # An exception and its tracebacks are several links, and one word.
+    return text if text.endswith("(traceback)") else f"{text} (traceback)"
+
+
+def _append_nothing(text: str, _link: Link) -> str:
     return text
 
 
+# How a link is written behind those around it, by its kind.
+_APPENDERS: dict[LinkKind, Callable[[str, Link], str]] = {
+    "global": _append_name,
+    "local": _append_name,
+    "cell": _append_cell,
+    "default": _append_default,
+    "attribute": _append_attribute,
+    "entry": _append_entry,
+    "traceback": _append_traceback,
+    "cache": _append_cache,
+    "other": _append_nothing,
+}
+
+
 # --- the walk ---
+
+
+class _Walk:
+    """The chains from a target to the objects that refer to it, one level after another."""
+
+    def __init__(self, target: object) -> None:
+        # The chain from the target to each object that was met, by the `id` of that.
+        self.chains: dict[int, Chain] = {id(target): [target]}
+        # Chains that lead back to an object that was met before.
+        self.closed: list[Chain] = []
+        # The objects of the newest level.
+        self.frontier: list[Any] = [target]
+        # Whether objects were left out because a level had too many.
+        self.was_cut = False
+
+    def extend(self, referrers: Iterable[tuple[Any, Any]]) -> None:
+        """Go one level further.
+
+        Args:
+            referrers: Objects that refer to the frontier, each with the one that it refers to.
+        """
+        self.frontier = []
+        for holder, held in referrers:
+            chain = [*self.chains[id(held)], holder]
+            if id(holder) in self.chains:
+                self.closed.append(chain)
+            elif len(self.frontier) < _MAX_WIDTH:
+                self.chains[id(holder)] = chain
+                self.frontier.append(holder)
+            else:
+                self.was_cut = True
+
+    def container_ids(self) -> set[int]:
+        """Return the `id` of everything here that refers to objects of the script."""
+        containers = (self.frontier, self.chains, self.closed, *self.chains.values(), *self.closed)
+        return {id(container) for container in containers}
 
 
 class HolderSearch:
@@ -305,38 +370,29 @@ class HolderSearch:
             own: `id` of each container of ours that holds the object.
             growing: `id` of each container that is known to grow.
         """
-        # The chain from the target to each object that was met, by the `id` of that.
-        chains: dict[int, Chain] = {id(target): [target]}
-        # Chains that lead back to an object that was met before.
-        closed: list[Chain] = []
-        frontier = [target]
-        was_cut = False
+        walk = _Walk(target)
         for _ in range(_MAX_LEVELS):
-            for member in frontier:
-                if member is not target and id(member) in growing:
-                    return HolderPath("container")
-                links = self._links_from_root(chains[id(member)])
-                if links:
-                    return HolderPath("name", tuple(links))
-            below = frontier
-            frontier = []
-            containers = (below, frontier, chains, closed, self._locals, *chains.values(), *closed)
-            excluded = own | {id(container) for container in containers}
-            for holder, held in self._find_referrers(below, excluded):
-                chain = [*chains[id(held)], holder]
-                if id(holder) in chains:
-                    closed.append(chain)
-                elif len(frontier) < _MAX_WIDTH:
-                    chains[id(holder)] = chain
-                    frontier.append(holder)
-                else:
-                    was_cut = True
-            if not frontier or time.thread_time() > self._until:
+            end = self._find_end(walk, target, growing)
+            if end is not None:
+                return end
+            excluded = own | walk.container_ids() | {id(self._locals)}
+            walk.extend(self._find_referrers(walk.frontier, excluded))
+            if not walk.frontier or time.thread_time() > self._until:
                 break
         # Only if everything was followed to its end, a cycle is all that holds the object.
-        if frontier or was_cut or not closed:
-            return _UNKNOWN
-        return HolderPath("cycle", _best_cycle(closed))
+        if walk.frontier or walk.was_cut or not walk.closed:
+            return HolderPath("unknown")
+        return HolderPath("cycle", _best_cycle(walk.closed))
+
+    def _find_end(self, walk: _Walk, target: object, growing: frozenset[int]) -> HolderPath | None:
+        """Return the path if the walk has met a name or a growing container, or None."""
+        for member in walk.frontier:
+            if member is not target and id(member) in growing:
+                return HolderPath("container")
+            links = self._links_from_root(walk.chains[id(member)])
+            if links:
+                return HolderPath("name", tuple(links))
+        return None
 
     def _links_from_root(self, chain: Chain) -> list[Link]:
         """Return the links of a chain if it ends at a name; otherwise none.
