@@ -107,7 +107,7 @@ class Attempt:
             self._act_on_hangs()
             self._look_at_hosts()
             self._keep_deadlines()
-        self.signals.command = None
+        self.signals.detach()
         seconds = time.monotonic() - self._started_at
         status = self.child.wait()
         self._end_leftovers(status)
@@ -239,8 +239,7 @@ class Attempt:
         if now >= shutdown.kill_at:
             if shutdown.is_requested or shutdown.signal_sent is not None:
                 self.copier.print_message(_KILLED)
-            shutdown.signal_sent = signal.SIGKILL
-            shutdown.kill_at = math.inf
+            shutdown.note_killed()
             self._kill()
 
     # --- what the command leaves behind ---
@@ -280,6 +279,7 @@ class Attempt:
         notified = set(self.signals.notified)
         if signal_in_status(status) in TO_HANDLERS | {signal.SIGHUP}:
             notified |= self._trainer_pids() or set()
+        # The grace period of this wait is its own: what is left after it gets the usual one.
         kill_at = self.shutdown.kill_at
         self.shutdown.kill_within(self.shutdown.grace_seconds, time.monotonic())
         while notified & self.tree.processes() and time.monotonic() < self.shutdown.kill_at:

@@ -149,14 +149,17 @@ class Supervisor:
                 self._hosts = Hosts(options.run_path.expanduser(), host)
             on_error.pop_all()
         self._copier = OutputCopier(self._log, quiet=quiet)
-        self._log.on_loss = self._report_lost_output
         self._folder.update_last_link(options.run_path.expanduser().absolute())
 
     def _open_recording(self) -> None:
         try:
             self._folder.write_description(self._options.command, time.time())
             self._box = BlackBox(self._folder.supervisor)
-            self._log = OutputLog(self.run_path / OUTPUT_FILE, self._options.max_log_bytes)
+            self._log = OutputLog(
+                self.run_path / OUTPUT_FILE,
+                self._options.max_log_bytes,
+                on_loss=self._report_lost_output,
+            )
         except OSError as error:
             raise self._folder.unusable(error) from error
 
