@@ -136,7 +136,7 @@ def _make_leak(growth: _Growth, path: HolderPath, line: str) -> Leak:
 
 
 def _describe_holder(growth: _Growth, path: HolderPath) -> str:
-    """Return a path as text, such as ``losses[...] in train.py, main()``."""
+    """Return a path as text: the names, and the file and function where it begins."""
     text = text_of(path.links)
     if growth.measure == "length":
         text += "[...]"

@@ -193,7 +193,7 @@ class SourceLines:
             links: The path from an object to the name that holds it, the innermost link first.
 
         Returns:
-            The place and the code, such as ``train.py:12 in main: losses.append(loss)``; empty if
+            Its file, number, function and code, in this order as one text; empty if
             there is no such line.
         """
         for link in links:
