@@ -193,8 +193,7 @@ class SourceLines:
             links: The path from an object to the name that holds it, the innermost link first.
 
         Returns:
-            Its file, number, function and code, in this order as one text; empty if
-            there is no such line.
+            The file, line number, function and code as one text; empty if there is no such line.
         """
         for link in links:
             if link.kind == "cache" and link.file:
