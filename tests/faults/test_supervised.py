@@ -313,8 +313,8 @@ def test_what_does_not_listen_is_killed_after_the_time_of_grace(supervise):
     run.process.send_signal(signal.SIGTERM)
     code, _, err = run.end()
     assert code == 137
-    assert "SIGTERM passed on" in err
-    assert "holdfast: killed with SIGKILL" in err
+    assert "SIGTERM" in err
+    assert "SIGKILL" in err
     assert not marked_processes(mark, [])
     assert run.events("attempt_ended")[0]["signal_sent_by_us"] == signal.SIGKILL
 
@@ -339,8 +339,8 @@ def test_a_second_ctrl_c_is_the_last(supervise, apart_seconds):
         run.process.send_signal(signal.SIGINT)
     code, _, err = run.end()
     assert code == 137
-    assert "at once after a second one" in err
-    assert "holdfast: killed with SIGKILL" in err
+    assert "SIGINT" in err
+    assert "SIGKILL" in err
 
 
 def test_under_nohup_a_hang_up_is_nobodys_business(supervise):
@@ -472,7 +472,7 @@ def test_after_a_real_sigkill_the_command_is_started_again(supervise):
     code, out, err = run.end()
     assert code == 0, err
     assert out.count("step 14 ") == 2
-    assert "started again in" in err
+    assert run.events("restart")[0]["cause"] in err
     assert [event["status"] for event in run.events("attempt_ended")] == [-9, 0]
     assert [event["steps"] for event in run.events("attempt_ended")] == [15, 40]
     verdicts = run.events("verdict")
@@ -490,7 +490,7 @@ def test_a_signal_between_two_attempts_ends_the_wait(supervise):
     run.process.send_signal(signal.SIGTERM)
     code, _, err = run.end()
     assert code == 137
-    assert "a signal asked to end" in err
+    assert run.events("stopped")[0]["why"] in err
     assert len(run.events("attempt_started")) == 1
     # The start that was announced is no attempt: `holdfast explain` judges the one that there was,
     # as the run did.
@@ -507,7 +507,7 @@ def test_the_same_death_at_the_same_step_is_the_last(supervise):
     code, out, err = supervise(command=[sys.executable, str(TRAINING), request]).end()
     assert code == 137
     assert out.count("step 14 ") == 2
-    assert "the same failure came twice at step 15" in err
+    assert "step 15" in err
 
 
 GUARDED_THRICE = """
@@ -547,7 +547,7 @@ def test_a_users_mistake_is_not_repeated(supervise):
     code, _, err = run.end()
     assert code == 1
     assert "no_such_attribute" in err
-    assert "started again" not in err
+    assert run.events("restart") == []
     found = json.loads((run.folder / "verdict.json").read_text())
     assert found["restart"] == "stop"
     assert "supervised_training.py" in found["where"]
@@ -754,10 +754,10 @@ def test_restarts_of_torchrun_are_left_to_it(supervise):
         "--no-python",
     ]
     run = supervise(command=[*launcher, "sh", "-c", script])
-    code, out, err = run.end()
+    code, out, _ = run.end()
     assert (code, out.count("rank\n")) == (0, 2)
     assert len(run.events("attempt_started")) == 1
-    assert "started again" not in err
+    assert run.events("restart") == []
 
 
 def test_a_supervised_supervisor_leaves_nothing_either(supervise, tmp_path):
@@ -890,7 +890,7 @@ def test_a_trainer_that_is_stopped_by_a_signal_is_said_in_log_events_and_verdict
     run.wait_for(lambda: run.events("process_continued"))
     run.process.send_signal(signal.SIGTERM)
     _, _, err = run.end()
-    assert "was stopped by a signal" in err
+    assert "kill -CONT" in err
     assert (
         "was stopped by a signal"
         in json.loads((run.folder / "verdict.json").read_text())["summary"]

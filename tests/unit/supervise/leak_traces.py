@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from holdfast.core.events.process_events import Leak, LeakTrace
-from holdfast.supervise.leaks import tracer as tracing
-from holdfast.supervise.leaks.holders import Holders, Lines, Step, locals_of, text_of
+from holdfast.supervise.leaks import census
+from holdfast.supervise.leaks.introspection import locals_of
+from holdfast.supervise.leaks.references import HolderSearch, Link, text_of
+from holdfast.supervise.leaks.source_lines import SourceLines
 from holdfast.supervise.leaks.tracer import LeakTracer
 
 _MOST_STEPS = 60
@@ -93,7 +95,7 @@ def test_what_is_bounded_is_no_leak() -> None:
 
 def test_too_many_objects_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace that would itself need much memory is not begun, and says why."""
-    monkeypatch.setattr(tracing, "_MOST_OBJECTS", 100)
+    monkeypatch.setattr(census, "_MAX_OBJECTS", 100)
     leaks, summary = traced(lambda _: None)
     assert leaks == []
     assert "objects" in summary.why
@@ -181,7 +183,7 @@ def test_a_failed_look_ends_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     events: list[Any] = []
     tracer = LeakTracer(events.append)
-    monkeypatch.setattr(Holders, "path_of", lambda *_: 1 / 0)
+    monkeypatch.setattr(HolderSearch, "find_path", lambda *_: 1 / 0)
     failures = 0
     for _ in range(_MOST_STEPS):
         kept.append(torch.zeros(100))
@@ -221,9 +223,9 @@ def path_to(target: object) -> str:
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    holders = Holders(frames, float("inf"))
+    search = HolderSearch(frames, float("inf"))
     frames.clear()
-    return text_of(holders.path_of(target, set(), frozenset())[1])
+    return text_of(search.find_path(target, set(), frozenset()).links)
 
 
 class Holder:
@@ -318,5 +320,5 @@ def test_the_line_that_adds_is_found(
     """
     file = tmp_path / "script.py"
     file.write_text(text)
-    found = Lines([str(file)]).keeping([Step(kind, name, file=str(file))])
+    found = SourceLines([str(file)]).find_keeping_line([Link(kind, name, file=str(file))])
     assert found.startswith(f"{file}:{line} in ") if line else not found

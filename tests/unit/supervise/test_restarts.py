@@ -173,3 +173,29 @@ def test_what_ended_well_or_is_a_users_error_is_not_started_again():
     """Neither success nor an error in the script is repeated, whatever is left of the budgets."""
     assert isinstance(decide(verdict("retry", family="ended well"), past()), EndRun)
     assert isinstance(decide(verdict("stop", family="user code"), past(kind="stop")), EndRun)
+
+
+def decide_after(end: AttemptEnd, **facts: Any) -> RestartDecision:
+    case = {"verdict": verdict(), "history": [past()], "budgets": BUDGETS, "environment": {}}
+    return decide_restart(EndedAttempt(end=end, **{**case, **facts}))
+
+
+def test_an_end_that_somebody_asked_for_is_final():
+    """Whoever asked, the user or the training itself, and however the command ended then."""
+    by_user = AttemptEnd(status=1, seconds=60.0, requested_by=15)
+    assert isinstance(decide_after(by_user), EndRun)
+    assert "SIGTERM" in decide_after(by_user).why
+    assert "SIGUSR1" in decide_after(FAILED, stop_signal="SIGUSR1").why
+    # A guard also stops on the SIGTERM that the supervisor sends after a hang.
+    after_hang = AttemptEnd(status=1, seconds=60.0, signal_sent=15)
+    assert isinstance(decide_after(after_hang, stop_signal="SIGTERM"), StartAgain)
+
+
+def test_an_attempt_that_failed_on_another_host_follows_its_decision():
+    """As long as any restart is left, this host is ready for the next attempt."""
+    stops = verdict("stop")
+    again = decide_after(FAILED, verdict=stops, follows_other_host=True)
+    assert isinstance(again, StartAgain)
+    used_up = [past()] * (BUDGETS.max_restarts + BUDGETS.max_preemptions + 1)
+    last = decide_after(FAILED, verdict=stops, follows_other_host=True, history=used_up)
+    assert isinstance(last, EndRun)

@@ -159,8 +159,8 @@ def test_where_output_is_lost_is_said_at_once_and_in_its_place(tmp_path, monkeyp
     """One call when a disk fills up, and a line between what came before and after, as soon as
     there is room.
     """
-    log, written, said = OutputLog(tmp_path / "output.log", MOST), os.write, []
-    log.on_loss = said.append
+    written, said = os.write, []
+    log = OutputLog(tmp_path / "output.log", MOST, on_loss=said.append)
     full = [False]
 
     def write(descriptor: int, data: bytes) -> int:

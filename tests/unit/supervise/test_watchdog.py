@@ -198,9 +198,7 @@ def test_who_computes_is_left_alone_for_longer_each_time(scene: Scene) -> None:
     assert [round(hang.seconds / LIMIT) for hang in scene.hangs] == [1, 2, 4, 8]
     waited = {(hang.hang_kind, hang.frame) for hang in scene.hangs if hang.remedy == "wait"}
     assert len(scene.said) == len(waited), "once for each place"
-    assert all(
-        "left alone for 1.17 min; --hang-limit moving=SECONDS" in line for line in scene.said
-    )
+    assert all("1.17 min" in line and "--hang-limit moving" in line for line in scene.said)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ _KILL_SECONDS = 5.0
 _QUIET_SECONDS = 0.1
 # Least time for a slow reader of our own output.
 _FLUSH_SECONDS = 5.0
-_KILLED = "killed with SIGKILL, because it had not ended when it was asked to"
+_KILLED = "killed with SIGKILL because it did not end when asked"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class Attempt:
             self._act_on_hangs()
             self._look_at_hosts()
             self._keep_deadlines()
-        self.signals.command = None
+        self.signals.detach()
         seconds = time.monotonic() - self._started_at
         status = self.child.wait()
         self._end_leftovers(status)
@@ -175,9 +175,10 @@ class Attempt:
 
     def _announce_grace_period(self, number: int) -> None:
         grace = f"{self.shutdown.grace_seconds:g} s"
-        text = f"{signal.Signals(number).name} passed on; what still runs in {grace} is killed"
+        name = signal.Signals(number).name
+        text = f"{name} passed on to the command; whatever still runs after {grace} is killed"
         if number == signal.SIGINT:
-            text += ", or at once after a second one"
+            text += ", or at once after a second Ctrl-C"
         self.copier.print_message(text)
 
     def _on_resize(self) -> None:
@@ -238,8 +239,7 @@ class Attempt:
         if now >= shutdown.kill_at:
             if shutdown.is_requested or shutdown.signal_sent is not None:
                 self.copier.print_message(_KILLED)
-            shutdown.signal_sent = signal.SIGKILL
-            shutdown.kill_at = math.inf
+            shutdown.note_killed()
             self._kill()
 
     # --- what the command leaves behind ---
@@ -279,6 +279,7 @@ class Attempt:
         notified = set(self.signals.notified)
         if signal_in_status(status) in TO_HANDLERS | {signal.SIGHUP}:
             notified |= self._trainer_pids() or set()
+        # The grace period of this wait is its own: what is left after it gets the usual one.
         kill_at = self.shutdown.kill_at
         self.shutdown.kill_within(self.shutdown.grace_seconds, time.monotonic())
         while notified & self.tree.processes() and time.monotonic() < self.shutdown.kill_at:

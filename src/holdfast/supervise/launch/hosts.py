@@ -152,7 +152,7 @@ class Hosts:
                 was_announced = True
                 say(f"waiting up to {_MAX_WAIT_SECONDS / 60:.0f} minutes for hosts {missing}")
             if not wait(_POLL_SECONDS):
-                return "a signal asked to end"
+                return "a signal asked the run to stop"
             self._beat()
 
     def _ready_tickets(self, others: Mapping[int, HostState]) -> dict[str, str]:

@@ -31,13 +31,18 @@ class OutputLog:
     Args:
         path: The file.
         max_bytes: Size above which the middle of the file is dropped.
+        on_loss: Called once when writing begins to fail, and not again until something could be
+            written.
 
     Raises:
         OSError: If the file cannot be opened.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int, on_loss: Callable[[OSError], None] = lambda _: None
+    ) -> None:
         self._path = path
+        self._on_loss = on_loss
         self._max_bytes = max_bytes
         self._file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._file).st_size
@@ -48,8 +53,6 @@ class OutputLog:
         self._is_failing = False
         # Bytes that could not be written since something could, for example on a full disk.
         self.lost_bytes = 0
-        # Called once when writing begins to fail, and not again until something could be written.
-        self.on_loss: Callable[[OSError], None] = lambda _: None
 
     def begin_attempt(self, number: int) -> None:
         """Write the line that separates attempts."""
@@ -106,7 +109,7 @@ class OutputLog:
                 self.lost_bytes += len(remaining)
                 if not self._is_failing:
                     self._is_failing = True
-                    self.on_loss(error)
+                    self._on_loss(error)
                 return
             self._is_failing = False
             self._size += written

@@ -151,7 +151,7 @@ def user_or_scheduler_requested_the_end(attempt: EndedAttempt) -> RestartDecisio
     """A signal that asked the supervisor to end also forbids another attempt."""
     if attempt.end.requested_by is None:
         return None
-    return EndRun(why=f"{signal.Signals(attempt.end.requested_by).name} asked to end")
+    return EndRun(why=f"{signal.Signals(attempt.end.requested_by).name} asked the run to stop")
 
 
 def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | None:

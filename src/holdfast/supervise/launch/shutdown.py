@@ -88,6 +88,11 @@ class Shutdown:
         self.terminate_at = math.inf
         self.kill_within(self.grace_seconds, now)
 
+    def note_killed(self) -> None:
+        """Note that the supervisor has killed everything that still ran."""
+        self.signal_sent = signal.SIGKILL
+        self.kill_at = math.inf
+
     def kill_within(self, seconds: float, now: float) -> None:
         """Bring the time of the kill forward, never back."""
         self.kill_at = min(self.kill_at, now + seconds)

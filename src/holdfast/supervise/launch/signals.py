@@ -90,6 +90,10 @@ class Signals:
         while self._waiting:
             self._forward(self._waiting.pop(0))
 
+    def detach(self) -> None:
+        """Forward nothing from now on: the command has ended."""
+        self.command = None
+
     def wake_up(self) -> None:
         """Wake the main thread; may be called from any thread."""
         # A full pipe wakes the main thread as well.

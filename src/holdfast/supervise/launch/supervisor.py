@@ -149,14 +149,17 @@ class Supervisor:
                 self._hosts = Hosts(options.run_path.expanduser(), host)
             on_error.pop_all()
         self._copier = OutputCopier(self._log, quiet=quiet)
-        self._log.on_loss = self._report_lost_output
         self._folder.update_last_link(options.run_path.expanduser().absolute())
 
     def _open_recording(self) -> None:
         try:
             self._folder.write_description(self._options.command, time.time())
             self._box = BlackBox(self._folder.supervisor)
-            self._log = OutputLog(self.run_path / OUTPUT_FILE, self._options.max_log_bytes)
+            self._log = OutputLog(
+                self.run_path / OUTPUT_FILE,
+                self._options.max_log_bytes,
+                on_loss=self._report_lost_output,
+            )
         except OSError as error:
             raise self._folder.unusable(error) from error
 
@@ -340,7 +343,7 @@ class Supervisor:
         self._announce_restart(decision, verdict)
         self._environment.update(decision.changes)
         if not self._sleep(decision.delay_seconds, session.signals):
-            return EndRun(why="a signal asked to end")
+            return EndRun(why="a signal asked the run to stop")
         obstacle = self._wait_for_hosts(session)
         if obstacle is not None:
             return EndRun(why=obstacle)
@@ -356,8 +359,9 @@ class Supervisor:
                 changes=dict(decision.changes),
             )
         )
-        # Where there are other hosts, they must agree first.
-        what_follows = "started again" if self._hosts is None else "to be started again"
+        what_follows = "restarting"
+        if self._hosts is not None:
+            what_follows = "restarting with the other hosts"
         self._copier.print_message(
             f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; {what_follows}"
             f" in {decision.delay_seconds:g} s: {decision.why}"

@@ -25,7 +25,7 @@ from holdfast.explain.hangs.frames import is_in_backward
 from holdfast.supervise.process_tree import Process, descendants, read_table
 from holdfast.supervise.watch.process_evidence import is_python
 from holdfast.supervise.watch.py_spy import find_py_spy
-from holdfast.supervise.watch.stacks import StackSampler, Subject, has_same_stack
+from holdfast.supervise.watch.stacks import StackSampler, Subject, stays_at_same_lines
 
 _cannot_inspect = partial(PolicyError, rule="H741")
 
@@ -123,7 +123,7 @@ def _is_moving(
         return True
     if any(phase_of(process) == _WORKER_PHASE and process.io_rate > 0 for process in processes):
         return True
-    return not all(has_same_stack(process, lambda frame: frame) for process in judged)
+    return not all(stays_at_same_lines(process) for process in judged)
 
 
 def phase_of(process: Examined) -> str:
@@ -162,7 +162,9 @@ def find_subjects(pid: int, seconds: float) -> list[Subject]:
         PolicyError: H741 if the process cannot be inspected.
     """
     table = read_table()
-    _check_inspectable(pid, table)
+    _check_exists(pid, table)
+    _check_traceable(pid)
+    _check_py_spy()
     candidates = [pid, *sorted(descendants(table, [pid]))]
     pids = [candidate for candidate in candidates if is_python(candidate)]
     if not pids:
@@ -189,13 +191,16 @@ def find_subjects(pid: int, seconds: float) -> list[Subject]:
     ]
 
 
-def _check_inspectable(pid: int, table: dict[int, Process]) -> None:
+def _check_exists(pid: int, table: dict[int, Process]) -> None:
     if pid not in table or table[pid].state in "ZX":
         raise _cannot_inspect(
             f"there is no process with PID {pid}",
             limit="only a running process has stacks",
             fix="`ps aux` lists the processes.",
         )
+
+
+def _check_traceable(pid: int) -> None:
     try:
         Path(f"/proc/{pid}/mem").open("rb").close()
     except PermissionError as error:
@@ -210,6 +215,9 @@ def _check_inspectable(pid: int, table: dict[int, Process]) -> None:
             limit="its stack is in its memory",
             fix=fix,
         ) from error
+
+
+def _check_py_spy() -> None:
     if not find_py_spy():
         raise _cannot_inspect(
             "py-spy is not installed",

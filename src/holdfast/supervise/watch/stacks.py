@@ -215,15 +215,17 @@ class StackSampler:
         if not is_computing:
             return about
         for number in range(_MORE_LOOKS_IF_SAME):
-            # The same functions, not the same lines: the innermost may be the helper of a loop.
-            is_same = has_same_stack(about, lambda frame: (frame.file, frame.function))
-            if about.last.source == "/proc" or (number >= _MORE_LOOKS and not is_same):
+            # Functions are compared, not lines: the innermost may be the helper of a loop.
+            if number >= _MORE_LOOKS and not stays_in_same_functions(about):
+                break
+            # Without stacks, further looks show nothing.
+            if about.last.source == "/proc":
                 break
             _pause_randomly()
             look = self._look(subject)
             if look is not None:
                 about = replace(about, looks=(*about.looks, look))
-        if not has_same_stack(about, lambda frame: frame):
+        if not stays_at_same_lines(about):
             return about
         innermost_line = about.last.main.frames[-1].line
         native = self._py_spy.read_native_functions(about.pid, innermost_line, _pause_randomly)
@@ -255,13 +257,18 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
     return tuple(complete)
 
 
-def has_same_stack(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
-    """Return whether the stack of the main thread is known, and was the same at each look.
+def stays_at_same_lines(about: Examined) -> bool:
+    """Return whether the main thread was at the same lines of all its functions at each look."""
+    return _is_constant(about, lambda frame: frame)
 
-    Args:
-        about: The process.
-        key: What is compared of each frame.
-    """
+
+def stays_in_same_functions(about: Examined) -> bool:
+    """Return whether the main thread was in the same functions at each look."""
+    return _is_constant(about, lambda frame: (frame.file, frame.function))
+
+
+def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
+    """Return whether a fact about each frame of the main thread is known, and never changed."""
     stacks = {tuple(key(frame) for frame in look.main.frames) for look in about.looks}
     return bool(about.last.main.frames) and len(stacks) == 1
 

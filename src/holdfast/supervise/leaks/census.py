@@ -1,0 +1,315 @@
+"""The sizes of everything in a process at several moments; what does not grow is dropped.
+
+Containers are measured by their length, classes of the script and tensors by their number, and
+values that have a name by their size and by the graph behind them. No code of the script is called.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from holdfast.supervise.leaks.introspection import (
+    attributes_of,
+    is_a,
+    is_users_file,
+    locals_of,
+    source_file_of,
+)
+
+# What is measured, as a tuple whose first entry is a `Measure`:
+#   ("length", id of a container)
+#   ("number", class), of tensors also their shape and type
+#   ("size", id of the holder, name) of a value that has a name
+#   ("nodes", id of the holder, name) of the graph behind a tensor that has a name
+# A tuple, because one is made for each object at each look.
+Key: TypeAlias = tuple[Any, ...]
+Measure: TypeAlias = Literal["length", "number", "size", "nodes"]
+Frames: TypeAlias = list[types.FrameType]
+
+_CONTAINERS = (list, dict, set, deque)
+# Values whose size is measured.
+_SIZED = (str, bytes, bytearray, list, tuple)
+# Classes whose `sys.getsizeof` calls no code of the script.
+_BUILT_IN = (*_SIZED, int, float, complex, dict, set, frozenset)
+# What these refer to is not kept by them, but by the program.
+_NOT_WEIGHED = (type, types.ModuleType, types.CodeType, types.FunctionType)
+# Roles of a class that is no container; see `Census._role_of`.
+_COUNTED = object
+_IGNORED = type
+# A trace keeps some 250 bytes for each container among them.
+_MAX_OBJECTS = 2_000_000
+# Entries of a dictionary that may be somebody's attributes.
+_MAX_NAMED_ENTRIES = 64
+_MAX_NODES = 20_000
+_MAX_WEIGHED_OBJECTS = 2_000
+
+
+@dataclass(slots=True)
+class Weight:
+    """What an object keeps.
+
+    Args:
+        bytes: Memory.
+        has_graph: Whether a tensor in it keeps its graph.
+        has_traceback: Whether a traceback is in it.
+        largest_tensor_bytes: Memory of the largest tensor in it.
+        device: Type of the device of that.
+    """
+
+    bytes: int = 0
+    has_graph: bool = False
+    has_traceback: bool = False
+    largest_tensor_bytes: int = 0
+    device: str = "cpu"
+
+
+class Census:
+    """The sizes of everything at several looks. Only what has grown at every look is kept."""
+
+    def __init__(self) -> None:
+        torch: Any = sys.modules["torch"]
+        self._tensor_type: type = torch.Tensor
+        self._array_types: tuple[type, ...] = (self._tensor_type,)
+        if "numpy" in sys.modules:
+            self._array_types += (sys.modules["numpy"].ndarray,)
+        self.looks = 0
+        # Size at the first look and at the newest, of what has grown at every look.
+        self.grown: dict[Key, tuple[int, int]] = {}
+        # `id` of the objects of each growing class, at each look.
+        self.members: dict[Key, list[set[int]]] = {}
+        self._roles: dict[type, Any] = {}
+
+    def look(self, frames: Frames) -> None:
+        """Take the next look.
+
+        Args:
+            frames: Frames of running functions.
+
+        Raises:
+            MemoryError: If there are too many objects.
+        """
+        sizes: dict[Key, int] = {}
+        members: dict[Key, set[int]] = {}
+        for key, size, measured in self.measure(frames):
+            if key[0] == "number":
+                members.setdefault(key, set()).add(id(measured))
+            else:
+                sizes[key] = size
+        for key, ids in members.items():
+            sizes[key] = len(ids)
+        if self.looks == 0:
+            self.grown = {key: (size, size) for key, size in sizes.items()}
+        else:
+            self.grown = {
+                key: (first, sizes[key])
+                for key, (first, last) in self.grown.items()
+                if sizes.get(key, 0) > last
+            }
+        self.members = {
+            key: [*self.members.get(key, ()), ids]
+            for key, ids in members.items()
+            if key in self.grown
+        }
+        self.looks += 1
+
+    # --- measuring ---
+
+    def measure(self, frames: Frames) -> Iterator[tuple[Key, int, Any]]:
+        """Yield key, size and object: of everything at the first look, then of what has grown.
+
+        Args:
+            frames: Frames of running functions.
+        """
+        for candidate in _all_objects():
+            kind = type(candidate)
+            role: Any = self._roles.get(kind)
+            if role is None:
+                role = self._roles[kind] = self._role_of(kind)
+            if role is _IGNORED:
+                continue
+            if role is types.CellType:
+                values = [("", value) for value in gc.get_referents(candidate)]
+                yield from self._measure_values(id(candidate), values)
+            elif role is _COUNTED:
+                yield from self._measure_counted(candidate, kind)
+            else:
+                yield from self._measure_container(candidate, role)
+        for frame in frames:
+            if is_users_file(frame.f_code.co_filename):
+                yield from self._measure_values(id(frame), locals_of(frame).items())
+
+    def _is_wanted(self, key: Key) -> bool:
+        return self.looks == 0 or key in self.grown
+
+    def _role_of(self, kind: type) -> Any:
+        """Return how objects of a class are measured.
+
+        That is the class of containers or cells which it derives from, `_COUNTED` or `_IGNORED`.
+        """
+        for base in (types.CellType, *_CONTAINERS):
+            if issubclass(kind, base):
+                return base
+        if issubclass(kind, (self._tensor_type, BaseException, types.GeneratorType)):
+            return _COUNTED
+        return _COUNTED if is_users_file(source_file_of(kind)) else _IGNORED
+
+    def _measure_counted(self, candidate: Any, kind: type) -> Iterator[tuple[Key, int, Any]]:
+        shape = self.shape_of(candidate) if is_a(candidate, self._tensor_type) else ()
+        key = ("number", kind, *shape)
+        if self._is_wanted(key):
+            yield key, 1, candidate
+        if is_users_file(source_file_of(kind)):
+            # The collector may not know the dictionary of the attributes yet.
+            attributes = attributes_of(candidate)
+            if attributes is not None:
+                yield from self._measure_container(attributes, dict)
+
+    def _measure_container(self, container: Any, base: Any) -> Iterator[tuple[Key, int, Any]]:
+        """Yield a container and its named values; `base` is its class, whose methods are called."""
+        size = base.__len__(container)
+        key = ("length", id(container))
+        if self._is_wanted(key):
+            yield key, size, container
+        if type(container) is dict and _may_be_namespace(container, size):
+            yield from self._measure_values(id(container), list(container.items()))
+
+    def _measure_values(
+        self, holder: int, named: Iterable[tuple[Any, Any]]
+    ) -> Iterator[tuple[Key, int, Any]]:
+        """Yield the sizes of values that have a name, and of the graphs behind them.
+
+        Args:
+            holder: `id` of what has the names.
+            named: Pairs of name and value.
+        """
+        for name, value in named:
+            is_array = issubclass(type(value), self._array_types)
+            if type(name) is not str or not (is_array or type(value) in _SIZED):
+                continue
+            size_key = ("size", holder, name)
+            if self._is_wanted(size_key):
+                size = self._storage_of(value)[1] if is_array else len(value)
+                yield size_key, size, value
+            nodes_key = ("nodes", holder, name)
+            if is_a(value, self._tensor_type) and self._is_wanted(nodes_key):
+                yield nodes_key, count_graph_nodes(value, _MAX_NODES), value
+
+    def shape_of(self, candidate: Any) -> tuple[Any, ...]:
+        """Return shape and type of a tensor or an array; nothing for anything else."""
+        if not issubclass(type(candidate), self._array_types):
+            return ()
+        try:
+            return (tuple(candidate.shape), str(candidate.dtype))
+        except Exception:  # noqa: BLE001 - the class may be the script's
+            return ()
+
+    def _storage_of(self, array: Any) -> tuple[int, int]:
+        """Return an id of the memory of a tensor or array, which views share, and its bytes."""
+        try:
+            if is_a(array, self._tensor_type):
+                storage = array.untyped_storage()
+                return storage.data_ptr(), storage.nbytes()
+            return id(array), array.nbytes
+        except Exception:  # noqa: BLE001 - it has none, or its class is the script's
+            return id(array), 0
+
+    # --- weighing ---
+
+    def weigh(self, target: Any, counted: set[int]) -> Weight:
+        """Return what an object keeps, itself included.
+
+        Args:
+            target: The object.
+            counted: What identifies memory that was counted before, and is not counted again. What
+                is counted now is added.
+        """
+        weight = Weight()
+        met = {id(target)}
+        remaining = [target]
+        while remaining and len(met) < _MAX_WEIGHED_OBJECTS:
+            current = remaining.pop()
+            kind = type(current)
+            if issubclass(kind, self._array_types):
+                self._add_array(weight, current, counted)
+            elif _is_weighed(kind):
+                weight.bytes += sys.getsizeof(current) if kind in _BUILT_IN else kind.__basicsize__
+                if is_a(current, types.TracebackType):
+                    weight.has_traceback = True
+                for inner in _inside(current):
+                    if id(inner) not in met:
+                        met.add(id(inner))
+                        remaining.append(inner)
+        return weight
+
+    def _add_array(self, weight: Weight, array: Any, counted: set[int]) -> None:
+        """Add a tensor or an array to a weight; memory that was counted before adds no bytes."""
+        storage, size = self._storage_of(array)
+        if is_a(array, self._tensor_type) and size >= weight.largest_tensor_bytes:
+            weight.largest_tensor_bytes = size
+            weight.device = str(array.device.type)
+        if not weight.has_graph:
+            weight.has_graph = count_graph_nodes(array, 1) > 0
+        if storage not in counted:
+            counted.add(storage)
+            weight.bytes += size
+
+
+def _is_weighed(kind: type) -> bool:
+    """Return whether objects of a class are weighed; a torch module is the model, which stays."""
+    if issubclass(kind, _NOT_WEIGHED):
+        return False
+    return "Module" not in [base.__name__ for base in kind.__mro__]
+
+
+def _inside(holder: Any) -> Iterable[Any]:
+    """Return what an object refers to."""
+    if is_a(holder, types.FrameType):
+        return locals_of(holder).values()
+    return gc.get_referents(holder)
+
+
+def _may_be_namespace(entries: dict[Any, Any], size: int) -> bool:
+    """Return whether a dictionary may hold the names of an object, or of a module or class."""
+    module_name = entries.get("__name__", entries.get("__module__"))
+    if module_name is None:
+        return size <= _MAX_NAMED_ENTRIES
+    return is_users_file(source_file_of(module_name))
+
+
+def _all_objects() -> Iterator[Any]:
+    """Yield every object that the collector knows, and dictionaries that it does not track.
+
+    It does not track dictionaries that hold only plain values.
+    """
+    objects = gc.get_objects()
+    if len(objects) > _MAX_OBJECTS:
+        raise MemoryError(f"{len(objects)} objects; a trace looks at {_MAX_OBJECTS} at most")
+    yield from objects
+    for holder in objects:
+        for inner in gc.get_referents(holder):
+            if type(inner) is dict and not gc.is_tracked(inner):
+                yield inner
+
+
+def count_graph_nodes(tensor: Any, limit: int) -> int:
+    """Return how many nodes the autograd graph behind a tensor has, up to a limit."""
+    try:
+        remaining = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    except Exception:  # noqa: BLE001 - an array, or its class is the script's
+        return 0
+    met: set[Any] = set()
+    while remaining and len(met) < limit:
+        node = remaining.pop()
+        if node in met:
+            continue
+        met.add(node)
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in met:
+                remaining.append(next_node)
+    return len(met)

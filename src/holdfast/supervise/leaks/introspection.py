@@ -1,0 +1,75 @@
+"""Read objects of the script without calling any of its code.
+
+Not even `isinstance` is used on them, because that asks the object for its class.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import Any
+
+# The folder of this package, as it begins the file names in frames.
+OWN_FOLDER = str(Path(__file__).parents[2]) + os.sep
+_LIBRARY_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
+_LIBRARY_FOLDERS = tuple(
+    f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in _LIBRARY_PATHS
+)
+# The second is Debian's.
+_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+# A snapshot of a frame's locals that only the frame, our variable and the argument of
+# `sys.getrefcount` refer to.
+_UNSHARED_REFERENCES = 3
+
+
+def is_a(candidate: Any, *kinds: type) -> bool:
+    """Return whether an object is of one of these classes, without asking the object."""
+    return issubclass(type(candidate), kinds)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users_file(file: str) -> bool:
+    """Return whether a source file belongs to the script, as far as its place shows."""
+    # "<string>", for example, is no file.
+    if not file or file.startswith(("<", OWN_FOLDER, *_LIBRARY_FOLDERS)):
+        return False
+    return not any(folder in file for folder in _PACKAGE_FOLDERS)
+
+
+def source_file_of(owner: object) -> str:
+    """Return the source file of a class, or of a loaded module given its name; empty if unknown."""
+    module_name = vars(owner).get("__module__") if is_a(owner, type) else owner
+    if not isinstance(module_name, str):
+        return ""
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return file if isinstance(file, str) else ""
+
+
+def locals_of(frame: types.FrameType) -> dict[str, Any]:
+    """Return a copy of the locals of a function; a module's are its globals, so none.
+
+    No snapshot is left in the frame, which would keep the objects alive. Python before 3.13 leaves
+    one there. If the script has called `locals()` itself, it has that snapshot, and keeps it.
+    """
+    if not frame.f_code.co_flags & inspect.CO_NEWLOCALS:
+        return {}
+    snapshot = frame.f_locals
+    copy = dict(snapshot)
+    if type(snapshot) is dict and sys.getrefcount(snapshot) <= _UNSHARED_REFERENCES:
+        snapshot.clear()
+    return copy
+
+
+def attributes_of(owner: Any) -> dict[str, Any] | None:
+    """Return the ``__dict__`` of an object, or None, without calling code of its class."""
+    for base in type(owner).__mro__:
+        descriptor: Any = vars(base).get("__dict__")
+        if is_a(descriptor, types.GetSetDescriptorType):
+            attributes = descriptor.__get__(owner, type(owner))
+            return attributes if type(attributes) is dict else None
+    return None
