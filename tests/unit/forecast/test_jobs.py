@@ -28,7 +28,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("broken", None)
 
 
-def called(factory: Any, **options: Any) -> building.Built:
+def called(factory: Any, **options: Any) -> building.BuiltJob:
     return building.call_factory("jobs.py:build", factory, **{"size": 2, **options})
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from holdfast.core.errors import BatchError
-from holdfast.forecast.job.sample_batch import Leaf, SampleBatch
+from holdfast.forecast.job.sample_batch import ArraySpec, SampleBatch
 
 
-def make(leaf: Leaf) -> torch.Tensor:
+def make(leaf: ArraySpec) -> torch.Tensor:
     if leaf.values is None:
         return torch.full(leaf.shape, 7, dtype=leaf.dtype)
     return torch.from_numpy(np.ascontiguousarray(leaf.values)).reshape(leaf.shape)
