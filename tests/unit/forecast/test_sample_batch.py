@@ -103,23 +103,23 @@ class Graph:
     [
         (
             {"graph": Graph(), "y": torch.zeros(4)},
-            r"holds a Graph with tensors in it: batch\['graph'\]",
+            r"Graph.*batch\['graph'\]",
         ),
         (
             pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]),
-            "holds a PackedSequence with tensors in it: batch",
+            "PackedSequence.*batch",
         ),
         (
             [{"x": torch.zeros(3)}, {"x": torch.zeros(3)}],
-            "a list with a tensor or a dict for each sample: batch",
+            "a list with .*: batch",
         ),
         (
             {"waves": [torch.zeros(9), torch.zeros(7)]},
-            r"a list with a tensor or a dict .*: batch\['waves'\]",
+            r"a list with .*: batch\['waves'\]",
         ),
         (
             {"x": torch.zeros(0, 3), "i": torch.zeros(0, dtype=torch.long)},
-            r"the sample batch is empty: batch\['x'\]",
+            r"empty: batch\['x'\]",
         ),
     ],
 )

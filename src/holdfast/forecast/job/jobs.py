@@ -288,8 +288,7 @@ class Job:
         Returns:
             The last loss, or None if the function runs backward itself.
         """
-        groups = [group for name in names for group in self.optimizers[name].param_groups]
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = self._optimized_parameters(names)
         if not self._has_own_step:
             for parameter in parameters:
                 parameter.grad = None
@@ -305,19 +304,31 @@ class Job:
                 loss = read_loss(returned, None).total()
                 share = loss if len(micro_batches) == 1 else loss * (1 / len(micro_batches))
                 self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
-        if loss is not None and not observer.stepped and not _any_trained(parameters):
-            raise _untrained(
-                f"the loss{self._place_of_function} gives no gradient to what {sorted(names)} steps"
-            )
-        self._acts = loss is None
-        self._was_seen_to_act = loss is None
-        if observer.acted and observer.stepped:
-            self._has_own_step = True
-        self._stepped |= self._names_of(observer.stepped)
+        if loss is not None and not observer.stepped:
+            self._check_trained(parameters, names)
+        self._note_actions(observer, has_loss=loss is not None)
         if not self._has_own_step:
             self._step_optimizers(names, unscale=loss is not None)
             self._stepped |= set(names)
         return None if loss is None else loss.detach()
+
+    def _check_trained(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Refuse a loss that gives no parameter a gradient (H412).
+
+        A hook may have used a gradient up.
+        """
+        if not any(p.grad is not None or is_hooked(p) for p in parameters):
+            raise _untrained(
+                f"the loss{self._place_of_function} gives no gradient to what {sorted(names)} steps"
+            )
+
+    def _note_actions(self, observer: CallObserver, *, has_loss: bool) -> None:
+        """Remember what the function was observed to do by itself."""
+        self._acts = not has_loss
+        self._was_seen_to_act = not has_loss
+        if observer.acted and observer.stepped:
+            self._has_own_step = True
+        self._stepped |= self._names_of(observer.stepped)
 
     def _step_optimizers(self, names: Sequence[str], *, unscale: bool) -> None:
         optimizers = [self.optimizers[name] for name in names]
@@ -335,22 +346,19 @@ class Job:
         for model in self.models.values():
             yield from model.parameters()
 
+    def _optimized_parameters(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the parameters of the named optimizers."""
+        groups = [group for name in names for group in self.optimizers[name].param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
     def _names_of(self, stepped: Sequence[Optimizer]) -> set[str]:
         """Return which of the job's optimizers were stepped, maybe only by one within them."""
-        stepped_ids = {
-            id(parameter)
-            for optimizer in stepped
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        groups = [group for optimizer in stepped for group in optimizer.param_groups]
+        stepped_ids = {id(parameter) for group in groups for parameter in group["params"]}
         return {
             name
-            for name, optimizer in self.optimizers.items()
-            if any(
-                id(parameter) in stepped_ids
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-            )
+            for name in self.optimizers
+            if any(id(parameter) in stepped_ids for parameter in self._optimized_parameters([name]))
         }
 
     def _inputs(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -425,11 +433,6 @@ def _check_single_device(built: BuiltJob) -> None:
             raise several_devices(
                 "a model that build() returned has parameters spread over a device mesh"
             )
-
-
-def _any_trained(parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether a parameter has a gradient, or a hook that may have used it up."""
-    return any(parameter.grad is not None or is_hooked(parameter) for parameter in parameters)
 
 
 def _untrained(what: str) -> PolicyError:
