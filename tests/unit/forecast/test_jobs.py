@@ -28,7 +28,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("broken", None)
 
 
-def called(factory: Any, **options: Any) -> building.Built:
+def called(factory: Any, **options: Any) -> building.BuiltJob:
     return building.call_factory("jobs.py:build", factory, **{"size": 2, **options})
 
 
@@ -71,7 +71,7 @@ def test_a_factory_is_told_what_it_has_parameters_for() -> None:
         (parts(loss_fn=3), "a int as loss_fn"),
         (
             parts(model=[nn.Linear(1, 1)], loss_fn=len),
-            "a list as model; several go into a dict by name: {'a': model_a",
+            "a list as model.*{'a': model_a",
         ),
     ],
 )
@@ -91,9 +91,7 @@ def test_a_scripted_model_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.* is deprecated")
         scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-    with pytest.raises(
-        PolicyError, match=r"a model made by torch\.jit, of which a trace sees nothing"
-    ) as caught:
+    with pytest.raises(PolicyError, match=r"torch\.jit") as caught:
         called(lambda: parts(model=scripted, loss_fn=len))
     assert caught.value.rule == "H412"
 

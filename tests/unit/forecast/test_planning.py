@@ -172,7 +172,7 @@ def test_a_job_with_its_own_autocast_gets_one_set_of_plans() -> None:
         )
     )
     assert {row.precision for plan in found.plans for row in plan.rows} == {"fp32"}
-    assert any("sets its own precision" in said.what for said in found.assumptions)
+    assert any("its own precision" in said.what for said in found.assumptions)
 
 
 @pytest.mark.slow

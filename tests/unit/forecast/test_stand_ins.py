@@ -126,7 +126,7 @@ def test_nothing_is_saved(tmp_path: Path) -> None:
         copy.seek(0)
         assert torch.load(copy) == {"step": 1}
         said = {one.what for one in device.assumptions}
-        assert "torch.save was left out: nothing was written" in said
+        assert any("torch.save" in what for what in said)
     assert kept.read_bytes() == b"of a real run"
     torch.save(torch.ones(1), kept)
     assert torch.load(kept).tolist() == [1.0]

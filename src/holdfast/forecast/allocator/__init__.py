@@ -1,1 +1,4 @@
-"""torch's caching allocator, simulated."""
+"""Simulate torch's caching allocator.
+
+`replay.replay` plays a trace through `caching.CachingAllocator`. Read `caching`, then `replay`.
+"""

@@ -1,14 +1,11 @@
-"""A simulator of CUDA's native caching allocator, for one stream.
+"""Simulate CUDA's native caching allocator, for one stream.
 
-Pools, segments, best fit, splitting, coalescing.
-
-Follows ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.13 step by step; the name of the
-function there stands beside each rule. It hands out numbers, never memory, and takes sizes that are
-rounded already.
+It follows ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.13 step by step: pools,
+segments, best fit, splitting and coalescing. Docstrings name the functions there. It hands out
+numbers, never memory, and takes sizes that are rounded already.
 
 Not simulated: several streams, memory pools of the user, CUDA graphs, the settings of
-    ``PYTORCH_ALLOC_CONF``, and
-which addresses `cudaMalloc` gives (only ties depend on them).
+``PYTORCH_ALLOC_CONF``, and the addresses that `cudaMalloc` returns, on which only ties depend.
 """
 
 from __future__ import annotations
@@ -16,23 +13,33 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-# c10/core/AllocatorConfig.h of torch 2.13
-MIN_BLOCK_BYTES = 512  # kMinBlockSize
-SMALL_BYTES = 1 << 20  # kSmallSize: the largest request of the small pool
-SMALL_SEGMENT_BYTES = 2 << 20  # kSmallBuffer
-LARGE_SEGMENT_BYTES = 20 << 20  # kLargeBuffer: what requests of 1 to 10 MiB are packed into
-MIN_LARGE_BYTES = 10 << 20  # kMinLargeAlloc: requests below it take a segment of the large size
-ROUND_LARGE_BYTES = 2 << 20  # kRoundLarge
+# The constants below are those of c10/core/AllocatorConfig.h of torch 2.13.
+# Every block is a multiple of this (kMinBlockSize).
+MIN_BLOCK_BYTES = 512
+# The largest request of the small pool (kSmallSize).
+SMALL_BYTES = 1 << 20
+# The segments of the small pool (kSmallBuffer).
+SMALL_SEGMENT_BYTES = 2 << 20
+# The segments into which requests of 1 to 10 MiB are packed (kLargeBuffer).
+LARGE_SEGMENT_BYTES = 20 << 20
+# Requests of at least this size get a segment of their own (kMinLargeAlloc).
+MIN_LARGE_BYTES = 10 << 20
+# The size of such a segment is a multiple of this (kRoundLarge).
+ROUND_LARGE_BYTES = 2 << 20
+
 _UNLIMITED = 1 << 62
-# A key of the free list is (size << _SHIFT) | address: one integer that sorts as std::set<Block*>
-# does
+# A key of the free list is (size << _SHIFT) | address: one integer that sorts like torch's
+# std::set<Block*> does, by size and then by address.
 _SHIFT = 64
+# Where the segments of the two pools begin. Only their order matters.
+_FIRST_SMALL_ADDRESS = 1 << 44
+_FIRST_LARGE_ADDRESS = 1 << 54
 
 
 class OutOfDeviceMemoryError(Exception):
-    """No memory is left, also after all that is cached was given back.
+    """No memory is left, even after the whole cache was given back.
 
-    Torch raises OutOfMemoryError here.
+    torch raises its OutOfMemoryError here.
     """
 
 
@@ -49,37 +56,50 @@ class Block:
         self.previous: Block | None = None
         self.following: Block | None = None
 
+    @property
+    def is_whole_segment(self) -> bool:
+        """Whether the segment has no other block."""
+        return self.previous is None and self.following is None
+
     def insert_between(self, before: Block | None, after: Block | None) -> None:
         """Put this block between two neighbours of a segment (Block::splice)."""
-        self.previous, self.following = before, after
+        self.previous = before
+        self.following = after
         if before is not None:
             before.following = self
         if after is not None:
             after.previous = self
 
-    def join_neighbours(self) -> None:
-        """Let this block, which is in no list, take in its free neighbours."""
-        # try_merge_blocks
-        for other in (self.previous, self.following):
-            if other is None or other.allocated:
+    def merge_free_neighbours(self) -> None:
+        """Merge free neighbours into this block, which is in no free list (try_merge_blocks)."""
+        for neighbour in (self.previous, self.following):
+            if neighbour is None or neighbour.allocated:
                 continue
-            other.pool.remove(other)
-            self.address = min(self.address, other.address)
-            self.size += other.size
-            before = other.previous if other is self.previous else self.previous
-            after = other.following if other is self.following else self.following
-            self.insert_between(before, after)
+            neighbour.pool.remove(neighbour)
+            self.address = min(self.address, neighbour.address)
+            self.size += neighbour.size
+            if neighbour is self.previous:
+                self.insert_between(neighbour.previous, self.following)
+            else:
+                self.insert_between(self.previous, neighbour.following)
 
 
 class Pool:
-    """The free blocks of one size class, best fit first (BlockPool)."""
+    """The free blocks of one size class, sorted for best fit (BlockPool).
+
+    Args:
+        least_remainder: A smaller rest of a block is not split off.
+        segment_bytes: The size of a segment, except for the largest requests.
+        next_address: The address of the next segment.
+    """
 
     __slots__ = ("blocks", "keys", "least_remainder", "next_address", "segment_bytes")
 
     def __init__(self, *, least_remainder: int, segment_bytes: int, next_address: int) -> None:
-        self.least_remainder = least_remainder  # a smaller one is not split off
-        self.segment_bytes = segment_bytes  # of all requests but the largest
+        self.least_remainder = least_remainder
+        self.segment_bytes = segment_bytes
         self.next_address = next_address
+        # The keys of the free blocks in ascending order, and the blocks by key.
         self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
 
@@ -95,38 +115,60 @@ class Pool:
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]
 
+    def take_best_fit(self, size: int) -> Block | None:
+        """Take the smallest block that is large enough, or return None (get_free_block)."""
+        index = bisect_left(self.keys, size << _SHIFT)
+        if index == len(self.keys):
+            return None
+        return self.blocks.pop(self.keys.pop(index))
+
 
 class CachingAllocator:
-    """What the caching allocator of one device would do, of which the driver can give `cap_bytes`.
+    """The caching allocator of one device.
 
-    `addresses` are those of the segments in order, where they are known from a recording.
+    Args:
+        cap_bytes: How much memory the driver can give; None for any amount.
+        addresses: The addresses of the segments in order, if they are known from a recording.
+
+    Attributes:
+        log: What the driver was asked for: the action, named as in torch's own traces, and bytes.
     """
 
     def __init__(
         self, *, cap_bytes: int | None = None, addresses: Iterator[int] | None = None
     ) -> None:
         self._small = Pool(
-            least_remainder=MIN_BLOCK_BYTES, segment_bytes=SMALL_SEGMENT_BYTES, next_address=1 << 44
+            least_remainder=MIN_BLOCK_BYTES,
+            segment_bytes=SMALL_SEGMENT_BYTES,
+            next_address=_FIRST_SMALL_ADDRESS,
         )
         self._large = Pool(
-            least_remainder=SMALL_BYTES + 1, segment_bytes=LARGE_SEGMENT_BYTES, next_address=1 << 54
+            least_remainder=SMALL_BYTES + 1,
+            segment_bytes=LARGE_SEGMENT_BYTES,
+            next_address=_FIRST_LARGE_ADDRESS,
         )
-        self._cap = _UNLIMITED if cap_bytes is None else cap_bytes
+        self._cap_bytes = _UNLIMITED if cap_bytes is None else cap_bytes
         self._addresses = iter(()) if addresses is None else addresses
-        self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.allocated_bytes = 0
+        self.peak_allocated_bytes = 0
         self.retries = 0
-        # What the driver was asked for: action as in torch's traces, bytes
         self.log: list[tuple[str, int]] = []
 
     def allocate(self, size: int) -> Block:
-        """Return a block for a request, rounded as `replay.round_sizes` does (malloc,
-        alloc_found_block).
+        """Return a block for a request (malloc, alloc_found_block).
 
-        OutOfDeviceMemoryError if no memory is left, also after all that is cached was given back.
+        Args:
+            size: Bytes, rounded as `replay.round_sizes` does.
+
+        Raises:
+            OutOfDeviceMemoryError: If no memory is left, even after the cache was given back.
         """
         pool = self._small if size <= SMALL_BYTES else self._large
-        block = self._find_free(pool, size) or self._grow(pool, size)
+        block = pool.take_best_fit(size)
+        if block is None:
+            block = self._new_segment(pool, size)
         remaining = block.size - size
         if remaining >= pool.least_remainder:
             rest = Block(pool, block.address + size, remaining)
@@ -139,28 +181,23 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back and join it with free neighbours (free_block, try_merge_blocks)."""
+        """Take a block back, and merge it with its free neighbours (free_block)."""
         assert block.allocated
         self.allocated_bytes -= block.size
         block.allocated = False
-        block.join_neighbours()
+        block.merge_free_neighbours()
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give back what is free as a whole segment (release_cached_blocks)."""
+        """Give back all segments that are free as a whole (release_cached_blocks)."""
         for pool in (self._large, self._small):
             for block in [pool.blocks[key] for key in pool.keys]:
-                if block.previous is None and block.following is None:
+                if block.is_whole_segment:
                     pool.remove(block)
                     self._count(-block.size, "segment_free")
 
-    def _find_free(self, pool: Pool, size: int) -> Block | None:
-        # get_free_block
-        index = bisect_left(pool.keys, size << _SHIFT)
-        return None if index == len(pool.keys) else pool.blocks.pop(pool.keys.pop(index))
-
-    def _grow(self, pool: Pool, size: int) -> Block:
-        # malloc: try; give back all, try; out of memory
+    def _new_segment(self, pool: Pool, size: int) -> Block:
+        """Return the block of a new segment, if need be after the cache was given back (malloc)."""
         block = self._ask_driver(pool, size)
         if block is None:
             self.empty_cache()
@@ -171,17 +208,18 @@ class CachingAllocator:
         return block
 
     def _ask_driver(self, pool: Pool, size: int) -> Block | None:
-        # alloc_block, get_allocation_size
-        segment = pool.segment_bytes
+        """Return a new segment, or None without memory (alloc_block, get_allocation_size)."""
+        segment_bytes = pool.segment_bytes
         if size >= MIN_LARGE_BYTES:
-            segment = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-        if self.reserved_bytes + segment > self._cap:
+            segment_bytes = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        if self.reserved_bytes + segment_bytes > self._cap_bytes:
             return None
         address = next(self._addresses, None)
         if address is None:
-            address, pool.next_address = pool.next_address, pool.next_address + segment
-        self._count(segment, "segment_alloc")
-        return Block(pool, address, segment)
+            address = pool.next_address
+            pool.next_address += segment_bytes
+        self._count(segment_bytes, "segment_alloc")
+        return Block(pool, address, segment_bytes)
 
     def _count(self, size: int, action: str) -> None:
         self.reserved_bytes += size

@@ -1,10 +1,8 @@
-"""Replaying a trace through the simulated caching allocator.
+"""Play a trace through the simulated caching allocator.
 
-How much it would reserve, and whether a cap stops it.
-
-The fit test of a plan is "the replay succeeds under the memory that the device can give": a
-percentage on top of the live bytes is wrong in both directions (measured 1.02 to 1.36 times on
-small models).
+A plan fits if this succeeds with the memory that the device can give. A percentage on top of the
+live bytes would be wrong in both directions: on small models we measured 1.02 to 1.36 times as
+much.
 """
 
 from __future__ import annotations
@@ -22,8 +20,10 @@ from holdfast.forecast.allocator.caching import (
 )
 from holdfast.forecast.trace.events import live_bytes
 
-Events = npt.NDArray[np.int32]  # shape ``(events,)``: s + 1 allocates storage s, -(s + 1) frees it
-Sizes = npt.NDArray[np.int64]  # shape ``(storages,)``, bytes as requested
+# Shape (events,): s + 1 allocates storage s, -(s + 1) frees it.
+Events = npt.NDArray[np.int32]
+# Shape (storages,): bytes as requested.
+Sizes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,9 @@ class Replay:
             (`torch.cuda.max_memory_reserved`).
         peak_allocated_bytes: The most that tensors had of it, with rounding
             (`torch.cuda.max_memory_allocated`).
-        retries: How often it gave back all that was cached and asked again (``num_alloc_retries``);
-            each is slow.
-        failed_at: Index of the event that there was no memory for; None if the whole trace was
-            played.
+        retries: How often it gave back its whole cache and asked again (``num_alloc_retries``).
+            Each time is slow.
+        failed_at: Index of the event for which there was no memory; None if there was enough.
     """
 
     peak_reserved_bytes: int
@@ -48,9 +47,9 @@ class Replay:
 
 
 def round_sizes(sizes: Sizes) -> Sizes:
-    """Return what the allocator makes of requested sizes (round_size).
+    """Return the sizes of the blocks for requested sizes (round_size).
 
-    0 stays 0, since torch does not ask for it.
+    0 stays 0, because torch does not ask for it.
 
     Example:
         >>> round_sizes(np.array([0, 1, 513, 1200 << 10])).tolist()
@@ -60,57 +59,63 @@ def round_sizes(sizes: Sizes) -> Sizes:
 
 
 def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Replay:
-    """Play a trace through an empty allocator, which can get `cap_bytes` of the driver.
+    """Play a trace through an empty allocator.
 
-    ValueError if a storage is freed that does not live, or allocated while it does.
+    Args:
+        events: Allocations and frees.
+        sizes: Bytes of each storage, as requested.
+        cap_bytes: How much memory the driver can give; None for any amount.
+
+    Raises:
+        ValueError: If a storage is freed that is not alive, or allocated while it is.
     """
-    rounded = round_sizes(sizes).tolist()
-    simulated = CachingAllocator(cap_bytes=cap_bytes)
-    allocate, free = simulated.allocate, simulated.free
-    live: list[Block | None] = [None] * len(rounded)
-    failed_at = None
-    index = -1
-    try:
-        for index, event in enumerate(events.tolist()):
-            if event > 0:
-                size = rounded[event - 1]
-                if live[event - 1] is not None:
-                    raise ValueError(f"event {index} allocates storage {event - 1}, which is alive")
-                if size:
-                    live[event - 1] = allocate(size)
-            else:
-                block = live[-event - 1]
-                if block is not None:
-                    live[-event - 1] = None
-                    free(block)
-                elif rounded[-event - 1]:
-                    raise ValueError(
-                        f"event {index} frees storage {-event - 1}, which does not live"
-                    )
-    except OutOfDeviceMemoryError:
-        failed_at = index
+    allocator = CachingAllocator(cap_bytes=cap_bytes)
+    failed_at = _play(events.tolist(), round_sizes(sizes).tolist(), allocator)
     return Replay(
-        peak_reserved_bytes=simulated.peak_reserved_bytes,
-        peak_allocated_bytes=simulated.peak_allocated_bytes,
-        retries=simulated.retries,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        retries=allocator.retries,
         failed_at=failed_at,
     )
 
 
+def _play(events: list[int], sizes: list[int], allocator: CachingAllocator) -> int | None:
+    """Play events, and return the index of the one for which there is no memory."""
+    # The block of each storage. Those of 0 bytes have none.
+    live: list[Block | None] = [None] * len(sizes)
+    for index, event in enumerate(events):
+        storage = abs(event) - 1
+        size = sizes[storage]
+        block = live[storage]
+        if event > 0:
+            if block is not None:
+                raise ValueError(f"event {index} allocates storage {storage}, which is alive")
+            if size:
+                try:
+                    live[storage] = allocator.allocate(size)
+                except OutOfDeviceMemoryError:
+                    return index
+        elif block is not None:
+            live[storage] = None
+            allocator.free(block)
+        elif size:
+            raise ValueError(f"event {index} frees storage {storage}, which is not alive")
+    return None
+
+
 def smallest_cap_bytes(events: Events, sizes: Sizes, *, step_bytes: int = 32 << 20) -> int:
-    """Return a cap that suffices while `step_bytes` less does not.
+    """Return how much memory the driver would have to give for a trace.
 
-    What a device would have to give.
-
-    Whether a cap suffices is not strictly monotone (a retry changes the order of the free blocks),
-    so it need not be the smallest of all.
+    It is a cap that suffices while one that is smaller by `step_bytes` does not. It need not be the
+    smallest of all, because a retry changes the order of the free blocks, so that a larger cap does
+    not always suffice where a smaller one does.
     """
-    enough = replay(events, sizes).peak_reserved_bytes
-    short = int(live_bytes(events, sizes, MIN_BLOCK_BYTES).max(initial=0)) - 1
-    while enough - short > step_bytes:
-        middle = (enough + short) // 2
-        if replay(events, sizes, cap_bytes=middle).failed_at is not None:
-            short = middle
+    sufficient = replay(events, sizes).peak_reserved_bytes
+    insufficient = int(live_bytes(events, sizes, MIN_BLOCK_BYTES).max(initial=0)) - 1
+    while sufficient - insufficient > step_bytes:
+        middle = (sufficient + insufficient) // 2
+        if replay(events, sizes, cap_bytes=middle).failed_at is None:
+            sufficient = middle
         else:
-            enough = middle
-    return enough
+            insufficient = middle
+    return sufficient

@@ -1,1 +1,5 @@
-"""Devices: their catalogue and speed."""
+"""What is known of GPUs: their memory and speed, and how long a step takes on them.
+
+Entry points: `catalogue.find_device` and `timing.step_seconds`. The figures and their sources are
+in ``devices.yaml``.
+"""

@@ -1,8 +1,7 @@
-"""The catalogue of devices.
+"""The catalogue of devices: how much memory a process can use, and how fast they are.
 
-What a process can use of their memory, how fast they are, each figure with its source.
-
-`find_device` takes the name of one, as people or torch write it, or a size such as ``24GiB``.
+The figures are in ``devices.yaml``, each with its source. `find_device` takes the name of a device,
+as people or torch write it, or a size such as ``24GiB``.
 """
 
 from __future__ import annotations
@@ -19,15 +18,18 @@ import yaml
 from holdfast.core.errors import PolicyError
 
 GIB = 1 << 30
-# Messages give GiB with two digits: the true figure is up to 0.005 GiB less
+# Messages of torch give GiB with two digits, so that the true figure is up to 0.005 GiB less.
 _ROUNDING_BYTES = 5 << 20
 _UNITS = {"gib": GIB, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)\s*", re.IGNORECASE)
-_NOISE = re.compile(r"nvidia|geforce|rtx|tesla|amd|instinct|[\s_-]+")
-# Each thread has a cuBLAS handle of its own (thread_local PoolWindow in CublasHandlePool.cpp), and
-# a workspace is kept for each handle and stream: a step uses the thread that runs forward and the
-# one that autograd keeps.
-_HANDLES = 2
+# Words of vendors and separators that do not matter in a name.
+_IGNORED_IN_NAMES = re.compile(r"nvidia|geforce|rtx|tesla|amd|instinct|[\s_-]+")
+# A cuBLAS workspace is kept for each handle and stream, and each thread has a handle of its own
+# (thread_local PoolWindow in CublasHandlePool.cpp). A step uses two threads: the one that runs
+# forward, and the one that autograd keeps.
+_CUBLAS_HANDLES = 2
+# Compute capability of Ampere, the first of NVIDIA's architectures with bf16.
+_FIRST_WITH_BF16 = (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +37,22 @@ class Device:
     """What the forecast knows of a device.
 
     Args:
-        usable_bytes: What `torch.cuda.mem_get_info` gives as the total: all that processes can
-            have.
+        name: Its name in the catalogue, or a size.
+        usable_bytes: The total that `torch.cuda.mem_get_info` gives: all that processes can have.
         context_bytes: What a training process takes of it beside torch's allocator: context,
             kernels, libraries.
-        cublas_workspace_bytes: Of one handle, held by torch's allocator from the first matrix
-            product on.
-        cublaslt_workspace_bytes: The same of cuBLASLt; 0 where it shares that of cuBLAS.
+        cublas_workspace_bytes: The workspace of one cuBLAS handle, which torch's allocator holds
+            from the first matrix product on.
+        cublaslt_workspace_bytes: The same of cuBLASLt; 0 if it shares that of cuBLAS.
+        bandwidth: Of its memory, in bytes per second.
         flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see
             `flops_per_second`.
         capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
-        is_measured: Whether forecasts were held against real runs on this device. What is known of
-            the others is from public messages, so that more is kept free.
+        vendor: ``"nvidia"`` or ``"amd"``.
+        is_measured: Whether forecasts were compared with real runs on this device. What is known of
+            the others comes from public messages, so more memory is kept free on them.
+        sources: Where the figures come from, by ``"usable"``, ``"context"``, ``"rates"``,
+            ``"cublas"`` and ``"cublaslt"``.
     """
 
     name: str
@@ -57,6 +63,7 @@ class Device:
     bandwidth: float
     flops: Mapping[str, float]
     capability: tuple[int, int] | None = None
+    vendor: str = "nvidia"
     is_measured: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -67,122 +74,143 @@ class Device:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether the device computes in bf16: NVIDIA's do from Ampere on (capability 8.0)."""
-        return self.capability is None or self.capability >= (8, 0)
+        """Whether the device computes in bf16."""
+        return self.capability is None or self.capability >= _FIRST_WITH_BF16
 
     @property
     def workspace_bytes(self) -> tuple[int, ...]:
-        """The workspaces that a training process holds for good, in the order of their
-        allocation.
-        """
-        each = (self.cublas_workspace_bytes, self.cublaslt_workspace_bytes)
-        return tuple(size for _ in range(_HANDLES) for size in each if size)
+        """The workspaces that a training process never frees, in the order of allocation."""
+        per_handle = [
+            size for size in (self.cublas_workspace_bytes, self.cublaslt_workspace_bytes) if size
+        ]
+        return tuple(per_handle * _CUBLAS_HANDLES)
 
     def flops_per_second(self, dtype: str) -> float:
-        """Return the dense rate for a dtype of `trace.DTYPES`.
+        """Return the dense rate for a type of `trace.events.DTYPES`.
 
-        That of fp32 where there are no units for it.
-
-        GPUs for training have 1/2 to 1/64 of that for fp64; it is taken as 1/2, since few models
-        use it.
+        A type without units of its own has the rate of fp32. GPUs for training have 1/2 to 1/64 of
+        that for fp64; 1/2 is taken, because few models use it.
         """
         if dtype == "fp64":
             return self.flops["fp32"] / 2
         return self.flops.get(dtype, self.flops["fp32"])
 
 
-def find_device(text: str) -> Device:
-    """Return the device that a user means (H416 if nothing is known by that name).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CatalogueEntry:
+    """A device, and the names by which it is found, as `_plain` makes them."""
 
-    A name (``RTX 4090``, ``A100-80GB``, ``NVIDIA H100 PCIe``), or a size (``24GiB``: all that
-    processes can have of an unknown device).
+    device: Device
+    names: frozenset[str]
+
+
+def find_device(text: str) -> Device:
+    """Return the device that a user means.
+
+    Args:
+        text: A name such as ``RTX 4090``, ``A100-80GB`` or ``NVIDIA H100 PCIe``, or a size such as
+            ``24GiB``: all that processes can have of an unknown device.
+
+    Raises:
+        PolicyError: H416 if no device has that name, or the size is less than 1 GiB.
     """
-    size = bytes_in(text)
-    if size is None:
-        return _named(text)
-    if size < GIB:
+    size_bytes = bytes_in(text)
+    if size_bytes is None:
+        return _find_by_name(text)
+    if size_bytes < GIB:
         raise PolicyError(
             f"device size {text!r}",
-            limit="it has 1 GiB or more",
-            fix="write it as 24GiB.",
+            limit="a device has 1 GiB or more",
+            fix="write the size as 24GiB.",
             rule="H416",
         )
-    return _of_unknown_kind(size)
-
-
-def _named(name: str) -> Device:
-    wanted = _plain(name)
-    found = next((device for device, names in _catalogue() if wanted in names), None)
-    if found is not None:
-        return found
-    raise PolicyError(
-        f"device {name!r}",
-        limit=f"known are: {', '.join(device.name for device, _ in _catalogue())}",
-        fix="use such a name, or a size such as 24GiB.",
-        rule="H416",
-    )
-
-
-def _plain(name: str) -> str:
-    return _NOISE.sub("", name.lower())
+    return _unknown_device(size_bytes)
 
 
 def bytes_in(text: str) -> int | None:
     """Return the bytes in a text such as ``"24GiB"`` or ``"500 MB"``; None if it is no size."""
     match = _SIZE.fullmatch(text)
-    return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
+    if match is None:
+        return None
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def _of_unknown_kind(size: int) -> Device:
-    """Return a device of which nothing but the size is known.
-
-    NVIDIA's from Ampere on, with their largest context.
-
-    What is older has no bf16 and a context that is smaller by half, which nobody who names a size
-    means.
-    """
-    likely = [
-        one
-        for one, _ in _catalogue()
-        if (one.capability or (0, 0)) >= (8, 0) and one.name[:2] != "MI"
-    ]
-    near = min(likely, key=lambda device: abs(device.usable_bytes - size))
-    sources = {
-        key: f"that of {near.name}, the nearest by size: {text}"
-        for key, text in near.sources.items()
-    }
-    return replace(
-        near,
-        name=f"{size / GIB:.4g}GiB",
-        usable_bytes=size,
-        context_bytes=max(one.context_bytes for one in likely),
-        capability=min(one.capability for one in likely if one.capability),
-        is_measured=False,
-        sources={
-            **sources,
-            "usable": "as given",
-            "context": "the largest of the catalogue's NVIDIA devices",
-        },
+def _find_by_name(name: str) -> Device:
+    plain = _plain(name)
+    for entry in _catalogue():
+        if plain in entry.names:
+            return entry.device
+    names = ", ".join(entry.device.name for entry in _catalogue())
+    raise PolicyError(
+        f"device {name!r}",
+        limit=f"known are: {names}",
+        fix="use one of these names, or a size such as 24GiB.",
+        rule="H416",
     )
+
+
+def _plain(name: str) -> str:
+    """Return a name without what people and torch write differently."""
+    return _IGNORED_IN_NAMES.sub("", name.lower())
+
+
+def _unknown_device(size_bytes: int) -> Device:
+    """Return a device of which only the size is known.
+
+    It is like the NVIDIA device from Ampere on that is nearest by size, but with the largest
+    context and the least capability of these. Older devices have no bf16 and half the context;
+    nobody who names a size means them.
+    """
+    candidates = [
+        entry.device
+        for entry in _catalogue()
+        if entry.device.vendor == "nvidia" and (entry.device.capability or (0, 0)) >= (8, 0)
+    ]
+    nearest = min(candidates, key=lambda device: abs(device.usable_bytes - size_bytes))
+    sources = {
+        figure: f"that of {nearest.name}, the nearest by size: {source}"
+        for figure, source in nearest.sources.items()
+    }
+    sources["usable"] = "as given"
+    sources["context"] = "the largest of the catalogue's NVIDIA devices"
+    return replace(
+        nearest,
+        name=f"{size_bytes / GIB:.4g}GiB",
+        usable_bytes=size_bytes,
+        context_bytes=max(device.context_bytes for device in candidates),
+        capability=min(device.capability for device in candidates if device.capability),
+        is_measured=False,
+        sources=sources,
+    )
+
+
+# --- reading devices.yaml -------------------------------------------------------------------------
 
 
 @functools.cache
-def _catalogue() -> tuple[tuple[Device, frozenset[str]], ...]:
+def _catalogue() -> tuple[_CatalogueEntry, ...]:
     text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
-    found = yaml.safe_load(text)
-    named = (
-        (one, frozenset(map(_plain, (one["name"], *one["aliases"])))) for one in found["devices"]
+    tables = yaml.safe_load(text)
+    return tuple(
+        _CatalogueEntry(
+            device=_read_device(entry, tables),
+            names=frozenset(_plain(name) for name in (entry["name"], *entry["aliases"])),
+        )
+        for entry in tables["devices"]
     )
-    return tuple((_entry(one, found), names) for one, names in named)
 
 
-def _entry(entry: Mapping[str, Any], found: Mapping[str, Any]) -> Device:
+def _read_device(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Device:
     vendor = entry.get("vendor", "nvidia")
-    major, minor = map(int, entry["capability"].split("."))
-    cublas = _workspace(found["cublas_workspaces"], vendor, major, entry["name"])
-    cublaslt = found["cublaslt_workspaces"][vendor]
+    major, minor = (int(part) for part in entry["capability"].split("."))
+    cublas = _cublas_workspace(
+        tables["cublas_workspaces"], vendor=vendor, major=major, name=entry["name"]
+    )
+    cublaslt = tables["cublaslt_workspaces"][vendor]
     return Device(
         name=entry["name"],
+        # The true usable memory may be less than the message says, the context more: it is the
+        # difference of two such figures.
         usable_bytes=int(entry["usable_gib"] * GIB) - _ROUNDING_BYTES,
         context_bytes=int(entry["context_gib"] * GIB) + 2 * _ROUNDING_BYTES,
         cublas_workspace_bytes=cublas["bytes"],
@@ -190,18 +218,18 @@ def _entry(entry: Mapping[str, Any], found: Mapping[str, Any]) -> Device:
         bandwidth=entry["bandwidth_gb"] * 1e9,
         flops={dtype: rate * 1e12 for dtype, rate in entry["tflops"].items()},
         capability=(major, minor),
+        vendor=vendor,
         is_measured=entry.get("measured", False),
         sources={**entry["sources"], "cublas": cublas["source"], "cublaslt": cublaslt["source"]},
     )
 
 
-def _workspace(
-    rules: Iterable[Mapping[str, Any]], vendor: str, major: int, name: str
+def _cublas_workspace(
+    rules: Iterable[Mapping[str, Any]], *, vendor: str, major: int, name: str
 ) -> Mapping[str, Any]:
-    return next(
-        rule
-        for rule in rules
-        if rule["vendor"] == vendor
-        and major >= rule["from_major"]
-        and name in rule.get("only", [name])
-    )
+    """Return the first rule of ``cublas_workspaces`` that applies to a device."""
+    for rule in rules:
+        applies_to_name = "only" not in rule or name in rule["only"]
+        if rule["vendor"] == vendor and major >= rule["from_major"] and applies_to_name:
+            return rule
+    raise AssertionError(f"devices.yaml has no cuBLAS workspace for {name}")

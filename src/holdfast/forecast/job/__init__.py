@@ -1,1 +1,8 @@
-"""What a user's `build()` returns, and the process that it is traced in."""
+"""Run a user's ``build()`` and training step on the fake device, in a process of its own.
+
+Entry point: `tracing.trace_job` starts the process and returns the traces. It imports no torch.
+
+Read `tracing` (the parent) with `time_limits`, then `child` (the process that traces), `building`
+(what ``build()`` returns), `jobs` (one training step of any size), `sample_batch` (batches of any
+size) and `user_functions` (what the user's step does by itself).
+"""

@@ -1,16 +1,15 @@
-"""Run the user's factory.
+"""Call the user's factory, check what it returns, and name the user's own line if that fails.
 
-Import it, call it, read what it returns, and say with the user's own line why that fails.
+A factory returns a dict::
 
-A factory returns a dict:
+    {"model": ..., "optimizer": ..., "loss_fn": f, "batch": ...}   f(batch) or f(model, batch)
+                                                                   returns the loss
+    {"model": ..., "optimizer": ..., "step": f, "batch": ...}      f(batch), f(model, batch) or
+                                                                   f(guard, batch) is a step
+    {"model": ..., "optimizer": ..., "step": f}                    f(batch_size) is a step
 
-    {"model": …, "optimizer": …, "loss_fn": f, "batch": …}    f(batch) or f(model, batch) returns
-    the loss {"model": …, "optimizer": …, "step": f, "batch": …}       f(batch), f(model, batch) or
-    f(guard, batch) is a step {"model": …, "optimizer": …, "step": f}
-    f(batch_size)
-
-Models and optimizers may be dicts. Other keys, such as ``scheduler``, are passed over. A factory
-with a parameter ``micro_batch_size`` is called with it.
+Models and optimizers may be dicts of several. Other keys, such as ``scheduler``, are ignored. A
+factory with a parameter ``micro_batch_size`` or ``batch_size`` is called with it.
 """
 
 from __future__ import annotations
@@ -32,22 +31,29 @@ from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.core.user_modules import import_user_module
 from holdfast.forecast.trace.attribution import line_of
 
+# Words in the message of an error that comes from code that needs a real GPU.
 _NEEDS_CUDA = re.compile(
     r"cuda|nvidia|cudnn|libc10_hip|flash[_-]attn|triton|apex|xformers|bitsandbytes", re.IGNORECASE
 )
-_SIZE_NAMES = ("micro_batch_size", "batch_size")
+# Parameters of a factory that are given the micro-batch size.
+_SIZE_PARAMETERS = ("micro_batch_size", "batch_size")
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class BuiltJob:
     """What a factory returned, checked.
 
-    Models and optimizers by name, a loss function or a step, a sample batch.
-
-    `is_step`: it certainly makes the whole step; else that shows when it is called. `split`: the
-        batch's dimension.
+    Args:
+        models: Models by name.
+        optimizers: Optimizers by name.
+        function: The loss function or the step.
+        is_step: Whether it is a step for certain. Otherwise that shows when it is called.
+        batch: The sample batch.
+        has_batch: Whether there is one; a step may make its own.
+        batch_size: Samples of the batch, if the factory was called with it or returned it.
+        split: The dimension of the samples.
     """
 
     models: dict[str, nn.Module]
@@ -61,8 +67,10 @@ class Built:
 
 
 def load_factory(name: str) -> Function:
-    """Return the function that ``module:function`` or ``file.py:function`` names (H411, or H410
-    if it needs CUDA).
+    """Return the function that ``module:function`` or ``file.py:function`` names.
+
+    Raises:
+        PolicyError: H411 if there is none, H410 if importing it needs CUDA.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
@@ -71,97 +79,135 @@ def load_factory(name: str) -> Function:
             "(there is no function after a colon)",
             "write package.module:build or file.py:build.",
         )
-    sys.argv = [place]  # a script that reads its arguments gets none of ours
+    # A script that reads its arguments gets none of ours.
+    sys.argv = [place]
     try:
-        found = getattr(import_user_module(place), attribute)
+        factory = getattr(import_user_module(place), attribute)
     except HoldfastError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+    except (Exception, SystemExit) as error:
+        # The user's module may do anything when it is imported.
         raise _failed(name, "while it was imported", error) from error
-    if not callable(found):
+    if not callable(factory):
         raise _unusable(
             name,
-            f"(it is a {type(found).__name__})",
+            f"(it is a {type(factory).__name__})",
             "name a function that returns what is to be traced.",
         )
-    return found  # type: ignore[no-any-return]
+    return factory  # type: ignore[no-any-return]
 
 
-def call_factory(name: str, factory: Function, *, size: int) -> Built:
-    """Call a factory, with `size` if it has a parameter for it, and read what it returns.
+def call_factory(name: str, factory: Function, *, size: int) -> BuiltJob:
+    """Call a factory and read what it returns.
 
-    H410 or H411 if it raises, H412 if it returns something else.
+    Args:
+        name: The name of the factory, for errors.
+        factory: The function.
+        size: The micro-batch size, which it gets if it has a parameter for it.
+
+    Raises:
+        PolicyError: H410 or H411 if it raises, H412 if it returns something else.
     """
-    given = {key: size for key in _SIZE_NAMES if key in inspect.signature(factory).parameters}
+    parameters = inspect.signature(factory).parameters
+    arguments = {parameter: size for parameter in _SIZE_PARAMETERS if parameter in parameters}
     try:
-        returned = factory(**given)
+        returned = factory(**arguments)
     except HoldfastError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's function does
+    except (Exception, SystemExit) as error:
+        # The user's function may do anything.
         raise _failed(name, "when it was called", error) from error
-    built = _read(name, factory, returned)
-    return dataclasses.replace(built, batch_size=size) if given else built
+    built = _Reader(name, factory).read(returned)
+    if arguments:
+        return dataclasses.replace(built, batch_size=size)
+    return built
 
 
-def _read(name: str, factory: Function, returned: Any) -> Built:
-    if not isinstance(returned, Mapping):
-        raise _wrong(name, factory, f"a {type(returned).__name__}")
-    missing = [key for key in ("model", "optimizer") if key not in returned]
-    is_step, has_batch, batch = "step" in returned, "batch" in returned, returned.get("batch")
-    if not has_batch and not is_step:
-        missing.append("batch")
-    if missing:
-        raise _wrong(
-            name,
-            factory,
-            f"a dict with {', '.join(map(repr, returned))}, without {' and '.join(missing)}",
+class _Reader:
+    """Read what a factory returned, and refuse what a forecast cannot use (H412)."""
+
+    def __init__(self, name: str, factory: Function) -> None:
+        self._name = name
+        self._factory = factory
+
+    def read(self, returned: Any) -> BuiltJob:
+        if not isinstance(returned, Mapping):
+            raise self._refusal(f"a {type(returned).__name__}")
+        self._check_keys(returned)
+        size = returned.get("batch_size")
+        split = returned.get("split", 0)
+        return BuiltJob(
+            models=self._by_name(returned["model"], "model", nn.Module),
+            optimizers=self._by_name(returned["optimizer"], "optimizer", Optimizer),
+            function=self._function(returned),
+            is_step="step" in returned,
+            batch=returned.get("batch"),
+            has_batch="batch" in returned,
+            batch_size=size if isinstance(size, int) else None,
+            split=split if isinstance(split, int) else 0,
         )
-    function = returned["step"] if is_step else returned.get("loss_fn")
-    if not callable(function):
-        raise _wrong(
-            name, factory, f"a {type(function).__name__} as {'step' if is_step else 'loss_fn'}"
-        )
-    size, split = returned.get("batch_size"), returned.get("split", 0)
-    return Built(
-        models=_named(name, factory, returned["model"], "model", nn.Module),
-        optimizers=_named(name, factory, returned["optimizer"], "optimizer", Optimizer),
-        function=function,
-        is_step=is_step,
-        batch=batch,
-        has_batch=has_batch,
-        batch_size=size if isinstance(size, int) else None,
-        split=split if isinstance(split, int) else 0,
-    )
 
+    def _check_keys(self, returned: Mapping[str, Any]) -> None:
+        needed = ["model", "optimizer"]
+        if "step" not in returned:
+            needed.append("batch")
+        missing = [key for key in needed if key not in returned]
+        if missing:
+            keys = ", ".join(map(repr, returned))
+            raise self._refusal(f"a dict with {keys}, without {' and '.join(missing)}")
+        self._function(returned)
 
-def _named(name: str, factory: Function, given: Any, what: str, kind: type) -> dict[str, Any]:
-    found = dict(given) if isinstance(given, Mapping) else {what: given}
-    for value in found.values():
-        if not isinstance(value, kind):
-            several = f"; several go into a dict by name: {{'a': {what}_a, 'b': {what}_b}}"
-            is_list = isinstance(value, (list, tuple))
-            raise _wrong(
-                name, factory, f"a {type(value).__name__} as {what}" + (several if is_list else "")
+    def _function(self, returned: Mapping[str, Any]) -> Function:
+        key = "step" if "step" in returned else "loss_fn"
+        function = returned.get(key)
+        if not callable(function):
+            raise self._refusal(f"a {type(function).__name__} as {key}")
+        return function  # type: ignore[no-any-return]
+
+    def _by_name(self, value: Any, key: str, kind: type) -> dict[str, Any]:
+        """Return models or optimizers by name; a single one has the name of its key."""
+        by_name = dict(value) if isinstance(value, Mapping) else {key: value}
+        for part in by_name.values():
+            if not isinstance(part, kind):
+                raise self._refusal(_wrong_kind(part, key))
+        if not by_name:
+            raise self._refusal(f"no {key}")
+        if any(_has_torchscript(part) for part in by_name.values()):
+            raise self._refusal(
+                f"a {key} made by torch.jit, of which a trace sees nothing: return it uncompiled"
             )
-    if not found:
-        raise _wrong(name, factory, f"no {what}")
-    modules = (
-        module
-        for value in found.values()
-        if isinstance(value, nn.Module)
-        for module in value.modules()
-    )
-    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
-        raise _wrong(
-            name,
-            factory,
-            f"a {what} made by torch.jit, of which a trace sees nothing: return it uncompiled",
+        return by_name
+
+    def _refusal(self, what: str) -> PolicyError:
+        return PolicyError(
+            f"factory {self._name!r}{place_of(self._factory)} returned {what}",
+            limit=(
+                "a forecast needs a model, an optimizer, and either a loss function with a sample"
+                " batch or a step"
+            ),
+            fix=(
+                'return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch":'
+                " batch}."
+            ),
+            rule="H412",
         )
-    return found
+
+
+def _wrong_kind(part: Any, key: str) -> str:
+    text = f"a {type(part).__name__} as {key}"
+    if isinstance(part, (list, tuple)):
+        text += f"; several go into a dict by name: {{'a': {key}_a, 'b': {key}_b}}"
+    return text
+
+
+def _has_torchscript(part: Any) -> bool:
+    if not isinstance(part, nn.Module):
+        return False
+    return any(isinstance(module, torch.jit.ScriptModule) for module in part.modules())
 
 
 def positional_parameters(function: Function) -> list[str]:
-    """Return the names of the parameters that a function must be given."""
+    """Return the names of the positional parameters of a function that have no default."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -174,64 +220,57 @@ def positional_parameters(function: Function) -> list[str]:
     ]
 
 
+# --- errors ---------------------------------------------------------------------------------------
+
+
 def place_of(function: Any) -> str:
-    """Return where a function is defined, ``" (model.py:12)"``, or an empty string."""
+    """Return where a function is defined, such as ``" (model.py:12)"``, or an empty string."""
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class of an error and the first line of what it says."""
-    text = str(error).strip()
-    return (
-        f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}"
-        if text
-        else type(error).__name__
-    )
+    """Return the class of an error and the first line of its message."""
+    name = type(error).__name__
+    message = str(error).strip()
+    if not message:
+        return name
+    return f"{name}: {message.splitlines()[0].rstrip('.')}"
 
 
 def _failed(name: str, when: str, error: BaseException) -> PolicyError:
+    reason = f"{when}: {first_line(error)}"
     line = line_of(error)
-    why = f"{when}: {first_line(error)}" + (f", at {line}" if line else "")
-    if not _NEEDS_CUDA.search(str(error)):
-        fix = (
-            "correct what the message names; in the module and the function tensors have shapes and"
-            " no values."
+    if line:
+        reason += f", at {line}"
+    if _NEEDS_CUDA.search(str(error)):
+        return PolicyError(
+            f"factory {name!r} needs CUDA {reason}",
+            limit=(
+                "a forecast runs without a GPU; its stand-in only answers torch.cuda and"
+                " device='cuda'"
+            ),
+            fix=(
+                "import what needs a real GPU inside the function that uses it, or leave it out of"
+                " build(): a plain torch module in its place needs about as much memory."
+            ),
+            rule="H410",
         )
-        return _unusable(name, why, fix)
-    return PolicyError(
-        f"factory {name!r} needs CUDA {why}",
-        limit=(
-            "a forecast has no GPU, and what stands for one answers torch.cuda and device='cuda'"
-            " only"
-        ),
-        fix=(
-            "import what needs a real GPU inside the function that uses it, or leave it out of"
-            " build(): a plain torch module in its place needs about the same memory."
-        ),
-        rule="H410",
+    return _unusable(
+        name,
+        reason,
+        "correct what the message names; in the module and the function, tensors have shapes and no"
+        " values.",
     )
 
 
-def _unusable(name: str, why: str, fix: str) -> PolicyError:
+def _unusable(name: str, reason: str, fix: str) -> PolicyError:
     return PolicyError(
-        f"factory {name!r} cannot be used {why}",
+        f"factory {name!r} cannot be used {reason}",
         limit=(
             "it names a function of a module, or of a file that ends with .py, which returns what"
             " is to be traced"
         ),
         fix=fix,
         rule="H411",
-    )
-
-
-def _wrong(name: str, factory: Function, what: str) -> PolicyError:
-    return PolicyError(
-        f"factory {name!r}{place_of(factory)} returned {what}",
-        limit=(
-            "a forecast needs a model, an optimizer, and a loss function with a sample batch or a"
-            " step"
-        ),
-        fix='return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}.',
-        rule="H412",
     )

@@ -1,9 +1,8 @@
-"""The process that traces.
+"""The process that traces a job.
 
-It finds one request as a file in a folder, and writes what it does and finds there.
-
-What user code prints goes to a file that the parent keeps. It is killed when its parent dies. It is
-never used twice: the fake device is there for good.
+It finds its request as a file in a folder, and writes its progress and its answer there. What user
+code prints goes to a file that the parent keeps. The process is killed if its parent dies, and is
+never used twice, because the fake device cannot be unregistered.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,139 +25,169 @@ from holdfast.core.errors import HoldfastError
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 from holdfast.forecast.job import building
 from holdfast.forecast.job.jobs import Job
-from holdfast.forecast.job.tracing import ANSWER, DOING, REQUEST
+from holdfast.forecast.job.tracing import ANSWER_FILE, PROGRESS_FILE, REQUEST_FILE
 from holdfast.forecast.kernels import scratch, scratch_cpu
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.tracer import Tracer
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Of the peak, that a step may leave behind without a word: small histories do
-_SHARE_OF_GROWTH = 0.01
+# The option of prctl(2) that sends a signal when the parent dies (linux/prctl.h).
+_PR_SET_PDEATHSIG = 1
+# The share of its peak that a step may leave behind before it is mentioned. Small histories of
+# losses are common; this is our judgement of what does not matter to a plan.
+_UNMENTIONED_GROWTH = 0.01
 
 
 def main(folder: Path) -> None:
-    """Do what the request in a folder asks for, and write the answer there."""
+    """Trace what the request in a folder asks for, write the answer there, and exit."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    request = json.loads((folder / REQUEST).read_bytes())
+    request = json.loads((folder / REQUEST_FILE).read_bytes())
     message: dict[str, Any]
     try:
         message = {"answer": _Tracing(request, folder).answer()}
     except HoldfastError as error:
-        words = {"what": error.what, "limit": error.limit, "fix": error.fix, "rule": error.rule}
-        message = {"error": {"kind": type(error).__name__, **words}}
-    (folder / ANSWER).write_text(json.dumps(message))
+        message = {
+            "error": {
+                "kind": type(error).__name__,
+                "what": error.what,
+                "limit": error.limit,
+                "fix": error.fix,
+                "rule": error.rule,
+            }
+        }
+    (folder / ANSWER_FILE).write_text(json.dumps(message))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what user code has started does not hold it up
+    # Threads and exit handlers that user code has started are not waited for.
+    os._exit(0)
 
 
 class _Tracing:
-    """Builds a job, makes steps of it and traces them: the fields of a `TraceRequest`."""
+    """Build a job, make steps of it, and trace them.
+
+    Args:
+        request: The fields of a `TraceRequest`.
+        folder: Where progress and traces are written.
+    """
 
     def __init__(self, request: dict[str, Any], folder: Path) -> None:
-        self._request, self._folder = request, folder
+        self._request = request
+        self._folder = folder
         self._sizes: list[int] = request["sizes"]
-        self._job: Job
-        self._device: ForecastDevice
-        self._tracer: Tracer
-
-    def _begin(self, text: str) -> None:
-        with (self._folder / DOING).open("a") as file:
-            file.write(f"{text} ({self._request['precision']})\n")
 
     def answer(self) -> dict[str, Any]:
-        """Return the fields of a `TraceResult` that are known here, and the files of the traces
-        in the folder.
-        """
-        request = self._request
-        with forecast_device(request["route"], request["precision"]) as device:
-            self._device = device
-            begun = time.perf_counter()
-            self._job = job = self._build()
-            build_seconds = time.perf_counter() - begun
-            scratch_of = (scratch_cpu if request["route"] == "cpu" else scratch).scratch_of
-            with Tracer(
-                device.device, scratch=scratch_of, uncalibrated=device.uncalibrated
-            ) as self._tracer:
-                job.claim = self._tracer.claim
-                self._tracer.watch(models=job.models, optimizers=job.optimizers.values())
-                self._begin("making a first step")
+        """Return the fields of a `TraceResult`, and the names of the files with the traces."""
+        route = self._request["route"]
+        with forecast_device(route, self._request["precision"]) as device:
+            begin = time.perf_counter()
+            built = self._build()
+            tracer = Tracer(
+                device.device,
+                scratch=scratch_cpu.scratch_of if route == "cpu" else scratch.scratch_of,
+                uncalibrated=device.uncalibrated,
+            )
+            job = self._job(built, device, tracer.claim)
+            build_seconds = time.perf_counter() - begin
+            with tracer:
+                tracer.watch(models=job.models, optimizers=job.optimizers.values())
+                self._report("making a first step")
                 job.settle(self._sizes[0])
-                traces, seconds = self._trace_sizes()
-        files = [f"{number}.npz" for number in range(len(traces))]
-        for file, traced in zip(files, traces, strict=True):
-            traced.save(self._folder / file)
+                traces = []
+                trace_seconds = []
+                for size in self._sizes:
+                    self._report(f"tracing a step of {size} samples")
+                    begin = time.perf_counter()
+                    traces.append(self._trace(job, device, tracer, size))
+                    trace_seconds.append(time.perf_counter() - begin)
+        traces[-1] = _with_growth_mentioned(traces[-1])
         return {
-            "files": files,
-            "trace_seconds": seconds,
+            "files": self._save(traces),
+            "trace_seconds": trace_seconds,
             "build_seconds": build_seconds,
-            **_facts(job),
+            **_facts_of_job(job),
         }
 
-    def _build(self) -> Job:
-        request = self._request
-        self._begin("importing the factory")
-        factory = building.load_factory(request["factory"])
-        self._begin("building the model")
-        built = building.call_factory(request["factory"], factory, size=self._sizes[0])
-        options = {name: request[name] for name in ("gradient_accumulation_steps", "recompute")}
-        return Job(built, self._device, **options)
+    def _report(self, text: str) -> None:
+        """Append a line to the progress that the parent follows."""
+        with (self._folder / PROGRESS_FILE).open("a") as file:
+            file.write(f"{text} ({self._request['precision']})\n")
 
-    def _trace_sizes(self) -> tuple[list[Trace], list[float]]:
-        """Return a trace of each size that is asked for, and how long it took."""
-        traces, seconds = [], []
-        for size in self._sizes:
-            self._begin(f"tracing a step of {size} samples")
-            begun = time.perf_counter()
-            traces.append(self._trace(size))
-            seconds.append(time.perf_counter() - begun)
-        traces[-1] = dataclasses.replace(
-            traces[-1], assumptions=(*traces[-1].assumptions, *_growth(traces[-1]))
+    def _build(self) -> building.BuiltJob:
+        name = self._request["factory"]
+        self._report("importing the factory")
+        factory = building.load_factory(name)
+        self._report("building the model")
+        return building.call_factory(name, factory, size=self._sizes[0])
+
+    def _job(
+        self, built: building.BuiltJob, device: ForecastDevice, claim: Callable[[Any], None]
+    ) -> Job:
+        return Job(
+            built,
+            device,
+            claim_batch=claim,
+            gradient_accumulation_steps=self._request["gradient_accumulation_steps"],
+            recompute=self._request["recompute"],
         )
-        return traces, seconds
 
-    def _trace(self, size: int) -> Trace:
-        self._job.step(size)  # leaves what such a step leaves; the very first in another order
-        with self._tracer.recording():
-            self._job.step(size)
-        return self._tracer.trace(
+    def _trace(self, job: Job, device: ForecastDevice, tracer: Tracer, size: int) -> Trace:
+        # The step before must leave what a step of this size leaves. The very first step also
+        # allocates in another order.
+        job.step(size)
+        with tracer.recording():
+            job.step(size)
+        return tracer.trace(
             micro_batch_size=size,
             precision=self._request["precision"],
             route=self._request["route"],
-            blocks=tuple(name for name, _ in self._job.blocks),
-            assumptions=(*self._job.assumptions, *self._device.assumptions),
+            blocks=tuple(name for name, _ in job.blocks),
+            assumptions=(*job.assumptions, *device.assumptions),
         )
 
+    def _save(self, traces: list[Trace]) -> list[str]:
+        files = []
+        for number, trace in enumerate(traces):
+            files.append(f"{number}.npz")
+            trace.save(self._folder / files[-1])
+        return files
 
-def _growth(traced: Trace) -> tuple[Assumption, ...]:
-    if traced.growth_bytes <= live_peak(traced) * _SHARE_OF_GROWTH:
-        return ()
+
+def _with_growth_mentioned(trace: Trace) -> Trace:
+    """Return a trace with an assumption if its step leaves much memory behind."""
+    if trace.growth_bytes <= live_peak(trace) * _UNMENTIONED_GROWTH:
+        return trace
     what = (
-        f"a step of {traced.micro_batch_size} samples leaves {traced.growth_bytes} bytes behind"
-        " that the next one does not free: a plan holds for one step, and a run needs more with"
-        " each"
+        f"a step of {trace.micro_batch_size} samples leaves {trace.growth_bytes} bytes behind that"
+        " the next one does not free: a plan holds for one step, and a run needs more with each"
     )
-    return (Assumption(what=what),)
+    return dataclasses.replace(trace, assumptions=(*trace.assumptions, Assumption(what=what)))
 
 
-def _facts(job: Job) -> dict[str, Any]:
+def _facts_of_job(job: Job) -> dict[str, Any]:
+    """Return the fields of a `TraceResult` that describe the job and this process."""
+    # Models may share parameters.
     parameters = {id(p): p for model in job.models.values() for p in model.parameters()}.values()
     return {
         "parameters": sum(p.numel() for p in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "accumulates": job.accumulates,
         "casts": job.casts,
-        "host_bytes": _host_bytes(),
+        "host_bytes": _peak_host_bytes(),
     }
 
 
-def _host_bytes() -> int:
-    # Not what getrusage says: that begins with what the process held which has started this one.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+def _peak_host_bytes() -> int:
+    """Return the peak resident memory of this process.
+
+    ``getrusage`` would begin with the memory of the process that has started this one.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel reports no VmHWM")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # nothing is computed, but each thread has memory
+    # Nothing is computed, but each thread has memory of its own.
+    torch.set_num_threads(1)
     main(Path(sys.argv[1]))

@@ -1,19 +1,18 @@
-"""A user's training job on the fake device.
+"""A user's training job on the fake device: its models, its optimizers, and one step of any size.
 
-Its models, its optimizers, and one step of any size, as Guard makes it.
+A loss function is called under autocast, and its loss is run backward, scaled for fp16. Gradients
+are set to None before, and every optimizer is stepped after. Clipping is left out: it needs no
+memory to speak of. A function that calls backward itself makes its own step, and one call of it has
+to step every optimizer.
 
-A loss function is called under autocast and its loss is run backward, scaled for fp16; gradients
-are emptied before, and every optimizer is stepped. Clipping, which takes no memory to speak of, is
-left out. A function that calls
-backward itself makes its own step: one call of it has to step every optimizer.
-
-Tensors lie where the user's code puts them. If the step does not run so, since it names no device,
-the batch is put where the model is, and if that is not enough, all that the step makes.
+Tensors are where the user's code puts them. If the step does not run that way, because it names no
+device, the batch is put where the model is; if that is not enough, everything that the step makes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,11 +28,11 @@ from holdfast.forecast.fake.device import AddedAutocast, ForecastDevice
 from holdfast.forecast.fake.known_values import worth_knowing
 from holdfast.forecast.fake.stand_ins import several_devices
 from holdfast.forecast.job import building
-from holdfast.forecast.job.building import Built, Function
-from holdfast.forecast.job.sample_batch import Leaf, SampleBatch, Values, cut, leaves_of
+from holdfast.forecast.job.building import BuiltJob, Function
+from holdfast.forecast.job.sample_batch import ArraySpec, SampleBatch, Values, cut, leaves_of
 from holdfast.forecast.job.user_functions import (
+    CallObserver,
     GuardStandIn,
-    Watch,
     called_with_batch,
     is_hooked,
     own_autocasts,
@@ -45,333 +44,430 @@ from holdfast.memory.oom import clear_exception_frames
 from holdfast.memory.recompute import recomputing
 from holdfast.numerics.loss import read_loss
 
-_AS_BUILT = "its tensors where they were built"
-_BATCH = "the batch on the device"
-_ALL = "the batch, and what it makes without naming a device, on the device"
-_PLACEMENTS = (_AS_BUILT, _BATCH, _ALL)
+
+class _Placement(enum.Enum):
+    """Where the tensors of a step are put, in the order in which that is tried."""
+
+    AS_BUILT = "its tensors where they were built"
+    BATCH_ON_DEVICE = "the batch on the device"
+    ALL_ON_DEVICE = "the batch, and what it makes without naming a device, on the device"
 
 
 class Job:
     """One training job on the fake device, whose mode must be active.
 
-    Models are brought there (H413, H426, H427).
+    Args:
+        built: What the user's factory returned. Its models are moved to the device.
+        device: The fake device.
+        claim_batch: Called with the tensors of each batch that is made.
+        gradient_accumulation_steps: Micro-batches per step, if the job has a loss function.
+        recompute: Names of the `blocks` whose activations are recomputed.
 
-    `gradient_accumulation_steps` are micro-batches of a step, where a loss function is given;
-    `recompute` names modules of `blocks`.
+    Raises:
+        PolicyError: H413 for a sample batch that cannot be made in another size, H426 for hooks on
+            nodes of moved parameters, H427 for a model on several devices.
     """
 
     def __init__(
         self,
-        built: Built,
+        built: BuiltJob,
         device: ForecastDevice,
         *,
+        claim_batch: Callable[[Any], object] = lambda _: None,
         gradient_accumulation_steps: int = 1,
         recompute: Sequence[str] = (),
     ) -> None:
-        if any(
-            hasattr(p, "device_mesh") for model in built.models.values() for p in model.parameters()
-        ):
-            raise several_devices(
-                "a model that build() returned has parameters spread over a device mesh"
-            )
+        _check_single_device(built)
         device.place(*built.models.values())
         self.models = {
             "" if name == "model" else name: model for name, model in built.models.items()
         }
         self.optimizers = built.optimizers
         self.blocks = find_blocks(self.models)
-        self.claim: Callable[[Any], object] = lambda _: None  # called with each batch that is made
         self.assumptions: list[Assumption] = []
-        self.casts = False  # whether it has an autocast of its own; known after `settle`
+        # Whether the job has an autocast of its own. Known after `settle`.
+        self.casts = False
         self._device = device
-        self._count = gradient_accumulation_steps
-        self._placement = _AS_BUILT
-        self.sample: SampleBatch | None = None  # none if the step makes its own
-        if built.has_batch:
-            reading: dict[str, Any] = {"read": self._read, "make": self._make}
-            self.sample = SampleBatch(
-                built.batch, size=built.batch_size, split=built.split, **reading
-            )
+        self._claim_batch = claim_batch
+        self._accumulation_steps = gradient_accumulation_steps
         self._recomputed = [module for name, module in self.blocks if name in recompute]
+        self._placement = _Placement.AS_BUILT
+        # None if the step makes its own batches.
+        self._sample: SampleBatch | None = None
+        if built.has_batch:
+            self._sample = SampleBatch(
+                built.batch,
+                size=built.batch_size,
+                split=built.split,
+                read=self._values_of,
+                make=self._make_tensor,
+            )
         self._place_of_function = building.place_of(built.function)
-        self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
+        guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
         self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
-        self._function = called_with_batch(built, self._guard)
-        self._acts = built.is_step  # runs backward or steps optimizers by itself
-        self._has_own_step = self._acts and not self._uses_guard
-        self._begun = False  # whether it has done either
+        self._function = called_with_batch(built, guard)
+        # Whether the function runs backward or steps optimizers by itself. Until the first step
+        # this is what the factory called it; then it is what was observed.
+        self._acts = built.is_step
+        # Whether it was observed to do so.
+        self._was_seen_to_act = False
+        # Whether it makes the whole step by itself: gradients are set to None and optimizers are
+        # stepped in it.
+        self._has_own_step = built.is_step and not self._uses_guard
+        # Names of the optimizers that were stepped in the last step.
         self._stepped: set[str] = set()
         self._scaler = torch.amp.GradScaler(device.device.type, enabled=device.precision == "fp16")
 
     @property
     def accumulates(self) -> bool:
-        """Whether its batch can be cut into micro-batches: known after the first step."""
-        return self.sample is not None and not self._acts
+        """Whether its batch can be split into micro-batches. Known after the first step."""
+        return self._sample is not None and not self._acts
+
+    # The first step.
 
     def settle(self, size: int) -> None:
-        """Make the first step, and find out what the function does and where tensors must lie (H412
-        to H414).
+        """Make the first step, and find out what the function does and where tensors must be.
 
-        A loss that `Guard` does not take is refused as there (H201 to H203).
+        Args:
+            size: Samples of a micro-batch.
+
+        Raises:
+            PolicyError: H412 if an optimizer is not stepped, H414 if the step raises.
+            HoldfastError: H201 to H203 for a loss that `Guard` does not take.
         """
-        for placement in _PLACEMENTS:
+        autocasts: list[torch.autocast] = []
+        for placement in _Placement:
             self._placement = placement
             try:
-                with own_autocasts(AddedAutocast) as own:
+                with own_autocasts(AddedAutocast) as autocasts:
                     self._step_past_checks(size)
                 break
             except PolicyError as error:
-                # Tensors on two devices fail in many ways: autocast, for one, passes over those on
-                # the host.
-                if (
-                    error.rule != "H414"
-                    or self._device.route == "cpu"
-                    or placement is _PLACEMENTS[-1]
-                ):
+                if not self._may_try_next_placement(error):
                     raise
                 failed = error
-            # Torch 2.11: a checkpoint's hooks in them would see the next step
+            # With torch 2.11 the hooks of an activation checkpoint, which the frames of the error
+            # hold, would see the next step.
             clear_exception_frames(failed)
-        if missed := self.optimizers.keys() - self._stepped:
+        missed = self.optimizers.keys() - self._stepped
+        if missed:
             raise _untrained(
                 f"one call of the step{self._place_of_function} did not step {sorted(missed)}"
             )
-        self.casts = bool(own)
-        self.assumptions.extend(Assumption(what=what) for what in self._found_out())
-        if self.sample is not None:
-            self.assumptions.extend(self.sample.assumptions())
-        gc.collect()  # what a failed step has left
+        self.casts = bool(autocasts)
+        self.assumptions += [Assumption(what=what) for what in self._assumed_in_first_step()]
+        if self._sample is not None:
+            self.assumptions += self._sample.assumptions()
+        # Free what failed attempts have left.
+        gc.collect()
 
-    def _found_out(self) -> Iterator[str]:
-        """Yield what has to be said of the first step."""
-        precision = self._device.precision
-        if self._acts and not self._has_own_step:
-            yield "the function runs backward and steps no optimizer: all were stepped after it"
-        every = (
-            p for model in self.models.values() for p in model.parameters() if p.is_floating_point()
-        )
-        own = [
-            f"parameters in {name}"
-            for name in sorted({str(p.dtype)[6:] for p in every if p.itemsize < 4})
-        ]
-        own += ["an autocast of its own"] if self.casts else []
-        if own and precision == "fp32":
-            yield (
-                f"no autocast was added: the job has {' and '.join(own)}, and is forecast as its"
-                " code has it"
-            )
-        if self._has_own_step and precision != "fp32":
-            yield (
-                f"autocast to {precision} was put around what the step does before backward: it has"
-                " to do so itself, since it steps itself"
-            )
-        if self._placement != _AS_BUILT:
-            yield f"the step ran only with {self._placement}, where the model is"
-        if not self.accumulates and self._count > 1:
-            yield "the step accumulates gradients by itself or not at all"
+    def _may_try_next_placement(self, error: PolicyError) -> bool:
+        """Return whether the step may run if more of its tensors are on the device.
+
+        Tensors on two devices fail in many ways, so any error of the step counts: autocast, for
+        example, ignores tensors on the host.
+        """
+        if error.rule != "H414" or self._device.route == "cpu":
+            return False
+        return self._placement is not _Placement.ALL_ON_DEVICE
 
     def _step_past_checks(self, size: int) -> None:
-        """Make a step; one that fails after it has asked a tensor is made with the other answer to
-        the last question.
+        """Make a step whose checks of values pass.
 
-        Most of what raises after a question is a check, which is to pass.
+        Most of what raises after it has asked a tensor for its value is a check. So if the step
+        fails, it is made again with the other answer to the last question.
         """
-        guesses, first = self._device.guesses, None
+        guesses = self._device.guesses
+        first_error: PolicyError | None = None
         while True:
             guesses.asked.clear()
             try:
                 return self.step(size)
             except PolicyError as error:
-                first = first or error
+                first_error = first_error or error
                 may_turn = [line for line in guesses.asked if line not in guesses.turned]
                 if error.rule not in ("H414", "H424") or not may_turn:
                     guesses.turned.clear()
-                    raise first from first.__cause__
+                    raise first_error from first_error.__cause__
                 guesses.turn(may_turn[-1])
                 failed = error
             clear_exception_frames(failed)
 
+    def _assumed_in_first_step(self) -> Iterator[str]:
+        precision = self._device.precision
+        if self._acts and not self._has_own_step:
+            yield "the function runs backward and steps no optimizer: all were stepped after it"
+        own_precision = self._own_precision()
+        if own_precision and precision == "fp32":
+            yield (
+                f"no autocast was added: the job has {' and '.join(own_precision)}, and is forecast"
+                " as its code has it"
+            )
+        if self._has_own_step and precision != "fp32":
+            yield (
+                f"autocast to {precision} was put around what the step does before backward; in"
+                " training the step has to do that itself"
+            )
+        if self._placement is not _Placement.AS_BUILT:
+            yield f"the step ran only with {self._placement.value}, where the model is"
+        if not self.accumulates and self._accumulation_steps > 1:
+            yield "the step accumulates gradients by itself or not at all"
+
+    def _own_precision(self) -> list[str]:
+        """Return by which means the job sets a precision other than fp32."""
+        dtypes = {
+            str(parameter.dtype).removeprefix("torch.")
+            for parameter in self._parameters()
+            if parameter.is_floating_point() and parameter.itemsize < 4
+        }
+        means = [f"parameters in {name}" for name in sorted(dtypes)]
+        if self.casts:
+            means.append("an autocast of its own")
+        return means
+
+    # One step.
+
     def step(self, size: int) -> None:
-        """Make one training step of `size` samples a micro-batch (H412, H413, H414)."""
+        """Make one training step.
+
+        Args:
+            size: Samples of a micro-batch.
+
+        Raises:
+            PolicyError: H412 if the loss trains no parameter, H413 for a batch that cannot be made,
+                H414 if the user's code raises.
+        """
         self._stepped = set()
         self._device.guesses.begin_step()
         with contextlib.ExitStack() as stack:
-            if self._placement == _ALL:
+            if self._placement is _Placement.ALL_ON_DEVICE:
                 stack.enter_context(torch.device(self._device.device))
             if self._recomputed:
                 stack.enter_context(recomputing(self._recomputed, lambda: None, lambda _: None))
             try:
-                parts = self._batches(size)
+                micro_batches = self._make_batches(size)
                 if self._uses_guard:
-                    self._step_with_guard(parts[0])
+                    self._step_with_guard(micro_batches[0])
                 else:
-                    self.make_step(parts, self._function, list(self.optimizers))
+                    self._make_step(micro_batches, self._function, list(self.optimizers))
             except HoldfastError:
                 raise
-            except Exception as error:  # whatever the user's step does
+            except Exception as error:
+                # The user's step may raise anything.
                 raise self._failed(error, size) from error
+
+    def _make_batches(self, size: int) -> list[Any]:
+        """Return the micro-batches of a step, or the size if the step makes its own batch."""
+        if self._sample is None:
+            return [size]
+        count = self._accumulation_steps if self.accumulates else 1
+        batch = self._sample.resized(size * count)
+        self._claim_batch(leaves_of(batch))
+        if self._uses_guard or count == 1:
+            return [batch]
+        return self._sample.parts(batch, count)
 
     def _step_with_guard(self, batch: Any) -> None:
         """Call a ``step(guard, batch)``."""
-        with Watch(self._device.autocast) as seen:
+        with CallObserver(self._device.autocast) as observer:
             self._function(batch)
-        self._stepped |= self._names_of(seen.optimizers)
+        self._stepped |= self._names_of(observer.stepped)
 
     def _step_of_guard(
         self, batch: Any, function: Function, names: Sequence[str]
     ) -> torch.Tensor | None:
-        return self.make_step(
-            [batch] if self._count == 1 else cut(batch, self._count), function, names
-        )
+        """Make the step that a ``step(guard, batch)`` asks its guard for."""
+        if self._accumulation_steps == 1:
+            return self._make_step([batch], function, names)
+        return self._make_step(cut(batch, self._accumulation_steps), function, names)
 
-    def make_step(
-        self, parts: Sequence[Any], function: Function, names: Sequence[str]
+    def _make_step(
+        self, micro_batches: Sequence[Any], function: Function, names: Sequence[str]
     ) -> torch.Tensor | None:
-        """Make one step from micro-batches.
+        """Make one step of the named optimizers.
 
-        Return the last loss, or None if the function ran backward itself.
+        Returns:
+            The last loss, or None if the function runs backward itself.
         """
-        groups = [group for name in names for group in self.optimizers[name].param_groups]
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = self._optimized_parameters(names)
         if not self._has_own_step:
             for parameter in parameters:
                 parameter.grad = None
         loss = None
-        with Watch(self._device.autocast) as seen:
-            for part in parts:
-                with seen.autocast():
-                    returned = function(part)
-                if not (seen.acted or self._begun):
-                    self._has_own_step = False  # a loss function, whatever it was called
-                    loss = read_loss(returned, None).total()
-                    share = loss if len(parts) == 1 else loss * (1 / len(parts))
-                    self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
-        if (
-            loss is not None
-            and not seen.optimizers
-            and all(p.grad is None and not is_hooked(p) for p in parameters)
-        ):
-            raise _untrained(
-                f"the loss{self._place_of_function} gives no gradient to what {sorted(names)} steps"
-            )
-        self._acts = self._begun = loss is None
-        self._has_own_step |= seen.acted and bool(seen.optimizers)
-        self._stepped |= self._names_of(seen.optimizers)
+        with CallObserver(self._device.autocast) as observer:
+            for micro_batch in micro_batches:
+                with observer.calling():
+                    returned = function(micro_batch)
+                if observer.acted or self._was_seen_to_act:
+                    continue
+                # It is a loss function, even if the factory called it a step.
+                self._has_own_step = False
+                loss = read_loss(returned, None).total()
+                share = loss if len(micro_batches) == 1 else loss * (1 / len(micro_batches))
+                self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
+        if loss is not None and not observer.stepped:
+            self._check_trained(parameters, names)
+        self._note_actions(observer, has_loss=loss is not None)
         if not self._has_own_step:
-            self._finish(names, unscales=loss is not None)
+            self._step_optimizers(names, unscale=loss is not None)
             self._stepped |= set(names)
         return None if loss is None else loss.detach()
 
-    def _names_of(self, optimizers: Sequence[Optimizer]) -> set[str]:
-        """Return which of the job's optimizers were stepped, if only by one that is within them."""
-        done = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    def _check_trained(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Refuse a loss that gives no parameter a gradient (H412).
+
+        A hook may have used a gradient up.
+        """
+        if not any(p.grad is not None or is_hooked(p) for p in parameters):
+            raise _untrained(
+                f"the loss{self._place_of_function} gives no gradient to what {sorted(names)} steps"
+            )
+
+    def _note_actions(self, observer: CallObserver, *, has_loss: bool) -> None:
+        """Remember what the function was observed to do by itself."""
+        self._acts = not has_loss
+        self._was_seen_to_act = not has_loss
+        if observer.acted and observer.stepped:
+            self._has_own_step = True
+        self._stepped |= self._names_of(observer.stepped)
+
+    def _step_optimizers(self, names: Sequence[str], *, unscale: bool) -> None:
+        optimizers = [self.optimizers[name] for name in names]
+        if not unscale or not self._scaler.is_enabled():
+            for optimizer in optimizers:
+                optimizer.step()
+            return
+        for optimizer in optimizers:
+            self._scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            optimizer.step()
+        self._scaler.update()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for model in self.models.values():
+            yield from model.parameters()
+
+    def _optimized_parameters(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the parameters of the named optimizers."""
+        groups = [group for name in names for group in self.optimizers[name].param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _names_of(self, stepped: Sequence[Optimizer]) -> set[str]:
+        """Return which of the job's optimizers were stepped, maybe only by one within them."""
+        groups = [group for optimizer in stepped for group in optimizer.param_groups]
+        stepped_ids = {id(parameter) for group in groups for parameter in group["params"]}
         return {
             name
-            for name, one in self.optimizers.items()
-            if any(id(p) in done for group in one.param_groups for p in group["params"])
+            for name in self.optimizers
+            if any(id(parameter) in stepped_ids for parameter in self._optimized_parameters([name]))
         }
 
     def _inputs(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return where gradients may go, as Guard does.
+        """Return which tensors get gradients, as `Guard` does it.
 
-        None if backward reaches nothing else anyway.
-
-        What is trained by a hook of its own gets its gradient, whichever optimizers were returned.
+        These are the parameters of the chosen optimizers, and those with a hook, which may train
+        them. None if backward reaches no others anyway.
         """
-        mine = {id(parameter) for parameter in parameters}
-        every = [p for model in self.models.values() for p in model.parameters() if p.requires_grad]
-        hooked = [p for p in every if id(p) not in mine and is_hooked(p)]
-        if len(hooked) < sum(id(p) not in mine for p in every):
-            return [p for p in (*parameters, *hooked) if p.requires_grad]
-        return None
+        chosen = {id(parameter) for parameter in parameters}
+        others = [
+            parameter
+            for parameter in self._parameters()
+            if parameter.requires_grad and id(parameter) not in chosen
+        ]
+        hooked = [parameter for parameter in others if is_hooked(parameter)]
+        if len(hooked) == len(others):
+            return None
+        return [parameter for parameter in (*parameters, *hooked) if parameter.requires_grad]
 
-    def _finish(self, names: Sequence[str], *, unscales: bool) -> None:
-        optimizers = [self.optimizers[name] for name in names]
-        unscales = unscales and self._scaler.is_enabled()
-        if unscales:
-            for optimizer in optimizers:
-                self._scaler.unscale_(optimizer)
-        for optimizer in optimizers:
-            optimizer.step()
-        if unscales:
-            self._scaler.update()
+    # Tensors of the batch.
 
-    def _batches(self, size: int) -> list[Any]:
-        sample = self.sample
-        if sample is None:
-            return [size]
-        count = self._count if self.accumulates else 1
-        batch = sample.resized(size * count)
-        self.claim(leaves_of(batch))
-        return [batch] if self._uses_guard or count == 1 else sample.parts(batch, count)
-
-    def _read(self, tensor: torch.Tensor) -> Values | None:
+    def _values_of(self, tensor: torch.Tensor) -> Values | None:
+        """Return the known values of a tensor of the sample batch."""
         known_values = self._device.mode.known_values
-        with unset_fake_temporarily():  # a value is real; under the mode a copy of it would not be
-            value = (
-                known_values.of(tensor).value if isinstance(tensor, FakeTensor) else tensor.detach()
-            )
-            return None if value is None or not worth_knowing(value) else value.cpu().numpy()
+        # A value is a real tensor, which the fake mode would copy into a fake one.
+        with unset_fake_temporarily():
+            if isinstance(tensor, FakeTensor):
+                value = known_values.of(tensor).value
+            else:
+                value = tensor.detach()
+            if value is None or not worth_knowing(value):
+                return None
+            return value.cpu().numpy()
 
-    def _make(self, leaf: Leaf) -> torch.Tensor:
-        device = leaf.device if self._placement == _AS_BUILT else self._device.device
-        made = torch.empty(
-            leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad
+    def _make_tensor(self, spec: ArraySpec) -> torch.Tensor:
+        """Return a tensor of a batch, whose values are known if those in the sample batch were."""
+        is_as_built = self._placement is _Placement.AS_BUILT
+        device = spec.device if is_as_built else self._device.device
+        tensor = torch.empty(
+            spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
         )
-        if leaf.values is not None:
+        if spec.values is not None:
             with unset_fake_temporarily():
-                self._device.mode.known_values.learn(
-                    made, torch.from_numpy(np.ascontiguousarray(leaf.values))
-                )
-        return made
+                value = torch.from_numpy(np.ascontiguousarray(spec.values))
+                self._device.mode.known_values.learn(tensor, value)
+        return tensor
 
     def _failed(self, error: Exception, size: int) -> PolicyError:
+        """Return the error for a step in which the user's code has raised."""
         line = line_of(error)
-        sample = self.sample
-        taken = "" if sample is None else f"; {next(sample.assumptions()).what}"
+        where = f", at {line}" if line else self._place_of_function
+        assumed = ""
+        if self._sample is not None:
+            assumed = f"; {next(self._sample.assumptions()).what}"
         return PolicyError(
-            f"the step raised {building.first_line(error)}"
-            + (f", at {line}" if line else self._place_of_function),
+            f"the step raised {building.first_line(error)}{where}",
             limit=(
-                f"a step of {size} samples must run through, on tensors that have shapes and no"
-                f" values{taken}"
+                f"a step of {size} samples must run on tensors that have shapes and no values"
+                f"{assumed}"
             ),
             fix=(
-                f"run such a step on real tensors, with {size} samples, since any number is planned"
-                " for; if it works there, keep what reads values of tensors out of it."
+                f"run such a step on real tensors with {size} samples, because any number is"
+                " planned for; if it works there, keep what reads values of tensors out of it."
             ),
             rule="H414",
         )
+
+
+def _check_single_device(built: BuiltJob) -> None:
+    for model in built.models.values():
+        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+            raise several_devices(
+                "a model that build() returned has parameters spread over a device mesh"
+            )
 
 
 def _untrained(what: str) -> PolicyError:
     return PolicyError(
         what,
         limit=(
-            "what an optimizer keeps for its parameters, and a step that trains them, would not be"
-            " counted"
+            "the state of an optimizer, and a step that trains its parameters, would not be counted"
         ),
         fix=(
-            "return only optimizers that are stepped, those that hooks step too, in a dict by name;"
-            " let one call of a step accumulate its gradients and take every turn, or return a"
-            " loss_fn, which is cut into micro-batches."
+            "return only optimizers that are stepped, including those that hooks step, in a dict by"
+            " name; let one call of a step accumulate its gradients and take every turn, or return"
+            " a loss_fn, whose batch is split into micro-batches."
         ),
         rule="H412",
     )
 
 
 def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that could be recomputed.
+    """Return the modules that could be recomputed, with their paths.
 
-    Repeated blocks, or else the children that have parameters.
+    These are repeated blocks, or else the children of a model that have parameters.
     """
-    found: list[tuple[str, nn.Module]] = []
+    blocks: list[tuple[str, nn.Module]] = []
     for prefix, model in models.items():
-        children = [
-            (name, child)
-            for name, child in model.named_children()
-            if any(True for _ in child.parameters())
-        ]
-        blocks = find_repeated_blocks(model) or children
-        found += [(".".join(filter(None, (prefix, name))), block) for name, block in blocks]
-    return found
+        repeated = find_repeated_blocks(model) or _children_with_parameters(model)
+        for name, block in repeated:
+            path = ".".join(part for part in (prefix, name) if part)
+            blocks.append((path, block))
+    return blocks
+
+
+def _children_with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, child)
+        for name, child in model.named_children()
+        if next(child.parameters(), None) is not None
+    ]

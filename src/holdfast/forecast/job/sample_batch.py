@@ -1,11 +1,11 @@
-"""A sample batch, and how it becomes a batch of another size.
+"""A sample batch, and batches of other sizes that are made like it.
 
-Every sample of the new batch is like the longest of the sample batch, so that a plan holds for the
-worst batch, and memory grows evenly with the size. What is the batch's is found by looking, and
-written down: dimension ``split`` (0) of every tensor and array where it is the batch size, and
-lists with one plain value for each sample, such as names.
+Every sample of a new batch is like the longest one of the sample batch, so that a plan holds for
+the worst batch, and memory grows evenly with the size. Which parts depend on the batch size is
+found by looking, and written down as an assumption: dimension ``split`` (0) of every tensor and
+array whose size there is the batch size, and lists with one plain value per sample, such as names.
 
-A list with a tensor or a dict for each sample is refused: each size of it would be another program.
+A list with a tensor or a dict per sample is refused: each size of it is a different program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -28,23 +28,30 @@ from holdfast.forecast.trace.events import Assumption
 from holdfast.loader.splitting import Split, batch_size, micro_batches
 
 Values = npt.NDArray[Any]
-_PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
-_MOST_NAMED = 4  # leaves in a message
-# To which objects are looked into: torch_geometric's Data keeps its tensors in a dict of an
-# attribute
-_DEPTH = 4
+
+_PLAIN_TYPES = (str, bytes, bool, int, float, complex, type(None), np.generic)
+# How many parts of a batch are named in a message.
+_MOST_NAMED = 4
+# How deep objects are searched for tensors. torch_geometric's Data keeps its tensors in a dict of
+# an attribute.
+_SEARCH_DEPTH = 4
 _OWN_BATCH = "write the step as step(batch_size), so that it makes its own batch."
-_SAID_SIZE = (
+_NAME_SIZE = (
     'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it makes one.'
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """What there is to know of a tensor or an array of a batch, which itself is not kept.
+class ArraySpec:
+    """The description of a tensor or an array of a batch, which itself is not kept.
 
-    `device` is None for an array; `values` are those of integers and booleans, where they are
-    known.
+    Args:
+        shape: Its shape.
+        dtype: Its data type, of torch or numpy.
+        device: The device of a tensor; None for an array.
+        requires_grad: Whether a tensor requires a gradient.
+        is_floating: Whether it holds floating-point or complex numbers.
+        values: Its values if they are integers or booleans, and known.
     """
 
     shape: tuple[int, ...]
@@ -60,17 +67,25 @@ class Leaf:
         return len(self.shape)
 
 
+# Returns the values of a tensor of integers or booleans, or None if they are unknown.
 Read = Callable[[torch.Tensor], Values | None]
-Make = Callable[[Leaf], torch.Tensor]
+# Returns a new tensor as described.
+Make = Callable[[ArraySpec], torch.Tensor]
 
 
 class SampleBatch:
-    """A batch, any pytree, that can be made again in any size (H413 if nobody can say which its
-    batch dimension is).
+    """A batch, any nested container, that can be made again in any size.
 
-    `read` returns the values of a tensor of integers or booleans, or None where they are unknown;
-    `make` a new tensor as it is described. A `size` that nothing in it has, or None, is found by
-    looking.
+    Args:
+        batch: The batch.
+        read: Reads the values of its tensors.
+        make: Makes the tensors of new batches.
+        size: The number of samples. If it is None, or nothing in the batch has that size, it is
+            found by looking.
+        split: The dimension of the samples.
+
+    Raises:
+        BatchError: H413 if it cannot be made in another size, or its size cannot be found.
     """
 
     def __init__(
@@ -78,155 +93,184 @@ class SampleBatch:
     ) -> None:
         self._make = make
         self._split = split
-        self._batch = _mapped(batch, lambda leaf, path: _described(leaf, path, read))
+        # The batch with specs in place of its tensors and arrays.
+        self._batch = _map_leaves(batch, lambda leaf, path: _describe(leaf, path, read))
         self._leaves = list(_walk(self._batch, leaves=True))
-        self._arrays = [
-            leaf for _, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim > split
-        ]
-        if self._arrays and all(leaf.shape[split] == 0 for leaf in self._arrays):
-            raise _unusable(
-                f"the sample batch is empty: {_shapes(self._leaves)}",
-                "every sample of another batch is like one of it",
-                "return a batch of at least one sample.",
-            )
-        nodes = list(_walk(self._batch, leaves=False))
+        self._check_not_empty()
+        containers = list(_walk(self._batch, leaves=False))
+        _check_no_list_of_samples(containers)
         self.size = size or 0
-        for path, node in nodes:
-            if _has_samples(node) and (path != "batch" or not isinstance(node, tuple)):
-                raise _unusable(
-                    "the sample batch holds a list with a tensor or a dict for each sample:"
-                    f" {path}",
-                    "each size of it is another program, which cannot be extrapolated",
-                    f"let the loader collate it into one tensor, or {_OWN_BATCH}",
-                )
         if not any(self._is_batched(leaf) for _, leaf in self._leaves):
             self.size = self._find_size()
-        lists = [
-            (path, node)
-            for path, node in nodes
-            if isinstance(node, (list, tuple)) and len(node) == self.size
-        ]
-        self._lists = [
-            path for path, node in lists if all(isinstance(item, _PLAIN) for item in node)
-        ]
+        # Paths of lists with one plain value per sample.
+        self._lists = [path for path, node in containers if self._has_value_per_sample(node)]
         self._longest = self._find_longest()
 
     def resized(self, size: int) -> Any:
         """Return a new batch of `size` equal samples."""
-        return self._made(self._batch, "batch", size)
+        return self._rebuild(self._batch, "batch", size)
 
     def parts(self, batch: Any, count: int) -> list[Any]:
-        """Cut a batch that was made here into equal parts, as a guard does.
+        """Split a batch that was made here into equal parts, as `Guard` does.
 
-        Its size is a multiple of `count`.
+        Args:
+            batch: The batch. Its size is a multiple of `count`.
+            count: The number of parts.
         """
-        return cut(batch, count, self._how(self._batch, "batch"))
-
-    def _how(self, node: Any, path: str) -> Any:
-        """Return how a batch like this one is cut; see `Split`."""
-        children = _children(node)
-        if path in self._lists or children is None:
-            return (
-                "items" if path in self._lists else self._split if self._is_batched(node) else None
-            )
-        return {key: self._how(child, f"{path}[{key!r}]") for key, child in children.items()}
+        return cut(batch, count, self._how_to_split(self._batch, "batch"))
 
     def assumptions(self) -> Iterator[Assumption]:
-        """Yield what was found by looking."""
+        """Yield what was found out by looking."""
         yield Assumption(
             what=(
-                f"the sample batch was taken to have {self.size} samples: {_shapes(self._leaves)}; "
-                "in a batch of another size all are like its longest"
+                f"the sample batch was taken to have {self.size} samples:"
+                f" {_describe_shapes(self._leaves)}; in a batch of another size all are like its"
+                " longest"
             )
         )
-        arrays = [
-            (path, leaf) for path, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim
+        fixed = [
+            (path, leaf)
+            for path, leaf in self._leaves
+            if isinstance(leaf, ArraySpec) and leaf.ndim and not self._is_batched(leaf)
         ]
-        same = [pair for pair in arrays if not self._is_batched(pair[1])]
-        if same:
-            yield Assumption(what=f"in a batch of any size these stay as they are: {_shapes(same)}")
+        if fixed:
+            yield Assumption(
+                what=f"in a batch of any size these stay as they are: {_describe_shapes(fixed)}"
+            )
+
+    # Finding out which parts depend on the batch size.
+
+    def _arrays(self) -> list[ArraySpec]:
+        """Return the tensors and arrays that have the dimension of the samples."""
+        return [
+            leaf
+            for _, leaf in self._leaves
+            if isinstance(leaf, ArraySpec) and leaf.ndim > self._split
+        ]
+
+    def _check_not_empty(self) -> None:
+        arrays = self._arrays()
+        if arrays and all(spec.shape[self._split] == 0 for spec in arrays):
+            raise _unusable(
+                f"the sample batch is empty: {_describe_shapes(self._leaves)}",
+                "every sample of another batch is like one of it",
+                "return a batch of at least one sample.",
+            )
 
     def _find_size(self) -> int:
-        sizes = Counter(int(leaf.shape[self._split]) for leaf in self._arrays)
-        ranked = Counter(
-            {size: count for size, count in sizes.items() if size != 1} or sizes
-        ).most_common(2)
-        if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
-            found = sorted(size for size, _ in ranked)
-            raise _unusable(
-                f"nobody can say whether the sample batch has {' or '.join(map(str, found))}"
-                f" samples: {_shapes(self._leaves)}",
-                f"the batch is dimension {self._split} of its tensors, of the same size in most",
-                _SAID_SIZE,
-            )
+        """Return the size that most tensors have in the dimension of the samples.
+
+        A size of 1 counts only if there is no other, because it is often a broadcast dimension.
+        """
+        counts = Counter(int(spec.shape[self._split]) for spec in self._arrays())
+        larger = Counter({size: count for size, count in counts.items() if size != 1})
+        ranked = (larger or counts).most_common(2)
         if not ranked:
             raise _unusable(
-                f"the sample batch has no batch dimension: {_shapes(self._leaves)}",
+                f"the sample batch has no batch dimension: {_describe_shapes(self._leaves)}",
                 f"dimension {self._split} of its tensors must be the samples",
-                _SAID_SIZE,
+                _NAME_SIZE,
+            )
+        if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
+            sizes = sorted(size for size, _ in ranked)
+            raise _unusable(
+                f"the sample batch may have {' or '.join(map(str, sizes))} samples:"
+                f" {_describe_shapes(self._leaves)}",
+                f"the batch is dimension {self._split} of its tensors, of the same size in most",
+                _NAME_SIZE,
             )
         return ranked[0][0]
 
-    def _is_batched(self, leaf: Any) -> bool:
-        return (
-            isinstance(leaf, Leaf)
-            and leaf.ndim > self._split
-            and leaf.shape[self._split] == self.size
-        )
+    def _is_batched(self, leaf: Any) -> TypeGuard[ArraySpec]:
+        """Return whether a part of the batch has one slice per sample."""
+        if not isinstance(leaf, ArraySpec) or leaf.ndim <= self._split:
+            return False
+        return leaf.shape[self._split] == self.size
 
-    def _find_length(self) -> int | None:
-        whole: list[int] = []
-        floating: list[int] = []
-        for _, leaf in self._leaves:
-            if self._is_batched(leaf) and leaf.ndim > 1:
-                (floating if leaf.is_floating else whole).append(leaf.shape[1 - self._split])
-        return max(whole or floating, default=None)
+    def _has_value_per_sample(self, node: Any) -> bool:
+        if not isinstance(node, (list, tuple)) or len(node) != self.size:
+            return False
+        return all(isinstance(item, _PLAIN_TYPES) for item in node)
 
     def _find_longest(self) -> int:
-        """Return the position of the longest sample, where lengths or a mask tell.
-
-        Else of the first.
-        """
+        """Return the position of the longest sample, if lengths or a mask tell, or 0."""
         length = self._find_length()
         for _, leaf in self._leaves:
             if not self._is_batched(leaf) or leaf.values is None or leaf.values.size == 0:
                 continue
             rows = np.moveaxis(leaf.values, self._split, 0)
             if rows.ndim == 1 and rows.max() == length:
+                # These are the lengths of the samples.
                 return int(rows.argmax())
             if rows.ndim > 1 and {int(rows.min()), int(rows.max())} <= {0, 1}:
+                # This is a mask.
                 return int(rows.reshape(len(rows), -1).sum(axis=1).argmax())
         return 0
 
-    def _made(self, node: Any, path: str, size: int) -> Any:
+    def _find_length(self) -> int | None:
+        """Return the length of the padded samples: the dimension beside that of the samples.
+
+        Tensors of integers, such as token ids, say it more reliably than those of features.
+        """
+        of_integers: list[int] = []
+        of_floats: list[int] = []
+        for _, leaf in self._leaves:
+            if self._is_batched(leaf) and leaf.ndim > 1:
+                lengths = of_floats if leaf.is_floating else of_integers
+                lengths.append(leaf.shape[1 - self._split])
+        return max(of_integers or of_floats, default=None)
+
+    # Making and splitting batches.
+
+    def _how_to_split(self, node: Any, path: str) -> Any:
+        """Return how a batch like this one is split; see `Split`."""
         if path in self._lists:
-            return _rebuilt(node, dict(enumerate(itertools.islice(itertools.cycle(node), size))))
+            return "items"
+        children = _children(node)
+        if children is None:
+            return self._split if self._is_batched(node) else None
+        return {
+            key: self._how_to_split(child, f"{path}[{key!r}]") for key, child in children.items()
+        }
+
+    def _rebuild(self, node: Any, path: str, size: int) -> Any:
+        """Return a part of the batch in another size."""
+        if path in self._lists:
+            items = itertools.islice(itertools.cycle(node), size)
+            return _with_children(node, dict(enumerate(items)))
         children = _children(node)
         if children is not None:
-            made = {
-                key: self._made(child, f"{path}[{key!r}]", size) for key, child in children.items()
+            resized = {
+                key: self._rebuild(child, f"{path}[{key!r}]", size)
+                for key, child in children.items()
             }
-            return _rebuilt(node, made)
-        if not isinstance(node, Leaf):
+            return _with_children(node, resized)
+        if not isinstance(node, ArraySpec):
             return node
-        return self._filled(self._resized(node, size) if self._is_batched(node) else node)
+        return self._make_array(self._resize(node, size) if self._is_batched(node) else node)
 
-    def _resized(self, leaf: Leaf, size: int) -> Leaf:
-        shape, values = list(leaf.shape), leaf.values
+    def _resize(self, spec: ArraySpec, size: int) -> ArraySpec:
+        shape = list(spec.shape)
         shape[self._split] = size
+        values = spec.values
         if values is not None:
-            values = np.repeat(
-                values.take([self._longest], axis=self._split), size, axis=self._split
-            )
-        return dataclasses.replace(leaf, shape=tuple(shape), values=values)
+            longest = values.take([self._longest], axis=self._split)
+            values = np.repeat(longest, size, axis=self._split)
+        return dataclasses.replace(spec, shape=tuple(shape), values=values)
 
-    def _filled(self, leaf: Leaf) -> Any:
-        if leaf.device is not None:
-            return self._make(leaf)
-        return np.zeros(leaf.shape, leaf.dtype) if leaf.values is None else leaf.values
+    def _make_array(self, spec: ArraySpec) -> Any:
+        if spec.device is not None:
+            return self._make(spec)
+        if spec.values is not None:
+            return spec.values
+        return np.zeros(spec.shape, spec.dtype)
 
 
-def _described(leaf: Any, path: str, read: Read) -> Any:
+# --- describing a batch ---------------------------------------------------------------------------
+
+
+def _describe(leaf: Any, path: str, read: Read) -> Any:
+    """Return a part of a batch with a spec in place of a tensor or an array."""
     if isinstance(leaf, PackedSequence) or _hides_tensors(leaf):
         raise _unusable(
             f"the sample batch holds a {type(leaf).__name__} with tensors in it: {path}",
@@ -234,81 +278,138 @@ def _described(leaf: Any, path: str, read: Read) -> Any:
             f"return one of these, or {_OWN_BATCH}",
         )
     if isinstance(leaf, np.ndarray):
-        floating = bool(np.issubdtype(leaf.dtype, np.inexact))
-        facts = {
-            "dtype": leaf.dtype,
-            "device": None,
-            "requires_grad": False,
-            "values": None if floating else leaf,
-        }
-        return Leaf(shape=leaf.shape, is_floating=floating, **facts)
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if leaf.layout != torch.strided or leaf.is_nested:
+        is_floating = bool(np.issubdtype(leaf.dtype, np.inexact))
+        return ArraySpec(
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            device=None,
+            requires_grad=False,
+            is_floating=is_floating,
+            values=None if is_floating else leaf,
+        )
+    if isinstance(leaf, torch.Tensor):
+        return _describe_tensor(leaf, read)
+    return leaf
+
+
+def _describe_tensor(tensor: torch.Tensor, read: Read) -> ArraySpec:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        nested = ", nested" if tensor.is_nested else ""
         raise _unusable(
-            f"the sample batch holds a tensor of layout {leaf.layout}"
-            + (", nested" if leaf.is_nested else ""),
+            f"the sample batch holds a tensor of layout {tensor.layout}{nested}",
             "only dense tensors can be made in another size",
             _OWN_BATCH,
         )
-    floating = leaf.is_floating_point() or leaf.is_complex()
-    return Leaf(
-        shape=tuple(leaf.shape),
-        dtype=leaf.dtype,
-        device=leaf.device,
-        requires_grad=leaf.requires_grad,
-        is_floating=floating,
-        values=None if floating else read(leaf),
+    is_floating = tensor.is_floating_point() or tensor.is_complex()
+    return ArraySpec(
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        requires_grad=tensor.requires_grad,
+        is_floating=is_floating,
+        values=None if is_floating else read(tensor),
     )
 
 
-def _has_samples(node: Any) -> bool:
-    """Return whether this is a sequence of samples, since its entries cannot be columns of a
-    batch.
+def _check_no_list_of_samples(containers: Sequence[tuple[str, Any]]) -> None:
+    """Refuse lists with a tensor or a dict per sample.
+
+    A tuple at the top is what a dataset's items look like when they are collated: its entries are
+    columns.
     """
-    if not isinstance(node, (list, tuple)):
-        return False
-    if node and all(isinstance(item, Mapping) and item.keys() == node[0].keys() for item in node):
-        return True
-    if len(node) < 2 or not all(isinstance(item, Leaf) and item.shape for item in node):
-        return False
-    alike = len({(str(item.dtype), item.shape[1:]) for item in node}) == 1
-    return alike and len({item.shape[0] for item in node}) > 1
+    for path, node in containers:
+        if path == "batch" and isinstance(node, tuple):
+            continue
+        if _is_list_of_dicts(node) or _is_list_of_ragged_arrays(node):
+            raise _unusable(
+                f"the sample batch holds a list with a tensor or a dict for each sample: {path}",
+                "each size of it is a different program, which cannot be extrapolated",
+                f"let the loader collate it into one tensor, or {_OWN_BATCH}",
+            )
 
 
-def _hides_tensors(leaf: Any, depth: int = _DEPTH) -> bool:
+def _is_list_of_dicts(node: Any) -> bool:
+    """Return whether all items of a list are dicts with the same keys."""
+    if not isinstance(node, (list, tuple)) or not node:
+        return False
+    if not all(isinstance(item, Mapping) for item in node):
+        return False
+    return all(item.keys() == node[0].keys() for item in node)
+
+
+def _is_list_of_ragged_arrays(node: Any) -> bool:
+    """Return whether the items of a list are arrays that differ only in their first dimension.
+
+    Columns of a batch would have the same first dimension.
+    """
+    if not isinstance(node, (list, tuple)) or len(node) < 2:
+        return False
+    if not all(isinstance(item, ArraySpec) and item.shape for item in node):
+        return False
+    rests = {(str(item.dtype), item.shape[1:]) for item in node}
+    lengths = {item.shape[0] for item in node}
+    return len(rests) == 1 and len(lengths) > 1
+
+
+def _hides_tensors(leaf: Any, depth: int = _SEARCH_DEPTH) -> bool:
     """Return whether an object that is no container holds tensors in its attributes."""
     if isinstance(leaf, torch.Tensor):
-        return depth < _DEPTH
-    if isinstance(leaf, (*_PLAIN, np.ndarray, type, nn.Module)) or depth == 0:
+        # The leaf itself is in plain sight.
+        return depth < _SEARCH_DEPTH
+    if depth == 0 or isinstance(leaf, (*_PLAIN_TYPES, np.ndarray, type, nn.Module)):
         return False
     children = children_of(leaf)
-    inside = getattr(leaf, "__dict__", {}) if children is None else children
-    return any(_hides_tensors(value, depth - 1) for value in inside.values())
+    if children is None:
+        children = getattr(leaf, "__dict__", {})
+    return any(_hides_tensors(value, depth - 1) for value in children.values())
+
+
+def _describe_shapes(leaves: Sequence[tuple[str, Any]]) -> str:
+    """Return the shapes of the first arrays of a batch, or else the types of its first parts."""
+    arrays = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves if isinstance(leaf, ArraySpec)]
+    others = [
+        f"{path} a {type(leaf).__name__}"
+        for path, leaf in leaves
+        if not isinstance(leaf, ArraySpec)
+    ]
+    parts = arrays or others or ["it is empty"]
+    text = ", ".join(parts[:_MOST_NAMED])
+    return f"{text}, ..." if len(parts) > _MOST_NAMED else text
+
+
+# --- nested containers ----------------------------------------------------------------------------
 
 
 def _children(node: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, or None for a leaf."""
-    return None if isinstance(node, (PackedSequence, Leaf)) else children_of(node)
+    if isinstance(node, (PackedSequence, ArraySpec)):
+        return None
+    return children_of(node)
 
 
-def _rebuilt(node: Any, children: dict[Any, Any]) -> Any:
-    return rebuilt(node, children, checked=False)  # what is only described yet passes no checks
+def _with_children(node: Any, children: dict[Any, Any]) -> Any:
+    """Return a container with other children.
+
+    Checks of a dataclass are left out, because specs would not pass them.
+    """
+    return rebuilt(node, children, checked=False)
 
 
-def _mapped(node: Any, function: Callable[[Any, str], Any], path: str = "batch") -> Any:
+def _map_leaves(node: Any, function: Callable[[Any, str], Any], path: str = "batch") -> Any:
     children = _children(node)
     if children is None:
         return function(node, path)
-    return _rebuilt(
-        node, {key: _mapped(child, function, f"{path}[{key!r}]") for key, child in children.items()}
-    )
+    mapped = {
+        key: _map_leaves(child, function, f"{path}[{key!r}]") for key, child in children.items()
+    }
+    return _with_children(node, mapped)
 
 
 def _walk(node: Any, path: str = "batch", *, leaves: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves, or the containers, the outermost first."""
+    """Yield the leaves, or else the containers, with their paths, the outermost first."""
     children = _children(node)
-    if (children is None) == leaves:
+    is_leaf = children is None
+    if is_leaf == leaves:
         yield path, node
     if children is not None:
         for key, child in children.items():
@@ -316,23 +417,14 @@ def _walk(node: Any, path: str = "batch", *, leaves: bool) -> Iterator[tuple[str
 
 
 def cut(batch: Any, count: int, split: Split = 0) -> list[Any]:
-    """Cut a batch into equal parts, as views."""
+    """Split a batch into equal parts, as views."""
     size = batch_size(batch, split)
     return [part for part, _ in micro_batches(batch, size, size // count, split)]
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """Return all that is in the containers of a batch."""
+    """Return everything in the containers of a batch."""
     return [leaf for _, leaf in _walk(batch, leaves=True)]
-
-
-def _shapes(leaves: Sequence[tuple[str, Any]]) -> str:
-    arrays = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves if isinstance(leaf, Leaf)]
-    other = [
-        f"{path} a {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, Leaf)
-    ]
-    named = (arrays or other or ["it is empty"])[:_MOST_NAMED]
-    return ", ".join(named) + (", ..." if len(arrays or other) > _MOST_NAMED else "")
 
 
 def _unusable(what: str, limit: str, fix: str) -> BatchError:

@@ -10,18 +10,20 @@ import os
 import time
 from pathlib import Path
 
-# Twenty times the CPU time of the slowest model among the prototypes, a recurrent decoder of 100
-# time steps (29 s).
+# Twenty times the 29 s of CPU time that our slowest prototype took, a recurrent decoder with 100
+# time steps.
 MOST_CPU_SECONDS = 600.0
-# A download or a slow disk always needs some CPU time; a deadlock needs none.
+# As long as the limit on CPU time, by choice: a download or a slow disk always needs some CPU time,
+# a deadlock needs none.
 MOST_IDLE_SECONDS = 600.0
 
-# A process that uses less than this share of a CPU is idle: 1 s in ten minutes. A thread that only
-# polls a flag uses far less.
+# A process that uses less than this share of a CPU is idle: 1 s in ten minutes. It is a choice; a
+# thread that only polls a flag uses far less.
 _ACTIVE_SHARE = 1 / 600
 # Time between two measurements.
 _INTERVAL_SECONDS = 1.0
-# A longer time between two measurements counts as this much idle time.
+# A longer time between two measurements counts as this much idle time, because this process itself
+# was stopped meanwhile.
 _LONGEST_INTERVAL_SECONDS = 5.0
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -48,9 +50,7 @@ class TimeLimits:
         self._activity = 0.0
 
     def exceeded(self) -> str | None:
-        """Return a sentence without its subject, the child, about the limit that it has
-        exceeded, or None.
-        """
+        """Return which limit was exceeded, as in "took more than 1 s of CPU time", or None."""
         now = time.monotonic()
         interval = now - self._last_measurement
         if interval < min(_INTERVAL_SECONDS, self._idle_seconds):
@@ -103,8 +103,9 @@ def _descendants_cpu_seconds(pid: int) -> float:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat`` from the third (the state) on, or None if the
-    process has ended.
+    """Return the fields of ``/proc/PID/stat`` from the third (the state) on.
+
+    None if the process has ended.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -120,7 +121,7 @@ def _cpu_seconds(fields: list[str]) -> float:
 def _seconds_ready_to_run(pid: int) -> float:
     """Return how many seconds the threads of a process have waited for a CPU.
 
-    0 if the kernel does not record it.
+    It is 0 if the kernel does not record it.
     """
     nanoseconds = 0
     try:

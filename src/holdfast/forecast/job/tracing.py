@@ -1,7 +1,8 @@
-"""Have a training step traced in a process of its own, and get the traces back.
+"""Trace a training step in a process of its own, and get the traces back.
 
-A process, since the fake device is registered for good, since user code that meets it may abort,
-and since the process that asks may itself be training. Torch is not imported here.
+It is a process of its own because the fake device cannot be unregistered, because user code that
+meets it may abort, and because the process that asks may itself be training. torch is not imported
+here. The other side is `child`.
 """
 
 from __future__ import annotations
@@ -25,22 +26,17 @@ from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
 
-_LOOK_SECONDS = 0.2  # between looks at what a child is doing; its end is seen at once
-_LAST_LINES = 6  # of what the child has written to stderr, in an error
-REQUEST, DOING, ANSWER = "request.json", "doing", "answer.json"
-"""Files in the folder of a child.
-
-What is asked, what it does, line by line, and what it has found or failed with.
-"""
-
-_FACTS = (
-    "parameters",
-    "trainable_parameters",
-    "accumulates",
-    "host_bytes",
-    "build_seconds",
-    "casts",
-)
+# Files in the folder of a child: what is asked, what it is doing, line by line, and what it has
+# found or failed with.
+REQUEST_FILE = "request.json"
+PROGRESS_FILE = "doing"
+ANSWER_FILE = "answer.json"
+# What the child and the user's code print.
+_OUTPUT_FILE = "stderr"
+# Time between two looks at the progress of a child. Its end is noticed at once.
+_POLL_SECONDS = 0.2
+# Lines of the child's output in an error.
+_MOST_LAST_LINES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +44,15 @@ class TraceRequest:
     """What is to be traced.
 
     Args:
-        factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may
+        factory: ``"module:function"`` or ``"file.py:function"``; see `building` for what it may
             return.
+        precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` under autocast.
         sizes: Micro-batch sizes, in samples, at least 1.
-        route: The fake device: an accelerator's, or the CPU as it is, without CUDA, to be compared
-            with real runs.
-        recompute: Names of the modules whose activations are recomputed, as in `Trace.blocks`.
-        gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is
-            given.
+        route: The fake device: ``"privateuse1"`` stands for a GPU, ``"cpu"`` is the host without
+            CUDA, to be compared with real runs.
+        recompute: Paths of the modules whose activations are recomputed, as in `Trace.blocks`.
+        gradient_accumulation_steps: Micro-batches per optimizer step, if the job has a loss
+            function.
     """
 
     factory: str
@@ -68,15 +65,19 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
-    """What came back.
+    """The traces of a job, and what was found out about it.
 
     Args:
         traces: One for each of `TraceRequest.sizes`, in that order.
-        route: The fake device, ``"privateuse1"`` or ``"cpu"``.
-        accumulates: Whether a larger batch can be cut into micro-batches; not where the step runs
+        route: The fake device.
+        parameters: Number of parameters, in elements.
+        trainable_parameters: Those that require a gradient.
+        accumulates: Whether a larger batch can be split into micro-batches; not if the step runs
             backward itself.
-        host_bytes: Most memory that the child had resident.
-        assumptions: What had to be taken for granted, in all traces.
+        host_bytes: Peak resident memory of the child.
+        build_seconds: Time to import the factory and to build the job.
+        trace_seconds: Time for each trace.
+        assumptions: What had to be assumed in any of the traces.
         casts: Whether the job has an autocast of its own, which overrides the precision that was
             asked for.
     """
@@ -102,75 +103,131 @@ def trace_job(
 ) -> TraceResult:
     """Trace one training step of a user's job at several sizes.
 
-    `on_progress` is called with what is being done.
+    Args:
+        request: What is to be traced.
+        on_progress: Called with a description of each stage.
+        cpu_seconds: CPU time that the child may use; see `TimeLimits`.
+        idle_seconds: Time for which it may do nothing.
 
-    The child is ended when it exceeds its `TimeLimits`: CPU time, or a time in which it does
-        nothing.
-
-    H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one
-    that returns something else, H413 for a sample batch without a batch dimension, H414 for a step
-    that raises, H415 for a child that died, exceeded its limits, or was killed, most probably since
-    the host's memory was short.
+    Raises:
+        PolicyError: H410 for a factory that needs CUDA, H411 for one that cannot be imported or
+            run, H412 for one that returns something else, H414 for a step that raises, H415 for a
+            child that died or exceeded its limits, H422 to H427 for what a forecast cannot trace.
+        BatchError: H413 for a sample batch without a batch dimension; H201 to H203 for a loss that
+            `Guard` does not take.
+        OutOfMemoryError: H415 for a child that was killed, most probably because the host was
+            short of memory.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         folder = Path(name)
-        limits = {"cpu_seconds": cpu_seconds, "idle_seconds": idle_seconds}
-        answer = _answer(asdict(request), folder, on_progress, limits)
+        (folder / REQUEST_FILE).write_text(json.dumps(asdict(request)))
+        exchange = _Exchange(folder, on_progress)
+        answer = exchange.run_child(cpu_seconds=cpu_seconds, idle_seconds=idle_seconds)
         traces = tuple(Trace.load(folder / file) for file in answer["files"])
+    assumptions = dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)
     return TraceResult(
         traces=traces,
         route=request.route,
-        assumptions=tuple(
-            dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)
-        ),
+        parameters=answer["parameters"],
+        trainable_parameters=answer["trainable_parameters"],
+        accumulates=answer["accumulates"],
+        host_bytes=answer["host_bytes"],
+        build_seconds=answer["build_seconds"],
         trace_seconds=tuple(answer["trace_seconds"]),
-        **{name: answer[name] for name in _FACTS},
+        assumptions=tuple(assumptions),
+        casts=answer["casts"],
     )
 
 
-def _answer(
-    asked: dict[str, Any],
-    folder: Path,
-    on_progress: Callable[[str], object],
-    limits: dict[str, float],
-) -> dict[str, Any]:
-    """Run a child and return what it answers; raise what it says, or that it died."""
-    done = ["starting"]
+class _Exchange:
+    """The exchange of files with one child, in a folder.
 
-    def follow() -> None:
-        for doing in (folder / DOING).read_text().split("\n")[len(done) - 1 : -1]:
-            done.append(doing)
-            on_progress(doing)
+    Args:
+        folder: A folder that contains the request.
+        on_progress: Called with each line of progress.
+    """
 
-    (folder / REQUEST).write_text(json.dumps(asked))
-    (folder / DOING).touch()
-    with (folder / "stderr").open("wb") as printed, _child(folder, printed) as child:
-        time_limits = TimeLimits(child.pid, **limits)
-        while child.poll() is None:
-            if (exceeded := time_limits.exceeded()) is not None:
-                raise _died(exceeded, done[-1], folder)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_LOOK_SECONDS)
-            follow()
-        status = child.returncode
-    if status == 0 and (folder / ANSWER).exists():
-        message = json.loads((folder / ANSWER).read_bytes())
-        if "error" in message:
-            raise _error_of(message["error"])
-        return dict(message["answer"])
-    how = (
-        f"was ended by {signal.Signals(-status).name}"
-        if status < 0
-        else f"ended with exit code {status}"
-    )
-    if status == -signal.SIGKILL:
-        raise _died("was killed", done[-1], folder, killed=True)
-    raise _died(how, done[-1], folder)
+    def __init__(self, folder: Path, on_progress: Callable[[str], object]) -> None:
+        self._folder = folder
+        self._on_progress = on_progress
+        self._stage = "starting"
+        self._stages_read = 0
+
+    def run_child(self, *, cpu_seconds: float, idle_seconds: float) -> dict[str, Any]:
+        """Run a child and return its answer.
+
+        Raises:
+            HoldfastError: What the child reports, or that it died.
+        """
+        (self._folder / PROGRESS_FILE).touch()
+        output = self._folder / _OUTPUT_FILE
+        with output.open("wb") as printed, _child(self._folder, printed) as child:
+            limits = TimeLimits(child.pid, cpu_seconds=cpu_seconds, idle_seconds=idle_seconds)
+            while child.poll() is None:
+                exceeded = limits.exceeded()
+                if exceeded is not None:
+                    raise self._died(exceeded)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(_POLL_SECONDS)
+                self._read_progress()
+            status = child.returncode
+        answer_file = self._folder / ANSWER_FILE
+        if status == 0 and answer_file.exists():
+            message = json.loads(answer_file.read_bytes())
+            if "error" in message:
+                raise _error_of_child(message["error"])
+            return dict(message["answer"])
+        if status == -signal.SIGKILL:
+            raise self._killed()
+        if status < 0:
+            raise self._died(f"was ended by {signal.Signals(-status).name}")
+        raise self._died(f"ended with exit code {status}")
+
+    def _read_progress(self) -> None:
+        # What follows the last newline is a line that is still being written.
+        lines = (self._folder / PROGRESS_FILE).read_text().split("\n")[:-1]
+        for line in lines[self._stages_read :]:
+            self._stage = line
+            self._on_progress(line)
+        self._stages_read = len(lines)
+
+    def _killed(self) -> HoldfastError:
+        """Return the error for a child that was killed.
+
+        Only the kernel does that, for lack of memory, or a person.
+        """
+        return OutOfMemoryError(
+            f"the process that traces was killed while {self._stage}{self._last_lines()}",
+            limit="it must run until the step is traced",
+            fix=(
+                "free memory on this machine, or let build() make its model from a config instead"
+                " of loading its weights."
+            ),
+            rule="H415",
+        )
+
+    def _died(self, how: str) -> HoldfastError:
+        return PolicyError(
+            f"the process that traces {how} while {self._stage}{self._last_lines()}",
+            limit="it must run until the step is traced",
+            fix=(
+                "read its last lines, and try build() and one step in a Python process of your own;"
+                " with PYTHONFAULTHANDLER=1 a crash reports where it was."
+            ),
+            rule="H415",
+        )
+
+    def _last_lines(self) -> str:
+        output = (self._folder / _OUTPUT_FILE).read_text(errors="replace").strip()
+        lines = output.splitlines()[-_MOST_LAST_LINES:]
+        if not lines:
+            return ""
+        return ". Its last lines:\n" + "".join(f"    {line}\n" for line in lines)
 
 
 @contextlib.contextmanager
 def _child(folder: Path, printed: BinaryIO) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a child that finds its request in a folder, and let nothing of it remain."""
+    """Start a child that finds its request in a folder, and kill it at the end of the context."""
     child = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "holdfast.forecast.job.child", str(folder)],
         stdin=subprocess.DEVNULL,
@@ -185,33 +242,9 @@ def _child(folder: Path, printed: BinaryIO) -> Iterator[subprocess.Popen[bytes]]
         child.wait()
 
 
-def _error_of(message: dict[str, str]) -> HoldfastError:
-    error = getattr(errors, message.pop("kind"), PolicyError)(message.pop("what"), **message)
+def _error_of_child(message: dict[str, str]) -> HoldfastError:
+    """Return the error that a child has reported."""
+    kind = getattr(errors, message["kind"], PolicyError)
+    error = kind(message["what"], limit=message["limit"], fix=message["fix"], rule=message["rule"])
     assert isinstance(error, HoldfastError)
     return error
-
-
-def _died(how: str, doing: str, folder: Path, *, killed: bool = False) -> HoldfastError:
-    # Nothing but a lack of memory, or a person, kills it
-    kind = OutOfMemoryError if killed else PolicyError
-    return kind(
-        f"the process that traces {how} while {doing}{_last_lines(folder)}",
-        limit="it must live until the step is traced",
-        fix=(
-            "free memory here, or let build() make its model from a config instead of loading its"
-            " weights."
-            if killed
-            else (
-                "look at its last lines, and try build() and one step in a Python of your own; with"
-                " a debugger's `faulthandler` on (PYTHONFAULTHANDLER=1) a crash says where it was."
-            )
-        ),
-        rule="H415",
-    )
-
-
-def _last_lines(folder: Path) -> str:
-    said = (folder / "stderr").read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
-    return (
-        "" if not said else ". Its last lines:\n" + "\n".join(f"    {line}" for line in said) + "\n"
-    )

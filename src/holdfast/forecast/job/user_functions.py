@@ -1,6 +1,6 @@
-"""What a user's loss function or step did: whether it ran backward and stepped by itself.
+"""Call the user's loss function or step, and observe what it does by itself.
 
-Also the guard that a step is given.
+It may run backward and step optimizers, directly or through the guard that it is given.
 """
 
 from __future__ import annotations
@@ -16,43 +16,48 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from holdfast.forecast.job import building
-from holdfast.forecast.job.building import Built, Function
+from holdfast.forecast.job.building import BuiltJob, Function
 
 
-class Watch:
-    """See whether a function runs backward and steps optimizers.
+class CallObserver:
+    """Observe whether functions run backward and step optimizers, while the context lasts.
 
-    `autocast` is for what it does before that.
+    Args:
+        autocast: Makes the autocast under which a function is called. It ends when the function
+            runs backward itself.
     """
 
     def __init__(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self.acted = False  # whether the function itself ran backward or stepped an optimizer
-        # Stepped by anybody, the hooks of a backward pass included
-        self.optimizers: list[Optimizer] = []
-        self._autocast = autocast
-        self._open: contextlib.ExitStack | None = None
+        # Whether an observed function itself ran backward or stepped an optimizer.
+        self.acted = False
+        # The optimizers that were stepped by anybody, including hooks of a backward pass.
+        self.stepped: list[Optimizer] = []
+        self._make_autocast = autocast
+        # The autocast of the function that is being called, if one is.
+        self._current_autocast: contextlib.ExitStack | None = None
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         original = torch.autograd.backward
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._open is None:
+            if self._current_autocast is None:
                 return original(*args, **kwargs)
             self.acted = True
-            self._open.close()
+            self._current_autocast.close()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._open.enter_context(self._autocast())
+                self._current_autocast.enter_context(self._make_autocast())
 
-        def note(optimizer: Optimizer, *_: Any) -> None:
-            self.optimizers.append(optimizer)
-            self.acted |= self._open is not None
+        def note_step(optimizer: Optimizer, *_: Any) -> None:
+            self.stepped.append(optimizer)
+            if self._current_autocast is not None:
+                self.acted = True
 
         torch.autograd.backward = backward
         self._cleanup.callback(setattr, torch.autograd, "backward", original)
-        self._cleanup.callback(register_optimizer_step_post_hook(note).remove)
+        self._cleanup.callback(register_optimizer_step_post_hook(note_step).remove)
         return self
 
     def __exit__(
@@ -64,83 +69,92 @@ class Watch:
         self._cleanup.close()
 
     @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Call the function in here."""
-        with contextlib.ExitStack() as self._open:
-            self._open.enter_context(self._autocast())
+    def calling(self) -> Iterator[None]:
+        """Call the function that is observed in this context. It runs under autocast."""
+        with contextlib.ExitStack() as self._current_autocast:
+            self._current_autocast.enter_context(self._make_autocast())
             yield
-        self._open = None
+        self._current_autocast = None
 
 
 @contextlib.contextmanager
 def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]:
     """Yield a list of the autocasts that a job enters by itself meanwhile.
 
-    `added` is the forecast's own kind.
+    Args:
+        added: The class of the autocasts that the forecast adds.
     """
-    enter, own = torch.autocast.__enter__, []
+    enter = torch.autocast.__enter__
+    autocasts: list[torch.autocast] = []
 
-    def entered(context: torch.autocast) -> Any:
-        # A checkpoint enters again what was there
-        recomputes = torch._C._current_graph_task_id() != -1
-        if context._enabled and not isinstance(context, added) and not recomputes:
-            own.append(context)
+    def note_and_enter(context: torch.autocast) -> Any:
+        # A recomputation enters again what was active in the forward pass.
+        is_recomputation = torch._C._current_graph_task_id() != -1
+        if context._enabled and not isinstance(context, added) and not is_recomputation:
+            autocasts.append(context)
         return enter(context)  # type: ignore[no-untyped-call]
 
-    with mock.patch.object(torch.autocast, "__enter__", entered):
-        yield own
+    with mock.patch.object(torch.autocast, "__enter__", note_and_enter):
+        yield autocasts
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
-    """Return whether a hook is given the parameter's gradient, as one that steps an optimizer in
-    backward.
-    """
+    """Return whether a hook gets the parameter's gradient, such as one that steps an optimizer."""
     return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
 
 
 class GuardStandIn:
-    """What a ``step(guard, batch)`` is given for a guard.
+    """The guard that a ``step(guard, batch)`` is given. It makes the same steps, without reports.
 
-    Its `step` makes the same step, and reports nothing.
+    Args:
+        optimizers: Names of the job's optimizers.
+        make_step: Makes a step of a batch with a loss function and the named optimizers.
     """
 
     def __init__(
         self,
         optimizers: Sequence[str],
-        make: Callable[[Any, Callable[..., Any], Sequence[str]], torch.Tensor | None],
+        make_step: Callable[[Any, Function, Sequence[str]], torch.Tensor | None],
     ) -> None:
-        self._optimizers, self._make = optimizers, make
+        self._optimizers = optimizers
+        self._make_step = make_step
 
     def step(
         self,
         batch: Any,
-        loss_fn: Callable[..., Any],
+        loss_fn: Function,
         *,
         optimizer: Any = None,
-        split: Any = None,  # noqa: ARG002
+        split: Any = None,  # noqa: ARG002 - an argument of Guard.step
     ) -> Any:
-        """Make one step of one or several optimizers; see ``Guard.step``."""
-        chosen = self._optimizers if optimizer is None else optimizer
-        loss = self._make(batch, loss_fn, [chosen] if isinstance(chosen, str) else list(chosen))
-        facts = {
-            "items": 1,
-            "grad_norm": {},
-            "micro_batch_size": None,
-            "attempts": 1,
-            "dropped_samples": (),
-        }
-        return SimpleNamespace(loss=loss, skipped=False, reason=None, **facts)
+        """Make one step of one or several optimizers; see `Guard.step`."""
+        if optimizer is None:
+            names = self._optimizers
+        elif isinstance(optimizer, str):
+            names = [optimizer]
+        else:
+            names = list(optimizer)
+        loss = self._make_step(batch, loss_fn, names)
+        return SimpleNamespace(
+            loss=loss,
+            skipped=False,
+            reason=None,
+            items=1,
+            grad_norm={},
+            micro_batch_size=None,
+            attempts=1,
+            dropped_samples=(),
+        )
 
 
-def called_with_batch(built: Built, guard: GuardStandIn) -> Function:
-    """Return what a factory returned as a function of a batch, or of its size where the step
-    makes its own.
-    """
-    function, names = built.function, building.positional_parameters(built.function)
-    single = len(built.models) == 1 and "model" in built.models
-    model: Any = built.models["model"] if single else built.models
-    if names[:1] == ["guard"]:
+def called_with_batch(built: BuiltJob, guard: GuardStandIn) -> Function:
+    """Return the function of a job as a function of a batch alone, or of its size."""
+    function = built.function
+    parameters = building.positional_parameters(function)
+    if parameters[:1] == ["guard"]:
         return lambda batch: function(guard, batch)
-    if len(names) == len(("model", "batch")):
+    if len(parameters) == 2:
+        is_single = list(built.models) == ["model"]
+        model: Any = built.models["model"] if is_single else built.models
         return lambda batch: function(model, batch)
     return function

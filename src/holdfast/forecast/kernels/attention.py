@@ -1,119 +1,168 @@
-"""Attention on the fake device, by the kernel that CUDA would take for
-`scaled_dot_product_attention`.
+"""`scaled_dot_product_attention` on the fake device, by the kernel that CUDA would choose.
 
-A device that torch does not know gets the math path, which keeps two matrices of scores for every
-layer; CUDA mostly takes a fused kernel, which keeps one number for each row (a third of an
-encoder's activations). The order and the conditions of the choice are torch's own:
-aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and sdp_utils_cpp.h as of torch
-2.11 to 2.14; the comments name its functions. The kernels' own meta implementations and autograd
-formulas do the rest. The device is one of compute capability 8.0, whichever is planned for. cuDNN's
-kernel,
-which torch tries first from 9.0 on, is not known: it keeps as much as the flash kernel.
+A device that torch does not know gets the math path, which keeps two matrices of scores per layer.
+CUDA mostly takes a fused kernel, which keeps one number per row: that is a third of an encoder's
+activations.
+
+The order and the conditions of the choice are torch's own, as of torch 2.11 to 2.14:
+aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and sdp_utils_cpp.h. Docstrings
+here name the functions there. The kernels' meta implementations and autograd formulas do the rest.
+
+The device is taken to have compute capability 8.0, whichever is planned for. cuDNN's kernel, which
+torch tries first from 9.0 on, is not known; it keeps as much as the flash kernel.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 aten = torch.ops.aten
+
+# Query, key and value.
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-# From torch 2.14 on the efficient kernel takes fewer heads of keys than of queries (`supports_gqa`
+# From torch 2.14 on, the efficient kernel takes fewer heads of keys than of queries (`supports_gqa`
 # in sdp_utils.cpp).
-_EFFICIENT_TAKES_GROUPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+_TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_EFFICIENT_TAKES_GROUPS = _TORCH_VERSION >= (2, 14)
+# The largest head of the flash kernel (check_head_dim_size_flash).
+_MOST_FLASH_HEAD_SIZE = 256
 
 
 class Backend(enum.Enum):
-    """The kernels that are known; the numbers are those of `torch.nn.attention.SDPBackend`."""
+    """The kernels that are known, with the numbers of `torch.nn.attention.SDPBackend`."""
 
     MATH = 0
     FLASH = 1
     EFFICIENT = 2
 
 
-def install_attention(library: torch.library.Library) -> None:
-    """Have `scaled_dot_product_attention` on the fake device take the kernel that CUDA would."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of `scaled_dot_product_attention`, in the order of the operator."""
 
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,  # noqa: FBT001, FBT002 (the operator's signature)
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        tensors = (query, key, value)
-        # Torch's own composite, which also says what is wrong with a causal call with a mask
-        backend = Backend.MATH
-        if not (is_causal and attn_mask is not None):
-            backend = choose_backend(
-                tensors, attn_mask, causal=is_causal, grouped=enable_gqa, enabled=_enabled()
-            )
-        if backend is Backend.FLASH:
-            return _flash(tensors, dropout_p, scale, causal=is_causal)
-        mask = _additive(attn_mask, query.dtype)
-        if backend is Backend.MATH:
-            rest = {"scale": scale, "enable_gqa": enable_gqa}
-            found = aten._scaled_dot_product_attention_math(
-                *tensors, mask, dropout_p, is_causal, None, **rest
-            )
-        else:
-            mask = None if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
-            kernel = aten._scaled_dot_product_efficient_attention
-            training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-            found = kernel(*tensors, mask, training, dropout_p, is_causal, scale=scale)
-        out: torch.Tensor = found[0]
-        return out
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def tensors(self) -> Tensors:
+        return (self.query, self.key, self.value)
+
+
+def install_attention(library: torch.library.Library) -> None:
+    """Let `scaled_dot_product_attention` on the fake device take the kernel that CUDA would."""
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return _attend(_Call(*args, **kwargs))
 
     library.impl("scaled_dot_product_attention", attention)  # type: ignore[no-untyped-call]
 
 
-def _flash(
-    tensors: Sequence[torch.Tensor], dropout: float, scale: float | None, *, causal: bool
-) -> torch.Tensor:
-    size = tensors[0].shape[-1]
-    padded = [functional.pad(t, (0, -size % 8)) if size % 8 else t for t in tensors]
-    out: torch.Tensor = aten._scaled_dot_product_flash_attention(
-        *padded, dropout, causal, scale=size**-0.5 if scale is None else scale
+def _attend(call: _Call) -> torch.Tensor:
+    if call.is_causal and call.attn_mask is not None:
+        # torch's composite says what is wrong with that.
+        return _math(call)
+    backend = choose_backend(
+        call.tensors,
+        call.attn_mask,
+        causal=call.is_causal,
+        grouped=call.enable_gqa,
+        enabled=_enabled_backends(),
+    )
+    if backend is Backend.FLASH:
+        return _flash(call)
+    if backend is Backend.EFFICIENT:
+        return _efficient(call)
+    return _math(call)
+
+
+def _math(call: _Call) -> torch.Tensor:
+    out: torch.Tensor = aten._scaled_dot_product_attention_math(
+        *call.tensors,
+        _additive_mask(call),
+        call.dropout_p,
+        call.is_causal,
+        None,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
     )[0]
-    return out[..., :size] if size % 8 else out
+    return out
 
 
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """convert_boolean_attn_mask.
+def _flash(call: _Call) -> torch.Tensor:
+    """Pad the heads to a multiple of 8, as pad_last_dim does."""
+    size = call.query.shape[-1]
+    padding = -size % 8
+    tensors: Sequence[torch.Tensor] = call.tensors
+    if padding:
+        tensors = [functional.pad(tensor, (0, padding)) for tensor in tensors]
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(
+        *tensors,
+        call.dropout_p,
+        call.is_causal,
+        scale=size**-0.5 if call.scale is None else call.scale,
+    )[0]
+    return out[..., :size] if padding else out
+
+
+def _efficient(call: _Call) -> torch.Tensor:
+    mask = _additive_mask(call)
+    if mask is not None:
+        mask = _aligned(mask).expand(*call.query.shape[:-1], call.key.shape[-2])
+    keeps_row_sums = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in call.tensors
+    )
+    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+        *call.tensors, mask, keeps_row_sums, call.dropout_p, call.is_causal, scale=call.scale
+    )[0]
+    return out
+
+
+def _additive_mask(call: _Call) -> torch.Tensor | None:
+    """Return the mask as one to add: convert_boolean_attn_mask.
 
     A boolean mask becomes one of the query's type, which the backward pass keeps.
     """
+    mask = call.attn_mask
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.where(
-        mask.logical_not(), float("-inf"), torch.zeros((), dtype=dtype, device=mask.device)
-    )
+    is_masked = mask.logical_not()
+    zero = torch.zeros((), dtype=call.query.dtype, device=mask.device)
+    return torch.where(is_masked, float("-inf"), zero)
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
-    """aligned_tensor<8>."""
+    """Return a mask whose rows are aligned to 8 elements: aligned_tensor<8>."""
     if bias.stride(-1) == 1 and not any(stride % 8 for stride in bias.stride()[:-1]):
         return bias
     last = bias.shape[-1]
     return functional.pad(bias, (0, 8 - last % 8))[..., :last]
 
 
-def _enabled() -> frozenset[Backend]:
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def _enabled_backends() -> frozenset[Backend]:
+    """Return the kernels that the user allows, by ``torch.nn.attention.sdpa_kernel`` or flags."""
     cuda = torch.backends.cuda
-    allowed: dict[Backend, Callable[[], bool]] = {
+    queries: dict[Backend, Callable[[], bool]] = {
         Backend.FLASH: cuda.flash_sdp_enabled,
         Backend.EFFICIENT: cuda.mem_efficient_sdp_enabled,
         Backend.MATH: cuda.math_sdp_enabled,
     }
-    return frozenset(backend for backend, is_enabled in allowed.items() if is_enabled())
+    return frozenset(backend for backend, is_enabled in queries.items() if is_enabled())
 
 
 def choose_backend(
@@ -124,72 +173,80 @@ def choose_backend(
     grouped: bool = False,
     enabled: frozenset[Backend] = frozenset(Backend),
 ) -> Backend:
-    """Return the kernel that CUDA takes.
+    """Return the kernel that CUDA takes: the first in torch's order that is allowed and suits.
 
-    The first in torch's order that is allowed and takes the call.
+    Args:
+        tensors: Query, key and value, each of shape ``(batch, heads, length, head size)``.
+        mask: The attention mask.
+        causal: Whether later keys are masked.
+        grouped: Whether there may be fewer heads of keys than of queries.
+        enabled: The kernels that the user allows.
 
-    Tensors are query, key and value, ``(batch, heads, length, head size)``. The user allows kernels
-    by ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``. RuntimeError if
-    none that is allowed takes it, as on the device itself.
+    Raises:
+        RuntimeError: If none that is allowed suits, as on the device itself.
     """
-    fused = _may_be_fused(tensors, mask)
-    accepts = {
+    may_be_fused = _may_be_fused(tensors, mask)
+    suits = {
         Backend.FLASH: (
-            fused and mask is None and _flash_takes(tensors, causal=causal, grouped=grouped)
+            may_be_fused and mask is None and _flash_suits(tensors, causal=causal, grouped=grouped)
         ),
-        Backend.EFFICIENT: fused and _efficient_takes(tensors, grouped=grouped),
+        Backend.EFFICIENT: may_be_fused and _efficient_suits(tensors, grouped=grouped),
         Backend.MATH: True,
     }
-    for backend, takes_it in accepts.items():
-        if takes_it and backend in enabled:
+    for backend, is_suitable in suits.items():
+        if is_suitable and backend in enabled:
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
 def _may_be_fused(tensors: Tensors, mask: torch.Tensor | None) -> bool:
-    if (
-        any(tensor.dim() != 4 for tensor in tensors)
-        or len({tensor.dtype for tensor in tensors}) > 1
-    ):
+    """Return whether a call meets the conditions of all fused kernels."""
+    query, key, _ = tensors
+    if any(tensor.dim() != 4 for tensor in tensors):
         return False
-    unit_strides = all(tensor.stride(-1) == 1 for tensor in (*tensors, mask) if tensor is not None)
-    return unit_strides and tensors[0].shape[-2] > 0 and tensors[1].shape[-2] > 0
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return False
+    strided = tensors if mask is None else (*tensors, mask)
+    if any(tensor.stride(-1) != 1 for tensor in strided):
+        return False
+    return query.shape[-2] > 0 and key.shape[-2] > 0
 
 
-def _flash_takes(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
+def _flash_suits(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
     query, key, value = tensors
     head = query.shape[-1]
-    if (
-        query.dtype not in HALF_PRECISION
-        or not head == key.shape[-1] == value.shape[-1]
-        or head > 256
-    ):
+    if query.dtype not in HALF_PRECISION:
+        return False
+    if head > _MOST_FLASH_HEAD_SIZE or key.shape[-1] != head or value.shape[-1] != head:
         return False
     if causal and query.shape[-2] != key.shape[-2]:
         return False
     return _heads_match(tensors, grouped=grouped)
 
 
-def _efficient_takes(tensors: Tensors, *, grouped: bool) -> bool:
+def _efficient_suits(tensors: Tensors, *, grouped: bool) -> bool:
     query, key, value = tensors
-    if query.dtype not in (*HALF_PRECISION, torch.float32):
+    # In elements (minimum_gemm_alignment).
+    if query.dtype in HALF_PRECISION:
+        alignment = 8
+    elif query.dtype is torch.float32:
+        alignment = 4
+    else:
         return False
-    alignment = 8 if query.dtype in HALF_PRECISION else 4  # minimum_gemm_alignment, in elements
-    head, value_head = query.shape[-1], value.shape[-1]
-    if (
-        head != key.shape[-1]
-        or head % alignment
-        or value_head % alignment
-        or not head
-        or not value_head
-    ):
+    head = query.shape[-1]
+    value_head = value.shape[-1]
+    if head != key.shape[-1] or head == 0 or value_head == 0:
+        return False
+    if head % alignment or value_head % alignment:
         return False
     return _heads_match(tensors, grouped=grouped and _EFFICIENT_TAKES_GROUPS)
 
 
 def _heads_match(tensors: Tensors, *, grouped: bool) -> bool:
-    """check_batch_size_and_num_heads_dense."""
+    """Return whether batch sizes and heads suit: check_batch_size_and_num_heads_dense."""
     query, key, value = (tensor.shape for tensor in tensors)
     if not query[0] == key[0] == value[0] or key[1] != value[1]:
         return False
-    return query[1] % key[1] == 0 if grouped else query[1] == key[1]
+    if grouped:
+        return query[1] % key[1] == 0
+    return query[1] == key[1]

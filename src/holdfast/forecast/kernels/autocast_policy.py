@@ -1,8 +1,8 @@
 """CUDA's autocast on the fake device: which operator casts to what, and the cache of cast weights.
 
-The classes and their members are torch's own, see ``operators.yaml``. What is installed is what the
-running torch registers for CUDA, so lists that grow or shrink between versions are followed; a
-member without a class is said where it is used.
+The classes and their members are torch's own, see ``operators.yaml``. A rule is installed for each
+operator that the running torch registers for CUDA, so that lists that differ between versions are
+followed. A member without a class is left alone, and an assumption says so.
 """
 
 from __future__ import annotations
@@ -18,40 +18,39 @@ import torch
 from holdfast.forecast.kernels.operators import LISTS
 
 Assume = Callable[[str], None]
+Kernel = Callable[..., Any]
 
-
+# The classes of operators: sections of operators.yaml, and methods of `_Policies`.
 _CLASSES = ("lower_precision", "fp32", "fp32_set_opt_dtype", "promote", "banned", "left_alone")
-# Overloads for named dimensions, which fake tensors do not have; torch 2.13 has dropped most of
+# Overloads for named dimensions, which fake tensors do not have. torch 2.13 has dropped most of
 # them.
-_NAMED = re.compile(r"\.(\w*dimname|names_)", re.IGNORECASE)
+_NAMED_DIMENSIONS = re.compile(r"\.(\w*dimname|names_)", re.IGNORECASE)
 
 _CUDA_KEY = "AutocastCUDA"
 _FAKE_KEY = "AutocastPrivateUse1"
 
 
 class WeightCache:
-    """Casts of leaf weights, kept until the outermost autocast ends, as torch keeps them.
+    """Casts of leaf weights, which torch keeps until the outermost autocast ends.
 
-    In a backward pass that recomputes, autocast is entered anew: the cache is filled and dropped
-        once more.
+    A recomputation in a backward pass enters autocast again, so the cache is filled and cleared
+    once more.
     """
 
     def __init__(self) -> None:
         self._casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype, lower: torch.dtype) -> torch.Tensor:
-        """Return the tensor in another dtype, from the cache where it is a weight."""
+        """Return a tensor in another dtype, from the cache if it is a weight.
+
+        Args:
+            tensor: The tensor.
+            dtype: The dtype to cast to.
+            lower: The lower precision of autocast. Only casts to it are cached.
+        """
         if tensor.dtype is dtype:
             return tensor
-        kept = (
-            dtype is lower
-            and tensor.dtype is torch.float32
-            and tensor.requires_grad
-            and tensor.is_leaf
-            and not tensor._is_view()
-            and torch.is_autocast_cache_enabled()
-        )
-        if not kept:
+        if dtype is not lower or not _is_cached(tensor):
             return tensor.to(dtype)
         entry = self._casts.get(id(tensor))
         if entry is None or entry[0]() is not tensor:
@@ -64,48 +63,71 @@ class WeightCache:
         self._casts.clear()
 
 
+def _is_cached(tensor: torch.Tensor) -> bool:
+    """Return whether autocast caches casts of a tensor (cached_cast in autocast_mode.cpp)."""
+    return (
+        tensor.dtype is torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
+
+
+def _ignore(_: str) -> None:
+    pass
+
+
+# The registrations cannot be undone, so what they use is kept here: the cache, the libraries, and
+# where the current forecast collects its assumptions.
 _cache = WeightCache()
 _installed: list[torch.library.Library] = []
-_assume: Assume = lambda _: None  # noqa: E731 - of the forecast that is under way
+_assume: Assume = _ignore
 
 
 @contextlib.contextmanager
 def installed(device_name: str, assume: Assume) -> Iterator[None]:
-    """Give the fake device CUDA's autocast policy.
+    """Give the fake device CUDA's autocast while the context lasts.
 
-    The registrations stay for good, the cache's scope does not.
+    The registrations stay after it.
+
+    Args:
+        device_name: The device type.
+        assume: Called with what has to be assumed.
     """
     global _assume
     if not _installed:
         _register(device_name)
-    _assume, assume_before = assume, _assume
+    previous_assume = _assume
     previous_dtype = torch.get_autocast_dtype(device_name)
-    torch.set_autocast_dtype(device_name, torch.float16)  # CUDA's default
     clear_original = torch.clear_autocast_cache
 
     def clear() -> None:
         clear_original()
         _cache.clear()
 
-    torch.clear_autocast_cache = clear  # autocast calls it when the outermost region ends
+    _assume = assume
+    # CUDA's default.
+    torch.set_autocast_dtype(device_name, torch.float16)
+    # autocast calls it when the outermost region ends.
+    torch.clear_autocast_cache = clear
     try:
         yield
     finally:
-        _assume = assume_before
+        _assume = previous_assume
         torch.clear_autocast_cache = clear_original
         torch.set_autocast_dtype(device_name, previous_dtype)
         _cache.clear()
 
 
 def registered_for_cuda() -> frozenset[str]:
-    """Return the aten operators that have an autocast kernel on CUDA in this torch, with or
-    without CUDA.
+    """Return the aten operators that have an autocast kernel for CUDA in this torch.
+
+    A build without CUDA registers them too.
     """
-    listing = torch._C._dispatch_get_registrations_for_dispatch_key
-    names = {
-        name.removeprefix("aten::") for name in listing(_CUDA_KEY) if name.startswith("aten::")
-    }
-    return frozenset(name for name in names if not _NAMED.search(name))
+    registrations = torch._C._dispatch_get_registrations_for_dispatch_key(_CUDA_KEY)
+    names = {name.removeprefix("aten::") for name in registrations if name.startswith("aten::")}
+    return frozenset(name for name in names if not _NAMED_DIMENSIONS.search(name))
 
 
 def classified() -> dict[str, str]:
@@ -119,18 +141,20 @@ def _register(device_name: str) -> None:
     fallthrough.fallback(torch.library.fallthrough_kernel)
     library = make("aten", "IMPL", _FAKE_KEY)
     _installed.extend((fallthrough, library))
-    on_cuda = registered_for_cuda()
     policies = _Policies(device_name)
-    known = classified()
-    for name in sorted(on_cuda):
+    classes = classified()
+    for name in sorted(registered_for_cuda()):
         base, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-        if operator is not None and name not in LISTS["left_alone"]:
-            policy = getattr(policies, known.get(name, "left_alone"))
-            library.impl(name, _without_autocast(policy(operator, name)))
+        if operator is None or name in LISTS["left_alone"]:
+            continue
+        policy = getattr(policies, classes.get(name, "left_alone"))
+        library.impl(name, _without_autocast(policy(operator, name)))
 
 
-def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _without_autocast(kernel: Kernel) -> Kernel:
+    """Return a kernel that dispatches below autocast."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _FAKE_KEY))
         with torch._C._ExcludeDispatchKeyGuard(keys):
@@ -140,48 +164,55 @@ def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Policies:
-    """The kernels of the classes, for one device."""
+    """The kernels of the classes, for one device. Each method makes the kernel of an operator."""
 
     def __init__(self, device_name: str) -> None:
         self._device_name = device_name
 
-    def lower_precision(self, operator: Any, _: str) -> Callable[..., Any]:
+    def lower_precision(self, operator: Any, _: str) -> Kernel:
+        """Cast to the lower precision."""
         return lambda *args, **kwargs: self._call(operator, args, kwargs, self._lower())
 
-    def fp32(self, operator: Any, _: str) -> Callable[..., Any]:
+    def fp32(self, operator: Any, _: str) -> Kernel:
+        """Cast to fp32."""
         return lambda *args, **kwargs: self._call(operator, args, kwargs, torch.float32)
 
-    def fp32_set_opt_dtype(self, operator: Any, _: str) -> Callable[..., Any]:
+    def fp32_set_opt_dtype(self, operator: Any, _: str) -> Kernel:
+        """Ask for a result in fp32 by the operator's own argument, which needs no cast copy."""
         position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            if not self._eligible(args[0]):
+            if not self._is_eligible(args[0]):
                 return operator(*args, **kwargs)
             if len(args) > position:
                 dtype = args[position] or torch.float32
                 return operator(*args[:position], dtype, *args[position + 1 :], **kwargs)
-            return operator(*args, **{**kwargs, "dtype": kwargs.get("dtype") or torch.float32})
+            dtype = kwargs.get("dtype") or torch.float32
+            return operator(*args, **{**kwargs, "dtype": dtype})
 
         return kernel
 
-    def promote(self, operator: Any, name: str) -> Callable[..., Any]:
+    def promote(self, operator: Any, name: str) -> Kernel:
+        """Cast to the widest type of the arguments."""
+
         def kernel(*args: Any, **kwargs: Any) -> Any:
             lower = self._lower()
             dtypes = {lower}
             for value in (*args, *kwargs.values()):
                 group = value if isinstance(value, (list, tuple)) else (value,)
-                dtypes |= {tensor.dtype for tensor in group if self._eligible(tensor)}
+                dtypes |= {tensor.dtype for tensor in group if self._is_eligible(tensor)}
             if not dtypes <= {lower, torch.float32}:
                 raise RuntimeError(
                     f"Unexpected floating ScalarType in autocast of {name}: {dtypes}"
                 )
-            return self._call(
-                operator, args, kwargs, torch.float32 if torch.float32 in dtypes else lower
-            )
+            widest = torch.float32 if torch.float32 in dtypes else lower
+            return self._call(operator, args, kwargs, widest)
 
         return kernel
 
-    def banned(self, _: Any, name: str) -> Callable[..., Any]:
+    def banned(self, _: Any, name: str) -> Kernel:
+        """Refuse the operator."""
+
         def kernel(*_args: Any, **_kwargs: Any) -> Any:
             raise RuntimeError(
                 f"{name} (nn.BCELoss) is refused by autocast on CUDA: half precision cannot"
@@ -191,7 +222,9 @@ class _Policies:
 
         return kernel
 
-    def left_alone(self, operator: Any, name: str) -> Callable[..., Any]:
+    def left_alone(self, operator: Any, name: str) -> Kernel:
+        """Run an operator of an unknown class as it is, and say so."""
+
         def kernel(*args: Any, **kwargs: Any) -> Any:
             _assume(
                 f"autocast was taken to leave {name} alone: its class in torch {torch.__version__}"
@@ -204,7 +237,8 @@ class _Policies:
     def _lower(self) -> torch.dtype:
         return torch.get_autocast_dtype(self._device_name)
 
-    def _eligible(self, value: Any) -> bool:
+    def _is_eligible(self, value: Any) -> bool:
+        """Return whether autocast casts a value (is_eligible in autocast_mode.h)."""
         return (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()
@@ -213,14 +247,13 @@ class _Policies:
         )
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _cache.cast(value, dtype, self._lower()) if self._eligible(value) else value
         if isinstance(value, (list, tuple)):
             return [self._cast(element, dtype) for element in value]
+        if self._is_eligible(value):
+            return _cache.cast(value, dtype, self._lower())
         return value
 
     def _call(self, operator: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
         cast_args = [self._cast(arg, dtype) for arg in args]
-        return operator(
-            *cast_args, **{name: self._cast(arg, dtype) for name, arg in kwargs.items()}
-        )
+        cast_kwargs = {name: self._cast(arg, dtype) for name, arg in kwargs.items()}
+        return operator(*cast_args, **cast_kwargs)

@@ -1,11 +1,12 @@
-"""Everything that makes the fake device behave as the real one.
+"""Install everything that makes kernels on the fake device allocate what real ones do.
 
-Attention, recurrent layers, norms, losses, packing.
+The rules are registered with torch.library on the device's autograd key, so that every caller meets
+them: Python, C++ composites, and a recomputation in the backward pass. On the route ``"cpu"``
+torch's own choices are those of the real CPU; only what torch's fake kernels get wrong is
+corrected.
 
-The rules are registered with torch.library on the device's autograd key, so every caller meets
-them: Python, C++ composites, and a checkpoint's recomputation in the backward pass. On the route
-``"cpu"`` torch's own choices are the real CPU's already; only what fake kernels forget is put
-right.
+The rules for attention, recurrent layers and sequences are in modules of their own; those for RMS
+norm and losses are here.
 """
 
 from __future__ import annotations
@@ -19,33 +20,41 @@ import torch
 from holdfast.forecast.kernels import scratch_cpu
 from holdfast.forecast.kernels.attention import install_attention
 from holdfast.forecast.kernels.recurrent import install_recurrent
-from holdfast.forecast.kernels.scratch import Uncalibrated
-from holdfast.forecast.kernels.sequences import Assume, Known, install_sequences
+from holdfast.forecast.kernels.scratch import Uncalibrated, named_arguments
+from holdfast.forecast.kernels.sequences import Assume, ValueOf, install_sequences
 
 aten = torch.ops.aten
 FakeKernel = Callable[..., Any]
-_NOT_REDUCED = 0  # at::Reduction::None
+# at::Reduction::None.
+_NOT_REDUCED = 0
 
 
 @contextlib.contextmanager
 def emulated_kernels(
-    route: str, *, value_of: Known, assume: Assume, uncalibrated: Uncalibrated
+    route: str, *, value_of: ValueOf, assume: Assume, uncalibrated: Uncalibrated
 ) -> Iterator[Mapping[Any, FakeKernel]]:
-    """Let the fake device run what the real one would.
+    """Let the fake device allocate what the real one would, while the context lasts.
+
+    Args:
+        route: ``"privateuse1"`` or ``"cpu"``.
+        value_of: Returns the values of a fake tensor, or None.
+        assume: Called with what has to be assumed.
+        uncalibrated: Collects by how much figures may be too low.
 
     Yields:
         Fake kernels that the fake mode is to prefer to torch's own, called as ``kernel(mode,
-        overload, *args)``. They cannot be put into torch's table: its cache of results forgets the
-        size of a storage.
+        overload, *args)``. They cannot be put into torch's table, because its cache of results
+        forgets the size of a storage.
     """
-    key = "AutogradPrivateUse1" if route == "privateuse1" else "AutogradCPU"
+    stands_for_gpu = route == "privateuse1"
+    key = "AutogradPrivateUse1" if stands_for_gpu else "AutogradCPU"
     library = torch.library.Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
     try:
         install_sequences(library, value_of, assume)
-        if route == "privateuse1":
+        if stands_for_gpu:
             install_attention(library)
-            library.impl("_fused_rms_norm", _fused_rms_norm)  # type: ignore[no-untyped-call]
             install_recurrent(library, uncalibrated.note_kept)
+            library.impl("_fused_rms_norm", _fused_rms_norm)  # type: ignore[no-untyped-call]
             yield _LOSSES
         else:
             yield {**_LOSSES, aten.mkldnn_rnn_layer.default: scratch_cpu.lstm}
@@ -54,22 +63,21 @@ def emulated_kernels(
 
 
 def _reduced_loss(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A loss that is averaged or summed in the kernel is written into the tensor of the single
-    losses.
+    """Return the result of a loss whose kernel averages or sums the losses of the elements.
 
-    That is resized then: the scalar keeps its storage, on the CPU and on CUDA
-        (aten/src/ATen/native/Loss.cpp and
-    cuda/Loss.cu; torch 2.13.0+cpu: 4000 bytes for the mean of 1000 values). torch's fake kernel has
-    it too small.
+    These are written into a tensor that is then resized to a scalar, and the scalar keeps its
+    storage, on the CPU and on CUDA (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu; we measured
+    4000 bytes for the mean of 1000 values with torch 2.13.0+cpu). torch's fake kernel makes it too
+    small.
     """
-    arguments = func._schema.arguments
-    given = {one.name: one.default_value for one in arguments if one.has_default_value()}
-    given.update(zip((one.name for one in arguments), args, strict=False), **kwargs)
-    data, target = given["self"], given["target"]
-    shape = torch.broadcast_shapes(data.shape, target.shape)  # type: ignore[no-untyped-call]
+    arguments = named_arguments(func, args, kwargs)
+    data = arguments["self"]
+    shape = torch.broadcast_shapes(data.shape, arguments["target"].shape)  # type: ignore[no-untyped-call]
     with mode:
-        whole = data.new_empty(shape)
-        return whole if given["reduction"] == _NOT_REDUCED else whole.as_strided((), ())
+        losses = data.new_empty(shape)
+        if arguments["reduction"] == _NOT_REDUCED:
+            return losses
+        return losses.as_strided((), ())
 
 
 _LOSSES: Mapping[Any, FakeKernel] = dict.fromkeys(
@@ -84,11 +92,11 @@ _LOSSES: Mapping[Any, FakeKernel] = dict.fromkeys(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """RMS norm as CUDA's fused kernel runs it: it keeps its input and one number for each row.
+    """RMS norm as CUDA's fused kernel runs it: it keeps its input and one number per row.
 
-    A device that torch does not know gets the composition of single operations, which keeps three
-    tensors of the input's size in fp32. As in aten/src/ATen/native/cuda/layer_norm_kernel.cu and
-    derivatives.yaml.
+    A device that torch does not know gets a composition of single operations, which keeps three
+    tensors of the input's size in fp32. It follows aten/src/ATen/native/cuda/layer_norm_kernel.cu
+    and derivatives.yaml.
     """
 
     @staticmethod
@@ -97,8 +105,8 @@ class _FusedRmsNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = data.contiguous()
         rows = (*data.shape[: data.dim() - dimensions], *(1,) * dimensions)
-        single = data.dtype if data.dtype is torch.float64 else torch.float32
-        scales = data.new_empty(rows, dtype=single)
+        scale_dtype = torch.float64 if data.dtype is torch.float64 else torch.float32
+        scales = data.new_empty(rows, dtype=scale_dtype)
         ctx.save_for_backward(data, weight, scales)
         ctx.mark_non_differentiable(scales)
         return torch.empty_like(x), scales
@@ -106,10 +114,13 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _scales: Any) -> tuple[torch.Tensor | None, ...]:
         data, weight, _ = ctx.saved_tensors
-        dy, x = gradient.contiguous(), data.contiguous()
+        dy = gradient.contiguous()
+        x = data.contiguous()
         dx = torch.empty_like(x)
+        # The kernel needs these copies only while it runs.
         del dy, x
-        return dx, None if weight is None else torch.empty_like(weight), None
+        weight_gradient = None if weight is None else torch.empty_like(weight)
+        return dx, weight_gradient, None
 
 
 def _fused_rms_norm(

@@ -1,4 +1,4 @@
-"""Lists of aten's operators: the sections of ``operators.yaml`` beside this module, by name."""
+"""Lists of aten operators by name: the sections of ``operators.yaml`` beside this module."""
 
 from __future__ import annotations
 

@@ -1,25 +1,18 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN` on the fake device as cuDNN runs them, and torch's fused GRU
-cell.
+"""Recurrent layers on the fake device as cuDNN runs them, and torch's fused GRU cell.
 
 The sequence of allocations follows aten/src/ATen/native/cudnn/RNN.cpp and, under autocast,
 cudnn/AutocastRNN.cpp: it casts to fp16 whatever the autocast type is, into one flat copy of the
 weights that is kept until the backward pass. The gradients of the weights are views of one buffer.
-Where cuDNN is switched off, torch's own steps run instead.
+If cuDNN is switched off, torch's own steps run instead.
 
 cuDNN publishes neither what it keeps for the backward pass (the reserve) nor what it needs while it
-runs (the workspace), and torch's meta kernel says 0 bytes. Both are formulas for what 117 layers
-asked for on an H100 (torch 2.11, cuDNN 9.19; sizes, types, layers, directions and dropout varied;
-its tests hold some of them):
+runs (the workspace), and torch's meta kernel says 0 bytes. Both are formulas that we fitted to what
+117 layers asked for on an H100 (torch 2.11, cuDNN 9.19), with varied sizes, types, numbers of
+layers, directions and dropout; the tests hold some of them:
 
-- Reserve: for each row (a time step of a sequence) and unit 4 gates and the cell of each layer of
-  an LSTM, 6 values of a GRU, the output of a plain one; the outputs of all layers but the last; a
-  bit for each of those that is dropped out; 256 bytes. Exact in all cases, and in those of pytorch
-  issue 2895 (Tesla P100, 2017), but for the last two.
-- Workspace: 8 MiB for each layer and direction, the weights, and values for each row and unit that
-  no longer depend
-  on the number of layers: many more where torch takes the algorithm for small hidden sizes
-      (``get_algo`` in RNN.cpp).
-  Within 4 % of an LSTM's, at most 9 % too much for the others.
+- The reserve is exact in all of these cases. It is also exact in those of pytorch issue 2895 (Tesla
+  P100, 2017), except for the dropout bits and the 256 bytes.
+- The workspace is within 4 % for an LSTM, and at most 9 % too large for the others.
 """
 
 from __future__ import annotations
@@ -30,34 +23,97 @@ from typing import Any
 
 import torch
 
-# "Each state is slightly over 2MB" (get_dropout_state in RNN.cpp); one for each device, kept for
-# good.
+# The random state for dropout, one per device, which is kept for good: "Each state is slightly over
+# 2MB" (get_dropout_state in RNN.cpp).
 _DROPOUT_STATE_BYTES = 2 * 2**20 + 2**18
-# Values kept for each row, unit and layer; see above. A plain RNN only needs its output.
-_KEPT = {"lstm": 5, "gru": 6, "rnn": 1}
-# Values of the workspace for each row and unit: of the standard algorithm, and that for small
-# hidden sizes.
-_WORKED_ON = {"lstm": (5.0, 21.0), "gru": (4.5, 19.5), "rnn": (3.75, 14.5)}
-_WORKED_ON_BACKWARDS = 9.0  # more, where sequences are read in both directions
-_FOR_WIDE_INPUT = 2.5  # more for each feature of the input beyond the units
-_STATES = 8  # for each sequence, unit, layer and direction
-_LAYER_BYTES = 8 * 2**20
-# Hidden size: forward, backward
-_LARGEST_SMALL = {"lstm": (192, 128), "gru": (192, 128), "rnn": (384, 256)}
-_OTHER_VERSIONS = 0.1  # of the workspace: what another cuDNN or GPU may ask for beyond
 
-Uncertain = Callable[[str, int], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CellFigures:
+    """Figures of one kind of cell, from our measurements (see the module's docstring).
+
+    Values are counted per row (a time step of a sequence) and hidden unit.
+
+    Args:
+        kept_values: Values that each layer keeps in the reserve: an LSTM 4 gates and the cell, a
+            GRU 6 values, a plain RNN its output.
+        work_values: Values of the workspace with the standard algorithm.
+        small_work_values: Values of the workspace with the algorithm for small hidden sizes.
+        largest_small_forward: The largest hidden size for which torch chooses that algorithm in the
+            forward pass (``get_algo`` in RNN.cpp).
+        largest_small_backward: The same in the backward pass.
+    """
+
+    kept_values: int
+    work_values: float
+    small_work_values: float
+    largest_small_forward: int
+    largest_small_backward: int
+
+
+_CELLS = {
+    "lstm": _CellFigures(
+        kept_values=5,
+        work_values=5.0,
+        small_work_values=21.0,
+        largest_small_forward=192,
+        largest_small_backward=128,
+    ),
+    "gru": _CellFigures(
+        kept_values=6,
+        work_values=4.5,
+        small_work_values=19.5,
+        largest_small_forward=192,
+        largest_small_backward=128,
+    ),
+    "rnn": _CellFigures(
+        kept_values=1,
+        work_values=3.75,
+        small_work_values=14.5,
+        largest_small_forward=384,
+        largest_small_backward=256,
+    ),
+}
+# The figures below are from the same measurements.
+# Bytes of the reserve that do not depend on any size.
+_FIXED_RESERVE_BYTES = 256
+# Values of the workspace per row and unit that come on top if sequences are read in both
+# directions.
+_SECOND_DIRECTION_VALUES = 9.0
+# The same with dropout in one direction.
+_DROPOUT_VALUES = 1
+# Values of the workspace per row, for each feature of the input beyond the hidden size.
+_WIDE_INPUT_VALUES = 2.5
+# Values of the workspace per sequence, unit, layer and direction.
+_STATE_VALUES = 8
+# Bytes of the workspace per layer and direction.
+_LAYER_BYTES = 8 * 2**20
+# Share of the workspace that another cuDNN or GPU may ask for beyond. It is a guess: the formula is
+# at most 9 % off on one GPU and cuDNN.
+_OTHER_VERSIONS = 0.1
+
+# Takes down a name and by how many bytes something that is kept may be larger.
+NoteUncertain = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSize:
     """The sizes of a fused recurrent layer, in elements.
 
-    `weights` with biases, `biases` of those alone.
-
-    `mode` is ``"lstm"``, ``"gru"`` or ``"rnn"``; `projection` 0 if there is none; `features` of the
-    input; `rows` the time steps of all sequences together; `dropout` the probability between the
-    layers; `may_be_small` whether type and layout allow the algorithm for small hidden sizes.
+    Args:
+        mode: ``"lstm"``, ``"gru"`` or ``"rnn"``.
+        features: Features of the input.
+        hidden: Hidden units.
+        projection: Size of an LSTM's projection, 0 if there is none.
+        layers: Number of layers.
+        directions: 1 or 2.
+        batch: Number of sequences.
+        rows: Time steps of all sequences together.
+        weights: All weights, including biases.
+        biases: The biases alone.
+        element_bytes: Bytes of an element.
+        dropout: Probability of dropout between the layers, 0 outside training.
+        may_be_small: Whether type and layout allow the algorithm for small hidden sizes.
     """
 
     mode: str
@@ -76,44 +132,65 @@ class RecurrentSize:
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes that cuDNN keeps from the forward to the backward pass."""
-        unit = self.rows * self.directions * self.element_bytes
-        before_projection = self.hidden if self.projection else 0
-        between = (self.layers - 1) * (self.projection or self.hidden)
-        kept = unit * (self.layers * (_KEPT[self.mode] * self.hidden + before_projection) + between)
-        dropped = (
-            self.rows * self.directions**2 * self.hidden * (self.layers - 1) // 8
-            if self.dropout
-            else 0
-        )
-        return kept + dropped + 256
+        """The bytes that cuDNN keeps from the forward to the backward pass.
+
+        These are values per row and unit of each layer, the outputs of all layers but the last, and
+        one bit for each of these outputs if there is dropout.
+        """
+        values_per_layer = _CELLS[self.mode].kept_values * self.hidden
+        if self.projection:
+            values_per_layer += self.hidden
+        outputs_between = (self.layers - 1) * (self.projection or self.hidden)
+        values = self.rows * self.directions * (self.layers * values_per_layer + outputs_between)
+        dropout_bytes = 0
+        if self.dropout:
+            bits = self.rows * self.directions**2 * self.hidden * (self.layers - 1)
+            dropout_bytes = bits // 8
+        return values * self.element_bytes + dropout_bytes + _FIXED_RESERVE_BYTES
 
     def workspace_bytes(self, *, backward: bool = False) -> int:
-        """Bytes that a pass of the layers needs while it runs."""
-        small = (
-            self.may_be_small
-            and not self.projection
-            and self.hidden <= _LARGEST_SMALL[self.mode][backward]
-        )
-        each = _WORKED_ON[self.mode][small] + _WORKED_ON_BACKWARDS * (self.directions - 1)
+        """Return the bytes that a pass through the layers needs while it runs.
+
+        These are a fixed size per layer, the weights without biases, values per row that do not
+        depend on the number of layers, and the states.
+        """
+        is_small = self._takes_small_algorithm(backward=backward)
+        row_values = self._work_values(is_small=is_small) * self.hidden + self.features
+        # The algorithm of an LSTM for small hidden sizes does not mind wide inputs.
+        if not (is_small and self.mode == "lstm"):
+            row_values += _WIDE_INPUT_VALUES * max(0, self.features - self.hidden)
+        values = int(self.rows * row_values)
+        values += _STATE_VALUES * self.layers * self.directions * self.batch * self.hidden
+        values += self.weights - self.biases
+        return _LAYER_BYTES * self.layers * self.directions + values * self.element_bytes
+
+    def _takes_small_algorithm(self, *, backward: bool) -> bool:
+        """Return whether torch takes the algorithm for small hidden sizes: get_algo in RNN.cpp."""
+        if not self.may_be_small or self.projection:
+            return False
+        figures = _CELLS[self.mode]
+        if backward:
+            return self.hidden <= figures.largest_small_backward
+        return self.hidden <= figures.largest_small_forward
+
+    def _work_values(self, *, is_small: bool) -> float:
+        """Return the values of the workspace per row and unit."""
+        figures = _CELLS[self.mode]
+        values = figures.small_work_values if is_small else figures.work_values
+        values += _SECOND_DIRECTION_VALUES * (self.directions - 1)
         if self.dropout and self.directions == 1:
-            each += 1
-        wide = (
-            0.0
-            if small and self.mode == "lstm"
-            else _FOR_WIDE_INPUT * max(0, self.features - self.hidden)
-        )
-        values = int(self.rows * (each * self.hidden + self.features + wide))
-        values += _STATES * self.layers * self.directions * self.batch * self.hidden
-        fixed = _LAYER_BYTES * self.layers * self.directions
-        return fixed + (self.weights - self.biases + values) * self.element_bytes
+            values += _DROPOUT_VALUES
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """How one call is laid out: `batch_first` input is ``(batch, time, features)``.
+    """How one call is laid out.
 
-    `training` keeps a reserve.
+    Args:
+        size: Its sizes.
+        batch_first: Whether the input is ``(batch, time, features)``, not ``(time, batch, ...)``.
+        training: Whether a reserve is kept.
     """
 
     size: RecurrentSize
@@ -125,7 +202,7 @@ class _Layout:
 
 
 class _FlatHalf(torch.autograd.Function):
-    """fp16 copies of all weights as views of one buffer (copy_weights_to_flat_buf_views)."""
+    """fp16 copies of all weights as views of one buffer: copy_weights_to_flat_buf_views."""
 
     @staticmethod
     def forward(ctx: Any, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -134,12 +211,14 @@ class _FlatHalf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        pairs = zip(gradients, ctx.dtypes, strict=True)
-        return tuple(None if gradient is None else gradient.to(dtype) for gradient, dtype in pairs)
+        return tuple(
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
 
 
 class _Layers(torch.autograd.Function):
-    """One call of cuDNN: allocates what it allocates, in its order."""
+    """One call of cuDNN: it allocates what cuDNN and torch allocate, in the same order."""
 
     @staticmethod
     def forward(
@@ -151,12 +230,11 @@ class _Layers(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         size = layout.size
-        x = layout.time_major(data).contiguous()  # a copy where the batch comes first
-        width = (size.projection or size.hidden) * size.directions
-        y = data.new_empty((*x.shape[:-1], width))
-        last = hidden.new_empty(
-            (size.layers * size.directions, size.batch, size.projection or size.hidden)
-        )
+        output_units = size.projection or size.hidden
+        # It is a copy if the batch comes first.
+        x = layout.time_major(data).contiguous()
+        y = data.new_empty((*x.shape[:-1], output_units * size.directions))
+        last = hidden.new_empty((size.layers * size.directions, size.batch, output_units))
         last_cell = hidden.new_empty((0,)) if cell is None else torch.empty_like(cell)
         workspace = _bytes_like(data, size.workspace_bytes())
         reserve = _bytes_like(data, size.reserve_bytes if layout.training else 0)
@@ -178,19 +256,23 @@ class _Layers(torch.autograd.Function):
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         data, hidden, cell, y, _reserve, *weights = ctx.saved_tensors
         grad_y = torch.zeros_like(y) if grad_y is None else layout.time_major(grad_y)
+        # Missing gradients of the states are zeros, which are needed for a moment only.
         grad_last = torch.zeros_like(hidden) if grad_last is None else grad_last
         grad_cell = torch.zeros_like(cell) if grad_cell is None and cell is not None else grad_cell
         del grad_last, grad_cell
-        wanted = _backward_of_input(layout, data, hidden, cell, grad_y)
-        grad_weights: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
-        # _cudnn_rnn_backward_weight: all gradients are views of one buffer
+        input_gradients = _backward_of_input(layout, data, hidden, cell, grad_y)
+        weight_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
         if any(ctx.needs_input_grad[4:]):
+            # _cudnn_rnn_backward_weight.
             x = layout.time_major(data).contiguous()
-            grad_weights = _flat_views(weights, weights[0].dtype)
+            weight_gradients = _flat_views(weights, weights[0].dtype)
             workspace = _bytes_like(data, layout.size.workspace_bytes(backward=True))
             del workspace, x
-        needed = zip(wanted, ctx.needs_input_grad[1:4], strict=True)
-        return (None, *(gradient if need else None for gradient, need in needed), *grad_weights)
+        needed_gradients = [
+            gradient if is_needed else None
+            for gradient, is_needed in zip(input_gradients, ctx.needs_input_grad[1:4], strict=True)
+        ]
+        return (None, *needed_gradients, *weight_gradients)
 
 
 def _backward_of_input(
@@ -200,9 +282,9 @@ def _backward_of_input(
     cell: torch.Tensor | None,
     grad_y: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """_cudnn_rnn_backward_input.
+    """Return the gradients of input, hidden state and cell: _cudnn_rnn_backward_input.
 
-    Copies of input and gradient if they are not contiguous, gradients, workspace.
+    It copies input and gradient if they are not contiguous, and needs a workspace.
     """
     x = layout.time_major(data).contiguous()
     dy = grad_y.contiguous()
@@ -215,6 +297,7 @@ def _backward_of_input(
 
 
 def _flat_views(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return tensors with the shapes of weights, as views of one buffer."""
     sizes = [weight.numel() for weight in weights]
     flat = torch.zeros(sum(sizes), dtype=dtype, device=weights[0].device)
     parts = flat.split(sizes)  # type: ignore[no-untyped-call]
@@ -228,7 +311,7 @@ def _bytes_like(data: torch.Tensor, count: int) -> torch.Tensor:
 class _FusedGruCell(torch.autograd.Function):
     """torch's own fused cell, which has no meta kernel.
 
-    Aten/src/ATen/native/cuda/RNN.cu, derivatives.yaml.
+    It follows aten/src/ATen/native/cuda/RNN.cu and derivatives.yaml.
     """
 
     @staticmethod
@@ -240,9 +323,10 @@ class _FusedGruCell(torch.autograd.Function):
         input_bias: torch.Tensor | None = None,
         _hidden_bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # GRU_WORKSPACE_MULTIPLIER in RNN.cu is 5.
         workspace = hidden.new_empty((hidden.shape[0], hidden.shape[1] * 5))
         ctx.save_for_backward(input_gates, hidden_gates, hidden, workspace)
-        ctx.biases = input_bias is not None
+        ctx.has_biases = input_bias is not None
         ctx.mark_non_differentiable(workspace)
         return torch.empty_like(hidden), workspace
 
@@ -251,43 +335,69 @@ class _FusedGruCell(torch.autograd.Function):
         ctx: Any, _gradient: torch.Tensor, _workspace_gradient: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         input_gates, hidden_gates, hidden, _workspace = ctx.saved_tensors
-        grad_input, grad_hidden_gates = (
-            torch.empty_like(input_gates),
-            torch.empty_like(hidden_gates),
-        )
+        grad_input_gates = torch.empty_like(input_gates)
+        grad_hidden_gates = torch.empty_like(hidden_gates)
         grad_hidden = torch.empty_like(hidden)
-        biases = (grad_input.sum(0), grad_hidden_gates.sum(0)) if ctx.biases else (None, None)
-        return grad_input, grad_hidden_gates, grad_hidden, *biases
+        if not ctx.has_biases:
+            return grad_input_gates, grad_hidden_gates, grad_hidden, None, None
+        return (
+            grad_input_gates,
+            grad_hidden_gates,
+            grad_hidden,
+            grad_input_gates.sum(0),
+            grad_hidden_gates.sum(0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The last arguments of ``aten.lstm`` and the like, in their order.
+
+    A packed sequence has no `batch_first`.
+    """
+
+    layers: int
+    dropout: float
+    training: bool
+    bidirectional: bool
+    batch_first: bool
+    is_packed: bool
 
 
 class _RecurrentLayers:
     """The fused recurrent layers of one fake device."""
 
-    def __init__(self, uncertain: Uncertain) -> None:
-        self._uncertain = uncertain
+    def __init__(self, note_uncertain: NoteUncertain) -> None:
+        self._note_uncertain = note_uncertain
         self._dropout_state: torch.Tensor | None = None
 
-    def kernel(self, operator: str, *, packed: bool) -> Callable[..., Any]:
-        """Return the stand-in for ``aten.lstm`` or the like.
-
-        Of a packed sequence the batch sizes come second.
-        """
+    def kernel(self, operator: str, *, is_packed: bool) -> Callable[..., Any]:
+        """Return the replacement of ``aten.lstm`` or the like, for tensors or packed sequences."""
         overloads = getattr(torch.ops.aten, operator)
-        native = overloads.data if packed else overloads.input
+        native = overloads.data if is_packed else overloads.input
         mode = operator.partition("_")[0]
 
-        def layers(*given: Any) -> Any:
-            data, *rest = given
-            if not torch.backends.cudnn.enabled or data.numel() == 0:  # use_cudnn in RNN.cpp
-                return native.decompose(*given)
-            if packed:
-                rest = rest[1:]
-            states, weights, _has_biases, *options = rest
-            states = (states,) if isinstance(states, torch.Tensor) else states
-            out = self._run(mode, data, states, weights, (*options, False)[:5], packed=packed)
+        def run_layers(data: torch.Tensor, *rest: Any) -> Any:
+            # use_cudnn in RNN.cpp.
+            if not torch.backends.cudnn.enabled or data.numel() == 0:
+                return native.decompose(data, *rest)
+            # A packed sequence has its batch sizes as the second argument.
+            arguments = rest[1:] if is_packed else rest
+            states, weights, _has_biases, layers, dropout, training, bidirectional = arguments[:7]
+            options = _Options(
+                layers=layers,
+                dropout=dropout,
+                training=training,
+                bidirectional=bidirectional,
+                batch_first=len(arguments) > 7 and arguments[7],
+                is_packed=is_packed,
+            )
+            if isinstance(states, torch.Tensor):
+                states = (states,)
+            out = self._run(mode, data, states, weights, options)
             return out if mode == "lstm" else out[:2]
 
-        return layers
+        return run_layers
 
     def _run(
         self,
@@ -295,52 +405,68 @@ class _RecurrentLayers:
         data: torch.Tensor,
         states: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
-        options: Sequence[Any],
-        *,
-        packed: bool,
+        options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        layers, dropout, training, bidirectional, batch_first = options
-        hidden, cell = states[0], states[1] if len(states) > 1 else None
+        hidden = states[0]
+        cell = states[1] if len(states) > 1 else None
         if torch.is_autocast_enabled(data.device.type) and data.dtype is not torch.float64:
-            data, hidden = data.to(torch.float16), hidden.to(torch.float16)
+            data = data.to(torch.float16)
+            hidden = hidden.to(torch.float16)
             cell = None if cell is None else cell.to(torch.float16)
             if weights[0].dtype is not torch.float16:
                 weights = _FlatHalf.apply(*weights)  # type: ignore[no-untyped-call]
-        width = (hidden if cell is None else cell).shape[-1]
-        size = RecurrentSize(
-            mode=mode,
-            features=data.shape[-1],
-            hidden=width,
-            projection=hidden.shape[-1] if hidden.shape[-1] != width else 0,
-            layers=layers,
-            directions=2 if bidirectional else 1,
-            batch=hidden.shape[1],
-            rows=data.shape[0] if packed else data.shape[0] * data.shape[1],
-            weights=sum(weight.numel() for weight in weights),
-            biases=sum(weight.numel() for weight in weights if weight.dim() == 1),
-            element_bytes=data.element_size(),
-            dropout=dropout if training else 0.0,
-            may_be_small=not packed and data.dtype in (torch.float32, torch.float16),
-        )
+        size = _size_of_call(mode, data, hidden, cell, weights, options)
         if size.dropout and self._dropout_state is None:
             self._dropout_state = torch.empty(
                 _DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device
             )
-        self._uncertain(f"cuDNN {mode}", int(_OTHER_VERSIONS * size.workspace_bytes()))
-        layout = _Layout(size=size, batch_first=batch_first, training=training)
+        self._note_uncertain(f"cuDNN {mode}", int(_OTHER_VERSIONS * size.workspace_bytes()))
+        layout = _Layout(size=size, batch_first=options.batch_first, training=options.training)
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Layers.apply(  # type: ignore[no-untyped-call]
             layout, data, hidden, cell, *weights
         )
         return out
 
 
-def install_recurrent(library: torch.library.Library, uncertain: Uncertain) -> None:
-    """Have recurrent layers on the fake device run as cuDNN does.
+def _size_of_call(
+    mode: str,
+    data: torch.Tensor,
+    hidden: torch.Tensor,
+    cell: torch.Tensor | None,
+    weights: Sequence[torch.Tensor],
+    options: _Options,
+) -> RecurrentSize:
+    # With a projection, only the cell state has the hidden size.
+    units = (hidden if cell is None else cell).shape[-1]
+    has_projection = hidden.shape[-1] != units
+    return RecurrentSize(
+        mode=mode,
+        features=data.shape[-1],
+        hidden=units,
+        projection=hidden.shape[-1] if has_projection else 0,
+        layers=options.layers,
+        directions=2 if options.bidirectional else 1,
+        batch=hidden.shape[1],
+        rows=data.shape[0] if options.is_packed else data.shape[0] * data.shape[1],
+        weights=sum(weight.numel() for weight in weights),
+        biases=sum(weight.numel() for weight in weights if weight.dim() == 1),
+        element_bytes=data.element_size(),
+        dropout=options.dropout if options.training else 0.0,
+        may_be_small=not options.is_packed and data.dtype in (torch.float32, torch.float16),
+    )
 
-    `uncertain` takes a name and an excess in bytes.
+
+def install_recurrent(library: torch.library.Library, note_uncertain: NoteUncertain) -> None:
+    """Let recurrent layers on the fake device run as cuDNN runs them.
+
+    Args:
+        library: Where the rules are registered.
+        note_uncertain: Takes down a name, and by how many bytes more a layer may need.
     """
-    layers = _RecurrentLayers(uncertain)
+    layers = _RecurrentLayers(note_uncertain)
     for operator in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        library.impl(f"{operator}.input", layers.kernel(operator, packed=False))  # type: ignore[no-untyped-call]
-        library.impl(f"{operator}.data", layers.kernel(operator, packed=True))  # type: ignore[no-untyped-call]
-    library.impl("_thnn_fused_gru_cell", lambda *given: _FusedGruCell.apply(*given))  # type: ignore[no-untyped-call]
+        of_tensors = layers.kernel(operator, is_packed=False)
+        of_packed = layers.kernel(operator, is_packed=True)
+        library.impl(f"{operator}.input", of_tensors)  # type: ignore[no-untyped-call]
+        library.impl(f"{operator}.data", of_packed)  # type: ignore[no-untyped-call]
+    library.impl("_thnn_fused_gru_cell", lambda *args: _FusedGruCell.apply(*args))  # type: ignore[no-untyped-call]

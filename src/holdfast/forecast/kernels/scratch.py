@@ -1,16 +1,12 @@
-"""What a CUDA kernel needs while it runs, beside its arguments and results.
+"""The memory that a CUDA kernel needs only while it runs, beside its arguments and results.
 
-No dispatcher sees it, so tables say it.
+No dispatcher sees it, so tables say it. Each rule follows the source that it names, as of torch
+2.11 to 2.13. Where the library is closed (cuDNN, cub), the figure is an assumption with an upper
+bound, and its excess counts as uncalibrated. An operator that no table knows counts as 0 bytes, and
+widens the margin by the size of its tensors: an operator rarely needs more than a copy of each.
 
-Each rule follows the source that it names (torch 2.11 to 2.13). Where the library is closed (cuDNN,
-cub) the figure is an assumption with an upper bound, and it counts as uncalibrated. An operator
-that no table knows counts as
-0 and widens the margin by the size of its tensors: an operator rarely needs more than a copy of
-    each.
-
-What outlives the operator is not counted here: the reserve of a recurrent layer (``recurrent``),
-    and cuBLAS's
-workspaces, which belong to the device.
+What outlives the operator is not counted here: the reserve of a recurrent layer is in `recurrent`,
+and the workspaces of cuBLAS belong to the device.
 """
 
 from __future__ import annotations
@@ -27,33 +23,44 @@ from torch.utils import _pytree as pytree
 from holdfast.forecast.kernels.operators import LISTS
 
 aten = torch.ops.aten
+
+_FP32_BYTES = 4
+# Indices are int64.
 _INDEX_BYTES = 8
-_ROWS_PER_THREAD = 10  # EmbeddingBackwardKernel.cu: rows that one thread sums
+# Rows of an embedding's gradient that one thread sums (NROWS_PER_THREAD in
+# EmbeddingBackwardKernel.cu).
+_ROWS_PER_THREAD = 10
+# Rows of partial sums of layer norm's parameter gradients (layer_norm_kernel.cu).
+_LAYER_NORM_PARTIAL_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What one call of an operator needs while it runs.
+    """The scratch memory of one call of an operator.
 
-    What is counted, and what the margin has to cover.
-
-    Both are the same where torch's own source, or a measurement, says it.
+    Args:
+        bytes: What is counted.
+        at_most: What it may be at most, which the margin covers. It is the same as `bytes` if
+            torch's own source or a measurement says it.
     """
 
     bytes: int
     at_most: int
 
 
-NOTHING = Scratch(0, 0)
+NO_SCRATCH = Scratch(0, 0)
+# The arguments of a call by name.
 Arguments = dict[str, Any]
+# Returns the scratch memory from the arguments and the result of a call.
 Rule = Callable[[Arguments, Any], Scratch]
 
 
 @dataclass(slots=True)
 class Uncalibrated:
-    """What a step holds of uncertain figures.
+    """The uncertain figures in a step: how often which operator, and how many bytes it may add.
 
-    How often which operator, and by how many bytes it may need more.
+    Args:
+        calls: Number of uncertain calls by operator.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -62,7 +69,10 @@ class Uncalibrated:
 
     @property
     def excess_bytes(self) -> int:
-        """The most by which the peak may be higher than forecast: one operator runs at a time."""
+        """By how much the peak may be higher than forecast at most.
+
+        Operators run one at a time, so the largest of them counts; what is kept adds up.
+        """
         return self._while_running + self._kept
 
     def note(self, name: str, scratch: Scratch) -> None:
@@ -72,62 +82,82 @@ class Uncalibrated:
             self.calls[name] += 1
         self._while_running = max(self._while_running, excess)
 
-    def note_kept(self, name: str, excess: int) -> None:
-        """Take down something that is kept until the backward pass and may be larger by that
-        much.
-        """
+    def note_kept(self, name: str, excess_bytes: int) -> None:
+        """Take down something that is kept until the backward pass and may be larger."""
         self.calls[name] += 1
-        self._kept += excess
+        self._kept += excess_bytes
 
     def clear(self) -> None:
-        """Forget everything: a new step begins."""
+        """Forget everything, because a new step begins."""
         self.calls.clear()
-        self._while_running = self._kept = 0
+        self._while_running = 0
+        self._kept = 0
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return what this call needs on CUDA beside its arguments and results.
+    """Return the scratch memory of a call on CUDA.
 
-    None if its operator needs nothing.
+    Args:
+        op: The operator's overload.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        out: Its result.
+
+    Returns:
+        None if the operator is known to need none.
     """
     if op not in _rules:
-        _rules[op] = _rule_of(op)
+        _rules[op] = _find_rule(op)
     rule = _rules[op]
-    return None if rule is None else rule(_arguments(op, args, kwargs), out)
+    return None if rule is None else rule(named_arguments(op, args, kwargs), out)
 
 
+# The rules that were looked up, by overload.
 _rules: dict[Any, Rule | None] = {}
 
 
-def _rule_of(op: Any) -> Rule | None:
+def _find_rule(op: Any) -> Rule | None:
     if not isinstance(op, torch._ops.OpOverload):
         return _unknown
     rule = RULES.get(name_of(op)) if op.namespace == "aten" else None
     if rule is None:
-        return None if needs_nothing(op) else _unknown
+        return None if needs_no_scratch(op) else _unknown
 
-    def checked(given: Arguments, out: Any) -> Scratch:
+    def checked(arguments: Arguments, out: Any) -> Scratch:
         try:
-            return rule(given, out)
-        # Another torch, another signature
+            return rule(arguments, out)
         except (KeyError, AttributeError, TypeError, IndexError, RuntimeError):
-            return _unknown(given, out)
+            # Another version of torch may have another signature.
+            return _unknown(arguments, out)
 
     return checked
 
 
-def _unknown(given: Arguments, out: Any) -> Scratch:
-    tensors = (leaf for leaf in pytree.tree_leaves((given, out)) if isinstance(leaf, torch.Tensor))
-    return Scratch(0, sum(t.nbytes for t in tensors if t.layout is torch.strided))
+def _unknown(arguments: Arguments, out: Any) -> Scratch:
+    """Allow a copy of each tensor of an operator that no table knows."""
+    tensors = [
+        leaf
+        for leaf in pytree.tree_leaves((arguments, out))
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    ]
+    return Scratch(0, sum(tensor.nbytes for tensor in tensors))
 
 
-def _arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    if not isinstance(op, torch._ops.OpOverload):  # a higher order operator has no schema
+def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """Return the arguments of a call by name, with defaults."""
+    if not isinstance(op, torch._ops.OpOverload):
+        # A higher-order operator has no schema.
         return {"args": args, **kwargs}
-    arguments = op._schema.arguments
-    given = {one.name: one.default_value for one in arguments if one.has_default_value()}
-    given.update(zip((one.name for one in arguments), args, strict=False))
-    return {**given, **kwargs}
+    schema = op._schema.arguments
+    arguments = {
+        argument.name: argument.default_value for argument in schema if argument.has_default_value()
+    }
+    arguments.update(zip((argument.name for argument in schema), args, strict=False))
+    arguments.update(kwargs)
+    return arguments
+
+
+# --- operators that need none ---------------------------------------------------------------------
 
 
 def name_of(op: Any) -> str:
@@ -135,110 +165,144 @@ def name_of(op: Any) -> str:
     return str(op.overloadpacket).rpartition(".")[2]
 
 
-def needs_nothing(op: Any) -> bool:
-    """Return whether an operator is known to run in its results on every device."""
-    name = name_of(op)
-    if (
-        op.namespace in ("prim", "prims", "profiler")
-        or torch.Tag.pointwise in op.tags
-        or op.is_view
-    ):
+def needs_no_scratch(op: Any) -> bool:
+    """Return whether an operator is known to need no memory beside its results, on any device."""
+    if op.namespace in ("prim", "prims", "profiler"):
         return True
-    return op.namespace == "aten" and (
-        name.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
-        or not {name, name.rstrip("_")}.isdisjoint(LISTS["in_place"])
-        or _is_gradient(name)
-    )
+    if torch.Tag.pointwise in op.tags or op.is_view:
+        return True
+    if op.namespace != "aten":
+        return False
+    name = name_of(op)
+    if name.startswith(("_foreach_", "_fused_ada", "_fused_sgd")):
+        return True
+    if name in LISTS["in_place"] or name.rstrip("_") in LISTS["in_place"]:
+        return True
+    return _is_pointwise_gradient(name)
 
 
-def _is_gradient(name: str) -> bool:
-    """Return whether it is the gradient of a pointwise function, which carries no tag."""
+def _is_pointwise_gradient(name: str) -> bool:
+    """Return whether an operator is the gradient of a pointwise function, which has no tag."""
+    if not name.endswith("_backward"):
+        return False
     packet = getattr(aten, name.removesuffix("_backward"), None)
-    if not name.endswith("_backward") or packet is None:
+    if packet is None:
         return False
     return any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )
 
 
-def _exactly(size: int) -> Scratch:
-    return Scratch(size, size)
+# --- rules ----------------------------------------------------------------------------------------
 
 
-def _up(size: int, multiple: int) -> int:
+def _exactly(size_bytes: int) -> Scratch:
+    return Scratch(size_bytes, size_bytes)
+
+
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
 def _copy_unless_contiguous(tensor: torch.Tensor) -> int:
+    """Return the bytes of ``tensor.contiguous()``."""
     return 0 if tensor.is_contiguous() else tensor.nbytes
 
 
-def _heads_swapped(tensor: torch.Tensor) -> int:
-    """Bytes of ``tensor.transpose(1, 2).contiguous()``."""
+def _copy_with_heads_last(tensor: torch.Tensor) -> int:
+    """Return the bytes of ``tensor.transpose(1, 2).contiguous()``."""
     return _copy_unless_contiguous(tensor.transpose(1, 2))
 
 
-def _flash_backward(given: Arguments, _out: Any) -> Scratch:
-    """flash_attn/flash_api.cpp, mha_bwd.
+def _flash_backward(arguments: Arguments, _out: Any) -> Scratch:
+    """Follow mha_bwd in flash_attn/flash_api.cpp.
 
-    Fp32 sums for the query's gradient, row sums, keys' gradients by head.
+    It needs the query's gradient and row sums in fp32, and the gradients of keys and values for
+    each head of the query.
     """
-    query, key = given["query"], given["key"]
+    query = arguments["query"]
+    key = arguments["key"]
     batch, heads, length, size = query.shape
-    rounded_length, rounded_size = _up(length, 128), _up(size, 32 if size <= 128 else 64)
-    sums = batch * rounded_length * heads * (rounded_size + 1) * 4
+    rounded_length = _round_up(length, 128)
+    rounded_size = _round_up(size, 32 if size <= 128 else 64)
+    gradient_and_sums = batch * rounded_length * heads * (rounded_size + 1) * _FP32_BYTES
     if key.shape[1] != heads:
-        sums += 2 * batch * key.shape[2] * heads * size * query.element_size()
-    return _exactly(sums + _heads_swapped(given["grad_out"]) + _heads_swapped(given["out"]))
+        gradient_and_sums += 2 * batch * key.shape[2] * heads * size * query.element_size()
+    copies = _copy_with_heads_last(arguments["grad_out"]) + _copy_with_heads_last(arguments["out"])
+    return _exactly(gradient_and_sums + copies)
 
 
-def _efficient_backward(given: Arguments, _out: Any) -> Scratch:
-    """mem_eff_attention/kernel_backward.h.
+def _efficient_backward(arguments: Arguments, _out: Any) -> Scratch:
+    """Follow workspace_size() in mem_eff_attention/kernel_backward.h, and attention_backward.cu.
 
-    Workspace_size(), and the row sums of attention_backward.cu.
+    The latter computes the row sums.
     """
-    query, value = given["query"], given["value"]
-    batch, heads, length, size = query.shape
-    value_size, keys = value.shape[-1], value.shape[2]
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    # cutlassB.h, sm80: tiles of 64 x 64, of 128 x 64 for half precision beyond a head size of 64.
-    tile = 128 if half and max(size, value_size) > 64 else 64
-    gradient_of_query = _up(length, tile) * _up(size, 64) * 4 + 16 * (-(-length // tile)) * (
-        -(-size // 64)
+    query = arguments["query"]
+    value = arguments["value"]
+    batch, heads, length, _ = query.shape
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    row_sums = batch * heads * length * _FP32_BYTES
+    if not is_half:
+        # In fp32 they are a product of two tensors, which is transposed and copied.
+        row_sums = 2 * row_sums + batch * heads * length * value.shape[-1] * _FP32_BYTES
+    workspace = batch * heads * _efficient_workspace_per_head(query, value, is_half=is_half)
+    copies = _copy_with_heads_last(arguments["grad_out_"])
+    rows = batch * heads * length * _FP32_BYTES
+    return Scratch(
+        bytes=copies + max(row_sums, rows + workspace),
+        at_most=copies + row_sums + 2 * workspace,
     )
-    staging = 0
-    if half and max(size, value_size) > tile:  # kScratchsAccumGradK and V: not kept in registers
-        splits = max(1, min(-(-keys // 64), 200 // (batch * heads)))
-        staging = splits * _up(keys, 64) * (_up(size, tile) + _up(value_size, tile)) * 4
-    rows = batch * heads * length * 4
-    # In fp32 the row sums are made by a product of the two tensors, then transposed and copied.
-    sums = rows if half else 2 * rows + batch * heads * length * value_size * 4
-    workspace = batch * heads * (gradient_of_query + staging)
-    copies = _heads_swapped(given["grad_out_"])
-    return Scratch(copies + max(sums, rows + workspace), copies + sums + 2 * workspace)
 
 
-def _convolution_backward(given: Arguments, _out: Any) -> Scratch:
-    """One gradient after the other; each reads two of the three and writes the third."""
-    data = _reordered((given["grad_output"], given["weight"], given["input"]), given["groups"])
-    # Weights are summed in fp32
-    single = given["weight"].numel() * 4 if given["weight"].element_size() < 4 else 0
-    return Scratch(data.bytes + single, data.at_most + single)
+def _efficient_workspace_per_head(
+    query: torch.Tensor, value: torch.Tensor, *, is_half: bool
+) -> int:
+    batch, heads, length, size = query.shape
+    keys = value.shape[2]
+    value_size = value.shape[-1]
+    largest_size = max(size, value_size)
+    # cutlassB.h, sm80: tiles of 64 x 64, and of 128 x 64 for half precision with larger heads.
+    tile = 128 if is_half and largest_size > 64 else 64
+    length_tiles = -(-length // tile)
+    size_tiles = -(-size // 64)
+    query_gradient = _round_up(length, tile) * _round_up(size, 64) * _FP32_BYTES
+    query_gradient += 16 * length_tiles * size_tiles
+    if not is_half or largest_size <= tile:
+        # The gradients of keys and values are kept in registers.
+        return query_gradient
+    # kScratchsAccumGradK and kScratchsAccumGradV.
+    splits = max(1, min(-(-keys // 64), 200 // (batch * heads)))
+    row_size = _round_up(size, tile) + _round_up(value_size, tile)
+    return query_gradient + splits * _round_up(keys, 64) * row_size * _FP32_BYTES
+
+
+def _convolution(arguments: Arguments, out: Any) -> Scratch:
+    return _reordered((arguments["input"], arguments["weight"], out), arguments["groups"])
+
+
+def _convolution_backward(arguments: Arguments, _out: Any) -> Scratch:
+    """One gradient is computed after the other; each reads two of three tensors and writes one."""
+    weight = arguments["weight"]
+    reordered = _reordered(
+        (arguments["grad_output"], weight, arguments["input"]), arguments["groups"]
+    )
+    if weight.element_size() >= _FP32_BYTES:
+        return reordered
+    # The gradient of the weight is summed in fp32.
+    sums = weight.numel() * _FP32_BYTES
+    return Scratch(reordered.bytes + sums, reordered.at_most + sums)
 
 
 def _reordered(tensors: Sequence[torch.Tensor], groups: int) -> Scratch:
-    """Closed: kernels for tensor cores want channels last and copy what is not (nchwToNhwcKernel in
-    profiles).
+    """Return the scratch memory of a convolution in cuDNN, which is closed.
 
-    How much more the heuristics take is unknown (pytorch issue 49207 saw gigabytes); twice the
-    tensors are allowed.
+    Its kernels for tensor cores want channels last, and copy tensors that are not
+    (nchwToNhwcKernel in profiles). How much more its heuristics take is unknown (pytorch issue
+    49207 saw gigabytes); we allow twice the tensors, by choice.
     """
-    copies = (
-        0
-        if _is_channels_last(tensors[0]) or groups > 1
-        else sum(tensor.nbytes for tensor in tensors)
-    )
-    return Scratch(copies, copies + 2 * sum(tensor.nbytes for tensor in tensors))
+    total = sum(tensor.nbytes for tensor in tensors)
+    copies = 0 if _is_channels_last(tensors[0]) or groups > 1 else total
+    return Scratch(copies, copies + 2 * total)
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
@@ -247,74 +311,89 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-def _embedding_backward(given: Arguments, out: Any) -> Scratch:
-    """Embedding.cu and EmbeddingBackwardKernel.cu.
+def _embedding_backward(arguments: Arguments, out: Any) -> Scratch:
+    """Follow Embedding.cu and EmbeddingBackwardKernel.cu.
 
-    Sorted indices, one row of sums for each piece of a segment.
-
-    Up to 3072 indices a kernel without scratch is taken. The sorting one is counted all the same:
-        forecasts for large
-    batches are drawn from traces of small ones, which must not lack what the large ones need.
+    Indices are sorted, and rows are summed for each piece of a segment of equal indices. Up to 3072
+    indices torch takes a kernel without scratch memory. The sorting one is counted all the same,
+    because forecasts for large batches are extrapolated from traces of small ones.
     """
-    indices = given["indices"].numel()
+    indices = arguments["indices"].numel()
     rows, size = out.shape
     segments = min(indices, rows)
     pieces = indices // _ROWS_PER_THREAD + segments
-    sorting = 2 * indices * _INDEX_BYTES
+    sorted_indices = 2 * indices * _INDEX_BYTES
     offsets = (indices + 2 * segments + pieces) * _INDEX_BYTES
-    return _exactly(sorting + max(sorting, offsets + pieces * size * max(4, out.element_size())))
+    sums = pieces * size * max(_FP32_BYTES, out.element_size())
+    return _exactly(sorted_indices + max(sorted_indices, offsets + sums))
 
 
-def _index_put(given: Arguments, _out: Any) -> Scratch:
-    """Indexing.cu, index_put_with_sort_kernel.
+def _index_put(arguments: Arguments, _out: Any) -> Scratch:
+    """Follow index_put_with_sort_kernel in Indexing.cu.
 
-    Linear, sorted and original indices, and cub's buffers.
+    It needs linear, sorted and original indices, and buffers of cub, which are not public.
     """
-    if not given.get("accumulate"):
-        return NOTHING
-    values = given["values"]
-    shapes = [index.shape for index in given["indices"] if index is not None]
+    if not arguments.get("accumulate"):
+        return NO_SCRATCH
+    shapes = [index.shape for index in arguments["indices"] if index is not None]
     shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     count = math.prod(shape) if shapes else 0
-    expected = 5 * count * _INDEX_BYTES + _copy_unless_contiguous(values)
+    expected = 5 * count * _INDEX_BYTES + _copy_unless_contiguous(arguments["values"])
     return Scratch(expected, 2 * expected)
 
 
-def _reduced_loss(given: Arguments, _out: Any) -> Scratch:
-    """The loss of every element, which is then averaged or summed."""
-    return NOTHING if given["reduction"] == 0 else _exactly(given["self"].nbytes)
+def _layer_norm_backward(arguments: Arguments, _out: Any) -> Scratch:
+    """Partial sums of the gradients of both parameters, in fp32 (layer_norm_kernel.cu)."""
+    elements = math.prod(arguments["normalized_shape"])
+    return _exactly(2 * _LAYER_NORM_PARTIAL_ROWS * elements * _FP32_BYTES)
 
 
-def _logits_loss(given: Arguments, out: Any) -> Scratch:
-    """Two temporaries at a time; one of them becomes the result if nothing is reduced."""
-    return _exactly(max(0, 2 * given["self"].nbytes - (0 if given["reduction"] else out.nbytes)))
+def _group_norm_backward(arguments: Arguments, _out: Any) -> Scratch:
+    """Two sums per sample and channel, in fp32 (group_norm_kernel.cu)."""
+    return _exactly(2 * arguments["N"] * arguments["C"] * _FP32_BYTES)
+
+
+def _reduced_loss(arguments: Arguments, _out: Any) -> Scratch:
+    """The losses of the elements, which are then averaged or summed."""
+    is_reduced = arguments["reduction"] != 0
+    return _exactly(arguments["self"].nbytes) if is_reduced else NO_SCRATCH
+
+
+def _logits_loss(arguments: Arguments, out: Any) -> Scratch:
+    """Two temporary tensors, one of which becomes the result if nothing is reduced."""
+    is_reduced = arguments["reduction"] != 0
+    temporary = 2 * arguments["self"].nbytes
+    if not is_reduced:
+        temporary -= out.nbytes
+    return _exactly(max(0, temporary))
+
+
+def _logsumexp(arguments: Arguments, out: Any) -> Scratch:
+    return _exactly(arguments["self"].nbytes + out.nbytes)
+
+
+def _safe_softmax(arguments: Arguments, out: Any) -> Scratch:
+    """Boolean masks of the elements that are minus infinity, and of rows that are so altogether."""
+    row_length = max(1, out.shape[arguments["dim"]])
+    return _exactly(out.numel() + out.numel() // row_length)
 
 
 RULES: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "convolution": lambda given, out: _reordered(
-        (given["input"], given["weight"], out), given["groups"]
-    ),
+    "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "embedding_dense_backward": _embedding_backward,
     "index_put": _index_put,
     "index_put_": _index_put,
     "_index_put_impl_": _index_put,
-    # layer_norm_kernel.cu: partial sums of the two parameters' gradients, 32 rows of each in fp32.
-    "native_layer_norm_backward": lambda given, _: _exactly(
-        2 * 32 * math.prod(given["normalized_shape"]) * 4
-    ),
-    # group_norm_kernel.cu: two sums in fp32 for each sample and channel.
-    "native_group_norm_backward": lambda given, _: _exactly(2 * given["N"] * given["C"] * 4),
-    # Composed of other operators inside one dispatch, on every device alike.
+    "native_layer_norm_backward": _layer_norm_backward,
+    "native_group_norm_backward": _group_norm_backward,
+    # The rest is composed of other operators inside one dispatch, on every device alike.
     "mse_loss": _reduced_loss,
     "smooth_l1_loss": _reduced_loss,
     "huber_loss": _reduced_loss,
     "binary_cross_entropy_with_logits": _logits_loss,
-    "logsumexp": lambda given, out: _exactly(given["self"].nbytes + out.nbytes),
-    # Masks: what is minus infinity, and the rows that are it altogether.
-    "_safe_softmax": lambda given, out: _exactly(
-        out.numel() + out.numel() // max(1, out.shape[given["dim"]])
-    ),
+    "logsumexp": _logsumexp,
+    "_safe_softmax": _safe_softmax,
 }

@@ -1,9 +1,8 @@
-"""What the CPU's operators need while they run, for forecasts that are checked on a CPU.
+"""The scratch memory of operators on the CPU, for forecasts that are compared with real runs.
 
-Each is run once.
-
-It is run on zeros of the same shapes and strides, and torch's profiler says what the allocator gave
-out. So the figures are those of this machine's kernels and number of threads.
+Each operator is run once, on zeros of the same shapes and strides, and torch's profiler reports
+what the allocator gave out. So the figures are those of this machine's kernels and number of
+threads.
 """
 
 from __future__ import annotations
@@ -17,89 +16,93 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 from holdfast.forecast.kernels.operators import LISTS
-from holdfast.forecast.kernels.scratch import Scratch, name_of, needs_nothing
+from holdfast.forecast.kernels.scratch import Scratch, name_of, needs_no_scratch
 
-_MOST_ELEMENTS = 2**26  # that are computed with: 256 MiB of fp32
-_known: dict[Any, Scratch | None] = {}
+# The most elements that are computed with, so that a forecast takes seconds: 256 MiB of fp32.
+_MOST_ELEMENTS = 2**26
+
+# What was measured, by operator and shapes.
+_measured: dict[Any, Scratch] = {}
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return what this call needs on this CPU beside its arguments and results.
-
-    None for views and the like.
-    """
+    """Return the scratch memory of a call on this CPU, or None for views and the like."""
     del out
-    if not isinstance(op, torch._ops.OpOverload) or (
-        needs_nothing(op) and name_of(op) not in LISTS["more_on_cpu"]
-    ):
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    if needs_no_scratch(op) and name_of(op) not in LISTS["more_on_cpu"]:
         return None
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    key = (op, structure, tuple(map(_described, leaves)))
-    if key not in _known:
-        _known[key] = _measured(op, leaves, structure)
-    return _known[key]
+    key = (op, structure, tuple(map(_describe, leaves)))
+    if key not in _measured:
+        _measured[key] = _measure(op, leaves, structure)
+    return _measured[key]
 
 
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (
-            (*leaf.shape, *leaf.stride(), leaf.dtype) if leaf.layout is torch.strided else id(leaf)
-        )
-    return str(leaf)
+def _describe(leaf: Any) -> Any:
+    """Return what the scratch memory may depend on of an argument."""
+    if not isinstance(leaf, torch.Tensor):
+        return str(leaf)
+    if leaf.layout is not torch.strided:
+        return id(leaf)
+    return (*leaf.shape, *leaf.stride(), leaf.dtype)
 
 
-def _measured(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch | None:
+def _measure(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    unmeasured = Scratch(0, sum(tensor.nbytes for tensor in tensors))
     if sum(tensor.numel() for tensor in tensors) > _MOST_ELEMENTS:
-        return Scratch(0, sum(tensor.nbytes for tensor in tensors))
+        return unmeasured
     try:
         peak, kept = _run(op, leaves, structure)
-    except (RuntimeError, NotImplementedError, IndexError, ValueError):  # zeros do not suit it
-        return Scratch(0, sum(tensor.nbytes for tensor in tensors))
+    except (RuntimeError, NotImplementedError, IndexError, ValueError):
+        # The operator cannot run on zeros.
+        return unmeasured
     needed = max(0, peak - kept)
     return Scratch(needed, needed)
 
 
 def _run(op: Any, leaves: Sequence[Any], structure: Any) -> tuple[int, int]:
-    """Return the most bytes that were given out at once, and those that were not given back."""
-    # Whether gradients are wanted stays as it is: oneDNN's LSTM keeps more then
+    """Run an operator on zeros.
+
+    Whether gradients are enabled stays as it is, because oneDNN's LSTM keeps more then.
+
+    Returns:
+        The most bytes that were given out at once, and those that were not given back.
+    """
     with unset_fake_temporarily():
-        args, kwargs = pytree.tree_unflatten([zeros_like(leaf) for leaf in leaves], structure)
+        args, kwargs = pytree.tree_unflatten([_zeros_like(leaf) for leaf in leaves], structure)
         with profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as watched:
-            kept = op(*args, **kwargs)
-        assert watched.profiler is not None
+        ) as profiler:
+            result = op(*args, **kwargs)
+        assert profiler.profiler is not None
         events = [
             event
-            for event in watched.profiler.kineto_results.events()
+            for event in profiler.profiler.kineto_results.events()
             if event.name() == "[memory]"
         ]
-        del kept
-    live = peak = 0
+        del result
+    live = 0
+    peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
     return peak, live
 
 
-def zeros_like(leaf: Any) -> Any:
-    """Return real zeros in place of a tensor, and anything else as it is."""
+def _zeros_like(leaf: Any) -> Any:
+    """Return real zeros for a tensor, and anything else as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.empty_strided(tuple(leaf.shape), leaf.stride(), dtype=leaf.dtype).zero_()
 
 
 def lstm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for `aten.mkldnn_rnn_layer`.
-
-    Torch's fake kernel says that its workspace has 0 bytes.
-    """
+    """Replace the fake kernel of `aten.mkldnn_rnn_layer`, which gives its workspace 0 bytes."""
     with unset_fake_temporarily():
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        real_args, real_kwargs = pytree.tree_unflatten(
-            [zeros_like(leaf) for leaf in leaves], structure
-        )
-        shapes = [(tuple(one.shape), one.dtype) for one in func(*real_args, **real_kwargs)]
+        real_args, real_kwargs = pytree.tree_map(_zeros_like, (args, kwargs))
+        results = func(*real_args, **real_kwargs)
+        shapes = [(tuple(result.shape), result.dtype) for result in results]
     with mode:
         return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)

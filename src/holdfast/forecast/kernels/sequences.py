@@ -1,11 +1,9 @@
-"""Packing, padding and the CTC loss on fake tensors.
+"""Packing, padding and the CTC loss on fake tensors, which may not know their lengths.
 
-Operators that read lengths, which a fake tensor may not know.
-
-Known lengths are used. Unknown ones are taken as the longest that they can be, which a plan must
-hold for, and that is said. The allocations follow aten/src/ATen/native/PackedSequence.cpp,
-LossCTC.cpp and cuda/LossCTC.cu; cuDNN's CTC loss, which torch takes only for int32 targets on the
-host, is not emulated.
+Known lengths are used. Unknown ones are taken as the longest that they can be, for which a plan
+must hold, and an assumption says so. The allocations follow
+aten/src/ATen/native/PackedSequence.cpp, LossCTC.cpp and cuda/LossCTC.cu. cuDNN's CTC loss, which
+torch takes only for int32 targets on the host, is not emulated.
 """
 
 from __future__ import annotations
@@ -18,25 +16,60 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 aten = torch.ops.aten
 
-Known = Callable[[torch.Tensor], torch.Tensor | None]
+# Returns the values of a fake tensor, or None if they are not known.
+ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
 Assume = Callable[[str], None]
+
+# at::Reduction::Mean and Sum.
+_MEAN = 1
+_SUM = 2
+
+
+def install_sequences(library: torch.library.Library, value_of: ValueOf, assume: Assume) -> None:
+    """Let packing, padding and the CTC loss work on fake tensors.
+
+    Args:
+        library: Where the rules are registered.
+        value_of: Returns the values of a fake tensor, or None.
+        assume: Called with what has to be assumed.
+    """
+    sequences = _Sequences(value_of, assume)
+    for native, rule in (
+        (aten._pack_padded_sequence.default, sequences.pack),
+        (aten._pad_packed_sequence.default, sequences.pad),
+        (aten.ctc_loss.IntList, sequences.ctc),
+        (aten.ctc_loss.Tensor, sequences.ctc),
+    ):
+        library.impl(native, _for_fake_tensors(native, rule))  # type: ignore[no-untyped-call]
+
+
+def _for_fake_tensors(native: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that applies a rule to fake tensors, and runs torch's own on real ones."""
+
+    def kernel(*args: Any) -> Any:
+        if isinstance(args[0], FakeTensor):
+            return rule(*args)
+        # Real tensors are data, through which nobody differentiates.
+        with torch._C._AutoDispatchBelowAutograd():
+            return native(*args)
+
+    return kernel
 
 
 class _Sequences:
-    """The rules for one fake device, in the operators' own signatures."""
+    """The rules for one fake device, with the signatures of the operators."""
 
-    def __init__(self, known: Known, assume: Assume) -> None:
-        self._known = known
+    def __init__(self, value_of: ValueOf, assume: Assume) -> None:
+        self._value_of = value_of
         self._assume = assume
 
     def pack(self, data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:  # noqa: FBT001
-        """Stand in for `_pack_padded_sequence`."""
-        known = self._lengths(lengths, data.shape[1 if batch_first else 0], "pack_padded_sequence")
+        """Replace `_pack_padded_sequence`."""
+        time_dimension = 1 if batch_first else 0
+        known = self._known_lengths(lengths, data.shape[time_dimension], "pack_padded_sequence")
         packed, batch_sizes = _Pack.apply(data, lengths, known)  # type: ignore[no-untyped-call]
-        _learn(
-            batch_sizes,
-            [sum(length > step for length in known) for step in range(max(known, default=0))],
-        )
+        steps = range(max(known, default=0))
+        _learn(batch_sizes, [sum(length > step for length in known) for step in steps])
         return packed, batch_sizes
 
     def pad(
@@ -47,16 +80,17 @@ class _Sequences:
         padding_value: float,
         total_length: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stand in for `_pad_packed_sequence`: the whole is filled, then written over."""
+        """Replace `_pad_packed_sequence`: the result is filled with padding, then written over."""
         steps = batch_sizes.shape[0]
-        sizes = self._known(batch_sizes)
+        sizes = self._value_of(batch_sizes)
         batch = -(-data.shape[0] // steps) if sizes is None else int(sizes[0])
-        padded = data.new_full((max(steps, total_length), batch, *data.shape[1:]), padding_value)
+        features = data.shape[1:]
+        padded = data.new_full((max(steps, total_length), batch, *features), padding_value)
         if data.shape[0] == steps * batch:
-            padded[:steps].copy_(data.view(steps, batch, *data.shape[1:]))
+            padded[:steps].copy_(data.view(steps, batch, *features))
         else:
-            # Written in pieces in truth, one for each length; a single write keeps as much alive.
-            padded.view(-1, *data.shape[1:])[: data.shape[0]].copy_(data)
+            # torch writes it in pieces, one per length. A single write keeps as much alive.
+            padded.view(-1, *features)[: data.shape[0]].copy_(data)
         lengths = torch.empty(batch, dtype=torch.int64, device=batch_sizes.device)
         if sizes is not None:
             _learn(lengths, [sum(int(size) > row for size in sizes) for row in range(batch)])
@@ -68,25 +102,31 @@ class _Sequences:
         targets: torch.Tensor,
         _: Any,
         target_lengths: Any,
-        *rest: Any,
+        *options: Any,
     ) -> Any:
-        """Stand in for `ctc_loss` with tensors or lists of lengths."""
+        """Replace `ctc_loss` with tensors or lists of lengths.
+
+        `options` are those of blank, reduction and zero_infinity that are given.
+        """
         if isinstance(target_lengths, torch.Tensor):
             batch = max(1, target_lengths.numel())
             longest = targets.shape[1] if targets.dim() == 2 else -(-targets.shape[0] // batch)
-            target_lengths = self._lengths(target_lengths, longest, "ctc_loss")
-        reduction, zero_infinity = (rest[1] if len(rest) > 1 else 1), (len(rest) > 2 and rest[2])
+            target_lengths = self._known_lengths(target_lengths, longest, "ctc_loss")
+        reduction = options[1] if len(options) > 1 else _MEAN
+        zero_infinity = options[2] if len(options) > 2 else False
         losses = _Ctc.apply(log_probs, targets, max(target_lengths, default=0))  # type: ignore[no-untyped-call]
         if zero_infinity:
             zero = torch.zeros((), dtype=losses.dtype, device=losses.device)
             losses = torch.where(losses == float("inf"), zero, losses)
-        if reduction == 1:  # at::Reduction::Mean
+        if reduction == _MEAN:
             return (losses / torch.empty_like(losses).clamp_min(1)).mean()
-        return losses.sum() if reduction == 2 else losses
+        if reduction == _SUM:
+            return losses.sum()
+        return losses
 
-    def _lengths(self, lengths: torch.Tensor, longest: int, operator: str) -> list[int]:
+    def _known_lengths(self, lengths: torch.Tensor, longest: int, operator: str) -> list[int]:
         """Return the lengths, all of them the longest if they are not known."""
-        values = self._known(lengths) if isinstance(lengths, FakeTensor) else lengths
+        values = self._value_of(lengths) if isinstance(lengths, FakeTensor) else lengths
         if values is not None:
             return [int(value) for value in values.reshape(-1).tolist()]
         self._assume(f"all sequences given to {operator} were taken as {longest} long")
@@ -94,12 +134,13 @@ class _Sequences:
 
 
 def _learn(tensor: Any, values: list[int]) -> None:
-    """Let the fake mode know the values of a fake tensor.
+    """Tell the fake mode the values of a fake tensor.
 
-    A recurrent layer asks for the first batch size.
+    A recurrent layer, for example, asks for the first batch size.
     """
     with unset_fake_temporarily():
-        tensor.fake_mode.known_values.learn(tensor, torch.tensor(values, dtype=torch.int64))
+        value = torch.tensor(values, dtype=torch.int64)
+        tensor.fake_mode.known_values.learn(tensor, value)
 
 
 class _Pack(torch.autograd.Function):
@@ -126,7 +167,8 @@ class _Ctc(torch.autograd.Function):
     def forward(
         ctx: Any, log_probs: torch.Tensor, targets: torch.Tensor, longest: int
     ) -> torch.Tensor:
-        steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
+        steps = log_probs.shape[0]
+        batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
         log_alpha = log_probs.new_empty((batch, steps, 2 * longest + 1))
         losses = log_probs.new_empty((batch,))
         ctx.save_for_backward(log_probs, targets, log_alpha, losses)
@@ -139,30 +181,3 @@ class _Ctc(torch.autograd.Function):
         gradient = torch.full_like(log_probs, float("-inf"))
         del log_beta
         return gradient, None, None
-
-
-def install_sequences(library: torch.library.Library, known: Known, assume: Assume) -> None:
-    """Have packing, padding and the CTC loss work on fake tensors.
-
-    `known` returns the values of a fake tensor or None, `assume` is called with what had to be
-    assumed.
-    """
-    rules = _Sequences(known, assume)
-    for native, rule in (
-        (aten._pack_padded_sequence.default, rules.pack),
-        (aten._pad_packed_sequence.default, rules.pad),
-        (aten.ctc_loss.IntList, rules.ctc),
-        (aten.ctc_loss.Tensor, rules.ctc),
-    ):
-        library.impl(native, _for_fake_tensors(native, rule))  # type: ignore[no-untyped-call]
-
-
-def _for_fake_tensors(native: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(*args: Any) -> Any:
-        if isinstance(args[0], FakeTensor):
-            return rule(*args)
-        # Real ones are data, which nobody differentiates by
-        with torch._C._AutoDispatchBelowAutograd():
-            return native(*args)
-
-    return kernel

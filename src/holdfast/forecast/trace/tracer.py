@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast.forecast.kernels.scratch import Scratch, Uncalibrated
 from holdfast.forecast.trace.attribution import Places
 from holdfast.forecast.trace.events import Assumption, Trace
-from holdfast.forecast.trace.operations import Operations
+from holdfast.forecast.trace.operations import Cost, Operations
 from holdfast.forecast.trace.recording import (
     BACKWARD,
     FORWARD,
@@ -236,7 +236,7 @@ class Tracer(TorchDispatchMode):
         self._storages.place = self._places.locate(frame, in_backward=in_backward, records=records)
         self._note_backward_start(by_engine=in_backward and not records)
         record = self._storages.record
-        events_before = 0 if record is None else len(record.events)
+        begin = 0 if record is None else len(record.events)
         # The kernel of dropout allocates the mask first (Dropout.cu).
         results = out[::-1] if func is _DROPOUT else out
         is_here = self._storages.watch_result(results, FORWARD if is_recomputed else phase)
@@ -252,16 +252,7 @@ class Tracer(TorchDispatchMode):
                 self._uncalibrated.note(str(getattr(func, "overloadpacket", func)), scratch)
             cost = self._operations.measure(func, args, kwargs, out)
             if cost is not None:
-                record.operations.append(
-                    OperationRecord(
-                        operation_name=cost.name,
-                        operation_event=events_before,
-                        operation_phase=phase,
-                        flops=cost.flops,
-                        moved_bytes=cost.moved_bytes,
-                        dtype=cost.dtype,
-                    )
-                )
+                record.operations.append(_operation_record(cost, phase, begin))
         if phase == FORWARD and not self._places.in_module:
             self._claim_moved_batch(args, out)
 
@@ -322,3 +313,15 @@ class Tracer(TorchDispatchMode):
         if record is not None:
             record.optimizer_steps.append((begin, len(record.events)))
         self._outer_phase = OTHER
+
+
+def _operation_record(cost: Cost, phase: int, begin: int) -> OperationRecord:
+    """Return the record of an operation that ran in a phase, after `begin` events."""
+    return OperationRecord(
+        operation_name=cost.name,
+        operation_event=begin,
+        operation_phase=phase,
+        flops=cost.flops,
+        moved_bytes=cost.moved_bytes,
+        dtype=cost.dtype,
+    )
