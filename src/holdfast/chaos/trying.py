@@ -30,12 +30,12 @@ from holdfast.chaos.comparing import (
     losses,
     unsteady_fields,
 )
+from holdfast.chaos.faults import flip_bit
 from holdfast.chaos.trials import Attempt, Bench, Line, Trial, carry_out
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
 from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
-from holdfast.testing import flip_bit
 
 KINDS = (
     "kill",
