@@ -1,14 +1,12 @@
-"""Digests of what a training holds and sees.
+"""Digests of what a training holds and sees, to compare two runs bit for bit.
 
-Every bit of a small tensor, sums over all bits of a large one.
-
-A digest is 16 hexadecimal digits. It draws no random number and leaves no trace in autograd. Torch
-is passed in, as the process that is looked at has imported it.
+A digest has 16 hexadecimal digits. It covers every bit of a small tensor and sums over all bits of
+a large one. Making one draws no random number and leaves no trace in autograd. Torch is passed in,
+since the observed process imports it itself.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import random
 import sys
@@ -17,203 +15,230 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-_SMALL_BYTES = 1 << 15
-_PARTS = 64  # of a large tensor, so that a swap of two parts shows
-_MOST_DEEP, _MOST_OBJECTS = 12, 1000
-_OTHER_SEED = 20_261
-_MOST_PATHS, _SHORT = 4, 60
+# Up to this size every byte of a tensor is hashed; that takes about as long as one kernel launch.
+SMALL_TENSOR_BYTES = 1 << 15
+# Number of sums over a large tensor: more than one, so that swapping two parts changes the digest.
+SUMS_PER_TENSOR = 64
+# Limits for nested values and for objects that refer to each other.
+MAX_DEPTH = 12
+MAX_OBJECTS = 1000
+# Depth down to which the entries of a checkpoint are told apart.
+MAX_ENTRY_DEPTH = 4
+# A longer text in a checkpoint is shown up to here, followed by its digest.
+MAX_TEXT_CHARACTERS = 60
+# Words in the name of an entry that holds the state of a random generator.
+RANDOM_WORDS = ("rng", "random", "generator")
+# Any seed that no training uses.
+OTHER_SEED = 20_261
+
+_PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 class Digests:
-    """Makes digests with the module of torch."""
+    """Makes digests.
+
+    Args:
+        torch: The module, as the training has imported it.
+    """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
 
-    def tensors(self, named: Iterable[tuple[str, Any]]) -> str:
+    def tensors(self, named_tensors: Iterable[tuple[str, Any]]) -> str:
         """Return the digest of tensors and their names, in the order of the names."""
-        found = hashlib.blake2b(digest_size=8)
-        for name, tensor in sorted(named, key=lambda pair: pair[0]):
-            found.update(name.encode())
-            self._add_tensor(found, tensor)
-        return found.hexdigest()
+        digest = _new_digest()
+        for name, tensor in sorted(named_tensors, key=lambda pair: pair[0]):
+            digest.update(name.encode())
+            self._add_tensor(digest, tensor)
+        return digest.hexdigest()
 
     def tree(self, value: Any) -> str:
-        """Return the digest of a batch or of what is saved.
+        """Return the digest of nested containers of tensors, arrays, numbers and strings.
 
-        Containers of tensors, arrays, numbers and strings.
+        A batch is such a value, and so is a checkpoint.
         """
-        found = hashlib.blake2b(digest_size=8)
-        self._add(found, value, 0)
-        return found.hexdigest()
-
-    def _add(self, found: Any, value: Any, depth: int) -> None:
-        if depth > _MOST_DEEP:
-            return
-        if isinstance(value, self._torch.Tensor):
-            self._add_tensor(found, value)
-        elif isinstance(value, self._torch.nn.Module):
-            self._add(found, value.state_dict(), depth + 1)
-        elif isinstance(value, Mapping):
-            for key in sorted(value, key=str):
-                found.update(str(key).encode())
-                self._add(found, value[key], depth + 1)
-        elif isinstance(value, (list, tuple)):
-            found.update(b"%d" % len(value))
-            for each in value:
-                self._add(found, each, depth + 1)
-        elif isinstance(value, (int, float, str, bytes, bool, type(None))):
-            found.update(repr(value).encode())
-        elif hasattr(value, "tobytes"):
-            found.update(value.tobytes())
-        else:
-            found.update(type(value).__name__.encode())
-            if isinstance(fields := getattr(value, "__dict__", None), dict):
-                self._add(found, fields, depth + 1)
-
-    def _add_tensor(self, found: Any, tensor: Any) -> None:
-        torch = self._torch
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        try:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                plain = getattr(tensor, "_local_tensor", tensor).detach()
-                if plain.layout is not torch.strided:
-                    plain = plain.to_dense()
-                flat = plain.contiguous().reshape(-1)
-                if flat.numel() * flat.element_size() <= _SMALL_BYTES:
-                    found.update(flat.cpu().view(torch.uint8).numpy().tobytes())
-                    return
-                whole = flat.numel() * flat.element_size() % 8 == flat.data_ptr() % 8 == 0
-                bits = flat.view(torch.uint8).view(torch.int64 if whole else torch.uint8)
-                body = bits.numel() // _PARTS * _PARTS
-                sums = bits[:body].view(_PARTS, -1).sum(1, dtype=torch.int64)
-                found.update(repr((sums.tolist(), bits[body:].tolist())).encode())
-        except (RuntimeError, NotImplementedError, TypeError):
-            found.update(b"cannot be read")
+        digest = _new_digest()
+        self._add_value(digest, value, depth=0)
+        return digest.hexdigest()
 
     def optimizer(self, optimizer: Any) -> dict[str, str]:
-        """Return digests of the state of an optimizer, parameter by parameter, and of these
-        parameters.
-        """
-        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {
-            "optimizer": self.tree([optimizer.state.get(p) or {} for p in every]),
-            "own": self.tree(every),
-        }
+        """Return the digests of an optimizer's state and of its parameters, by these two names."""
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        states = [optimizer.state.get(parameter) or {} for parameter in parameters]
+        return {"optimizer": self.tree(states), "parameters": self.tree(parameters)}
 
-    def random_state(self) -> dict[str, str]:
-        """Return digests of the random states of torch, Python and numpy."""
-        torch, numpy = self._torch, sys.modules.get("numpy")
-        found = {
-            "torch": self.tree(torch.get_rng_state()),
-            "python": f"{hash(random.getstate()[1]) & (1 << 64) - 1:x}",
-        }
+    def random_states(self) -> dict[str, str]:
+        """Return the digest of each random generator's state: torch, python, numpy and cuda."""
+        torch = self._torch
+        numpy = sys.modules.get("numpy")
+        python_state = hash(random.getstate()[1]) & ((1 << 64) - 1)
+        digests = {"torch": self.tree(torch.get_rng_state()), "python": f"{python_state:x}"}
         if numpy is not None and hasattr(numpy, "random"):
             state = numpy.random.get_state()
-            found["numpy"] = self.tree([state[1], int(state[2])])
+            digests["numpy"] = self.tree([state[1], int(state[2])])
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["cuda"] = self.tree(torch.cuda.get_rng_state())
-        return found
+            digests["cuda"] = self.tree(torch.cuda.get_rng_state())
+        return digests
 
-    def reseed(self, name: str) -> None:
-        """Set one of the random states that `random_state` names to another."""
-        if name == "python":
-            random.seed(_OTHER_SEED)
-        elif name == "numpy":
-            sys.modules["numpy"].random.seed(_OTHER_SEED)
-        elif name == "cuda":
-            self._torch.cuda.manual_seed_all(_OTHER_SEED)
-        else:
-            self._torch.default_generator.manual_seed(_OTHER_SEED)
+    def entries(self, checkpoint: Any) -> dict[str, str]:
+        """Return each entry of a checkpoint, by its path such as ``"model.layer"``.
 
-    def tensors_of(self, value: Any) -> list[Any]:
-        """Return the tensors of what a model has computed."""
-        found, todo, seen = [], [value], set[int]()
-        while todo and len(seen) < _MOST_OBJECTS:
-            if id(each := todo.pop()) in seen:
-                continue
-            seen.add(id(each))
-            if isinstance(each, self._torch.Tensor):
-                found.append(each)
-            elif isinstance(each, Mapping):
-                todo += each.values()
-            else:
-                todo += (
-                    each
-                    if isinstance(each, (list, tuple))
-                    else getattr(each, "__dict__", {}).values()
-                )
-        return found
-
-    def saved(self, value: Any) -> dict[str, str]:
-        """Return a digest of each entry of what is saved, by its path.
-
-        Short values as they are, text in quotes.
+        Tensors and other large values are digests, short values are shown as they are, and text is
+        in quotes. States of random generators are left out: they may differ harmlessly, and whether
+        they matter is found out otherwise.
         """
-        found: dict[str, str] = {}
-        self._add_entries(found, "", value, 0)
-        return found
+        entries: dict[str, str] = {}
+        self._add_entries(entries, "", checkpoint, depth=0)
+        return entries
 
-    def _add_entries(self, found: dict[str, str], path: str, value: Any, depth: int) -> None:
-        if self._is_random(path.lower(), value):  # numbers may differ in it that nothing is made of
+    # --- any value ------------------------------------------------------------------------------
+
+    def _add_value(self, digest: hashlib.blake2b, value: Any, *, depth: int) -> None:
+        if depth > MAX_DEPTH:
             return
-        fields = vars(value) if isinstance(value, (Namespace, SimpleNamespace)) else value
-        # A number that was asked for, such as the first epoch, is no state
-        if isinstance(value, Namespace):
-            fields = {
-                key: str(each) if isinstance(each, (int, float)) else each
-                for key, each in fields.items()
-            }
-        named = (
-            isinstance(fields, Mapping)
-            and depth < _MOST_PATHS
-            and all(isinstance(key, str) for key in fields)
-        )
-        if named and not (
-            depth and all(isinstance(each, self._torch.Tensor) for each in fields.values())
-        ):
-            for key, each in fields.items():
-                self._add_entries(found, f"{path}.{key}" if path else key, each, depth + 1)
-        elif isinstance(value, str):
-            found[path] = (
-                repr(value) if len(value) <= _SHORT else f"{value[:_SHORT]!r} {self.tree(value)}"
-            )
+        if isinstance(value, self._torch.Tensor):
+            self._add_tensor(digest, value)
+        elif isinstance(value, self._torch.nn.Module):
+            self._add_value(digest, value.state_dict(), depth=depth + 1)
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                digest.update(str(key).encode())
+                self._add_value(digest, value[key], depth=depth + 1)
+        elif isinstance(value, (list, tuple)):
+            digest.update(b"%d" % len(value))
+            for item in value:
+                self._add_value(digest, item, depth=depth + 1)
+        elif isinstance(value, (*_PLAIN_TYPES, bytes)):
+            digest.update(repr(value).encode())
+        elif hasattr(value, "tobytes"):
+            digest.update(value.tobytes())
         else:
-            found[path] = (
-                repr(value)
-                if isinstance(value, (int, float, bool, type(None)))
-                else self.tree(value)
-            )
+            digest.update(type(value).__name__.encode())
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict):
+                self._add_value(digest, attributes, depth=depth + 1)
 
-    def _is_random(self, path: str, value: Any) -> bool:
-        """Return whether a random state is saved, by its name.
+    def _add_tensor(self, digest: hashlib.blake2b, tensor: Any) -> None:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        torch = self._torch
+        try:
+            # Without the hooks of tensor subclasses and autograd.
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                local_tensor = getattr(tensor, "_local_tensor", tensor)
+                digest.update(self._tensor_content(local_tensor.detach()))
+        except (RuntimeError, NotImplementedError, TypeError):
+            # Such as a tensor on the meta device, or one whose storage was freed.
+            digest.update(b"cannot be read")
 
-        A model of that name has weights, a count is plain.
+    def _tensor_content(self, tensor: Any) -> bytes:
+        """Return the bytes of a small tensor, or sums over the bits of a large one."""
+        torch = self._torch
+        if tensor.layout is not torch.strided:
+            tensor = tensor.to_dense()
+        flat = tensor.contiguous().reshape(-1)
+        size_bytes = flat.numel() * flat.element_size()
+        if size_bytes <= SMALL_TENSOR_BYTES:
+            content: bytes = flat.cpu().view(torch.uint8).numpy().tobytes()
+            return content
+        is_aligned = size_bytes % 8 == 0 and flat.data_ptr() % 8 == 0
+        integers = flat.view(torch.uint8).view(torch.int64 if is_aligned else torch.uint8)
+        summed_count = integers.numel() // SUMS_PER_TENSOR * SUMS_PER_TENSOR
+        sums = integers[:summed_count].view(SUMS_PER_TENSOR, -1).sum(1, dtype=torch.int64)
+        rest = integers[summed_count:]
+        return repr((sums.tolist(), rest.tolist())).encode()
+
+    # --- entries of a checkpoint ----------------------------------------------------------------
+
+    def _add_entries(self, entries: dict[str, str], path: str, value: Any, *, depth: int) -> None:
+        if self._is_random_state(path.lower(), value):
+            return
+        fields = _named_fields(value)
+        if fields is None or depth >= MAX_ENTRY_DEPTH or (depth > 0 and self._are_tensors(fields)):
+            entries[path] = self._describe(value)
+            return
+        for name, field in fields.items():
+            field_path = f"{path}.{name}" if path else name
+            self._add_entries(entries, field_path, field, depth=depth + 1)
+
+    def _are_tensors(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether all fields are tensors: the state dict of a model is one entry."""
+        return all(isinstance(field, self._torch.Tensor) for field in fields.values())
+
+    def _describe(self, value: Any) -> str:
+        if isinstance(value, str) and len(value) > MAX_TEXT_CHARACTERS:
+            return f"{value[:MAX_TEXT_CHARACTERS]!r} {self.tree(value)}"
+        if isinstance(value, _PLAIN_TYPES):
+            return repr(value)
+        return self.tree(value)
+
+    def _is_random_state(self, path: str, value: Any) -> bool:
+        """Return whether an entry is the state of a random generator, by its name.
+
+        Not if it holds floating-point numbers: then it is a model, such as the generator of a GAN.
+        The name of a plain value itself says nothing; a count may be called ``"random_crops"``.
         """
-        is_plain = isinstance(value, (str, int, float, bool, type(None)))
-        name = path.rpartition(".")[0] if is_plain else path
-        named = any(word in name for word in ("rng", "random", "generator"))
-        return named and not any(each.is_floating_point() for each in self.tensors_of(value))
+        name = path.rpartition(".")[0] if isinstance(value, _PLAIN_TYPES) else path
+        if not any(word in name for word in RANDOM_WORDS):
+            return False
+        tensors = find_tensors(self._torch, value)
+        return not any(tensor.is_floating_point() for tensor in tensors)
 
-    def roots(self, optimizer: Any) -> list[Any]:
-        """Return the outermost modules that hold a parameter of an optimizer, in an order that
-        does not change.
-        """
-        module = self._torch.nn.Module
-        modules = [each for each in gc.get_objects() if issubclass(type(each), module)]
-        inner = {
-            id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()
+
+def find_tensors(torch: Any, value: Any) -> list[Any]:
+    """Return the tensors that a value holds, such as what a model has returned.
+
+    Args:
+        torch: The module.
+        value: Any object; mappings, lists, tuples and attributes are followed.
+    """
+    tensors = []
+    pending = [value]
+    visited: set[int] = set()
+    while pending and len(visited) < MAX_OBJECTS:
+        current = pending.pop()
+        if id(current) in visited:
+            continue
+        visited.add(id(current))
+        if isinstance(current, torch.Tensor):
+            tensors.append(current)
+        elif isinstance(current, Mapping):
+            pending += current.values()
+        elif isinstance(current, (list, tuple)):
+            pending += current
+        else:
+            pending += getattr(current, "__dict__", {}).values()
+    return tensors
+
+
+def reseed(torch: Any, name: str) -> None:
+    """Set one of the random generators that `Digests.random_states` names to another state."""
+    if name == "python":
+        random.seed(OTHER_SEED)
+    elif name == "numpy":
+        sys.modules["numpy"].random.seed(OTHER_SEED)
+    elif name == "cuda":
+        torch.cuda.manual_seed_all(OTHER_SEED)
+    else:
+        torch.default_generator.manual_seed(OTHER_SEED)
+
+
+def _new_digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=8)
+
+
+def _named_fields(value: Any) -> Mapping[str, Any] | None:
+    """Return the fields of a mapping or namespace with names, None for any other value."""
+    if isinstance(value, Namespace):
+        # Numbers among command-line options, such as the first epoch, were asked for and are no
+        # state; as text they count as harmless.
+        return {
+            name: str(field) if isinstance(field, (int, float)) else field
+            for name, field in vars(value).items()
         }
-        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        roots = [
-            each for each in modules if id(each) not in inner and "_parameters" in each.__dict__
-        ]
-        held = [
-            each
-            for each in roots
-            if any(id(parameter) in wanted for parameter in each.parameters())
-        ]
-        return sorted(
-            held,
-            key=lambda each: (type(each).__name__, [name for name, _ in each.named_parameters()]),
-        )
+    if isinstance(value, SimpleNamespace):
+        return vars(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return value
+    return None
