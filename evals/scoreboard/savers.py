@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 
-from holdfast.chaos.torch_observer import SAVERS
+from holdfast.chaos.observation.torch_observer import SAVERS
 
 
 def _redirect(module, name):

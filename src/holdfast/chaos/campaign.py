@@ -20,12 +20,12 @@ from typing import Any
 
 from holdfast.chaos.checkpoint_damage import damage_newest_checkpoint, name_without_numbers
 from holdfast.chaos.command_check import check_command
-from holdfast.chaos.comparison import Comparison, compare, compare_undisturbed, losses
-from holdfast.chaos.differences import Difference
+from holdfast.chaos.comparison.differences import Difference
+from holdfast.chaos.comparison.reference import Reference
+from holdfast.chaos.comparison.timeline import Comparison, compare, compare_undisturbed, losses
 from holdfast.chaos.fault_plans import Fault, FaultDraw
-from holdfast.chaos.injection import Injection
+from holdfast.chaos.injection.plan import Injection
 from holdfast.chaos.judgement import Case, judge
-from holdfast.chaos.reference import Reference
 from holdfast.chaos.results import CampaignReport, FaultResult, Result
 from holdfast.chaos.trials import Bench, ObservedAttempt, Trial, run_trial
 from holdfast.chaos.workplace import Workplace

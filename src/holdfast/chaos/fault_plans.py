@@ -17,8 +17,8 @@ from holdfast.chaos.checkpoint_damage import (
     leave_intact,
     truncate_to_half,
 )
-from holdfast.chaos.injection import Action, Injection, LaterSignal, Moment
-from holdfast.chaos.reference import Reference
+from holdfast.chaos.comparison.reference import Reference
+from holdfast.chaos.injection.plan import Action, Injection, LaterSignal, Moment
 from holdfast.chaos.trace import Save
 
 # All kinds of faults, in the order in which they are shown.

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from holdfast.chaos.comparison import Comparison
-from holdfast.chaos.differences import OLDER, TEXT, Difference
+from holdfast.chaos.comparison.differences import OLDER, TEXT, Difference
+from holdfast.chaos.comparison.timeline import Comparison
 from holdfast.chaos.fault_plans import Fault
-from holdfast.chaos.injection import Action
+from holdfast.chaos.injection.plan import Action
 from holdfast.chaos.results import Result
 from holdfast.chaos.trials import Trial
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from holdfast.chaos.differences import Difference
+from holdfast.chaos.comparison.differences import Difference
 
 
 class Result(StrEnum):
@@ -46,7 +46,7 @@ class FaultResult:
         seconds_lost: Time beyond that of the undisturbed run.
         left_processes: Number of processes that outlived the command.
         left_files: Files that the undisturbed run does not leave.
-        comparison: The fields of `comparison.Comparison`; empty if nothing was compared.
+        comparison: The fields of `comparison.timeline.Comparison`; empty if nothing was compared.
         failed: The last line of an error of our own observer, empty if there was none.
     """
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from holdfast.chaos.injection import (
+from holdfast.chaos.injection.plan import (
     COMMAND_FILE,
     MET_FILE,
     Action,
@@ -29,7 +29,7 @@ from holdfast.chaos.injection import (
     Injection,
     LaterSignal,
 )
-from holdfast.chaos.seccomp import Refuser
+from holdfast.chaos.injection.seccomp import Refuser
 from holdfast.chaos.trace import Event, Save, Segment, read_segment
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
@@ -210,7 +210,7 @@ class Bench:
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
         # Not for us: the command may be `holdfast run` itself, which sets it.
         del environment[OBSERVE_VARIABLE]
-        environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observer:{traces}"
+        environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observation.observer:{traces}"
         environment["PWD"] = str(self.place.work)
         environment["TMPDIR"] = str(self.place.temporary)
         # A small program that dies with us and then becomes the command.

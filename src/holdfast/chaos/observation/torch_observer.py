@@ -16,14 +16,14 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.digests import Digests, reseed
-from holdfast.chaos.file_audit import FileAudit
-from holdfast.chaos.injection import Moment
-from holdfast.chaos.injector import Injector, read_rank
-from holdfast.chaos.shield import ScriptShield
-from holdfast.chaos.step_recorder import StepRecorder
-from holdfast.chaos.trace_writer import TraceWriter
-from holdfast.chaos.training_state import TrainingState
+from holdfast.chaos.injection.injector import Injector, read_rank
+from holdfast.chaos.injection.plan import Moment
+from holdfast.chaos.observation.digests import Digests, reseed
+from holdfast.chaos.observation.file_audit import FileAudit
+from holdfast.chaos.observation.shield import ScriptShield
+from holdfast.chaos.observation.step_recorder import StepRecorder
+from holdfast.chaos.observation.trace_writer import TraceWriter
+from holdfast.chaos.observation.training_state import TrainingState
 from holdfast.core.importing import ImportWatch
 from holdfast.core.vector_functions import settle_vector_functions
 

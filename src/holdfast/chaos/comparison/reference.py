@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.chaos.differences import FIELDS, Difference
+from holdfast.chaos.comparison.differences import FIELDS, Difference
 from holdfast.chaos.trace import ModelState, Record, Save, Segment, Step
 
 # Weights up to this relative distance count as rounded: bfloat16 rounds by up to 0.4 %

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.file_audit import FileAudit
-from holdfast.chaos.injector import Injector
-from holdfast.chaos.shield import ScriptShield
-from holdfast.chaos.torch_observer import ProcessTools, TorchObserver
-from holdfast.chaos.trace_writer import TraceWriter
+from holdfast.chaos.injection.injector import Injector
+from holdfast.chaos.observation.file_audit import FileAudit
+from holdfast.chaos.observation.shield import ScriptShield
+from holdfast.chaos.observation.torch_observer import ProcessTools, TorchObserver
+from holdfast.chaos.observation.trace_writer import TraceWriter
 from holdfast.core.importing import ImportWatch
 
 _observer: ProcessObserver | None = None

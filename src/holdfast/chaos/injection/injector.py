@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos import clock
-from holdfast.chaos.injection import COMMAND_FILE, MET_FILE, Action, Moment, read_plan
-from holdfast.chaos.seccomp import Calls, ask_before
+from holdfast.chaos.injection import clock
+from holdfast.chaos.injection.plan import COMMAND_FILE, MET_FILE, Action, Moment, read_plan
+from holdfast.chaos.injection.seccomp import Calls, ask_before
 
 # After SIGTERM to the command, the process that sent it waits this long: a handler in this process
 # then runs within the step in which the signal was sent.

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from holdfast.chaos.differences import SAVED, TEXT, Difference
-from holdfast.chaos.reference import Reference
+from holdfast.chaos.comparison.differences import SAVED, TEXT, Difference
+from holdfast.chaos.comparison.reference import Reference
 from holdfast.chaos.trace import Event, Save, Segment
 
 # Digest or text of each entry of a checkpoint, by its path within it.

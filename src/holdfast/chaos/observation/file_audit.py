@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.shield import ScriptShield
-from holdfast.chaos.trace_writer import TraceWriter
+from holdfast.chaos.observation.shield import ScriptShield
+from holdfast.chaos.observation.trace_writer import TraceWriter
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR
 

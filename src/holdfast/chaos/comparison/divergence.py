@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from holdfast.chaos.differences import END, FIELDS, START_FIELDS, Difference
-from holdfast.chaos.reference import UNKNOWN_STATE, Reference, share_data
+from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, Difference
+from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
 from holdfast.chaos.trace import ModelState, SavedState, Segment, Step
 
 # Fields whose difference may be the consequence of something that is not a field of the step.

@@ -29,7 +29,7 @@ from enum import StrEnum
 from pathlib import Path
 from stat import S_ISREG
 
-from holdfast.chaos.injection import AttemptPlan
+from holdfast.chaos.injection.plan import AttemptPlan
 
 
 class Calls(StrEnum):

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from holdfast.chaos.digests import Digests
+from holdfast.chaos.observation.digests import Digests
 
 # The sample of the weights by which the nearest state is found: the first numbers of the first
 # parameters. A few suffice, since a step of an optimizer changes nearly all weights.

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.chaos.differences import END, FIELDS, OLDER, START_FIELDS, Difference
-from holdfast.chaos.divergence import first_difference, remaining_parts
-from holdfast.chaos.reference import Reference, Unsteady, make_reference
-from holdfast.chaos.saved_entries import last_saves, saved_difference
+from holdfast.chaos.comparison.differences import END, FIELDS, OLDER, START_FIELDS, Difference
+from holdfast.chaos.comparison.divergence import first_difference, remaining_parts
+from holdfast.chaos.comparison.reference import Reference, Unsteady, make_reference
+from holdfast.chaos.comparison.saved_entries import last_saves, saved_difference
 from holdfast.chaos.trace import Segment, Step
 from holdfast.chaos.trials import Trial
 

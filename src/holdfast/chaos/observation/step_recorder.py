@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.chaos.digests import Digests, find_tensors
+from holdfast.chaos.observation.digests import Digests, find_tensors
 
 # Key under which the number of a model call is kept in the metadata of an autograd node.
 CALL_KEY = "call seen by holdfast chaos"
