@@ -1,7 +1,7 @@
-"""Put any training to the test: disturb it on purpose, restart it, and compare it bit for bit.
+"""Put any training run to the test: disturb it on purpose, restart it, and compare it bit for bit.
 
 This package is behind ``holdfast chaos`` and needs no change to the training script. It answers two
-questions about a training: does it survive, and is it still the same training?
+questions about a training run: does it survive, and is it still the same run?
 
 Entry points are `campaign.Campaign`, `campaign.check_survives` for tests, and the faults in
 `faults`, which `holdfast.testing` re-exports. In reading order:
@@ -14,7 +14,7 @@ Entry points are `campaign.Campaign`, `campaign.check_survives` for tests, and t
   them
 - `trace`: what the processes recorded
 - `comparison`: where an attempt departs from the undisturbed run, and why
-- `judgement`, `results`, `page`: what became of the training
+- `judgement`, `results`, `page`: what became of the training run
 
 Nothing here imports torch: a command imports its own.
 """

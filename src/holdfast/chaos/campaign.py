@@ -22,11 +22,11 @@ from holdfast.chaos.checkpoint_damage import damage_newest_checkpoint, name_with
 from holdfast.chaos.command_check import check_command
 from holdfast.chaos.comparison.differences import Difference
 from holdfast.chaos.comparison.reference import Reference
-from holdfast.chaos.comparison.timeline import Comparison, compare, compare_undisturbed, losses
+from holdfast.chaos.comparison.timeline import TrialComparison, compare, compare_undisturbed, losses
 from holdfast.chaos.fault_plans import Fault, FaultDraw
 from holdfast.chaos.injection.plan import Injection
-from holdfast.chaos.judgement import Case, judge
-from holdfast.chaos.results import CampaignReport, FaultResult, Result
+from holdfast.chaos.judgement import TrialCase, judge
+from holdfast.chaos.results import CampaignReport, FaultResult, TrialResult
 from holdfast.chaos.trials import Bench, ObservedAttempt, Trial, run_trial
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.version import __version__
@@ -112,8 +112,8 @@ class Campaign:
         self._say = say
         self._chance = random.Random(seed)  # noqa: S311 - chance, not secrets
         program = find_program(self._command)
-        self._place = Workplace(origin, writes)
-        self._bench = Bench(program, self._command, self._place, self._began + budget_seconds)
+        self._workplace = Workplace(origin, writes)
+        self._bench = Bench(program, self._command, self._workplace, self._began + budget_seconds)
         self._seconds_of_runs = 0.0
         # Names, without numbers, of files that restarts were seen to read.
         self._read_names: set[str] = set()
@@ -129,7 +129,7 @@ class Campaign:
             return self._report(self._run_undisturbed())
         finally:
             with interrupts_ignored():
-                self._place.close()
+                self._workplace.close()
 
     # --- undisturbed runs -----------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Campaign:
     def _run_checked(self) -> Trial:
         trial = run_trial(self._bench)
         self._seconds_of_runs += trial.seconds
-        check_command(trial.last, self._place, out_of_time=self._is_out_of_time())
+        check_command(trial.last, self._workplace, out_of_time=self._is_out_of_time())
         return trial
 
     # --- faults ---------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Campaign:
         if observer_errors:
             error = min(observer_errors)
             report.remarks.append(
-                f"observing the training failed; please report this error: {error}"
+                f"observing the training run failed; please report this error: {error}"
             )
         if any(row.detail == "no time" for row in report.rows):
             report.remarks.append(f"{estimate}: give a larger --budget")
@@ -208,7 +208,7 @@ class Campaign:
         except KeyboardInterrupt:
             report.interrupted = True
             for row in report.rows:
-                if row.result == Result.NOT_TRIED:
+                if row.result == TrialResult.NOT_TRIED:
                     row.detail = "interrupted"
 
     def _try_fault(self, fault: Fault, baseline: Baseline) -> FaultResult:
@@ -217,7 +217,7 @@ class Campaign:
             return result
         needed_restarts = len(fault.restart_injections)
         if needed_restarts > self._restarts:
-            result.result = Result.DID_NOT_OCCUR
+            result.result = TrialResult.DID_NOT_OCCUR
             result.detail = f"it needs --restarts {needed_restarts}"
             return result
         trial = self._run_trial(fault, baseline)
@@ -271,7 +271,7 @@ class Campaign:
             return False
         return name_without_numbers(trial.damaged) not in self._read_names
 
-    def _compare(self, trial: Trial, baseline: Baseline) -> Comparison:
+    def _compare(self, trial: Trial, baseline: Baseline) -> TrialComparison:
         """Compare a trial with the undisturbed run.
 
         If a random state is to blame, find out first whether it matters at all.
@@ -309,18 +309,18 @@ class Campaign:
         result: FaultResult,
         fault: Fault,
         trial: Trial,
-        comparison: Comparison,
+        comparison: TrialComparison,
         baseline: Baseline,
     ) -> None:
-        """Fill in what became of the training."""
+        """Fill in what became of the training run."""
         is_steady = baseline.unsteady is None
-        case = Case(fault=fault, trial=trial, comparison=comparison, is_steady=is_steady)
+        case = TrialCase(fault=fault, trial=trial, comparison=comparison, is_steady=is_steady)
         judgement = judge(case)
         result.result = judgement.result
         result.detail = judgement.detail
         if result.passed and self._damaged_unread_file(trial):
             names = sorted({path.name for path in trial.read})
-            result.result = Result.DID_NOT_OCCUR
+            result.result = TrialResult.DID_NOT_OCCUR
             result.detail = (
                 f"no restart reads such a file, but {', '.join(names[:MAX_NAMED_FILES])}"
             )
@@ -339,7 +339,7 @@ class Campaign:
     def _names(self, files: set[Path]) -> Iterator[str]:
         """Return names of files in the workplace, with "*" for random parts of temporary names."""
         for file in files:
-            name = str(file).removeprefix(f"{self._place.scratch}/").removeprefix("work/")
+            name = str(file).removeprefix(f"{self._workplace.scratch}/").removeprefix("work/")
             yield re.sub(r"(tmp|pymp-|listener-)[a-z0-9_]{8}", r"\1*", name)
 
     def _is_out_of_time(self) -> bool:
@@ -349,7 +349,7 @@ class Campaign:
 def check_survives(
     command: Sequence[str], *, cwd: Path | None = None, **options: Any
 ) -> CampaignReport:
-    """Check that a training survives faults and is the same training after each of them.
+    """Check that a training run survives faults and is still the same run after each of them.
 
     For tests of your own.
 
@@ -363,7 +363,7 @@ def check_survives(
         What was found.
 
     Raises:
-        AssertionError: If it is not the same training after every fault; the message names each
+        AssertionError: If it is not the same run after every fault; the message names each
             such fault and the first step that differs.
         PolicyError: H729 or H730 if it cannot be put to the test.
     """

@@ -26,7 +26,7 @@ DamageAction: TypeAlias = Callable[[Path, random.Random], None]
 
 
 def damage_newest_checkpoint(
-    place: Workplace,
+    workplace: Workplace,
     saved: Sequence[Path],
     *,
     action: DamageAction,
@@ -36,29 +36,29 @@ def damage_newest_checkpoint(
     """Damage the newest checkpoint in a workplace.
 
     Args:
-        place: The workplace.
+        workplace: The workplace.
         saved: Paths that were seen to be saved.
         action: What is done to it.
         chance: Decides where.
         read_names: Names, by `name_without_numbers`, of files that restarts were seen to read.
 
     Returns:
-        The file that was damaged, None if the training has written none.
+        The file that was damaged, None if the script has written none.
     """
-    path = newest_checkpoint(place, saved, read_names)
+    path = newest_checkpoint(workplace, saved, read_names)
     if path is not None:
         action(path, chance)
     return path
 
 
 def newest_checkpoint(
-    place: Workplace, saved: Iterable[Path], read_names: AbstractSet[str]
+    workplace: Workplace, saved: Iterable[Path], read_names: AbstractSet[str]
 ) -> Path | None:
     """Return the newest of the large files that are most likely a checkpoint.
 
     Large is half the size of the largest one, since a small file beside a checkpoint may be newer.
     """
-    candidates = files_written(place)
+    candidates = files_written(workplace)
     if not candidates:
         return None
     saved_paths = set(saved)
@@ -77,17 +77,17 @@ def newest_checkpoint(
     return max(large, key=lambda path: candidates[path].st_mtime_ns)
 
 
-def files_written(place: Workplace) -> Files:
-    """Return the files that the training has written in this trial and that are not empty.
+def files_written(workplace: Workplace) -> Files:
+    """Return the files that the script has written in this trial and that are not empty.
 
     A file with a hard link outside of the workplace is left out: it may be somebody's data.
     """
-    files = place.files()
+    files = workplace.files()
     links_inside = Counter(status.st_ino for status in files.values())
     written = {}
     for path, status in files.items():
         has_link_outside = status.st_nlink > links_inside[status.st_ino]
-        if status.st_size > 0 and not has_link_outside and _has_changed(place, path, status):
+        if status.st_size > 0 and not has_link_outside and _has_changed(workplace, path, status):
             written[path] = status
     return written
 
@@ -112,6 +112,6 @@ def name_without_numbers(path: object) -> str:
     return re.sub(r"\d+", "#", str(path))
 
 
-def _has_changed(place: Workplace, path: Path, status: os.stat_result) -> bool:
-    original = place.original(path)
+def _has_changed(workplace: Workplace, path: Path, status: os.stat_result) -> bool:
+    original = workplace.original(path)
     return original is None or original.stat().st_mtime_ns != status.st_mtime_ns

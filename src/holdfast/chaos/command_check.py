@@ -25,17 +25,17 @@ PASSING_PATHS = ("/pymp-", "/__pycache__")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class CommandCase:
     """An undisturbed attempt of the command.
 
     Args:
         attempt: What was observed.
-        place: Where it ran.
+        workplace: Where it ran.
         out_of_time: Whether the time budget of the campaign is spent.
     """
 
     attempt: ObservedAttempt
-    place: Workplace
+    workplace: Workplace
     out_of_time: bool
 
 
@@ -47,21 +47,21 @@ class Refusal:
     fix: str
 
 
-Rule: TypeAlias = Callable[[Case], Refusal | None]
+Rule: TypeAlias = Callable[[CommandCase], Refusal | None]
 
 
-def check_command(attempt: ObservedAttempt, place: Workplace, *, out_of_time: bool) -> None:
+def check_command(attempt: ObservedAttempt, workplace: Workplace, *, out_of_time: bool) -> None:
     """Refuse a command that cannot be put to the test.
 
     Args:
         attempt: An undisturbed attempt.
-        place: Where it ran.
+        workplace: Where it ran.
         out_of_time: Whether the time budget of the campaign is spent.
 
     Raises:
         PolicyError: H729 with the first reason in `RULES`.
     """
-    case = Case(attempt=attempt, place=place, out_of_time=out_of_time)
+    case = CommandCase(attempt=attempt, workplace=workplace, out_of_time=out_of_time)
     for rule in RULES:
         refusal = rule(case)
         if refusal is not None:
@@ -73,7 +73,7 @@ def check_command(attempt: ObservedAttempt, place: Workplace, *, out_of_time: bo
             )
 
 
-def takes_too_long(case: Case) -> Refusal | None:
+def takes_too_long(case: CommandCase) -> Refusal | None:
     """The budget was spent before the command ended."""
     if not (case.attempt.hung and case.out_of_time):
         return None
@@ -81,14 +81,14 @@ def takes_too_long(case: Case) -> Refusal | None:
     return Refusal("did not end within the time budget", fix)
 
 
-def hangs(case: Case) -> Refusal | None:
+def hangs(case: CommandCase) -> Refusal | None:
     """The command made no progress."""
     if not case.attempt.hung:
         return None
     return Refusal("hangs", "run it under `holdfast run`, which reports where it hangs.")
 
 
-def fails(case: Case) -> Refusal | None:
+def fails(case: CommandCase) -> Refusal | None:
     """The command ended with an error."""
     if case.attempt.status == 0:
         return None
@@ -97,7 +97,7 @@ def fails(case: Case) -> Refusal | None:
     return Refusal(f"fails even without a fault, with {status}: {output}", "correct that first.")
 
 
-def makes_no_step(case: Case) -> Refusal | None:
+def makes_no_step(case: CommandCase) -> Refusal | None:
     """No step of a torch optimizer was seen."""
     if case.attempt.most_steps > 0:
         return None
@@ -109,7 +109,7 @@ def makes_no_step(case: Case) -> Refusal | None:
     return Refusal("made no step of a torch optimizer", fix)
 
 
-def makes_too_few_steps(case: Case) -> Refusal | None:
+def makes_too_few_steps(case: CommandCase) -> Refusal | None:
     """There are too few steps to disturb one and to continue after it."""
     if case.attempt.most_steps >= MIN_STEPS:
         return None
@@ -117,12 +117,12 @@ def makes_too_few_steps(case: Case) -> Refusal | None:
     return Refusal(f"made fewer than {MIN_STEPS} steps", fix)
 
 
-def writes_elsewhere(case: Case) -> Refusal | None:
+def writes_elsewhere(case: CommandCase) -> Refusal | None:
     """What is written outside of the copy would be there in the next trial."""
     paths = [
         event.facts["path"]
         for event in case.attempt.events("outside")
-        if not _is_ignored(event.facts["path"], case.place)
+        if not _is_ignored(event.facts["path"], case.workplace)
     ]
     if not paths:
         return None
@@ -144,10 +144,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _is_ignored(path: str, place: Workplace) -> bool:
-    """Return whether a path belongs to the system or is a cache, and not to the training."""
+def _is_ignored(path: str, workplace: Workplace) -> bool:
+    """Return whether a path belongs to the system or is a cache, and not to the script."""
     if any(part in path for part in PASSING_PATHS):
         return True
     # Caches in the home directory have names with a dot. `pathlib` raises where there is no home.
     hidden_in_home = os.path.expanduser("~/.")  # noqa: PTH111
-    return path.startswith((*SYSTEM_FOLDERS, str(place.scratch), hidden_in_home))
+    return path.startswith((*SYSTEM_FOLDERS, str(workplace.scratch), hidden_in_home))

@@ -19,7 +19,7 @@ from holdfast.chaos.checkpoint_damage import (
 )
 from holdfast.chaos.comparison.reference import Reference
 from holdfast.chaos.injection.plan import Action, Injection, LaterSignal, Moment
-from holdfast.chaos.trace import Save
+from holdfast.chaos.trace import RecordedSave
 
 # All kinds of faults, in the order in which they are shown.
 KINDS = (
@@ -40,7 +40,7 @@ KINDS = (
 
 # SIGKILLs at random steps, one in each of as many equal parts of the run.
 RANDOM_KILLS = 3
-# Time to exit after SIGTERM. Schedulers give more (Slurm and Kubernetes 30 s); a training that
+# Time to exit after SIGTERM. Schedulers give more (Slurm and Kubernetes 30 s); a training run that
 # saves at once needs less, and the campaign waits for it.
 SIGTERM_GRACE_SECONDS = 15.0
 # For how long a slow rank is stopped: longer than a step, shorter than any timeout of a collective.
@@ -229,7 +229,7 @@ class FaultDraw:
             )
         yield from self._damage_checkpoint(damage_step)
 
-    def _cut_writes(self, save: Save) -> Iterable[Fault]:
+    def _cut_writes(self, save: RecordedSave) -> Iterable[Fault]:
         """Kill half-way through the first and the last file that are saved at the same step."""
         numbers = [
             number

@@ -1,8 +1,7 @@
-"""Decide what became of a training in a trial.
+"""Decide what became of a training run in a trial.
 
 The order of the rules is the argument: first whether the fault happened at all, then whether the
-training survived it, then whether it is still the same training. The first rule that has an answer
-wins.
+run survived it, then whether it is still the same run. The first rule that has an answer wins.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from holdfast.chaos.comparison.differences import OLDER, TEXT, Difference
-from holdfast.chaos.comparison.timeline import Comparison
+from holdfast.chaos.comparison.timeline import TrialComparison
 from holdfast.chaos.fault_plans import Fault
 from holdfast.chaos.injection.plan import Action
-from holdfast.chaos.results import Result
+from holdfast.chaos.results import TrialResult
 from holdfast.chaos.trials import Trial
 
 # Length of the last line of output that is shown.
@@ -26,7 +25,7 @@ _EXCEPTION_LINE = re.compile(r"\w(Error|Exception)\b: \S")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class TrialCase:
     """What is known about one trial.
 
     Args:
@@ -39,7 +38,7 @@ class Case:
 
     fault: Fault
     trial: Trial
-    comparison: Comparison
+    comparison: TrialComparison
     is_steady: bool
 
     @property
@@ -49,17 +48,17 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What became of a training, and how, in words."""
+class TrialJudgement:
+    """What became of a training run, and how, in words."""
 
-    result: Result
+    result: TrialResult
     detail: str
 
 
-Rule: TypeAlias = Callable[[Case], Judgement | None]
+Rule: TypeAlias = Callable[[TrialCase], TrialJudgement | None]
 
 
-def judge(case: Case) -> Judgement:
+def judge(case: TrialCase) -> TrialJudgement:
     """Return the answer of the first rule in `RULES` that has one."""
     for rule in RULES:
         judgement = rule(case)
@@ -71,7 +70,7 @@ def judge(case: Case) -> Judgement:
 # --- did the fault happen? ----------------------------------------------------------------------
 
 
-def moment_never_came(case: Case) -> Judgement | None:
+def moment_never_came(case: TrialCase) -> TrialJudgement | None:
     """The first attempt did not reach the moment of the fault."""
     first = case.trial.attempts[0]
     if first.events("fault"):
@@ -79,102 +78,104 @@ def moment_never_came(case: Case) -> Judgement | None:
     detail = "its moment never came"
     if first.status != 0:
         detail += f", the command ended with {describe_status(first.status)}"
-    return Judgement(Result.DID_NOT_OCCUR, detail)
+    return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
 
 
-def no_checkpoint_to_damage(case: Case) -> Judgement | None:
-    """The training had not saved anything when it was killed."""
+def no_checkpoint_to_damage(case: TrialCase) -> TrialJudgement | None:
+    """The script had not saved anything when it was killed."""
     if case.fault.damage is None or case.trial.damaged is not None:
         return None
-    return Judgement(Result.DID_NOT_OCCUR, "no checkpoint was found")
+    return TrialJudgement(TrialResult.DID_NOT_OCCUR, "no checkpoint was found")
 
 
-def command_restarted_training_itself(case: Case) -> Judgement | None:
+def command_restarted_training_itself(case: TrialCase) -> TrialJudgement | None:
     """What was to happen in the restart did not: the command survived, and there was no restart."""
     needs_restart = case.fault.damage is not None or case.fault.restart_injections
     if not needs_restart or len(case.trial.attempts) > 1:
         return None
-    return Judgement(Result.DID_NOT_OCCUR, "the command continued without a restart")
+    return TrialJudgement(TrialResult.DID_NOT_OCCUR, "the command continued without a restart")
 
 
-def nothing_could_be_injected(case: Case) -> Judgement | None:
+def nothing_could_be_injected(case: TrialCase) -> TrialJudgement | None:
     """The moment came, but there was nothing to disturb."""
     missed = [
         event.facts["why"] for attempt in case.trial.attempts for event in attempt.events("missed")
     ]
     action = case.fault.injection.action
     if missed and action in (Action.CUT_CONNECTIONS, Action.PUT_NAN):
-        return Judgement(Result.DID_NOT_OCCUR, missed[0])
+        return TrialJudgement(TrialResult.DID_NOT_OCCUR, missed[0])
     refused_calls = sum(attempt.refused_calls for attempt in case.trial.attempts)
     if case.fault.kind == "io" and refused_calls == 0:
         detail = missed[0] if missed else "no such read or write was seen"
-        return Judgement(Result.DID_NOT_OCCUR, detail)
+        return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
     return None
 
 
-# --- did the training survive? ------------------------------------------------------------------
+# --- did the run survive? -----------------------------------------------------------------------
 
 
-def last_attempt_hung(case: Case) -> Judgement | None:
+def last_attempt_hung(case: TrialCase) -> TrialJudgement | None:
     """The last attempt made no progress and was killed."""
     if not case.trial.last.hung:
         return None
-    return Judgement(Result.HANGS, _describe_end(case.trial, "it hung and was killed"))
+    return TrialJudgement(TrialResult.HANGS, _describe_end(case.trial, "it hung and was killed"))
 
 
-def last_attempt_failed(case: Case) -> Judgement | None:
+def last_attempt_failed(case: TrialCase) -> TrialJudgement | None:
     """The last attempt ended with an error."""
     status = case.trial.last.status
     if status == 0:
         return None
     detail = _describe_end(case.trial, f"it ended with {describe_status(status)}")
-    return Judgement(Result.DOES_NOT_SURVIVE, detail)
+    return TrialJudgement(TrialResult.DOES_NOT_SURVIVE, detail)
 
 
-def earlier_attempt_hung(case: Case) -> Judgement | None:
-    """The training completed only because somebody killed an attempt that hung."""
+def earlier_attempt_hung(case: TrialCase) -> TrialJudgement | None:
+    """The run completed only because somebody killed an attempt that hung."""
     if not any(attempt.hung for attempt in case.trial.attempts):
         return None
-    return Judgement(Result.HANGS, f"it hung and had to be killed; then {case.steps_repeated}")
+    return TrialJudgement(
+        TrialResult.HANGS, f"it hung and had to be killed; then {case.steps_repeated}"
+    )
 
 
-def ended_in_nan(case: Case) -> Judgement | None:
+def ended_in_nan(case: TrialCase) -> TrialJudgement | None:
     """The weights or the loss of the last step are not finite."""
     if case.comparison.finite:
         return None
     detail = "the weights or the loss at the end are NaN or infinite"
-    return Judgement(Result.ENDS_IN_NAN, detail)
+    return TrialJudgement(TrialResult.ENDS_IN_NAN, detail)
 
 
-# --- is it the same training? -------------------------------------------------------------------
+# --- is it still the same run? ------------------------------------------------------------------
 
 
-def changed_by_nan(case: Case) -> Judgement | None:
-    """After a NaN in its data the training may differ, as long as it stays finite."""
+def changed_by_nan(case: TrialCase) -> TrialJudgement | None:
+    """After a NaN in its data the run may differ, as long as it stays finite."""
     if case.fault.kind != "nan":
         return None
     if all(difference.what == TEXT for difference in case.comparison.differences):
         return None
-    detail = "the batch with the NaN changed the training; the weights at the end are finite"
-    return Judgement(Result.SURVIVES, detail)
+    detail = "the batch with the NaN changed the run; the weights at the end are finite"
+    return TrialJudgement(TrialResult.SURVIVES, detail)
 
 
-def became_another_training(case: Case) -> Judgement | None:
+def became_another_training(case: TrialCase) -> TrialJudgement | None:
     """A step or a saved entry differs from the undisturbed run."""
     for difference in _grave_differences(case):
         if difference.what != OLDER:
-            return Judgement(Result.ANOTHER_TRAINING, str(difference))
+            return TrialJudgement(TrialResult.ANOTHER_TRAINING, str(difference))
     return None
 
 
-def lost_saved_work(case: Case) -> Judgement | None:
+def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
     """A restart resumed from an older checkpoint than the newest complete one."""
     if case.fault.damage is not None:
         # The newest one was damaged, so an older one is right.
         return None
     for difference in _grave_differences(case):
         if difference.what == OLDER:
-            return Judgement(Result.WORK_LOST, str(difference))
+            return TrialJudgement(TrialResult.WORK_LOST, str(difference))
     return None
 
 
@@ -193,17 +194,17 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def survived(case: Case) -> Judgement:
-    """The training is the same as far as that can be said."""
+def survived(case: TrialCase) -> TrialJudgement:
+    """The run is the same, as far as can be determined."""
     if not case.is_steady:
-        return Judgement(Result.SURVIVES, "")
+        return TrialJudgement(TrialResult.SURVIVES, "")
     texts = [
         difference.detail for difference in case.comparison.differences if difference.what == TEXT
     ]
-    return Judgement(Result.EXACT, "; ".join([case.steps_repeated, *texts]))
+    return TrialJudgement(TrialResult.EXACT, "; ".join([case.steps_repeated, *texts]))
 
 
-def _grave_differences(case: Case) -> list[Difference]:
+def _grave_differences(case: TrialCase) -> list[Difference]:
     """Return the differences that count: none if two undisturbed runs differ already."""
     if not case.is_steady:
         return []

@@ -12,13 +12,13 @@ from typing import Any
 from holdfast.chaos.comparison.differences import Difference
 
 
-class Result(StrEnum):
-    """What became of a training after a fault; the values are those of ``--json``."""
+class TrialResult(StrEnum):
+    """What became of a training run after a fault; the values are those of ``--json``."""
 
-    # The same training, bit for bit.
+    # The same run, bit for bit.
     EXACT = "exact"
-    # It runs to its end. Whether it is the same training cannot be said: the fault changed the
-    # data, or two undisturbed runs differ already.
+    # It runs to its end. Whether it is still the same run cannot be determined: the fault changed
+    # the data, or two undisturbed runs differ already.
     SURVIVES = "survives"
     ANOTHER_TRAINING = "another training"
     # Steps that were saved are done again.
@@ -39,20 +39,20 @@ class FaultResult:
     Args:
         kind: Kind of the fault, one of `fault_plans.KINDS`.
         fault: The fault in words.
-        result: What became of the training.
+        result: What became of the training run.
         detail: How, in words.
         attempts: How often the command was started.
         seconds: Time of all attempts.
         seconds_lost: Time beyond that of the undisturbed run.
         left_processes: Number of processes that outlived the command.
         left_files: Files that the undisturbed run does not leave.
-        comparison: The fields of `comparison.timeline.Comparison`; empty if nothing was compared.
+        comparison: The fields of `timeline.TrialComparison`; empty if nothing was compared.
         failed: The last line of an error of our own observer, empty if there was none.
     """
 
     kind: str
     fault: str
-    result: Result = Result.NOT_TRIED
+    result: TrialResult = TrialResult.NOT_TRIED
     detail: str = "no time"
     attempts: int = 0
     seconds: float = 0.0
@@ -64,18 +64,22 @@ class FaultResult:
 
     @property
     def passed(self) -> bool:
-        """Return whether the training came out as it should."""
-        return self.result in (Result.EXACT, Result.SURVIVES)
+        """Return whether the training run came out as it should."""
+        return self.result in (TrialResult.EXACT, TrialResult.SURVIVES)
 
     @property
     def lost(self) -> bool:
-        """Return whether the training does not survive the fault."""
-        return self.result in (Result.DOES_NOT_SURVIVE, Result.HANGS, Result.ENDS_IN_NAN)
+        """Return whether the training run does not survive the fault."""
+        return self.result in (
+            TrialResult.DOES_NOT_SURVIVE,
+            TrialResult.HANGS,
+            TrialResult.ENDS_IN_NAN,
+        )
 
     @property
     def tried(self) -> bool:
         """Return whether the fault happened."""
-        return self.result not in (Result.DID_NOT_OCCUR, Result.NOT_TRIED)
+        return self.result not in (TrialResult.DID_NOT_OCCUR, TrialResult.NOT_TRIED)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +98,7 @@ class CampaignReport:
         seconds_of_runs: Time in which the command itself ran.
         losses: Loss of each step of the undisturbed run, None where there is none.
         interrupted: Whether the user ended the campaign early.
-        versions: Versions of what the training has imported, and of holdfast.
+        versions: Versions of what the script has imported, and of holdfast.
     """
 
     command: list[str]
@@ -112,13 +116,13 @@ class CampaignReport:
 
     @property
     def passed(self) -> bool:
-        """Return whether the training survives every fault and is the same training after each.
+        """Return whether the run survives every fault and is still the same run after each.
 
         Only if all faults were tried that were asked for and can occur.
         """
         if self.interrupted or self.unsteady is not None:
             return False
-        if any(row.result == Result.NOT_TRIED for row in self.rows):
+        if any(row.result == TrialResult.NOT_TRIED for row in self.rows):
             return False
         tried = [row for row in self.rows if row.tried]
         return bool(tried) and all(row.passed for row in tried)

@@ -52,7 +52,7 @@ class SavedState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RecordedStep:
     """One step of an optimizer.
 
     A step consists of parts: model calls that contributed to a loss of this step. `batch` and
@@ -110,15 +110,15 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class RecordedSave:
     """One call of a function that saves a checkpoint.
 
     Args:
         steps_made: Steps of the process so far.
         seconds: Unix time at the end of the save.
         path: The file or folder that was written; None if it is not known.
-        in_thread: Whether a thread saved beside the training, so that the state may be that of an
-            earlier step.
+        in_thread: Whether a thread saved beside the training loop, so that the state may be that of
+            an earlier step.
         entries: Digest or text of each entry, by its path within the checkpoint.
         size_bytes: Size of the largest file.
         states: State of each optimizer that has stepped; None if it no longer exists.
@@ -134,7 +134,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class RecordedEvent:
     """Anything else that was recorded, with the facts of its kind.
 
     Kinds are ``start`` (versions), ``workers``, ``eval``, ``moved`` (source, path: a checkpoint was
@@ -148,7 +148,7 @@ class Event:
     facts: dict[str, Any]
 
 
-Record: TypeAlias = Step | Save | Event
+Record: TypeAlias = RecordedStep | RecordedSave | RecordedEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,19 +158,19 @@ class Segment:
     records: list[Record]
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[RecordedStep]:
         """Return the steps."""
-        return [record for record in self.records if isinstance(record, Step)]
+        return [record for record in self.records if isinstance(record, RecordedStep)]
 
     @cached_property
-    def saves(self) -> list[Save]:
+    def saves(self) -> list[RecordedSave]:
         """Return the saves."""
-        return [record for record in self.records if isinstance(record, Save)]
+        return [record for record in self.records if isinstance(record, RecordedSave)]
 
-    def events(self, kind: str) -> Iterator[Event]:
+    def events(self, kind: str) -> Iterator[RecordedEvent]:
         """Return the events of one kind."""
         for record in self.records:
-            if isinstance(record, Event) and record.kind == kind:
+            if isinstance(record, RecordedEvent) and record.kind == kind:
                 yield record
 
     @property
@@ -211,10 +211,10 @@ def parse_record(line: dict[str, Any]) -> Record:
     if kind == "step":
         before = facts.pop("before")
         after = ModelState(**facts.pop("after"))
-        return Step(before=before and ModelState(**before), after=after, **facts)
+        return RecordedStep(before=before and ModelState(**before), after=after, **facts)
     if kind == "save":
         states = [state and SavedState(**state) for state in facts.pop("states")]
-        return Save(states=states, **facts)
+        return RecordedSave(states=states, **facts)
     steps_made = facts.pop("steps_made")
     seconds = facts.pop("seconds")
-    return Event(kind=kind, steps_made=steps_made, seconds=seconds, facts=facts)
+    return RecordedEvent(kind=kind, steps_made=steps_made, seconds=seconds, facts=facts)

@@ -30,7 +30,7 @@ from holdfast.chaos.injection.plan import (
     LaterSignal,
 )
 from holdfast.chaos.injection.seccomp import Refuser
-from holdfast.chaos.trace import Event, Save, Segment, read_segment
+from holdfast.chaos.trace import RecordedEvent, RecordedSave, Segment, read_segment
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.run_files import OBSERVE_VARIABLE
@@ -75,12 +75,12 @@ class ObservedAttempt:
     observer_error: str = ""
     refused_calls: int = 0
 
-    def events(self, kind: str) -> list[Event]:
+    def events(self, kind: str) -> list[RecordedEvent]:
         """Return the events of one kind of all processes."""
         return [event for segment in self.segments for event in segment.events(kind)]
 
     @property
-    def saves(self) -> list[Save]:
+    def saves(self) -> list[RecordedSave]:
         """Return the saves of all processes."""
         return [save for segment in self.segments for save in segment.saves]
 
@@ -138,7 +138,7 @@ class Bench:
     Args:
         program: The file that the command's first word stands for.
         command: The command.
-        place: The workplace.
+        workplace: The workplace.
         deadline: When everything must be over, in seconds of `time.monotonic`.
     """
 
@@ -146,11 +146,11 @@ class Bench:
     adopts_orphans = False
 
     def __init__(
-        self, program: str, command: Sequence[str], place: Workplace, deadline: float
+        self, program: str, command: Sequence[str], workplace: Workplace, deadline: float
     ) -> None:
-        self._program = place.word(program)
-        self._command = [place.word(word) for word in command]
-        self.place = place
+        self._program = workplace.word(program)
+        self._command = [workplace.word(word) for word in command]
+        self.workplace = workplace
         self.deadline = deadline
         # An attempt hangs if nothing is recorded or printed for this long. The campaign lowers both
         # limits once it knows the undisturbed run.
@@ -168,13 +168,13 @@ class Bench:
             PolicyError: H730 if there is no space left for our own traces.
         """
         self._attempts_started += 1
-        mark = f"{self.place.scratch.name}-{self._attempts_started}"
+        mark = f"{self.workplace.scratch.name}-{self._attempts_started}"
         plan = AttemptPlan(
             injection=injection or Injection(),
-            trial_began=self.place.began,
-            workplace=tuple(str(folder) for folder in self.place.tops),
+            trial_began=self.workplace.began,
+            writable_folders=tuple(str(folder) for folder in self.workplace.writable_folders),
         )
-        traces = self.place.scratch / f"attempt-{self._attempts_started}"
+        traces = self.workplace.scratch / f"attempt-{self._attempts_started}"
         # `sitecustomize` writes into this folder if the observer cannot be imported.
         (traces / "processes").mkdir(parents=True)
         plan.write(traces)
@@ -211,13 +211,13 @@ class Bench:
         # Not for us: the command may be `holdfast run` itself, which sets it.
         del environment[OBSERVE_VARIABLE]
         environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observation.observer:{traces}"
-        environment["PWD"] = str(self.place.work)
-        environment["TMPDIR"] = str(self.place.temporary)
+        environment["PWD"] = str(self.workplace.work)
+        environment["TMPDIR"] = str(self.workplace.temporary)
         # A small program that dies with us and then becomes the command.
         starter = [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid())]
         return subprocess.Popen(  # noqa: S603 - the user's own command is the point
             [*starter, self._program, *self._command],
-            cwd=self.place.work,
+            cwd=self.workplace.work,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -312,11 +312,11 @@ def run_trial(
         damage: Damages a file between the first two attempts, if the fault has happened.
         restart_injections: The faults of the restarts; the last one holds for all that follow.
     """
-    bench.place.renew()
+    bench.workplace.renew()
     attempts = [bench.attempt(injection)]
     damaged = None
     if damage is not None and attempts[0].events("fault"):
-        damaged = damage(bench.place, _saved_paths(attempts[0]))
+        damaged = damage(bench.workplace, _saved_paths(attempts[0]))
     injections = _repeat_last(restart_injections)
     while len(attempts) <= restarts and not _is_complete(attempts[-1], expected_steps):
         next_injection = next(injections)
@@ -328,7 +328,7 @@ def run_trial(
     read = {
         Path(event.facts["path"]) for attempt in attempts[1:] for event in attempt.events("read")
     }
-    return Trial(attempts=attempts, files=set(bench.place.files()), damaged=damaged, read=read)
+    return Trial(attempts=attempts, files=set(bench.workplace.files()), damaged=damaged, read=read)
 
 
 def adopt_orphans() -> None:
@@ -387,7 +387,7 @@ def _total_size(folder: Path) -> int:
 
 
 def _check_free_space(traces: Path) -> None:
-    """Refuse to continue on a full disk: it would be taken for the training's fault."""
+    """Refuse to continue on a full disk: the failure would be blamed on the training run."""
     if shutil.disk_usage(traces).free >= MIN_FREE_BYTES:
         return
     raise PolicyError(

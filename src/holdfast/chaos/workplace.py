@@ -1,6 +1,6 @@
 """A place for each trial: a fresh copy of the working directory.
 
-The training is only ever started in copies, so that nothing of the user's is changed.
+The command is only ever started in copies, so that nothing of the user's is changed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from holdfast.core.errors import PolicyError
 
-# A larger working directory is refused unless the user names what the training writes: every trial
+# A larger working directory is refused unless the user names what the script writes: every trial
 # copies all of it.
 MAX_COPIED_BYTES = 512 << 20
 # With named outputs, larger files and folders are linked instead of copied.
 MAX_BYTES_TO_COPY = 1 << 20
-# Folders that are large and that no training writes: they are linked, always.
+# Folders that are large and that no script writes: they are linked, always.
 LINKED_FOLDERS = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
 # Caches are left out: each program can make them again.
 CACHE_FOLDERS = frozenset({"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
@@ -36,7 +36,7 @@ class Workplace:
 
     Args:
         origin: The working directory. It is only read.
-        writes: What the training writes: paths in `origin`, or paths elsewhere that do not exist
+        writes: What the script writes: paths in `origin`, or paths elsewhere that do not exist
             yet.
 
     Raises:
@@ -56,8 +56,8 @@ class Workplace:
         self.work = self.scratch / "work"
         self.temporary = self.scratch / "tmp"
         self.first_copy = self.scratch / "first"
-        # Where the training may write.
-        self.tops = (self.work, self.temporary, *self._written_elsewhere)
+        # The script may write in these folders, or to these files.
+        self.writable_folders = (self.work, self.temporary, *self._written_elsewhere)
         # Unix time at which the present trial began.
         self.began = 0.0
 
@@ -66,7 +66,7 @@ class Workplace:
             if path.exists():
                 raise PolicyError(
                     f"{str(path)!r} exists",
-                    limit="what a training writes outside of the working directory is removed"
+                    limit="what a script writes outside of the working directory is removed"
                     " between trials",
                     fix="let the command write to a path that does not exist yet, or into the"
                     " working directory.",
@@ -79,7 +79,7 @@ class Workplace:
                 f"the working directory {str(self.origin)!r} holds more than"
                 f" {MAX_COPIED_BYTES >> 20} MiB",
                 limit="each trial runs in a copy of it, so that nothing of yours is changed",
-                fix="name what the training writes, as in `--writes runs/`; other large files are"
+                fix="name what the script writes, as in `--writes runs/`; other large files are"
                 " then linked.",
                 rule="H730",
             )
@@ -87,7 +87,7 @@ class Workplace:
     def renew(self) -> None:
         """Restore everything as it was before the first trial."""
         self.began = time.time()
-        for path in self.tops:
+        for path in self.writable_folders:
             _remove(path)
         self.temporary.mkdir()
         if not self.first_copy.exists():
@@ -119,9 +119,9 @@ class Workplace:
         return original if original.exists() else None
 
     def files(self) -> dict[Path, os.stat_result]:
-        """Return the status of each file that the training may have written, temporary or not."""
+        """Return the status of each file that the script may have written, temporary or not."""
         files = {}
-        for top in self.tops:
+        for top in self.writable_folders:
             for path in _files_below(top):
                 # A process that was left behind may remove a file meanwhile.
                 with suppress(OSError):

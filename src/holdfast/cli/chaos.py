@@ -1,4 +1,4 @@
-"""`holdfast chaos -- COMMAND`: does this training survive, and is it still the same training?"""
+"""`holdfast chaos -- COMMAND`: does this training run survive, and is it still the same run?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.text import Text
 from holdfast.chaos.campaign import Campaign
 from holdfast.chaos.fault_plans import KINDS
 from holdfast.chaos.page import render
-from holdfast.chaos.results import CampaignReport, FaultResult, Result
+from holdfast.chaos.results import CampaignReport, FaultResult, TrialResult
 from holdfast.chaos.trials import adopt_orphans
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError, did_you_mean
@@ -42,7 +42,7 @@ def run(
         list[Path] | None,
         typer.Option(
             help=(
-                "What the training writes, if the working directory is too large to be copied. May"
+                "What the script writes, if the working directory is too large to be copied. May"
                 " be repeated."
             )
         ),
@@ -64,10 +64,10 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Disturb a training, restart it, and check that it is still the same training.
+    """Disturb a training run, restart it, and check that it is still the same run.
 
     The command runs twice undisturbed, then once for each fault, in copies of the working
-    directory; nothing in the directory itself is changed. Exit code: 0 if the training survives
+    directory; nothing in the directory itself is changed. Exit code: 0 if the run survives
     every fault and is the same afterwards, 1 if not, 2 if it cannot be put to the test.
     """
     received: list[int] = []
@@ -195,7 +195,7 @@ def as_values(report: CampaignReport) -> dict[str, Any]:
 def verdict(report: CampaignReport) -> str:
     """Return what a campaign has found in one sentence, without its full stop."""
     sentence = _describe_tried(report)
-    for result in (Result.DID_NOT_OCCUR, Result.NOT_TRIED):
+    for result in (TrialResult.DID_NOT_OCCUR, TrialResult.NOT_TRIED):
         reasons = [row.detail for row in report.rows if row.result == result]
         if reasons:
             sentence += f"; {len(reasons)} {result}: {reasons[0]}"
@@ -203,28 +203,28 @@ def verdict(report: CampaignReport) -> str:
 
 
 def _describe_tried(report: CampaignReport) -> str:
-    """Return what became of the training after those faults that happened."""
+    """Return what became of the training run after those faults that happened."""
     tried = [row for row in report.rows if row.tried]
     if not tried:
         return "Nothing could be tried"
     survived = f"It survives {_count(tried, lambda row: not row.lost)} of {len(tried)} faults"
     if report.unsteady is not None:
         return (
-            f"{survived}. Whether it is still the same training cannot be determined: two"
+            f"{survived}. Whether it is still the same run cannot be determined: two"
             f" undisturbed runs differ already, first in {report.unsteady}"
         )
     passed = _count(tried, lambda row: row.passed)
     if passed == len(tried):
-        return f"{survived}, and is the same training after each{_describe_exactness(tried)}"
-    repeating = _count(tried, lambda row: row.result == Result.WORK_LOST)
-    sentence = f"{survived}, and is the same training after {passed + repeating} of them"
+        return f"{survived} and is the same run after each{_describe_exactness(tried)}"
+    repeating = _count(tried, lambda row: row.result == TrialResult.WORK_LOST)
+    sentence = f"{survived} and is the same run after {passed + repeating} of them"
     if repeating:
         sentence += f", but repeats work that was already saved after {repeating}"
     return sentence
 
 
 def _describe_exactness(tried: list[FaultResult]) -> str:
-    if any(row.result == Result.SURVIVES for row in tried):
+    if any(row.result == TrialResult.SURVIVES for row in tried):
         return ", bit for bit, apart from the NaN in its data"
     return ", bit for bit"
 
@@ -248,7 +248,7 @@ def _print_report(report: CampaignReport) -> None:
         )
     out = console()
     out.print(table)
-    out.print("Does it survive, and is it still the same training?", style="bold")
+    out.print("Does it survive, and is it still the same run?", style="bold")
     out.print(_plain(f"{verdict(report)}."))
     for remark in report.remarks:
         out.print(_plain(f"Note: {remark}."))
@@ -271,5 +271,5 @@ def _coloured_result(row: FaultResult) -> str:
 
 
 def _plain(text: str) -> Text:
-    """Return text that may come from the training, without markup or control characters."""
+    """Return text that may come from the script, without markup or control characters."""
     return Text(sanitise(text))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # What is compared of a step, in the order of cause and effect: a field can only be blamed if all
-# fields above it agree. The keys are attributes of `trace.Step`.
+# fields above it agree. The keys are attributes of `trace.RecordedStep`.
 FIELDS = {
     "settings": "the learning rate or another optimizer setting differs",
     "scale": "the loss scale of the gradient scaler differs",

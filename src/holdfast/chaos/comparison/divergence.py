@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, Difference
 from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
-from holdfast.chaos.trace import ModelState, SavedState, Segment, Step
+from holdfast.chaos.trace import ModelState, RecordedStep, SavedState, Segment
 
 # Fields whose difference may be the consequence of something that is not a field of the step.
 CONSEQUENCES = frozenset({"parts", "inputs", "losses", "weights", "buffers"})
@@ -39,8 +39,8 @@ class Divergence:
     segment: Segment
     place: int
     index: int
-    step: Step
-    expected: Step
+    step: RecordedStep
+    expected: RecordedStep
     field: str
     restored: frozenset[str]
 
@@ -126,7 +126,7 @@ def _place_with_optimizer_state(reference: Reference, start: ModelState) -> int 
 # --- one step -----------------------------------------------------------------------------------
 
 
-def remaining_parts(expected: Step, step: Step) -> Step:
+def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
     """Return the part of an expected step that is left to an attempt that resumed within it.
 
     An attempt may resume in the middle of a gradient accumulation. Then its first step consists of
@@ -153,14 +153,14 @@ def remaining_parts(expected: Step, step: Step) -> Step:
     )
 
 
-def _matching_random_states(step: Step, expected: Step) -> set[str]:
+def _matching_random_states(step: RecordedStep, expected: RecordedStep) -> set[str]:
     """Return the random generators that had the expected state at any model call of the step."""
     states = {item for state in step.random_states for item in state.items()}
     expected_states = {item for state in expected.random_states for item in state.items()}
     return {name for name, _ in states & expected_states}
 
 
-def _first_field_that_differs(step: Step, expected: Step) -> str | None:
+def _first_field_that_differs(step: RecordedStep, expected: RecordedStep) -> str | None:
     """Return the first field that differs and is not harmless.
 
     Random states alone are harmless: they may differ where nothing is drawn from them.
@@ -177,7 +177,7 @@ def _first_field_that_differs(step: Step, expected: Step) -> str | None:
     return differing[0]
 
 
-def _first_data_that_is_foreign(step: Step, expected: Step) -> str | None:
+def _first_data_that_is_foreign(step: RecordedStep, expected: RecordedStep) -> str | None:
     """Return "batch" or "inputs" if the first of them is none of the expected step's.
 
     The number of parts then differs as a consequence.
@@ -303,7 +303,7 @@ def _describe_settings(settings: str, expected: str) -> str:
     return f"{first} ({len(differing)} parameter groups)"
 
 
-def _describe_batch(reference: Reference, step: Step) -> str:
+def _describe_batch(reference: Reference, step: RecordedStep) -> str:
     for index, other in enumerate(reference.steps):
         if share_data(other, step):
             return f"that of step {index + 1}"

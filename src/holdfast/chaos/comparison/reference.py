@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.chaos.comparison.differences import FIELDS, Difference
-from holdfast.chaos.trace import ModelState, Record, Save, Segment, Step
+from holdfast.chaos.trace import ModelState, Record, RecordedSave, RecordedStep, Segment
 
 # Weights up to this relative distance count as rounded: bfloat16 rounds by up to 0.4 %
 # (2 ** -8), fp8 by some percent.
@@ -75,23 +75,23 @@ class Placement:
 class Reference:
     """The undisturbed run of one rank.
 
-    One command may run several trainings, as a sweep does, or pre-training and fine-tuning. Each of
-    them is compared with itself.
+    One command may perform several training runs, as a sweep does, or pre-training followed by
+    fine-tuning. Each of them is compared with itself.
 
     Args:
         segments: What its processes recorded.
         unsteady: What is not compared.
         steps: All steps in order.
-        boundaries: The places at which the trainings begin, and the end.
+        boundaries: The places at which the training runs begin, and the end.
         saves: The last save at each place that has one.
         states: What is known of the state at each place, from 0 to the number of steps.
     """
 
     segments: Sequence[Segment]
     unsteady: Unsteady = field(default_factory=Unsteady)
-    steps: list[Step]
+    steps: list[RecordedStep]
     boundaries: list[int]
-    saves: dict[int, Save]
+    saves: dict[int, RecordedSave]
     states: list[KnownState]
 
     def without(self, random_state: str) -> Reference:
@@ -100,13 +100,13 @@ class Reference:
         return replace(self, unsteady=replace(self.unsteady, random_states=random_states))
 
     def trainings_in(self, segment: Segment) -> list[Segment]:
-        """Split what a process recorded into its trainings, if the command runs several."""
+        """Split what a process recorded into its training runs, if the command runs several."""
         if len(self.boundaries) == 2:
             return [segment]
         return split_by_training(segment)
 
     def training_at(self, place: int) -> tuple[int, int]:
-        """Return the places at which the training of a place begins and ends."""
+        """Return the places at which the training run of a place begins and ends."""
         number = min(bisect_right(self.boundaries, place), len(self.boundaries) - 1)
         return self.boundaries[number - 1], self.boundaries[number]
 
@@ -161,7 +161,9 @@ class Reference:
         places_before_end = [place for place in places if place < len(self.steps)]
         return places_before_end or places
 
-    def _resemblance(self, place: int, first_step: Step, start: ModelState) -> tuple[int, int]:
+    def _resemblance(
+        self, place: int, first_step: RecordedStep, start: ModelState
+    ) -> tuple[int, int]:
         """Return how well an attempt fits a place: by its state, then by its first step."""
         differing = len(self.start_fields_that_differ(place, start))
         if place == len(self.steps):
@@ -176,7 +178,7 @@ class Reference:
         nearest = min(distances)
         return distances.index(nearest), nearest
 
-    def _place_with_data(self, first_step: Step, reached: int) -> int:
+    def _place_with_data(self, first_step: RecordedStep, reached: int) -> int:
         """Return the last place that was reached whose next step has the data of this step."""
         last_place = min(reached, len(self.steps) - 1)
         for place in range(last_place, -1, -1):
@@ -204,8 +206,8 @@ def make_reference(segments: Sequence[Segment], unsteady: Unsteady | None = None
         segments: What the processes of this rank recorded, in order; each has steps.
         unsteady: What differs between two undisturbed runs; None: nothing.
     """
-    steps: list[Step] = []
-    saves: dict[int, Save] = {}
+    steps: list[RecordedStep] = []
+    saves: dict[int, RecordedSave] = {}
     boundaries = [0]
     for segment in segments:
         for training in split_by_training(segment):
@@ -225,7 +227,7 @@ def make_reference(segments: Sequence[Segment], unsteady: Unsteady | None = None
     )
 
 
-def known_state(steps: Sequence[Step], place: int, save: Save | None) -> KnownState:
+def known_state(steps: Sequence[RecordedStep], place: int, save: RecordedSave | None) -> KnownState:
     """Return what is known of the state at a place.
 
     The state before the first step of an optimizer is recorded. Later on, the weights are those
@@ -266,21 +268,23 @@ def known_state(steps: Sequence[Step], place: int, save: Save | None) -> KnownSt
     )
 
 
-def _state_after_last_step_of_same_models(earlier: Sequence[Step], step: Step) -> ModelState:
+def _state_after_last_step_of_same_models(
+    earlier: Sequence[RecordedStep], step: RecordedStep
+) -> ModelState:
     states = [
         other.after for other in reversed(earlier) if other.after.structure == step.after.structure
     ]
     for state in states:
         if state.roots == step.after.roots:
             return state
-    # The models were wrapped anew in between, so their identities have changed.
+    # The models were wrapped again in between, so their identities have changed.
     return states[0] if states else UNKNOWN_STATE
 
 
 def split_by_training(segment: Segment) -> list[Segment]:
-    """Split what one process recorded into its trainings.
+    """Split what one process recorded into its training runs.
 
-    A training begins with the first step of a new optimizer, provided that no optimizer from before
+    A training run begins with the first step of a new optimizer, provided that no earlier optimizer
     steps again. Each part counts its steps from 0.
     """
     steps = segment.steps
@@ -299,8 +303,8 @@ def split_by_training(segment: Segment) -> list[Segment]:
 
 def _part_of(segment: Segment, begin: int, end: int) -> Segment:
     """Return the records of the steps from `begin` to `end`, counted from `begin`."""
-    # What was recorded after step `begin` belongs to the training before; what was recorded before
-    # the first step of all belongs to the first training.
+    # What was recorded after step `begin` belongs to the previous training run; what was recorded
+    # before the first step of all belongs to the first one.
     after = begin if begin > 0 else -1
     records: list[Record] = [
         replace(record, steps_made=record.steps_made - begin)
@@ -310,7 +314,7 @@ def _part_of(segment: Segment, begin: int, end: int) -> Segment:
     return Segment(records=records)
 
 
-def share_data(step: Step, other: Step) -> bool:
+def share_data(step: RecordedStep, other: RecordedStep) -> bool:
     """Return whether two steps have a batch or an input of a model in common."""
     batches = set(step.batch) & set(other.batch)
     inputs = set(step.inputs) & set(other.inputs)

@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 from holdfast.chaos.comparison.differences import SAVED, TEXT, Difference
 from holdfast.chaos.comparison.reference import Reference
-from holdfast.chaos.trace import Event, Save, Segment
+from holdfast.chaos.trace import RecordedEvent, RecordedSave, Segment
 
 # Digest or text of each entry of a checkpoint, by its path within it.
 Entries = dict[str, str]
@@ -31,22 +31,26 @@ def last_saves(segments: Sequence[Segment]) -> dict[str, Entries]:
     """
     saves: dict[str, Entries] = {}
     # The save that a rename may follow, and the name under which it is in `saves`.
-    newest: Save | None = None
+    newest: RecordedSave | None = None
     newest_name = ""
     for segment in segments:
         for record in segment.records:
-            if isinstance(record, Save) and record.entries:
+            if isinstance(record, RecordedSave) and record.entries:
                 newest = record
                 newest_name = _file_name(record.path)
                 saves.pop(newest_name, None)
                 saves[newest_name] = record.entries
-            elif newest is not None and isinstance(record, Event) and _renames(record, newest):
+            elif (
+                newest is not None
+                and isinstance(record, RecordedEvent)
+                and _renames(record, newest)
+            ):
                 saves[_file_name(record.facts["path"])] = saves.pop(newest_name)
                 newest = None
     return saves
 
 
-def _renames(event: Event, save: Save) -> bool:
+def _renames(event: RecordedEvent, save: RecordedSave) -> bool:
     """Return whether an event is the rename of what was just saved."""
     if event.kind != "moved":
         return False
@@ -113,5 +117,5 @@ def _entries_that_differ(
 
 
 def is_text(value: str) -> bool:
-    """Return whether a saved value is a text or a flag, which does not influence the training."""
+    """Return whether a saved value is a text or a flag, which does not influence training."""
     return value.startswith(("'", '"')) or value in ("True", "False")

@@ -17,7 +17,7 @@ from holdfast.chaos.comparison.differences import END, FIELDS, OLDER, START_FIEL
 from holdfast.chaos.comparison.divergence import first_difference, remaining_parts
 from holdfast.chaos.comparison.reference import Reference, Unsteady, make_reference
 from holdfast.chaos.comparison.saved_entries import last_saves, saved_difference
-from holdfast.chaos.trace import Segment, Step
+from holdfast.chaos.trace import RecordedStep, Segment
 from holdfast.chaos.trials import Trial
 
 # The names of a checkpoint's entries at its top level: two checkpoints with the same names are of
@@ -29,7 +29,7 @@ _CAUSAL_ORDER = [*START_FIELDS, *FIELDS]
 
 
 @dataclass(slots=True, kw_only=True)
-class Comparison:
+class TrialComparison:
     """What became of one rank in a trial, compared with the undisturbed run.
 
     Fields are named as in the output of ``holdfast chaos --json``.
@@ -53,7 +53,7 @@ class Comparison:
     losses: list[float | None] = field(default_factory=list)
 
 
-def compare(references: dict[int, Reference], trial: Trial) -> Comparison:
+def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
     """Compare every rank and return the comparison of the one that differs first.
 
     Args:
@@ -72,7 +72,7 @@ def compare(references: dict[int, Reference], trial: Trial) -> Comparison:
         if rank in segments_by_rank
     }
     if not comparisons:
-        return Comparison(finite=False)
+        return TrialComparison(finite=False)
     rank = min(comparisons, key=lambda number: _urgency(comparisons[number]))
     comparison = comparisons[rank]
     if len(references) > 1:
@@ -83,7 +83,7 @@ def compare(references: dict[int, Reference], trial: Trial) -> Comparison:
     return comparison
 
 
-def _urgency(comparison: Comparison) -> tuple[float, int]:
+def _urgency(comparison: TrialComparison) -> tuple[float, int]:
     """Return a sort key: differences at the earliest step and the first cause come first.
 
     Then comparisons with other differences, such as a missing end; last those without any.
@@ -100,7 +100,7 @@ def _urgency(comparison: Comparison) -> tuple[float, int]:
 
 def compare_rank(
     reference: Reference, segments: Sequence[Segment], *, last_attempt_made_steps: bool
-) -> Comparison:
+) -> TrialComparison:
     """Compare all attempts of one rank with the undisturbed run.
 
     Args:
@@ -142,16 +142,16 @@ class Timeline:
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
         # By the index of the step in the undisturbed run, in the order in which they were made.
-        self.steps: dict[int, Step] = {}
-        self.comparison = Comparison()
+        self.steps: dict[int, RecordedStep] = {}
+        self.comparison = TrialComparison()
         # The sorts of checkpoints that were saved, by place.
         self._saves: dict[int, set[EntryNames]] = {}
-        # The same for each training, by the place where it begins, without saves that may have
+        # The same for each training run, by the place where it begins, without saves that may have
         # been cut off by the end of their process.
         self._complete_saves: dict[int, dict[int, set[EntryNames]]] = {}
 
     def add(self, part: Segment, *, resumed: bool, may_be_cut: bool) -> None:
-        """Continue with what a process did, or with one of its trainings.
+        """Continue with what a process did, or with one of its training runs.
 
         Args:
             part: What was recorded; it has steps.
@@ -196,7 +196,7 @@ class Timeline:
     def _note_older_checkpoint(self, begin: int, place: int) -> None:
         """Add a difference if a newer, complete checkpoint of the same sort was ignored.
 
-        From the beginning of a training, any checkpoint would have been better.
+        From the beginning of a training run, any checkpoint would have been better.
         """
         resumed_from = self._saves.get(place, set())
         candidates = [
@@ -296,17 +296,17 @@ def _keys_that_differ(pairs: Iterable[tuple[dict[str, str], dict[str, str]]]) ->
     )
 
 
-def _batches(steps: Iterable[Step]) -> Counter[str | None]:
+def _batches(steps: Iterable[RecordedStep]) -> Counter[str | None]:
     return Counter(batch for step in steps for batch in step.batch)
 
 
-def _is_finite(step: Step) -> bool:
+def _is_finite(step: RecordedStep) -> bool:
     """Return whether the losses of a step and the sample of weights after it are finite."""
     numbers = [*map(complex, step.losses), *step.after.sample]
     return all(cmath.isfinite(number) for number in numbers)
 
 
-def losses(steps: Iterable[Step]) -> list[float | None]:
+def losses(steps: Iterable[RecordedStep]) -> list[float | None]:
     """Return the first loss of each step, None where there is none or it is not finite.
 
     A loss that a gradient scaler has multiplied is divided by the scale.
@@ -314,7 +314,7 @@ def losses(steps: Iterable[Step]) -> list[float | None]:
     return [_loss(step) for step in steps]
 
 
-def _loss(step: Step) -> float | None:
+def _loss(step: RecordedStep) -> float | None:
     if not step.losses:
         return None
     # Backward may start at a complex number.

@@ -65,7 +65,7 @@ class Injector:
         """Inject a fault of batches or loader workers if this is its moment.
 
         Args:
-            torch: The module, as the training has imported it.
+            torch: The module, as the script has imported it.
             batch: A batch from the loader, or the inputs of a model.
             count: How many steps this process has made.
             moment: `Moment.LOADER` or `Moment.FORWARD`.
@@ -88,7 +88,7 @@ class Injector:
 
     def loader_workers(self) -> list[int]:
         """Return the PIDs of the worker processes of loaders in this process."""
-        # A training with workers has imported this module already.
+        # A script with workers has imported this module already.
         from multiprocessing import active_children
 
         return sorted(child.pid for child in active_children() if child.pid is not None)

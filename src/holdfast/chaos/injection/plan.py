@@ -100,13 +100,13 @@ class AttemptPlan:
 
     Args:
         injection: The fault.
-        trial_began: Unix time at which the trial began: newer files are the training's own.
-        workplace: Folders in which the training may write.
+        trial_began: Unix time at which the trial began: newer files were made by the script.
+        writable_folders: Folders in which the script may write.
     """
 
     injection: Injection
     trial_began: float = math.inf
-    workplace: tuple[str, ...] = ()
+    writable_folders: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
         """Write the plan into the trace folder of its attempt."""
@@ -134,5 +134,5 @@ def _parse_plan(values: dict[str, Any]) -> AttemptPlan:
     return AttemptPlan(
         injection=injection,
         trial_began=values["trial_began"],
-        workplace=tuple(values["workplace"]),
+        writable_folders=tuple(values["writable_folders"]),
     )

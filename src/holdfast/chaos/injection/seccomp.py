@@ -1,4 +1,4 @@
-"""A disk that is full or fails, by refusing system calls of a training's processes.
+"""A disk that is full or fails, by refusing system calls of a training run's processes.
 
 A process asks the kernel, by a seccomp filter, to stop each of its writes (or reads) until another
 process has decided about it (`ask_before`). That other process is the campaign, whose `Refuser`
@@ -40,7 +40,7 @@ class Calls(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Architecture:
     """Numbers of one processor architecture.
 
     Args:
@@ -58,14 +58,14 @@ class Machine:
 
 # In `writes`: write, pwrite64, writev, pwritev, pwritev2, sendfile, copy_file_range, ftruncate.
 # In `reads`: read, pread64, readv, preadv, preadv2.
-MACHINES = {
-    "x86_64": Machine(
+ARCHITECTURES = {
+    "x86_64": Architecture(
         audit_architecture=0xC000003E,
         seccomp=317,
         writes=(1, 18, 20, 296, 328, 40, 326, 77),
         reads=(0, 17, 19, 295, 327),
     ),
-    "aarch64": Machine(
+    "aarch64": Architecture(
         audit_architecture=0xC00000B7,
         seccomp=277,
         writes=(64, 68, 66, 70, 287, 71, 285, 46),
@@ -130,25 +130,27 @@ def ask_before(calls: Calls, folder: Path) -> None:
     Raises:
         OSError: If no filter can be set, or one that asks is set already.
     """
-    machine = MACHINES.get(platform.machine())
-    if machine is None:
+    architecture = ARCHITECTURES.get(platform.machine())
+    if architecture is None:
         raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
-    numbers = machine.writes if calls == Calls.WRITE else machine.reads
+    numbers = architecture.writes if calls == Calls.WRITE else architecture.reads
     with socket.socket(socket.AF_UNIX) as connection, _socket_address(folder) as address:
         connection.connect(address)
-        listener = _set_filter(machine, _filter_program(machine, numbers))
+        listener = _set_filter(architecture, _filter_program(architecture, numbers))
         socket.send_fds(connection, [b"x"], [listener])
         os.close(listener)
 
 
-def _filter_program(machine: Machine, numbers: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+def _filter_program(
+    architecture: Architecture, numbers: tuple[int, ...]
+) -> list[tuple[int, int, int, int]]:
     """Return a filter that asks before some system calls and allows all others.
 
     An instruction is (code, instructions to skip if true, if false, operand).
     """
     instructions = [
         (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
-        (JUMP_IF_EQUAL, 1, 0, machine.audit_architecture),
+        (JUMP_IF_EQUAL, 1, 0, architecture.audit_architecture),
         (RETURN, 0, 0, SECCOMP_RET_ALLOW),
         (LOAD_WORD, 0, 0, CALL_OFFSET),
     ]
@@ -161,7 +163,7 @@ def _filter_program(machine: Machine, numbers: tuple[int, ...]) -> list[tuple[in
     return instructions
 
 
-def _set_filter(machine: Machine, instructions: list[tuple[int, int, int, int]]) -> int:
+def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, int, int]]) -> int:
     """Set a filter for this process and return the descriptor that gets its questions."""
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
     code_buffer = ctypes.create_string_buffer(code)
@@ -177,7 +179,7 @@ def _set_filter(machine: Machine, instructions: list[tuple[int, int, int, int]])
         ctypes.c_ulong(0),
     )
     listener: int = libc.syscall(
-        ctypes.c_long(machine.seccomp),
+        ctypes.c_long(architecture.seccomp),
         ctypes.c_long(SECCOMP_SET_MODE_FILTER),
         ctypes.c_long(SECCOMP_FILTER_FLAGS),
         ctypes.c_long(ctypes.addressof(program_buffer)),
@@ -202,7 +204,7 @@ class Refuser:
         assert plan.injection.errno is not None
         self._errno = plan.injection.errno
         self._injection = plan.injection
-        self._workplace = plan.workplace
+        self._writable_folders = plan.writable_folders
         self.refused_calls = 0
         self._closing = threading.Event()
         self._server = socket.socket(socket.AF_UNIX)
@@ -282,7 +284,7 @@ class Refuser:
         status = file.stat()
         if not S_ISREG(status.st_mode):
             return False
-        if not any(path.is_relative_to(folder) for folder in self._workplace):
+        if not any(path.is_relative_to(folder) for folder in self._writable_folders):
             return False
         # The last byte that `ftruncate` would add; a write begins at the end of the file.
         position = arguments[1] - 1 if call in FTRUNCATE else status.st_size

@@ -1,4 +1,4 @@
-"""Digests of what a training holds and sees, to compare two runs bit for bit.
+"""Digests of what a training run holds and sees, to compare two runs bit for bit.
 
 A digest has 16 hexadecimal digits. It covers every bit of a small tensor and sums over all bits of
 a large one. Making one draws no random number and leaves no trace in autograd. Torch is passed in,
@@ -28,17 +28,17 @@ MAX_ENTRY_DEPTH = 4
 MAX_TEXT_CHARACTERS = 60
 # Words in the name of an entry that holds the state of a random generator.
 RANDOM_WORDS = ("rng", "random", "generator")
-# Any seed that no training uses.
+# Any seed that no script uses.
 OTHER_SEED = 20_261
 
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
-class Digests:
+class DigestMaker:
     """Makes digests.
 
     Args:
-        torch: The module, as the training has imported it.
+        torch: The module, as the script has imported it.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -213,7 +213,7 @@ def find_tensors(torch: Any, value: Any) -> list[Any]:
 
 
 def reseed(torch: Any, name: str) -> None:
-    """Set one of the random generators that `Digests.random_states` names to another state."""
+    """Set one of the random generators that `DigestMaker.random_states` names to another state."""
     if name == "python":
         random.seed(OTHER_SEED)
     elif name == "numpy":

@@ -30,14 +30,14 @@ class FileAudit:
     """Records which files of this process matter to a trial.
 
     - ``outside``: a path outside of the workplace was written.
-    - ``read``: before the first step, a file was read that the training itself has made in this
+    - ``read``: before the first step, a file was read that the script itself has made in this
       trial, such as a checkpoint to resume from.
     - ``moved``: what was just saved got another name.
 
     Each path is recorded once.
 
     Args:
-        workplace: Folders in which the training may write.
+        writable_folders: Folders in which the script may write.
         trial_began: Unix time: newer files were made in this trial.
         trace: The trace of this process.
         shield: Runs our code.
@@ -45,12 +45,12 @@ class FileAudit:
 
     def __init__(
         self,
-        workplace: Sequence[str],
+        writable_folders: Sequence[str],
         trial_began: float,
         trace: TraceWriter,
         shield: ScriptShield,
     ) -> None:
-        self._workplace = tuple(f"{folder}/" for folder in workplace)
+        self._writable_folders = tuple(f"{folder}/" for folder in writable_folders)
         self._trial_began = trial_began
         self._trace = trace
         self._shield = shield
@@ -93,7 +93,7 @@ class FileAudit:
             self._shield.run(self._note_write, os.fsdecode(path))
 
     def _on_read(self, path: Any) -> None:
-        may_be_in_workplace = not os.path.isabs(path) or path.startswith(self._workplace)  # noqa: PTH117
+        may_be_in_workplace = not os.path.isabs(path) or path.startswith(self._writable_folders)  # noqa: PTH117
         if may_be_in_workplace and path not in self._read:
             self._shield.run(self._note_read, path)
 
@@ -106,7 +106,7 @@ class FileAudit:
 
     def _note_write(self, path: str) -> None:
         path = os.path.realpath(path)
-        if path in self._written or f"{path}/".startswith(self._workplace):
+        if path in self._written or f"{path}/".startswith(self._writable_folders):
             return
         self._written.add(path)
         self._trace.write("outside", path=path)

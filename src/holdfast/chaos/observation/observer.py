@@ -2,8 +2,8 @@
 
 `start` is called by ``injected/sitecustomize.py`` of ``supervise`` when a process starts, before
 its script runs. The observer writes a trace of what the process does, and has the fault injected at
-its moment. Files are observed through audit events (`file_audit`), the training through hooks in
-torch (`torch_observer`).
+its moment. Files are observed through audit events (`file_audit`), the training loop through hooks
+in torch (`torch_observer`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ProcessObserver:
         self._trace = TraceWriter(folder)
         self._injector = Injector(folder, self._trace.write)
         plan = self._injector.plan
-        workplace = (str(folder), *plan.workplace)
-        self._files = FileAudit(workplace, plan.trial_began, self._trace, self._shield)
+        writable_folders = (str(folder), *plan.writable_folders)
+        self._files = FileAudit(writable_folders, plan.trial_began, self._trace, self._shield)
         self._imports = ImportWatch(self._shield.note_error)
-        # None until the training has imported torch.
+        # None until the script has imported torch.
         self._torch_observer: TorchObserver | None = None
         self._injector.begin()
         self._imports.when_imported("torch", self._observe_torch)

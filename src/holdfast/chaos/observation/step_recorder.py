@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.chaos.observation.digests import Digests, find_tensors
+from holdfast.chaos.observation.digests import DigestMaker, find_tensors
 
 # Key under which the number of a model call is kept in the metadata of an autograd node.
 CALL_KEY = "call seen by holdfast chaos"
@@ -35,11 +35,11 @@ class StepRecorder:
     """Collects what the current step is made of.
 
     Args:
-        torch: The module, as the training has imported it.
+        torch: The module, as the script has imported it.
         digests: Makes digests.
     """
 
-    def __init__(self, torch: Any, digests: Digests) -> None:
+    def __init__(self, torch: Any, digests: DigestMaker) -> None:
         self._torch = torch
         self._digests = digests
         self.restart()
@@ -105,7 +105,7 @@ class StepRecorder:
         """
         self._backward_count += 1
         if not self._calls:
-            # No call was seen, such as in a training without a module: the loss is the only part.
+            # No call was seen, such as in a script without a module: the loss is the only part.
             self._calls_made += 1
             self._calls[self._calls_made] = ModelCall(
                 batch=self._last_batch, inputs=None, random=self._digests.random_states()
@@ -129,7 +129,7 @@ class StepRecorder:
         del self._losses[count:]
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of `trace.Step` that say what the step was made of."""
+        """Return the fields of `trace.RecordedStep` that say what the step was made of."""
         calls = list(self._calls.values())
         parts = [call for number, call in self._calls.items() if number in self._contributing]
         # Where no call was found in the graph of a loss, all of them count.

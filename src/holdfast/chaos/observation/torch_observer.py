@@ -1,4 +1,4 @@
-"""Observe a training through hooks in torch, without a change to its script.
+"""Observe a training run through hooks in torch, without a change to its script.
 
 The hooks record steps, saves and evaluations in the trace, and tell the injector that its moment
 may have come. Torch is never imported here, only waited for.
@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast.chaos.injection.injector import Injector, read_rank
 from holdfast.chaos.injection.plan import Moment
-from holdfast.chaos.observation.digests import Digests, reseed
+from holdfast.chaos.observation.digests import DigestMaker, reseed
 from holdfast.chaos.observation.file_audit import FileAudit
 from holdfast.chaos.observation.shield import ScriptShield
 from holdfast.chaos.observation.step_recorder import StepRecorder
@@ -68,7 +68,7 @@ class ProcessTools:
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """What was recorded when a step began; see `trace.Step` for the fields."""
+    """What was recorded when a step began; see `trace.RecordedStep` for the fields."""
 
     settings: str
     before: dict[str, Any] | None = None
@@ -76,8 +76,8 @@ class PendingStep:
 
 
 @dataclass(slots=True, kw_only=True)
-class ProcessCounts:
-    """Counters and flags of one process, which start anew after a fork."""
+class ProcessProgress:
+    """What this process has done so far; a forked process starts with a new one."""
 
     saves: int = 0
     evaluations: int = 0
@@ -95,7 +95,7 @@ class TorchObserver:
     """Hooks into torch in this process and those that are forked from it.
 
     Args:
-        torch: The module, as the training has imported it.
+        torch: The module, as the script has imported it.
         tools: What observes this process apart from torch.
     """
 
@@ -107,24 +107,24 @@ class TorchObserver:
         self._injector = tools.injector
         self._shield = tools.shield
         self._imports = tools.imports
-        digests = Digests(torch)
+        digests = DigestMaker(torch)
         self._digests = digests
         self._recorder = StepRecorder(torch, digests)
         self._state = TrainingState(torch, digests)
-        self._counts = ProcessCounts()
+        self._progress = ProcessProgress()
         # Handles of the two hooks of each root module.
         self._hook_handles: Any = weakref.WeakKeyDictionary()
         _observer = self
 
     def restart(self) -> None:
-        """Begin anew in a process that was just forked."""
+        """Start over in a process that was just forked."""
         self._recorder.restart()
         self._state.restart()
-        self._counts = ProcessCounts()
+        self._progress = ProcessProgress()
 
     def install(self) -> None:
         """Hook into torch, and into its modules once they are imported."""
-        # Otherwise a difference may come from torch, not from the training.
+        # Otherwise a difference may come from torch, not from the script.
         self._shield.run(settle_vector_functions, self._torch)
         when_imported = self._imports.when_imported
         when_imported("torch.optim.optimizer", self._hook_optimizers)
@@ -217,8 +217,8 @@ class TorchObserver:
         steps = self._trace.steps_made
         batch = self._injector.disturb_batch(self._torch, batch, steps, Moment.LOADER)
         self._shield.run(self._recorder.note_batch, batch)
-        if steps > 0 and not self._counts.has_workers and self._injector.loader_workers():
-            self._counts.has_workers = True
+        if steps > 0 and not self._progress.has_workers and self._injector.loader_workers():
+            self._progress.has_workers = True
             self._trace.write("workers")
         return batch
 
@@ -251,19 +251,19 @@ class TorchObserver:
 
     def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`torch.autograd.grad`, of which it is not seen what its loss is made of."""
-        if not self._counts.is_in_backward:
+        if not self._progress.is_in_backward:
             self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Checkpointed activations call backward within backward.
-        if self._counts.is_in_backward:
+        if self._progress.is_in_backward:
             return original(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors")
         roots = list(tensors) if isinstance(tensors, (tuple, list)) else [tensors]
         loss_count = self._recorder.loss_count
         calls = self._shield.run(self._recorder.begin_backward, roots)
-        self._counts.is_in_backward = True
+        self._progress.is_in_backward = True
         try:
             self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
             result = original(*args, **kwargs)
@@ -271,35 +271,35 @@ class TorchObserver:
             self._recorder.drop_losses_after(loss_count)
             raise
         finally:
-            self._counts.is_in_backward = False
+            self._progress.is_in_backward = False
         self._recorder.end_backward(calls or set())
         return result
 
     def _step_scaler(
         self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._counts.loss_scale = self._shield.run(scaler.get_scale)
+        self._progress.loss_scale = self._shield.run(scaler.get_scale)
         return original(scaler, *args, **kwargs)
 
     # --- steps ----------------------------------------------------------------------------------
 
     def _begin_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._counts.pending_step = None
+        self._progress.pending_step = None
         has_closure = any(callable(value) for value in (*args, *kwargs.values()))
         # A closure computes the gradients later, within the step.
         if not has_closure and self._only_creates_state(optimizer):
             return
         step = PendingStep(settings=describe_settings(optimizer))
-        self._counts.pending_step = step
+        self._progress.pending_step = step
         self._injector.meet(Moment.BEFORE_STEP, self._trace.steps_made)
         if not self._state.has_stepped(optimizer):
             step.before = self._state.state_before_first_step(optimizer)
-        if self._counts.has_saved_since_step:
+        if self._progress.has_saved_since_step:
             # An attempt may resume here, and scripts may change weights between steps.
             step.weights_at_begin = self._state.weights(optimizer)
 
     def _end_step(self, optimizer: Any) -> None:
-        step = self._counts.pending_step
+        step = self._progress.pending_step
         if step is None:
             return
         self._trace.count_step()
@@ -313,11 +313,11 @@ class TorchObserver:
             after=self._state.state(optimizer),
             weights_at_begin=step.weights_at_begin,
             settings=step.settings,
-            scale=self._counts.loss_scale,
+            scale=self._progress.loss_scale,
             **self._recorder.facts(),
         )
         self._recorder.begin_step()
-        self._counts.has_saved_since_step = False
+        self._progress.has_saved_since_step = False
         self._injector.meet(Moment.AFTER_STEP, self._trace.steps_made)
         reseeded = self._injector.plan.injection.reseeded
         if self._trace.steps_made == 1 and reseeded is not None:
@@ -345,27 +345,27 @@ class TorchObserver:
 
     def _evaluate(self, original: Callable[..., Any], module: Any) -> Any:
         if self._trace.steps_made > 0:
-            self._counts.evaluations += 1
+            self._progress.evaluations += 1
             self._shield.run(self._trace.write, "eval")
-            self._injector.meet(Moment.EVALUATION, self._counts.evaluations)
+            self._injector.meet(Moment.EVALUATION, self._progress.evaluations)
         return original(module)
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = [*args, *kwargs.values()]
         # A tensor that is pickled is saved as a storage.
         is_pickling = self._torch.is_storage(arguments[0])
-        if self._counts.is_saving or self._trace.steps_made == 0 or is_pickling:
+        if self._progress.is_saving or self._trace.steps_made == 0 or is_pickling:
             return original(*args, **kwargs)
-        self._counts.is_saving = True
-        self._counts.has_saved_since_step = True
-        self._counts.saves += 1
-        save_number = self._counts.saves
+        self._progress.is_saving = True
+        self._progress.has_saved_since_step = True
+        self._progress.saves += 1
+        save_number = self._progress.saves
         buffers = [value for value in arguments if isinstance(value, io.BytesIO)]
         self._injector.meet(Moment.SAVE_BEGINS, save_number)
         try:
             result = self._call_without_hooks(original, *args, **kwargs)
         finally:
-            self._counts.is_saving = False
+            self._progress.is_saving = False
             # A buffer is written to a file later.
             if not buffers:
                 self._injector.save_ends()
@@ -380,7 +380,7 @@ class TorchObserver:
         """Call a function while our hooks are off all models.
 
         They are no part of a model that is saved whole, or compiled to a script. In a thread they
-        stay: the training continues meanwhile, and must be seen.
+        stay: the training loop continues meanwhile, and must be seen.
         """
         if threading.current_thread() is not threading.main_thread():
             return original(*args, **kwargs)
@@ -399,7 +399,7 @@ class TorchObserver:
         Args:
             arguments: The arguments of the function that saved: what was saved comes first, a path
                 or file somewhere after it.
-            in_thread: Whether a thread saved beside the training.
+            in_thread: Whether a thread saved beside the training loop.
         """
         checkpoint = arguments[0]
         entries = {}

@@ -1,4 +1,4 @@
-"""Digest the state of a training: its models' weights and buffers, and its optimizers."""
+"""Digest the state of a training run: its models' weights and buffers, and its optimizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from holdfast.chaos.observation.digests import Digests
+from holdfast.chaos.observation.digests import DigestMaker
 
 # The sample of the weights by which the nearest state is found: the first numbers of the first
 # parameters. A few suffice, since a step of an optimizer changes nearly all weights.
@@ -19,11 +19,11 @@ class TrainingState:
     """Knows the optimizers of a process and the models that they train.
 
     Args:
-        torch: The module, as the training has imported it.
+        torch: The module, as the script has imported it.
         digests: Makes digests.
     """
 
-    def __init__(self, torch: Any, digests: Digests) -> None:
+    def __init__(self, torch: Any, digests: DigestMaker) -> None:
         self._torch = torch
         self._digests = digests
         # Weak references to all optimizers that were made, also before a fork.
