@@ -183,14 +183,7 @@ class Campaign:
         self._say(f"one start takes {baseline.first.last.seconds:.0f} s; {estimate}")
         report.rows = [FaultResult(kind=fault.kind, fault=fault.description) for fault in faults]
         self._try_faults(faults, baseline, report)
-        observer_errors = {baseline.first.last.observer_error}
-        observer_errors |= {row.failed for row in report.rows}
-        observer_errors -= {""}
-        if observer_errors:
-            error = min(observer_errors)
-            report.remarks.append(
-                f"observing the training run failed; please report this error: {error}"
-            )
+        report.remarks += _observer_remarks(baseline, report)
         if any(row.detail == "no time" for row in report.rows):
             report.remarks.append(f"{estimate}: give a larger --budget")
         report.seconds = time.monotonic() - self._began
@@ -423,6 +416,14 @@ def _remarks(baseline: Baseline) -> list[str]:
     if len({step.weights for step in baseline.reference.steps}) == 1:
         remarks.append(NO_CHANGE_REMARK)
     return remarks
+
+
+def _observer_remarks(baseline: Baseline, report: CampaignReport) -> list[str]:
+    """Return a remark if our own observer has failed in any attempt."""
+    errors = {baseline.first.last.observer_error, *(row.failed for row in report.rows)} - {""}
+    if not errors:
+        return []
+    return [f"observing the training run failed; please report this error: {min(errors)}"]
 
 
 def _versions(reference: Reference) -> dict[str, str]:
