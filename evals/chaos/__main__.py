@@ -29,7 +29,8 @@ from benchmarks.results_file import Result, read_options
 from tests.prepared import Prepared
 
 from holdfast.chaos import trials
-from holdfast.chaos.trying import Campaign, Report
+from holdfast.chaos.campaign import Campaign
+from holdfast.chaos.results import CampaignReport
 from holdfast.chaos.workplace import Workplace
 
 _PROGRAMS = Path(__file__).parent / "programs"
@@ -125,7 +126,7 @@ def prepare() -> None:
     )
 
 
-def tried(case: Case, seed: int) -> Report:
+def tried(case: Case, seed: int) -> CampaignReport:
     """Put one program to the test."""
     command = [
         sys.executable,
@@ -136,7 +137,7 @@ def tried(case: Case, seed: int) -> Report:
         return Campaign(command, origin=Path(folder), only=case.kinds, seed=seed, restarts=2).run()
 
 
-def answers(report: Report) -> list[tuple[str, str]]:
+def answers(report: CampaignReport) -> list[tuple[str, str]]:
     """Return of each trial that did not pass what differs first, or how it ended, and the
     sentence.
     """

@@ -22,7 +22,8 @@ from benchmarks.results_file import Result, read_options, without_paths
 
 from evals.chaos.__main__ import prepare, start
 from holdfast.chaos import trials
-from holdfast.chaos.trying import KINDS, Campaign
+from holdfast.chaos.campaign import Campaign
+from holdfast.chaos.fault_plans import KINDS
 
 _ROOT = Path(__file__).parents[2]
 _LOADED = ("torch", "numpy", "torch._dynamo", "evals.scoreboard.savers")

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 
-from holdfast.chaos.inside import _SAVERS
+from holdfast.chaos.observation.torch_observer import SAVERS
 
 
 def _redirect(module, name):
@@ -32,7 +32,7 @@ def _redirect(module, name):
             setattr(other, name, call)
 
 
-for _module, _name in _SAVERS.items():
+for _module, _name in SAVERS.items():
     if _module != "torch.serialization":  # which everybody calls as torch.save
         _redirect(importlib.import_module(_module), _name)
 # It is another for each fork

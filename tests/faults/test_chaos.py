@@ -19,7 +19,7 @@ from tests.prepared import Prepared
 from typer.testing import CliRunner
 
 from holdfast.chaos import trials
-from holdfast.chaos.trying import Campaign, check_survives
+from holdfast.chaos.campaign import Campaign, check_survives
 from holdfast.cli import chaos as cli
 from holdfast.cli.main import make_app
 from holdfast.core.errors import PolicyError
@@ -70,7 +70,7 @@ def _forked(monkeypatch):
         },
     )
     monkeypatch.setattr(trials, "subprocess", own)
-    monkeypatch.setattr(cli, "take_orphans", lambda: None)  # this process has other children
+    monkeypatch.setattr(cli, "adopt_orphans", lambda: None)  # this process has other children
 
 
 @pytest.fixture
@@ -86,6 +86,15 @@ def command(name, *arguments):
 
 def tried(words, origin, *only):
     return Campaign(words, origin=origin, only=only, seed=3, restarts=2).run()
+
+
+def cause(row):
+    """Return in what a training is another one, else what became of it."""
+    if row.result not in ("another training", "work is lost"):
+        return row.result
+    causes = [difference["what"] for difference in row.comparison["differences"]]
+    # An older checkpoint is the cause only if nothing else differs.
+    return next((cause for cause in causes if cause != "older"), "older")
 
 
 def test_of_a_training_that_resumes_exactly_nothing_is_said(origin):
@@ -107,53 +116,25 @@ def test_of_a_training_that_resumes_exactly_nothing_is_said(origin):
 
 
 @pytest.mark.parametrize(
-    ("program", "planted", "kind", "result", "words"),
+    ("program", "planted", "kind", "expected_result", "expected_cause"),
     [
-        (
-            "classifier",
-            "optimizer state dropped",
-            "term",
-            "another training",
-            "the state of the optimizer differs at the start",
-        ),
-        (
-            "classifier",
-            "epoch repeated",
-            "term",
-            "another training",
-            "the loader gives another batch: that of step",
-        ),
-        ("classifier", "written in place", "save", "does not survive", "exit code 1"),
-        ("classifier", "older checkpoint", "kill", "work is lost", "was saved"),
-        (
-            "language",
-            "EMA not saved",
-            "term",
-            "another training",
-            "the last save into out/average.pt differs in",
-        ),
-        (
-            "language",
-            "numpy state not saved",
-            "term",
-            "another training",
-            "the random state of numpy differs",
-        ),
-        (
-            "language",
-            "weight of the loss not saved",
-            "term",
-            "another training",
-            "the loss differs",
-        ),
-        ("classifier", "", "nan", "ends in NaN", "NaN"),
+        ("classifier", "optimizer state dropped", "term", "another training", "optimizer"),
+        ("classifier", "epoch repeated", "term", "another training", "batch"),
+        ("classifier", "written in place", "save", "does not survive", "does not survive"),
+        ("classifier", "older checkpoint", "kill", "work is lost", "older"),
+        ("language", "EMA not saved", "term", "another training", "saved"),
+        ("language", "numpy state not saved", "term", "another training", "random"),
+        ("language", "weight of the loss not saved", "term", "another training", "losses"),
+        ("classifier", "", "nan", "ends in NaN", "ends in NaN"),
     ],
 )
-def test_a_planted_loss_is_found_and_named(origin, program, planted, kind, result, words):
+def test_a_planted_loss_is_found_and_named(
+    origin, program, planted, kind, expected_result, expected_cause
+):
     """What is said first is what was planted."""
     report = tried(command(program, planted), origin, kind)
     assert not report.passed
-    assert (result, True) in [(row.result, words in row.detail) for row in report.rows]
+    assert (expected_result, expected_cause) in [(row.result, cause(row)) for row in report.rows]
 
 
 def test_a_model_is_copied_and_pickled_as_without_us(origin):
@@ -218,18 +199,18 @@ for step in range(first, 7):
 
 
 @pytest.mark.parametrize(
-    ("planted", "words"),
+    ("planted", "expected_cause", "noun"),
     [
-        ("", "steps made again"),
-        ("0", "weights of step 0, but the state of the optimizer is that saved after step"),
-        ("1", "goes on with other weights than were saved"),
-        ("2", "the state of the optimizer differs at the start of the attempt"),
-        ("3", "goes on with another state than was saved"),
-        ("random", "the random state of torch differs"),
-        ("average", "the last save into average/last.pt differs in 'generator'"),
+        ("", "exact", ""),
+        ("0", "optimizer", "step 0"),
+        ("1", "weights", "the optimizer of step"),
+        ("2", "optimizer", "at the start"),
+        ("3", "optimizer", "the optimizer of step"),
+        ("random", "random", "torch"),
+        ("average", "saved", "average/last.pt differs in 'generator'"),
     ],
 )
-def test_what_two_optimizers_do_not_go_on_with_is_named(origin, planted, words):
+def test_what_two_optimizers_do_not_go_on_with_is_named(origin, planted, expected_cause, noun):
     """Its steps are of another number of calls each, gradients come from `autograd.grad`, and
     tensors are pickled.
     """
@@ -237,7 +218,8 @@ def test_what_two_optimizers_do_not_go_on_with_is_named(origin, planted, words):
     kinds = ("term",) if planted else ("term", "kill", "memory")
     report = tried([sys.executable, "train.py", planted], origin, *kinds)
     assert {row.result for row in report.rows} == {"another training" if planted else "exact"}
-    assert [row.detail for row in report.rows if words not in row.detail] == []
+    assert {cause(row) for row in report.rows} == {expected_cause}
+    assert [row.detail for row in report.rows if noun not in row.detail] == []
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -277,17 +259,17 @@ _STEPS += "for _ in range({}):\n    (w * w).backward()\n    o.step()\n"
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("import torch", "made no step"),
+        ("import torch", "no step"),
         (_STEPS.format(2), "fewer than 4 steps"),
-        ("raise SystemExit('no data')", "fails when nobody disturbs it, with exit code 1: no data"),
+        ("raise SystemExit('no data')", "exit code 1: no data"),
         (
             _STEPS.format(5) + "torch.save(w, '{elsewhere}')",
-            "writes outside of the working directory",
+            r"weights\.pt",
         ),
         # Before torch
         (
             "open('{elsewhere}', 'w')\n" + _STEPS.format(5),
-            "writes outside of the working directory",
+            r"weights\.pt",
         ),
     ],
 )
@@ -297,8 +279,9 @@ def test_a_command_that_cannot_be_put_to_the_test_is_refused(
     """What is wrong is said, with what to do, before any fault."""
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "weights.pt"
     (origin / "train.py").write_text(script.replace("{elsewhere}", str(elsewhere)))
-    with pytest.raises(PolicyError, match=words):
+    with pytest.raises(PolicyError, match=words) as caught:
         tried([sys.executable, "train.py"], origin)
+    assert caught.value.rule == "H729"
 
 
 def test_the_command_line_says_it_in_words_and_for_machines(origin, monkeypatch):
@@ -320,7 +303,7 @@ def test_the_command_line_says_it_in_words_and_for_machines(origin, monkeypatch)
     assert found["rows"][0]["comparison"]["differences"][0]["what"] == "optimizer"
     ended = ask(app, ["chaos", "--only", "term", *words[:-1]])
     assert ended.exit_code == 0
-    assert "is the same training after each, bit for bit" in ended.stdout
+    assert "1 of 1 faults" in ended.stdout
     for wrong in (["--only", "kil"], ["--budget", "soon"]):
         ended = ask(app, ["chaos", *wrong, *words])
         assert ended.exit_code == 2
@@ -333,7 +316,7 @@ def test_a_test_can_ask_for_it(origin):
     """
     assert check_survives(command("classifier"), cwd=origin, only=["term"]).passed
     with pytest.raises(
-        AssertionError, match=r"SIGTERM in step .*: another training: step .*: the learning rate"
+        AssertionError, match=r"SIGTERM in step .*: another training: step .*learning rate"
     ):
         check_survives(
             command("classifier", "learning rate from the start"), cwd=origin, only=["term"]
@@ -367,7 +350,7 @@ def test_what_a_training_does_at_home_is_refused(origin, monkeypatch, tmp_path_f
     monkeypatch.setenv("HOME", str(home))
     script = _RANDOM_NAMES + f"place = {str(home / 'best.pt')!r}\n{change}\n"
     (origin / "train.py").write_text(script)
-    with pytest.raises(PolicyError, match=r"writes outside.*best\.pt"):
+    with pytest.raises(PolicyError, match=r"best\.pt"):
         Campaign([sys.executable, "train.py"], origin=origin, only=["kill"]).run()
 
 
@@ -402,7 +385,7 @@ torch.manual""",
     words = ["chaos", "--only", "damage", "--", sys.executable, str(origin / "train.py")]
     ended = CliRunner().invoke(make_app("chaos", "events"), words)
     assert ended.exit_code == 1, ended.exception
-    assert r"pattern \[/x] (c.pt was damaged)" in ended.stdout
+    assert r"pattern \[/x] (c.pt" in ended.stdout
     assert data.read_bytes() == bytes(100_000)
     assert {each.name for each in origin.iterdir()} == {"notes.txt", "train.py"}
 
@@ -486,8 +469,8 @@ def test_an_interrupted_campaign_says_what_it_has_found(
     ended = CliRunner().invoke(make_app("chaos", "events"), ["chaos", *words])
     signal.signal(number, before)
     assert ended.exit_code == 128 + number
-    assert "It survives 1 of 1 faults" in ended.stdout
-    assert "not tried: interrupted" in ended.stdout
+    assert "1 of 1 faults" in ended.stdout
+    assert "interrupted" in ended.stdout
     assert "not tried" in (origin / "page.html").read_text()
     assert list(scratch.iterdir()) == []
 
@@ -524,9 +507,10 @@ def test_a_model_may_compute_between_the_steps_of_its_optimizer(origin):
     """
     (origin / "train.py").write_text(_GAN)
     report = tried([sys.executable, "train.py"], origin, "kill", "term")
-    assert {(row.result, row.detail.partition(" ")[2]) for row in report.rows} == {
-        ("exact", "steps made again")
-    }
+    assert {row.result for row in report.rows} == {"exact"}
+    assert [
+        row.comparison["differences"] for row in report.rows if row.comparison["differences"]
+    ] == []
 
 
 _THREAD = """
@@ -599,9 +583,7 @@ def test_a_guard_is_hit_where_it_saves(origin, monkeypatch):
     kinds = ("save", "disk", "io", "clock", "damage")
     report = tried([sys.executable, "train.py"], origin, *kinds)
     assert {(row.kind, row.result) for row in report.rows} == {(kind, "exact") for kind in kinds}
-    assert all(
-        ".safetensors was damaged" in row.detail for row in report.rows if row.kind == "damage"
-    )
+    assert all(".safetensors" in row.detail for row in report.rows if row.kind == "damage")
     assert [row.attempts for row in report.rows if row.fault.startswith("killed half-way")] == [2]
     assert not any(
         "damaged-" in each for row in report.rows if row.kind == "io" for each in row.left_files
@@ -658,7 +640,7 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
     ("edits", "kind", "results", "words"),
     [
         # A temporary name that is another each time is no save that is missing.
-        ([], "kill", ["exact"] * 3, "again"),
+        ([], "kill", ["exact"] * 3, "steps"),
         # A training that prints much, and goes on when a save fails, is seen to its end.
         (
             [
@@ -667,14 +649,14 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
             ],
             "disk",
             ["exact"],
-            "0 steps made again",
+            "0 steps",
         ),
         # Where no step changes a weight, the place is told by the batch.
         (
             [("weight * step", "weight * next(loaded) * 0"), ("for step", _BATCHES)],
             "kill",
             ["exact"] * 3,
-            "again",
+            "steps",
         ),
         (
             [
@@ -691,7 +673,7 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
             [('"step": step', '"config": {"from": "resume" if first else "new"}, "step": step')],
             "term",
             ["exact"],
-            "differs in 'config.from': 'resume' instead of 'new'",
+            "'config.from': 'resume' instead of 'new'",
         ),
         # A forward whose backward had no memory is no part of the step.
         (
@@ -725,13 +707,13 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
             "",
         ),
         # A disk that is full, or fails once, says so half-way through a file; the training goes on.
-        (_FILES, "disk", ["exact"], "0 steps made again"),
-        (_FILES, "io", ["exact"] * 2, "steps made again"),
+        (_FILES, "disk", ["exact"], "0 steps"),
+        (_FILES, "io", ["exact"] * 2, "steps"),
         # A read that fails once succeeds when it is made again.
-        ([("\n    saved =", _READ)], "io", ["exact"] * 2, "again"),
+        ([("\n    saved =", _READ)], "io", ["exact"] * 2, "steps"),
         # The newest by the time in its name is not the newest after the clock was set back.
-        (_BY_TIME, "clock", ["work is lost"], "although step 2 was saved"),
-        ([*_BY_TIME, ("[0:]", "[-4:]")], "clock", ["exact"], "again"),
+        (_BY_TIME, "clock", ["work is lost"], "step 2"),
+        ([*_BY_TIME, ("[0:]", "[-4:]")], "clock", ["exact"], "steps"),
         # Where the batch is drawn from a random state that is lost, that is the cause.
         (
             [
@@ -741,7 +723,7 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
             ],
             "kill",
             ["another training"] * 3,
-            "the random state of numpy differs, and with it the batch",
+            "the random state of numpy",
         ),
         # One of which nothing is made is no cause, although steps draw from it, and it differs in
         # the very step.
@@ -749,7 +731,7 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
             [("weight * step", "weight * step * (1 + (first > 0)) + 0 * torch.rand(3)")],
             "kill",
             ["another training"] * 3,
-            "the loss differs",
+            "the loss",
         ),
         # One that was restored, and of which more is drawn since something else is lost, is no
         # cause either.
@@ -773,7 +755,7 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
             ],
             "kill",
             ["another training"] * 3,
-            "the model gets other inputs",
+            "inputs",
         ),
         # An average in one module with the weights, moved after the step, is compared where it is
         # saved.
@@ -787,7 +769,7 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
             ],
             "kill",
             ["exact"] * 3,
-            "again",
+            "steps",
         ),
         # What a model computes only to act, as often as each start likes, is no part of a step.
         (
@@ -806,7 +788,7 @@ _DRAWN += "\nnumpy.random.seed(0)\nfor step"
             [(', saved["step"]', ", 8")],
             "kill",
             ["another training"] * 3,
-            "the last start makes no step, but only",
+            "last start",
         ),
     ],
 )

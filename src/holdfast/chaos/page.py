@@ -8,44 +8,73 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from holdfast.chaos.trying import Report
+from holdfast.chaos.results import CampaignReport
 from holdfast.core.text import sanitise
 
-_MOST_POINTS = 200
+# A curve is about 240 pixels wide; more points would not be seen.
+MAX_CURVE_POINTS = 200
+# Side of the square in which curves are drawn, in units of the drawing.
+CURVE_SIZE = 100
+
+# One loss per step, None where there is none.
+Losses = Sequence[float | None]
 
 
-def render(report: Report, command: str, verdict: str, *, now: datetime | None = None) -> str:
-    """Return the page of a report; `command` is shown, so no secret may be in it."""
-    made = Environment(
+def render(
+    report: CampaignReport, command: str, verdict: str, *, now: datetime | None = None
+) -> str:
+    """Return the page of a report.
+
+    Args:
+        report: What the campaign has found.
+        command: The command as it is shown; it must not hold secrets.
+        verdict: The verdict in one sentence, without its full stop.
+        now: Time that is shown; None: the current time.
+    """
+    environment = Environment(
         autoescape=True, finalize=sanitise, undefined=StrictUndefined, trim_blocks=True
     )
-    return made.from_string(
-        Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    ).render(
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    time = now or datetime.now(UTC)
+    return environment.from_string(template).render(
         report=report,
         command=command,
         verdict=verdict,
-        written=f"{now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        curves=[_curves(report.losses, row.comparison.get("losses", [])) for row in report.rows],
+        written=f"{time:%Y-%m-%d %H:%M} UTC",
+        curves=[
+            draw_curves(report.losses, row.comparison.get("losses", [])) for row in report.rows
+        ],
     )
 
 
-def _curves(*losses: Sequence[float | None]) -> list[str]:
-    """Return the points of curves in one square of 100, nothing if one has no loss.
+def draw_curves(*curves: Losses) -> list[str]:
+    """Return the points of several curves, drawn in one square on the same scale.
 
-    A smaller loss lies lower.
+    Args:
+        curves: The losses of each curve.
+
+    Returns:
+        For each curve the value of the ``points`` attribute of an SVG polyline, a smaller loss
+        below a larger one. Empty if any curve has no loss at all.
     """
-    known = [[loss for loss in each if loss is not None] for each in losses]
-    if not all(known):
+    values_of_curves = [[loss for loss in curve if loss is not None] for curve in curves]
+    if not all(values_of_curves):
         return []
-    low, high, count = min(map(min, known)), max(map(max, known)), max(map(len, losses))
-    found = []
-    for each in losses:
-        points = list(enumerate(each))[:: -(-count // _MOST_POINTS)]
-        places = [
-            (100 * at / count, 100 * (high - y) / ((high - low) or 1))
-            for at, y in points
-            if y is not None
-        ]
-        found.append(" ".join(f"{x:.1f},{y:.1f}" for x, y in places))
-    return found
+    lowest = min(min(values) for values in values_of_curves)
+    highest = max(max(values) for values in values_of_curves)
+    step_count = max(len(curve) for curve in curves)
+    return [_draw_curve(curve, lowest, highest, step_count) for curve in curves]
+
+
+def _draw_curve(curve: Losses, lowest: float, highest: float, step_count: int) -> str:
+    steps_per_point = -(-step_count // MAX_CURVE_POINTS)
+    # All losses may be equal.
+    height = (highest - lowest) or 1
+    points = []
+    for step in range(0, len(curve), steps_per_point):
+        loss = curve[step]
+        if loss is not None:
+            x = CURVE_SIZE * step / step_count
+            y = CURVE_SIZE * (highest - loss) / height
+            points.append(f"{x:.1f},{y:.1f}")
+    return " ".join(points)

@@ -1,12 +1,13 @@
-"""One trial: start the command, let it meet its fault, start it again as a scheduler would, and
-read its traces.
+"""Run one trial: start the command, let it meet its fault, and start it again as a scheduler would.
+
+`Bench` starts the command once and observes that attempt; `run_trial` repeats this until the
+training run is complete. What to inject is decided in `fault_plans`; what the recorded traces mean,
+in `comparison`.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import os
 import shutil
 import signal
@@ -14,14 +15,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from holdfast.chaos.injecting import COMMAND_FILE, MET_FILE, PLAN_FILE
-from holdfast.chaos.refusing import Refuser
+from holdfast.chaos.injection.plan import (
+    COMMAND_FILE,
+    MET_FILE,
+    Action,
+    AttemptPlan,
+    Injection,
+    LaterSignal,
+)
+from holdfast.chaos.injection.seccomp import Refuser
+from holdfast.chaos.trace import RecordedEvent, RecordedSave, Segment, read_segment
 from holdfast.chaos.workplace import Workplace
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.run_files import OBSERVE_VARIABLE
@@ -30,124 +39,185 @@ from holdfast.supervise.launch.commands import make_environment
 from holdfast.supervise.launch.kernel import become_subreaper
 from holdfast.supervise.process_tree import Tree, kill_all, marked_processes, signal_all
 
-Line = dict[str, Any]
-_LOOK_SECONDS = 0.02
-_OUTPUT_BYTES, _MOST_OUTPUT_BYTES, _LEAST_FREE_BYTES = 4000, 1 << 20, 1 << 20
-_LEFT_SECONDS = 0.5
-_KILL_SECONDS = 5.0
+# How often a running command is looked at.
+POLL_SECONDS = 0.02
+# Time that other processes of the command have to end after it; then they count as left behind.
+LEFTOVER_GRACE_SECONDS = 0.5
+# Time to wait for killed processes to disappear.
+KILL_SECONDS = 5.0
+# The end of the output that is kept: some screens of text.
+OUTPUT_TAIL_BYTES = 4000
+# With less free space than this, our own traces may be incomplete.
+MIN_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """What one process of a training did, from its start to its end."""
+class ObservedAttempt:
+    """One start of the command: how it ended, and what its processes recorded.
 
-    rank: int
-    ranks: int
-    steps: list[Line]
-    lines: list[Line]  # all of them: saves, evaluations, ...
+    Args:
+        status: Exit code of the command, negative for a signal.
+        seconds: Time from its start to its end.
+        hung: Whether it made no progress and was killed for that.
+        leftover_processes: Number of processes that outlived the command.
+        output: The end of its output.
+        segments: What each of its Python processes recorded, in the order of their first records.
+        observer_error: The last line of an error of our own observer, empty if there was none.
+        refused_calls: Number of writes and reads that were made to fail.
+    """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One start of the command and how it ended."""
-
-    status: int  # exit code, negative for a signal
+    status: int
     seconds: float
-    hung: bool  # it stood still and was killed for it
-    left: int  # processes that outlived the command
-    output: str  # its end
+    hung: bool
+    leftover_processes: int
+    output: str
     segments: list[Segment]
-    failed: str = ""  # how our observer has failed
-    refused: int = 0  # writes and reads
+    observer_error: str = ""
+    refused_calls: int = 0
 
-    def lines(self, kind: str) -> list[Line]:
-        """Return the lines of one kind of all its processes."""
-        return [line for segment in self.segments for line in segment.lines if line["kind"] == kind]
+    def events(self, kind: str) -> list[RecordedEvent]:
+        """Return the events of one kind of all processes."""
+        return [event for segment in self.segments for event in segment.events(kind)]
+
+    @property
+    def saves(self) -> list[RecordedSave]:
+        """Return the saves of all processes."""
+        return [save for segment in self.segments for save in segment.saves]
+
+    @property
+    def most_steps(self) -> int:
+        """Return the number of steps of the process that made most."""
+        return max((len(segment.steps) for segment in self.segments), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """All attempts of one trial."""
+    """All attempts of one trial.
 
-    attempts: list[Attempt]
-    files: set[Path]  # that were there at its end
-    # The file that was damaged between two attempts, or is not read in the second
+    Args:
+        attempts: The attempts in order.
+        files: Files that the workplace held at the end.
+        damaged: The file that was damaged between the first two attempts, or of which a read
+            failed in the second one.
+        read: Files of this trial that restarts read before their first step, as far as that was
+            seen.
+    """
+
+    attempts: list[ObservedAttempt]
+    files: set[Path]
     damaged: Path | None = None
-    # Of what the training has made, by the restarts before their first step, as far as that is seen
     read: set[Path]
 
     @property
-    def last(self) -> Attempt:
-        """The attempt that ended it."""
+    def last(self) -> ObservedAttempt:
+        """Return the attempt that ended the trial."""
         return self.attempts[-1]
 
-    def ranks(self) -> dict[int, list[Segment]]:
-        """Return the segments with steps, by rank, in the order in which they were begun."""
-        found: dict[int, list[Segment]] = {}
-        for segment in (
-            segment for attempt in self.attempts for segment in attempt.segments if segment.steps
-        ):
-            found.setdefault(segment.rank, []).append(segment)
-        return found
+    @property
+    def seconds(self) -> float:
+        """Return the time of all attempts."""
+        return sum(attempt.seconds for attempt in self.attempts)
+
+    def segments_by_rank(self) -> dict[int, list[Segment]]:
+        """Return what the processes with steps recorded, by rank and in order."""
+        segments_by_rank: dict[int, list[Segment]] = {}
+        for attempt in self.attempts:
+            for segment in attempt.segments:
+                if segment.steps:
+                    segments_by_rank.setdefault(segment.rank, []).append(segment)
+        return segments_by_rank
+
+
+# Called between the first two attempts with the saved files; damages one of them and returns it.
+Damage = Callable[[Workplace, Sequence[Path]], Path | None]
 
 
 class Bench:
-    """Starts a command in its workplace.
+    """Starts a command in its workplace and observes it.
 
     Args:
-        program: The file that the command's first word means.
+        program: The file that the command's first word stands for.
         command: The command.
-        place: Where it works.
-        deadline: When everything must be over, in monotonic seconds.
+        workplace: The workplace.
+        deadline: When everything must be over, in seconds of `time.monotonic`.
     """
 
-    still_seconds = 600.0
-    """Without a new line in any trace for so long, an attempt hangs."""
-    most_seconds = 1e9
-    """For one attempt."""
-    gets_orphans = False
-    """Whether all further children of this process are the command's, see `take_orphans`."""
+    # Whether this process adopts orphans of the command, see `adopt_orphans`.
+    adopts_orphans = False
 
     def __init__(
-        self, program: str, command: Sequence[str], place: Workplace, deadline: float
+        self, program: str, command: Sequence[str], workplace: Workplace, deadline: float
     ) -> None:
-        self._program, self._command = place.word(program), list(map(place.word, command))
-        self.place, self.deadline = place, deadline
-        self._number = 0
+        self._program = workplace.word(program)
+        self._command = [workplace.word(word) for word in command]
+        self.workplace = workplace
+        self.deadline = deadline
+        # An attempt hangs if nothing is recorded or printed for this long. The campaign lowers both
+        # limits once it knows the undisturbed run.
+        self.stall_seconds = 600.0
+        self.max_seconds = 1e9
+        self._attempts_started = 0
 
-    def attempt(self, plan: dict[str, Any] | None) -> Attempt:
-        """Start the command once and wait for its end; `plan` is the fault that it meets."""
-        self._number += 1
-        plan = {
-            "since": self.place.since,
-            "inside": list(map(str, self.place.tops)),
-            **(plan or {}),
-        }
-        traces = self.place.scratch / f"attempt-{self._number}"
-        (traces / "processes").mkdir(parents=True)  # where `sitecustomize` notes what fails
-        (traces / PLAN_FILE).write_text(json.dumps(plan))
-        mark = f"{self.place.scratch.name}-{self._number}"
-        environment = make_environment(os.environ, traces, 0, mark, observe=True)
-        del environment[OBSERVE_VARIABLE]  # the command may be `holdfast run` itself
-        environment |= {
-            "OBSERVER_OF_HOLDFAST": f"holdfast.chaos.inside:{traces}",
-            "PWD": str(self.place.work),
-        }
-        environment["TMPDIR"] = str(self.place.temporary)
-        tree = Tree(mark) if self.gets_orphans else None
+    def attempt(self, injection: Injection | None = None) -> ObservedAttempt:
+        """Start the command once, wait for its end, and return what was observed.
+
+        Args:
+            injection: The fault that it meets; None: none.
+
+        Raises:
+            PolicyError: H730 if there is no space left for our own traces.
+        """
+        self._attempts_started += 1
+        mark = f"{self.workplace.scratch.name}-{self._attempts_started}"
+        plan = AttemptPlan(
+            injection=injection or Injection(),
+            trial_began=self.workplace.began,
+            writable_folders=tuple(str(folder) for folder in self.workplace.writable_folders),
+        )
+        traces = self.workplace.scratch / f"attempt-{self._attempts_started}"
+        # `sitecustomize` writes into this folder if the observer cannot be imported.
+        (traces / "processes").mkdir(parents=True)
+        plan.write(traces)
+        tree = Tree(mark) if self.adopts_orphans else None
+        refuser = Refuser(traces, plan) if plan.injection.errno is not None else None
         began = time.monotonic()
-        refuser = Refuser(traces, plan) if "errno" in plan else None
-        child = subprocess.Popen(  # noqa: S603 - the user's own command is the point
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                child_start.__file__,
-                str(os.getpid()),
-                self._program,
-                *self._command,
-            ],
-            cwd=self.place.work,
+        child = self._start(traces, mark)
+        output = OutputTail(child.stdout)
+        (traces / COMMAND_FILE).write_text(str(child.pid))
+        try:
+            hung = self._wait(child, traces, output, plan.injection)
+        finally:
+            seconds = time.monotonic() - began
+            leftover_processes = end_command(child, mark, tree)
+            output.close()
+            if refuser is not None:
+                refuser.close()
+        _check_free_space(traces)
+        observed = ObservedAttempt(
+            status=child.wait(),
+            seconds=seconds,
+            hung=hung,
+            leftover_processes=leftover_processes,
+            output=output.text(),
+            segments=[read_segment(path) for path in sorted(traces.glob("*.jsonl"))],
+            observer_error=_read_observer_error(traces),
+            refused_calls=0 if refuser is None else refuser.refused_calls,
+        )
+        shutil.rmtree(traces, ignore_errors=True)
+        return observed
+
+    def _start(self, traces: Path, mark: str) -> subprocess.Popen[bytes]:
+        environment = make_environment(os.environ, traces, 0, mark, observe=True)
+        # Not for us: the command may be `holdfast run` itself, which sets it.
+        del environment[OBSERVE_VARIABLE]
+        environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observation.observer:{traces}"
+        environment["PWD"] = str(self.workplace.work)
+        environment["TMPDIR"] = str(self.workplace.temporary)
+        # A small program that dies with us and then becomes the command.
+        starter = [sys.executable, "-I", "-S", child_start.__file__, str(os.getpid())]
+        return subprocess.Popen(  # noqa: S603 - the user's own command is the point
+            [*starter, self._program, *self._command],
+            cwd=self.workplace.work,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -155,171 +225,212 @@ class Bench:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        # Through a pipe, since a limit on files is none on printing.
-        reader = threading.Thread(
-            target=_copy_output, args=(child.stdout, traces / "output.txt"), daemon=True
-        )
-        reader.start()
-        (traces / COMMAND_FILE).write_text(str(child.pid))
-        try:
-            hung = self._wait(child, traces, began, *plan.get("later", (math.inf, 0)))
-        finally:
-            seconds, left = time.monotonic() - began, _end(child, mark, tree)
-            reader.join(_KILL_SECONDS)
-            if refuser is not None:
-                refuser.close()
-        # That would be taken for the training's
-        if shutil.disk_usage(traces).free < _LEAST_FREE_BYTES:
-            fix = f"make room on the disk of {self.place.scratch}, or set TMPDIR to another."
-            raise PolicyError(
-                "there is no room left for a trial", limit="it writes there", fix=fix, rule="H730"
-            )
-        text = (traces / "output.txt").read_bytes()[-_OUTPUT_BYTES:].decode(errors="replace")
-        segments = [_read(path) for path in sorted(traces.glob("*.jsonl"))]
-        noted = [*traces.glob("failed.txt"), *traces.glob("processes/failed-*")][:1]
-        failed = "".join(each.read_text().strip().rpartition("\n")[2] for each in noted)
-        shutil.rmtree(traces, ignore_errors=True)
-        return Attempt(
-            status=child.wait(),
-            seconds=seconds,
-            hung=hung,
-            left=left,
-            output=text,
-            segments=segments,
-            failed=failed,
-            refused=0 if refuser is None else refuser.refused,
-        )
 
     def _wait(
-        self, child: subprocess.Popen[bytes], traces: Path, began: float, later: float, number: int
+        self,
+        child: subprocess.Popen[bytes],
+        traces: Path,
+        output: OutputTail,
+        injection: Injection,
     ) -> bool:
-        """Wait for the command, and send a signal so long after the fault.
+        """Wait for the command, and send it the later signal of its fault.
 
-        Return whether it hangs.
+        Returns:
+            Whether it hangs: it was still running at the deadline, or made no progress.
         """
-        size, since, met = -1, began, math.inf
+        began = time.monotonic()
+        last_progress = began
+        progress = -1
+        fault_time: float | None = None
         while True:
             with suppress(subprocess.TimeoutExpired):
-                child.wait(_LOOK_SECONDS)
+                child.wait(POLL_SECONDS)
             if child.poll() is not None:
                 return False
-            now, found = time.monotonic(), sum(each.stat().st_size for each in traces.iterdir())
-            if found != size:
-                size, since = found, now
-                met = min(met, now) if (traces / MET_FILE).exists() else met
-            if (
-                now - since > self.still_seconds
-                or now - began > self.most_seconds
-                or now > self.deadline
-            ):
+            now = time.monotonic()
+            new_progress = output.total_bytes + _total_size(traces)
+            if new_progress != progress:
+                progress = new_progress
+                last_progress = now
+                if fault_time is None and (traces / MET_FILE).exists():
+                    fault_time = now
+            if now - last_progress > self.stall_seconds or now - began > self.max_seconds:
                 return True
-            if now - met > later:  # what was asked to end is killed, what was stopped goes on
-                whom = (
-                    child.pid if number == signal.SIGKILL else int((traces / MET_FILE).read_text())
-                )
-                signal_all([whom], number)
+            if now > self.deadline:
+                return True
+            if fault_time is not None and now - fault_time > injection.later_seconds:
+                _send_later_signal(injection, child, traces)
 
 
-def take_orphans() -> None:
-    """Let orphans of a command become children of this process, which starts nothing else."""
-    become_subreaper()
-    Bench.gets_orphans = True
+class OutputTail:
+    """Reads what a command prints, in a thread, and keeps the end of it.
 
+    The output goes through a pipe and not into a file, since a fault may limit the size of files.
 
-def _copy_output(pipe: IO[bytes], path: Path) -> None:
-    """Keep the end of what is printed.
-
-    Where that cannot be written the pipe is read all the same.
-    """
-    end = b""
-    with pipe, path.open("wb", buffering=0) as file:
-        while data := pipe.read(1 << 16):
-            end = (end + data)[-_OUTPUT_BYTES:]
-            with suppress(OSError):
-                if file.tell() > _MOST_OUTPUT_BYTES:
-                    file.seek(0)
-                    file.truncate()
-                    data = end
-                file.write(data)
-
-
-def _end(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) -> int:
-    """End what is left of a command.
-
-    Return how many processes did not end with it by themselves.
+    Args:
+        pipe: The output of the command.
     """
 
-    def find() -> set[int]:
-        for each in tree.ended_orphans({child.pid}) if tree else ():
-            os.waitpid(each, os.WNOHANG)
-        return (marked_processes(mark, [child.pid]) | (tree.processes() if tree else set())) - {
-            child.pid
-        }
+    def __init__(self, pipe: IO[bytes] | None) -> None:
+        self._tail = b""
+        # Bytes that were printed so far: a sign of life.
+        self.total_bytes = 0
+        self._thread = threading.Thread(target=self._read, args=(pipe,), daemon=True)
+        self._thread.start()
 
-    until, ended = time.monotonic() + _LEFT_SECONDS, child.poll() is not None
-    while ended and find() and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)
-    left = len(find()) if ended else 0
-    signal_all([] if ended else [child.pid], signal.SIGKILL)
-    kill_all(find, _KILL_SECONDS)
-    child.wait()
-    return left
+    def _read(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            while data := pipe.read(1 << 16):
+                self._tail = (self._tail + data)[-OUTPUT_TAIL_BYTES:]
+                self.total_bytes += len(data)
 
+    def close(self) -> None:
+        """Wait until the output ends, as it does when all processes have ended."""
+        self._thread.join(KILL_SECONDS)
 
-def _read(path: Path) -> Segment:
-    lines = []
-    for text in path.read_bytes().split(b"\n")[:-1]:
-        with suppress(ValueError, TypeError):  # the training may have written there too
-            lines += [line] if "kind" in (line := json.loads(text)) else []
-    steps = [line for line in lines if line["kind"] == "step"]
-    rank, ranks = steps[0]["ranks"] if steps else (0, 1)
-    return Segment(rank=rank, ranks=ranks, steps=steps, lines=lines)
+    def text(self) -> str:
+        """Return the end of the output."""
+        return self._tail.decode(errors="replace")
 
 
-def _is_over(attempt: Attempt, steps: int) -> bool:
-    """Return whether a scheduler would not start the command again.
-
-    It ended well, and was not only asked to.
-    """
-    asked = any(line["act"] == "SIGTERM" for line in attempt.lines("fault"))
-    made = max((len(segment.steps) for segment in attempt.segments), default=0)
-    return attempt.status == 0 and not attempt.hung and not (asked and made < steps)
-
-
-def carry_out(
+def run_trial(
     bench: Bench,
-    plan: dict[str, Any] | None = None,
+    injection: Injection | None = None,
     *,
     restarts: int = 0,
-    steps: int = 0,
-    between: Callable[[Workplace, Sequence[Path]], Path | None] | None = None,
-    then: Sequence[dict[str, Any]] = (),
+    expected_steps: int = 0,
+    damage: Damage | None = None,
+    restart_injections: Sequence[Injection] = (),
 ) -> Trial:
-    """Carry out one trial from the beginning, with at most so many restarts.
+    """Run one trial in a fresh workplace.
 
-    `steps` are those of the undisturbed run; `between` is given where saves were seen after the
-    first attempt; it returns the file that it damages, or which the second does not read. `then`
-    are plans of the restarts; the last one holds for all that follow.
+    Args:
+        bench: Starts the command.
+        injection: The fault of the first attempt; None: none.
+        restarts: How often the command is started again at most.
+        expected_steps: Steps of the undisturbed run.
+        damage: Damages a file between the first two attempts, if the fault has happened.
+        restart_injections: The faults of the restarts; the last one holds for all that follow.
     """
-    bench.place.renew()
-    attempts, damaged = [bench.attempt(plan)], None
-    if between is not None and attempts[0].lines("fault"):
-        lines = [*attempts[0].lines("save"), *attempts[0].lines("moved")]
-        saved = [Path(line["path"]) for line in lines if line["path"]]
-        damaged = between(bench.place, saved)
-    plans = itertools.chain(then, itertools.repeat(then[-1] if then else {}))
-    while len(attempts) <= restarts and not _is_over(attempts[-1], steps):
-        again = next(plans)
-        attempts.append(
-            bench.attempt(
-                {**again, "path": str(damaged)} if damaged and "errno" in again else again
-            )
-        )
-        if (
-            attempts[-1].status
-            and attempts[-1].output == attempts[-2].output
-            and not attempts[-1].lines("fault")
-        ):
-            break  # the same end twice: it would go on like that
-    read = {Path(line["path"]) for attempt in attempts[1:] for line in attempt.lines("read")}
-    return Trial(attempts=attempts, files=set(bench.place.files()), damaged=damaged, read=read)
+    bench.workplace.renew()
+    attempts = [bench.attempt(injection)]
+    damaged = None
+    if damage is not None and attempts[0].events("fault"):
+        damaged = damage(bench.workplace, _saved_paths(attempts[0]))
+    injections = _repeat_last(restart_injections)
+    while len(attempts) <= restarts and not _is_complete(attempts[-1], expected_steps):
+        next_injection = next(injections)
+        if damaged is not None and next_injection.errno is not None:
+            next_injection = replace(next_injection, unreadable_file=str(damaged))
+        attempts.append(bench.attempt(next_injection))
+        if _fails_alike(attempts[-2], attempts[-1]):
+            break
+    read = {
+        Path(event.facts["path"]) for attempt in attempts[1:] for event in attempt.events("read")
+    }
+    return Trial(attempts=attempts, files=set(bench.workplace.files()), damaged=damaged, read=read)
+
+
+def adopt_orphans() -> None:
+    """Let orphaned processes of a command become children of this process, so that none is lost.
+
+    For processes that start nothing else.
+    """
+    become_subreaper()
+    Bench.adopts_orphans = True
+
+
+def end_command(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) -> int:
+    """Kill what is left of a command.
+
+    Args:
+        child: The command.
+        mark: The mark that its processes carry in their environment.
+        tree: Its processes, if this process adopts orphans.
+
+    Returns:
+        How many processes were still running some time after the command had ended; 0 if the
+        command itself had to be killed.
+    """
+
+    def find_processes() -> set[int]:
+        processes = marked_processes(mark, [child.pid])
+        if tree is not None:
+            for pid in tree.ended_orphans({child.pid}):
+                os.waitpid(pid, os.WNOHANG)
+            processes |= tree.processes()
+        return processes - {child.pid}
+
+    leftover_processes = 0
+    if child.poll() is None:
+        signal_all([child.pid], signal.SIGKILL)
+    else:
+        deadline = time.monotonic() + LEFTOVER_GRACE_SECONDS
+        while find_processes() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        leftover_processes = len(find_processes())
+    kill_all(find_processes, KILL_SECONDS)
+    child.wait()
+    return leftover_processes
+
+
+def _send_later_signal(injection: Injection, child: subprocess.Popen[bytes], traces: Path) -> None:
+    if injection.later_signal == LaterSignal.KILL_COMMAND:
+        signal_all([child.pid], signal.SIGKILL)
+    else:
+        stopped_process = int((traces / MET_FILE).read_text())
+        signal_all([stopped_process], signal.SIGCONT)
+
+
+def _total_size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _check_free_space(traces: Path) -> None:
+    """Refuse to continue on a full disk: the failure would be blamed on the training run."""
+    if shutil.disk_usage(traces).free >= MIN_FREE_BYTES:
+        return
+    raise PolicyError(
+        "no space is left for a trial",
+        limit="traces and copies are written there",
+        fix=f"free space on the disk of {traces.parent}, or set TMPDIR to another disk.",
+        rule="H730",
+    )
+
+
+def _read_observer_error(traces: Path) -> str:
+    """Return the last line of the first error of our own observer, empty if there is none."""
+    notes = [*traces.glob("failed.txt"), *traces.glob("processes/failed-*")]
+    if not notes:
+        return ""
+    return notes[0].read_text().strip().rpartition("\n")[2]
+
+
+def _saved_paths(attempt: ObservedAttempt) -> list[Path]:
+    """Return the paths of what was saved in an attempt, also after it was renamed."""
+    saved = [save.path for save in attempt.saves if save.path is not None]
+    moved = [event.facts["path"] for event in attempt.events("moved")]
+    return [Path(path) for path in (*saved, *moved)]
+
+
+def _repeat_last(injections: Sequence[Injection]) -> Iterator[Injection]:
+    last = injections[-1] if injections else Injection()
+    return itertools.chain(injections, itertools.repeat(last))
+
+
+def _is_complete(attempt: ObservedAttempt, expected_steps: int) -> bool:
+    """Return whether a scheduler would not start the command again.
+
+    A command that exits with 0 before all steps are made, after SIGTERM, wants to be started again.
+    """
+    if attempt.hung or attempt.status != 0:
+        return False
+    terminated = any(event.facts["act"] == Action.SIGTERM for event in attempt.events("fault"))
+    return not terminated or attempt.most_steps >= expected_steps
+
+
+def _fails_alike(attempt: ObservedAttempt, next_attempt: ObservedAttempt) -> bool:
+    """Return whether a restart failed in the same way, so that further ones would too."""
+    if next_attempt.status == 0 or next_attempt.events("fault"):
+        return False
+    return next_attempt.output == attempt.output

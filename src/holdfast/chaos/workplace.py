@@ -1,6 +1,6 @@
-"""A place for each trial.
+"""A place for each trial: a fresh copy of the working directory.
 
-A fresh copy of the working directory, so that nothing of the user's is ever changed.
+The command is only ever started in copies, so that nothing of the user's is changed.
 """
 
 from __future__ import annotations
@@ -15,171 +15,216 @@ from pathlib import Path
 
 from holdfast.core.errors import PolicyError
 
-MOST_BYTES = 512 << 20
-_LINKED_BYTES = 1 << 20
-_LINKED = {".git", ".hg", ".venv", "venv", "node_modules"}
-_CACHES = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
-_NOT_COPIED = _LINKED | _CACHES
+# A larger working directory is refused unless the user names what the script writes: every trial
+# copies all of it.
+MAX_COPIED_BYTES = 512 << 20
+# With named outputs, larger files and folders are linked instead of copied.
+MAX_BYTES_TO_COPY = 1 << 20
+# Folders that are large and that no script writes: they are linked, always.
+LINKED_FOLDERS = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
+# Caches are left out: each program can make them again.
+CACHE_FOLDERS = frozenset({"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
+UNCOPIED_FOLDERS = LINKED_FOLDERS | CACHE_FOLDERS
 
 
 class Workplace:
     """Copies of a working directory, one at a time, always at the same path.
 
-    With `writes`, only these paths, and files and folders of up to 1 MiB, are copied, and all else
-    is linked; without, everything is copied, up to `MOST_BYTES`.
-
-    All are made of one first copy, so that an edit meanwhile is in none of them.
+    All copies are made of one first copy, so that an edit of the original in the meantime is in
+    none of them. Without `writes`, everything is copied, up to `MAX_COPIED_BYTES`. With `writes`,
+    these paths are copied, and small files and folders, and everything else is linked.
 
     Args:
-        origin: The working directory. It is read only.
-        writes: What the training writes: paths in `origin`, or paths elsewhere that do not exist
+        origin: The working directory. It is only read.
+        writes: What the script writes: paths in `origin`, or paths elsewhere that do not exist
             yet.
 
     Raises:
-        PolicyError: H730 if there is too much to copy, or a path elsewhere is there already.
+        PolicyError: H730 if there is too much to copy, or a path elsewhere exists already.
     """
 
     def __init__(self, origin: Path, writes: Sequence[Path]) -> None:
         self.origin = origin.resolve()
-        paths = [(self.origin / each).resolve() for each in writes]
-        self._inside = [each for each in paths if each.is_relative_to(self.origin)]
-        self.elsewhere = [each for each in paths if not each.is_relative_to(self.origin)]
-        self._links = bool(paths)
-        for each in filter(Path.exists, self.elsewhere):
-            raise PolicyError(
-                f"{str(each)!r} exists",
-                rule="H730",
-                limit=(
-                    "what a training writes outside of the working directory is removed between its"
-                    " trials"
-                ),
-                fix=(
-                    "let the command write to a path that does not exist yet, or into the working"
-                    " directory."
-                ),
-            )
-        if not writes and _size(self.origin) > MOST_BYTES:
+        paths = [(self.origin / path).resolve() for path in writes]
+        self._written_inside = [path for path in paths if path.is_relative_to(self.origin)]
+        self._written_elsewhere = [path for path in paths if not path.is_relative_to(self.origin)]
+        self._links_large_files = bool(paths)
+        self._check_paths_elsewhere()
+        if not writes:
+            self._check_size()
+        self.scratch = Path(tempfile.mkdtemp(prefix="holdfast-chaos-")).resolve()
+        self.work = self.scratch / "work"
+        self.temporary = self.scratch / "tmp"
+        self.first_copy = self.scratch / "first"
+        # The script may write in these folders, or to these files.
+        self.writable_folders = (self.work, self.temporary, *self._written_elsewhere)
+        # Unix time at which the present trial began.
+        self.began = 0.0
+
+    def _check_paths_elsewhere(self) -> None:
+        for path in self._written_elsewhere:
+            if path.exists():
+                raise PolicyError(
+                    f"{str(path)!r} exists",
+                    limit="what a script writes outside of the working directory is removed"
+                    " between trials",
+                    fix="let the command write to a path that does not exist yet, or into the"
+                    " working directory.",
+                    rule="H730",
+                )
+
+    def _check_size(self) -> None:
+        if _total_size(self.origin) > MAX_COPIED_BYTES:
             raise PolicyError(
                 f"the working directory {str(self.origin)!r} holds more than"
-                f" {MOST_BYTES >> 20} MiB",
-                rule="H730",
+                f" {MAX_COPIED_BYTES >> 20} MiB",
                 limit="each trial runs in a copy of it, so that nothing of yours is changed",
-                fix=(
-                    "name what the training writes, as in `--writes runs/`: then what else is large"
-                    " is linked."
-                ),
+                fix="name what the script writes, as in `--writes runs/`; other large files are"
+                " then linked.",
+                rule="H730",
             )
-        self.scratch = Path(tempfile.mkdtemp(prefix="holdfast-chaos-")).resolve()
-        self.work, self.temporary, self.first = (
-            self.scratch / name for name in ("work", "tmp", "first")
-        )
-        self.tops = (self.work, self.temporary, *self.elsewhere)
 
     def renew(self) -> None:
-        """Make everything as it was before the first trial."""
-        self.since = time.time()
-        for path in self.tops:
+        """Restore everything as it was before the first trial."""
+        self.began = time.time()
+        for path in self.writable_folders:
             _remove(path)
         self.temporary.mkdir()
-        if not self.first.exists():
-            self._copy(self.origin, self.first)
-        shutil.copytree(self.first, self.work, symlinks=True)
-
-    def _copy(self, source: Path, target: Path) -> None:
-        target.mkdir()
-        for entry in os.scandir(source):
-            path = Path(entry.path)
-            written = any(path.is_relative_to(each) for each in self._inside)
-            above = any(each.is_relative_to(path) for each in self._inside)
-            if entry.name in _CACHES or path == self.scratch:
-                continue
-            if entry.is_symlink():
-                self._link(path, target / entry.name)
-            elif (
-                entry.is_dir(follow_symlinks=False)
-                and entry.name not in _LINKED
-                and (written or above or not self._links or _size(path) <= _LINKED_BYTES)
-            ):
-                self._copy(path, target / entry.name)
-            elif entry.is_file(follow_symlinks=False) and (
-                written or not self._links or entry.stat().st_size <= _LINKED_BYTES
-            ):
-                shutil.copy2(path, target / entry.name)
-            elif entry.is_dir() or entry.is_file():
-                (target / entry.name).symlink_to(path.resolve())
-
-    def _link(self, path: Path, target: Path) -> None:
-        """Make a link as it was.
-
-        One within the directory leads to the copy, any other still to its place.
-        """
-        place = Path(os.path.realpath(path))
-        if place.is_relative_to(self.origin) and not _NOT_COPIED.intersection(
-            place.relative_to(self.origin).parts
-        ):
-            place = self.work / place.relative_to(self.origin)
-        target.symlink_to(place)
+        if not self.first_copy.exists():
+            self._copy_folder(self.origin, self.first_copy)
+        shutil.copytree(self.first_copy, self.work, symlinks=True)
 
     def word(self, word: str) -> str:
-        """Return a word of the command.
+        """Return a word of the command as it is to be used in the copy.
 
-        What it names in the directory by its whole path is in the copy.
+        An absolute path into the working directory becomes the path in the copy.
         """
-        place = Path(os.path.realpath(Path(word).parent), Path(word).name)
-        if not Path(word).is_absolute() or not place.is_relative_to(self.origin):
+        path = Path(word)
+        if not path.is_absolute():
             return word
-        within = place.relative_to(self.origin)
-        return str(self.work / within) if _NOT_COPIED.isdisjoint(within.parts) else word
+        # The last part may be a link, which is copied as a link.
+        real_path = Path(os.path.realpath(path.parent), path.name)
+        if not real_path.is_relative_to(self.origin):
+            return word
+        relative_path = real_path.relative_to(self.origin)
+        if UNCOPIED_FOLDERS.intersection(relative_path.parts):
+            return word
+        return str(self.work / relative_path)
 
-    def files(self) -> dict[Path, tuple[int, int]]:
-        """Return size and time of change (ns) of each file that may have been written, temporary
-        ones too.
-        """
-        found = {}
-        for path in (path for top in self.tops for path in _files(top)):
-            with suppress(OSError):
-                found[path] = (path.lstat().st_size, path.lstat().st_mtime_ns)
-        return found
+    def original(self, path: Path) -> Path | None:
+        """Return what a file in the copy was copied from, None if it is new."""
+        if not path.is_relative_to(self.work):
+            return None
+        original = self.first_copy / path.relative_to(self.work)
+        return original if original.exists() else None
+
+    def files(self) -> dict[Path, os.stat_result]:
+        """Return the status of each file that the script may have written, temporary or not."""
+        files = {}
+        for top in self.writable_folders:
+            for path in _files_below(top):
+                # A process that was left behind may remove a file meanwhile.
+                with suppress(OSError):
+                    files[path] = path.lstat()
+        return files
 
     def close(self) -> None:
         """Remove every copy."""
-        for path in (self.scratch, *self.elsewhere):
+        for path in (self.scratch, *self._written_elsewhere):
             _remove(path)
 
+    def _copy_folder(self, source: Path, target: Path) -> None:
+        target.mkdir()
+        for entry in os.scandir(source):
+            path = Path(entry.path)
+            if entry.name in CACHE_FOLDERS or path == self.scratch:
+                continue
+            target_path = target / entry.name
+            if entry.is_symlink():
+                self._copy_link(path, target_path)
+            elif not entry.is_dir() and not entry.is_file():
+                # A socket, a pipe or a device cannot be copied.
+                continue
+            elif not self._is_copied(entry):
+                target_path.symlink_to(path.resolve())
+            elif entry.is_dir():
+                self._copy_folder(path, target_path)
+            else:
+                shutil.copy2(path, target_path)
 
-def _files(top: Path) -> Iterator[Path]:
+    def _is_copied(self, entry: os.DirEntry[str]) -> bool:
+        """Return whether a file or folder is copied, not linked."""
+        path = Path(entry.path)
+        if entry.is_dir() and entry.name in LINKED_FOLDERS:
+            return False
+        if not self._links_large_files:
+            return True
+        if any(path.is_relative_to(written) for written in self._written_inside):
+            return True
+        if entry.is_file():
+            return entry.stat().st_size <= MAX_BYTES_TO_COPY
+        holds_written = any(written.is_relative_to(path) for written in self._written_inside)
+        return holds_written or _total_size(path) <= MAX_BYTES_TO_COPY
+
+    def _copy_link(self, path: Path, target: Path) -> None:
+        """Copy a link: one within the directory leads into the copy, any other where it did."""
+        destination = Path(os.path.realpath(path))
+        if destination.is_relative_to(self.origin):
+            relative_path = destination.relative_to(self.origin)
+            if not UNCOPIED_FOLDERS.intersection(relative_path.parts):
+                destination = self.work / relative_path
+        target.symlink_to(destination)
+
+
+def _files_below(top: Path) -> Iterator[Path]:
+    """Return all files in a folder, or the path itself if it is a file; links are left out."""
     if top.is_file():
         yield top
-    for folder, folders, names in os.walk(top):
-        folders[:] = [each for each in folders if each not in _NOT_COPIED]
-        yield from (path for name in names if not (path := Path(folder) / name).is_symlink())
+    for folder, subfolders, names in os.walk(top):
+        subfolders[:] = [name for name in subfolders if name not in UNCOPIED_FOLDERS]
+        for name in names:
+            path = Path(folder) / name
+            if not path.is_symlink():
+                yield path
 
 
-def _size(top: Path) -> int:
-    return sum(path.lstat().st_size for path in _files(top))
+def _total_size(top: Path) -> int:
+    return sum(path.lstat().st_size for path in _files_below(top))
 
 
 def _remove(path: Path) -> None:
-    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-        if (mounted := Path(line.split()[4])).is_relative_to(path):
-            raise PolicyError(
-                f"the command has mounted something on {mounted}, and left it so",
-                rule="H730",
-                limit=(
-                    "what it writes is removed between its trials, and what is mounted there might"
-                    " be yours"
-                ),
-                fix=(
-                    f"unmount it, remove {path}, and let the command unmount what it mounts, or"
-                    " mount nothing."
-                ),
-            )
+    """Remove a file or folder, if nothing is mounted in it.
+
+    Raises:
+        PolicyError: H730 if something is.
+    """
+    _check_not_mounted(path)
     if path.is_dir() and not path.is_symlink():
-        for folder, folders, _ in os.walk(path):
-            for each in (Path(folder) / name for name in folders):
-                if not each.is_symlink():
-                    with suppress(OSError):
-                        each.chmod(0o700)  # or one that may not be entered would stay
+        _make_folders_accessible(path)
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def _check_not_mounted(path: Path) -> None:
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        mount_point = Path(line.split()[4])
+        if mount_point.is_relative_to(path):
+            raise PolicyError(
+                f"the command has mounted something on {mount_point} and left it mounted",
+                limit="what it writes is removed between trials, and what is mounted there might"
+                " be yours",
+                fix=f"unmount it, remove {path}, and let the command unmount what it mounts, or"
+                " mount nothing.",
+                rule="H730",
+            )
+
+
+def _make_folders_accessible(top: Path) -> None:
+    """Let every folder be entered and changed, so that it can be removed."""
+    for folder, subfolders, _ in os.walk(top):
+        for name in subfolders:
+            path = Path(folder) / name
+            if not path.is_symlink():
+                with suppress(OSError):
+                    path.chmod(0o700)

@@ -1,4 +1,4 @@
-"""`holdfast chaos -- COMMAND`: does this training survive, and is it still the same training?"""
+"""`holdfast chaos -- COMMAND`: does this training run survive, and is it still the same run?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,15 +16,22 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.chaos.campaign import Campaign
+from holdfast.chaos.fault_plans import KINDS
 from holdfast.chaos.page import render
-from holdfast.chaos.trials import take_orphans
-from holdfast.chaos.trying import KINDS, Campaign, Report, Row
+from holdfast.chaos.results import CampaignReport, FaultResult, TrialResult
+from holdfast.chaos.trials import adopt_orphans
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.secrets import without_secrets
 from holdfast.core.text import sanitise
 
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+SECONDS_PER_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600}
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Exit code of a process that a signal has ended, without the number of the signal.
+SIGNAL_EXIT_CODE = 128
+# Files left behind that are shown per fault.
+MAX_SHOWN_FILES = 3
 
 
 def run(
@@ -34,182 +42,234 @@ def run(
         list[Path] | None,
         typer.Option(
             help=(
-                "What the training writes, where the working directory is too large to be copied;"
-                " may be "
-                "repeated."
+                "What the script writes, if the working directory is too large to be copied. May"
+                " be repeated."
             )
         ),
     ] = None,
     only: Annotated[
-        str, typer.Option(metavar="KINDS", help=f"Kinds of faults, of {','.join(KINDS)}.")
+        str,
+        typer.Option(metavar="KINDS", help=f"Kinds of faults to try, of {','.join(KINDS)}."),
     ] = "",
     seed: Annotated[int, typer.Option(help="Decides the steps and bits of the faults.")] = 0,
     budget: Annotated[
-        str, typer.Option(help="After which all of it ends, such as 90s, 10m, 2h.")
+        str, typer.Option(help="Time limit for the whole campaign, such as 90s, 10m or 2h.")
     ] = "10m",
     restarts: Annotated[
-        int, typer.Option(min=1, help="How often the command is started again, per fault.")
+        int,
+        typer.Option(min=1, help="How often the command is restarted at most, per fault."),
     ] = 3,
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write a page for people there.")
+        Path | None, typer.Option(metavar="FILE.html", help="Write the results as an HTML page.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Disturb a training, start it again, and say whether it is still the same training.
+    """Disturb a training run, restart it, and check that it is still the same run.
 
     The command runs twice undisturbed, then once for each fault, in copies of the working
-    directory; nothing in it is
-    changed. Exit code: 0 if it survives all and comes out the same, 1 if not, 2 if it cannot be put
-        to the test.
+    directory; nothing in the directory itself is changed. Exit code: 0 if the run survives
+    every fault and is the same afterwards, 1 if not, 2 if it cannot be put to the test.
     """
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    met: list[int] = []
-
-    def interrupt(number: int, _: object) -> None:
-        met.append(number)
-        for each in ends:  # once: the processes are ended and the copies removed
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {
-        each: signal.signal(each, interrupt)
-        for each in ends
-        if signal.getsignal(each) != signal.SIG_IGN
-    }
+    received: list[int] = []
+    handlers = _raise_keyboard_interrupt(received)
     with failing_clearly(as_json=as_json):
-        if page is not None:  # or all of it would have been for nothing
-            if page.exists() and not page.is_file():
-                limit, fix = "the page is a file", "name a file that does not exist yet."
-                raise PolicyError(
-                    f"--page {str(page)!r} is no regular file", limit=limit, fix=fix, rule="H704"
-                )
-            page.open("a").close()
-            if not page.stat().st_size:
-                page.unlink()
-        take_orphans()
+        if page is not None:
+            _check_page(page)
+        adopt_orphans()
         try:
             report = Campaign(
                 command,
                 origin=Path.cwd(),
                 writes=writes or (),
-                only=_kinds(only),
+                only=_parse_kinds(only),
                 seed=seed,
-                budget_seconds=_seconds(budget),
+                budget_seconds=_parse_seconds(budget),
                 restarts=restarts,
                 say=_say,
             ).run()
         except KeyboardInterrupt:
             _say("interrupted before anything was tried")
-            raise typer.Exit(128 + met[0]) from None
-    for each, handler in before.items():
-        signal.signal(each, handler)
+            raise typer.Exit(SIGNAL_EXIT_CODE + received[0]) from None
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     if as_json:
         print_json(as_values(report))
     else:
-        _print(report)
+        _print_report(report)
     if page is not None:
-        with failing_clearly(as_json=False):  # stdout has its JSON
-            html = render(report, shlex.join(without_secrets(report.command)), _verdict(report))
-            page.write_text(html, encoding="utf-8")
-    if met:
-        raise typer.Exit(128 + met[0])
+        _write_page(page, report)
+    if received:
+        raise typer.Exit(SIGNAL_EXIT_CODE + received[0])
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)
 
 
-def _kinds(only: str) -> list[str]:
-    found = [each.strip() for each in only.split(",") if each.strip()]
-    for each in found:
-        if each not in KINDS:
+def _raise_keyboard_interrupt(received: list[int]) -> dict[int, Any]:
+    """Let the first signal that asks this process to end raise KeyboardInterrupt.
+
+    Further ones are ignored, since processes are being ended and copies removed.
+
+    Args:
+        received: The signal is added to it.
+
+    Returns:
+        The previous handlers, by signal. An ignored signal, as under nohup, stays ignored.
+    """
+
+    def interrupt(number: int, _frame: object) -> None:
+        received.append(number)
+        for other in INTERRUPTS:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    return {
+        number: signal.signal(number, interrupt)
+        for number in INTERRUPTS
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+
+
+def _check_page(page: Path) -> None:
+    """Raise an error now if the page cannot be written at the end of the campaign."""
+    if page.exists() and not page.is_file():
+        raise PolicyError(
+            f"--page {str(page)!r} is not a regular file",
+            limit="the page is written to a file",
+            fix="name a file that does not exist yet.",
+            rule="H704",
+        )
+    page.open("a").close()
+    if page.stat().st_size == 0:
+        page.unlink()
+
+
+def _write_page(page: Path, report: CampaignReport) -> None:
+    # Not as JSON: stdout holds a complete document already.
+    with failing_clearly(as_json=False):
+        command = shlex.join(without_secrets(report.command))
+        page.write_text(render(report, command, verdict(report)), encoding="utf-8")
+
+
+def _parse_kinds(only: str) -> list[str]:
+    kinds = [kind.strip() for kind in only.split(",") if kind.strip()]
+    for kind in kinds:
+        if kind not in KINDS:
             raise PolicyError(
-                f"there is no kind of faults {each!r}",
+                f"{kind!r} is not a kind of fault",
                 limit=f"the kinds are {', '.join(KINDS)}",
-                fix=did_you_mean(each, KINDS, otherwise="take one of these."),
+                fix=did_you_mean(kind, KINDS, otherwise="use one of these."),
                 rule="H729",
             )
-    return found
+    return kinds
 
 
-def _seconds(budget: str) -> float:
+def _parse_seconds(budget: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", budget.strip())
     if match is None or float(match[1]) == 0:
-        limit = "it is a number with s, m or h"
         raise PolicyError(
-            f"--budget {budget!r} is no time", limit=limit, fix="write 10m.", rule="H729"
+            f"--budget {budget!r} is not a duration",
+            limit="a duration is a number followed by s, m or h",
+            fix="write 10m, for example.",
+            rule="H729",
         )
-    return float(match[1]) * _UNITS[match[2]]
+    return float(match[1]) * SECONDS_PER_UNIT[match[2]]
 
 
 def _say(line: str) -> None:
     print(f"chaos: {line}", file=sys.stderr, flush=True)
 
 
-def as_values(report: Report) -> dict[str, Any]:
-    """Return a report as JSON values."""
+def as_values(report: CampaignReport) -> dict[str, Any]:
+    """Return a report as values for JSON, without secrets in the command."""
     return {
         **asdict(report),
         "command": without_secrets(report.command),
         "passed": report.passed,
-        "verdict": _verdict(report),
+        "verdict": verdict(report),
     }
 
 
-def _verdict(report: Report) -> str:
+# --- the verdict --------------------------------------------------------------------------------
+
+
+def verdict(report: CampaignReport) -> str:
+    """Return what a campaign has found in one sentence, without its full stop."""
+    sentence = _describe_tried(report)
+    for result in (TrialResult.DID_NOT_OCCUR, TrialResult.NOT_TRIED):
+        reasons = [row.detail for row in report.rows if row.result == result]
+        if reasons:
+            sentence += f"; {len(reasons)} {result}: {reasons[0]}"
+    return sentence
+
+
+def _describe_tried(report: CampaignReport) -> str:
+    """Return what became of the training run after those faults that happened."""
     tried = [row for row in report.rows if row.tried]
-    passed, survives = (
-        sum(each) for each in ([row.passed for row in tried], [not row.lost for row in tried])
-    )
-    older = sum(row.result == "work is lost" for row in tried)
-    found = (
-        f"it survives {survives} of {len(tried)} faults, and is the same training after"
-        f" {passed + older} of them"
-    )
-    found += f", but begins anew what was saved after {older}" if older else ""
     if not tried:
-        found = "nothing could be tried"
-    elif report.unsteady is not None:
-        found = (
-            f"it survives {survives} of {len(tried)} faults. Whether it is the same training cannot"
-            " be said: two "
+        return "Nothing could be tried"
+    survived = f"It survives {_count(tried, lambda row: not row.lost)} of {len(tried)} faults"
+    if report.unsteady is not None:
+        return (
+            f"{survived}. Whether it is still the same run cannot be determined: two"
+            f" undisturbed runs differ already, first in {report.unsteady}"
         )
-        found += f"undisturbed runs differ already, first in {report.unsteady}"
-    elif passed == len(tried):
-        but = any(row.result == "survives" for row in tried)
-        found = f"it survives {passed} of {passed} faults, and is the same training after each"
-        found += ", bit for bit, but for the NaN in its data" if but else ", bit for bit"
-    for result in ("did not occur", "not tried"):
-        if missing := [row.detail for row in report.rows if row.result == result]:
-            found += f"; {len(missing)} {result}: {missing[0]}"
-    return f"{found[:1].upper()}{found[1:]}"
+    passed = _count(tried, lambda row: row.passed)
+    if passed == len(tried):
+        return f"{survived} and is the same run after each{_describe_exactness(tried)}"
+    repeating = _count(tried, lambda row: row.result == TrialResult.WORK_LOST)
+    sentence = f"{survived} and is the same run after {passed + repeating} of them"
+    if repeating:
+        sentence += f", but repeats work that was already saved after {repeating}"
+    return sentence
 
 
-def _print(report: Report) -> None:
+def _describe_exactness(tried: list[FaultResult]) -> str:
+    if any(row.result == TrialResult.SURVIVES for row in tried):
+        return ", bit for bit, apart from the NaN in its data"
+    return ", bit for bit"
+
+
+def _count(rows: list[FaultResult], condition: Callable[[FaultResult], bool]) -> int:
+    return sum(1 for row in rows if condition(row))
+
+
+# --- the terminal -------------------------------------------------------------------------------
+
+
+def _print_report(report: CampaignReport) -> None:
     table = Table("fault", "result", "what happened", "starts", "lost", "left behind", box=SIMPLE)
     for row in report.rows:
-        left = [f"processes: {row.left_processes}"] if row.left_processes else []
-        left += [sanitise(each) for each in row.left_files[:3]]
+        # A fault that was not tried has no starts and no time.
+        starts = str(row.attempts) if row.attempts else ""
+        lost = f"{row.seconds_lost:.1f} s" if row.attempts else ""
+        left_behind = _plain(_describe_left_behind(row))
         table.add_row(
-            row.fault,
-            _coloured(row),
-            _plain(row.detail),
-            str(row.attempts or ""),
-            f"{row.seconds_lost:.1f} s" if row.attempts else "",
-            _plain(", ".join(left)),
+            row.fault, _coloured_result(row), _plain(row.detail), starts, lost, left_behind
         )
     out = console()
     out.print(table)
-    out.print("Does it survive, and is it still the same training?", style="bold")
-    out.print(_plain(f"{_verdict(report)}."))
+    out.print("Does it survive, and is it still the same run?", style="bold")
+    out.print(_plain(f"{verdict(report)}."))
     for remark in report.remarks:
         out.print(_plain(f"Note: {remark}."))
-    out.print(f"{report.seconds:.0f} s; repeat it with --seed {report.seed}", style="dim")
+    out.print(f"{report.seconds:.0f} s; repeat with --seed {report.seed}", style="dim")
 
 
-def _coloured(row: Row) -> str:
+def _describe_left_behind(row: FaultResult) -> str:
+    left_behind = row.left_files[:MAX_SHOWN_FILES]
+    if row.left_processes:
+        left_behind = [f"processes: {row.left_processes}", *left_behind]
+    return ", ".join(left_behind)
+
+
+def _coloured_result(row: FaultResult) -> str:
     if not row.tried:
         return f"[dim]{row.result}[/]"
-    return f"[green]{row.result}[/]" if row.passed else f"[red]{row.result.upper()}[/]"
+    if row.passed:
+        return f"[green]{row.result}[/]"
+    return f"[red]{row.result.upper()}[/]"
 
 
 def _plain(text: str) -> Text:
-    return Text(sanitise(text))  # no markup
+    """Return text that may come from the script, without markup or control characters."""
+    return Text(sanitise(text))

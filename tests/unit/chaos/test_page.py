@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from holdfast.chaos.page import render
-from holdfast.chaos.trying import Report, Row
+from holdfast.chaos.results import CampaignReport, FaultResult
 
 _EVIL = "<script>alert(1)</script>\x1b[2J"
 
@@ -20,17 +20,19 @@ def test_the_page_says_what_was_found_and_runs_nothing():
     """
     losses = {"losses": [4.0, None, 2.0]}
     rows = [
-        Row(kind="kill", fault="SIGKILL in step 2", result="exact", attempts=2, comparison=losses),
-        Row(
+        FaultResult(
+            kind="kill", fault="SIGKILL in step 2", result="exact", attempts=2, comparison=losses
+        ),
+        FaultResult(
             kind="term",
             fault="SIGTERM in step 3",
             result="another training",
             detail=f"step 3: {_EVIL}",
             attempts=2,
         ),
-        Row(kind="nan", fault="a NaN", left_files=[_EVIL]),
+        FaultResult(kind="nan", fault="a NaN", left_files=[_EVIL]),
     ]
-    report = Report(
+    report = CampaignReport(
         command=["python"],
         seed=7,
         steps=3,

@@ -92,7 +92,7 @@ def test_what_cannot_be_copied_or_removed_is_refused(origin, opened, tmp_path, m
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(PolicyError, match="exists"):
         opened(origin, [tmp_path / "elsewhere"])
-    monkeypatch.setattr(workplace, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(workplace, "MAX_COPIED_BYTES", 1 << 20)
     with pytest.raises(PolicyError, match="more than 1 MiB"):
         opened(origin, ())
     assert (tmp_path / "elsewhere").exists()

@@ -1,0 +1,441 @@
+"""The campaign: two undisturbed runs of a command, then one trial for each fault.
+
+`Campaign` is behind ``holdfast chaos``; `check_survives` does the same in a test of your own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.chaos.checkpoint_damage import damage_newest_checkpoint, name_without_numbers
+from holdfast.chaos.command_check import check_command
+from holdfast.chaos.comparison.differences import Difference
+from holdfast.chaos.comparison.reference import Reference
+from holdfast.chaos.comparison.timeline import TrialComparison, compare, compare_undisturbed, losses
+from holdfast.chaos.fault_plans import Fault, FaultDraw
+from holdfast.chaos.injection.plan import Injection
+from holdfast.chaos.judgement import TrialCase, judge
+from holdfast.chaos.results import CampaignReport, FaultResult, TrialResult
+from holdfast.chaos.trials import Bench, ObservedAttempt, Trial, run_trial
+from holdfast.chaos.workplace import Workplace
+from holdfast.core.version import __version__
+from holdfast.supervise.launch.commands import find_program
+
+# An attempt hangs if it makes no progress for this long, or for `STALL_FACTOR` times the longest
+# pause of the undisturbed run if that is longer: restarts load checkpoints and compile again.
+MIN_STALL_SECONDS = 20.0
+STALL_FACTOR = 5.0
+# An attempt may take this long, or `DURATION_FACTOR` times the undisturbed run if that is longer.
+MIN_DURATION_SECONDS = 60.0
+DURATION_FACTOR = 8.0
+# Signals that end a campaign early.
+INTERRUPTS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+# Files that are named in a result as what a restart reads instead.
+MAX_NAMED_FILES = 3
+
+NO_SAVE_REMARK = (
+    "no checkpoint was written by torch.save, safetensors or torch.distributed.checkpoint, so the"
+    " training starts from the beginning after each fault, and faults of saves and checkpoints were"
+    " not tried"
+)
+NO_CHANGE_REMARK = "no step changed a weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The undisturbed runs.
+
+    Args:
+        first: The first one, with which all trials are compared.
+        references: The same by rank. A reference is replaced when a random state turns out not to
+            matter.
+        unsteady: The first difference between the two runs, if there is one.
+        seconds: Times of both.
+    """
+
+    first: Trial
+    references: dict[int, Reference]
+    unsteady: Difference | None
+    seconds: list[float]
+
+    @property
+    def reference(self) -> Reference:
+        """Return the reference of the first rank."""
+        return self.references[min(self.references)]
+
+
+class Campaign:
+    """Puts a command to the test.
+
+    Args:
+        command: The command.
+        origin: The working directory in which it is started; it is copied, not changed.
+        writes: What the command writes; none: all of `origin` is copied.
+        only: Kinds of faults to try, of `fault_plans.KINDS`; none: all.
+        seed: Decides the steps and bits of the faults.
+        budget_seconds: Time after which the campaign ends.
+        restarts: How often the command is started again in one trial at most.
+        say: Called with a line of progress for each fault.
+
+    Raises:
+        PolicyError: H729 for a command that cannot be put to the test, H730 as `Workplace`.
+    """
+
+    def __init__(  # noqa: PLR0913 - a public face with the options of the command
+        self,
+        command: Sequence[str],
+        *,
+        origin: Path,
+        writes: Sequence[Path] = (),
+        only: Sequence[str] = (),
+        seed: int = 0,
+        budget_seconds: float = 600.0,
+        restarts: int = 3,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._began = time.monotonic()
+        self._command = list(command)
+        self._only = only
+        self._seed = seed
+        self._restarts = restarts
+        self._say = say
+        self._chance = random.Random(seed)  # noqa: S311 - chance, not secrets
+        program = find_program(self._command)
+        self._workplace = Workplace(origin, writes)
+        self._bench = Bench(program, self._command, self._workplace, self._began + budget_seconds)
+        self._seconds_of_runs = 0.0
+        # Names, without numbers, of files that restarts were seen to read.
+        self._read_names: set[str] = set()
+        # Random states of which it was tried whether they matter.
+        self._tried_random_states: set[str] = set()
+
+    def run(self) -> CampaignReport:
+        """Run the whole campaign.
+
+        An interrupt ends it early, and the report holds what was found by then.
+        """
+        try:
+            return self._report(self._run_undisturbed())
+        finally:
+            with interrupts_ignored():
+                self._workplace.close()
+
+    # --- undisturbed runs -----------------------------------------------------------------------
+
+    def _run_undisturbed(self) -> Baseline:
+        first = self._run_checked()
+        second = self._run_checked()
+        second_segments = second.segments_by_rank()
+        references = {}
+        unsteady = None
+        for rank, segments in sorted(first.segments_by_rank().items()):
+            reference, difference = compare_undisturbed(segments, second_segments.get(rank, []))
+            references[rank] = reference
+            unsteady = unsteady or difference
+        stall_seconds = STALL_FACTOR * longest_pause_seconds(first.last)
+        self._bench.stall_seconds = max(MIN_STALL_SECONDS, stall_seconds)
+        duration_seconds = DURATION_FACTOR * first.last.seconds
+        self._bench.max_seconds = max(MIN_DURATION_SECONDS, duration_seconds)
+        return Baseline(
+            first=first,
+            references=references,
+            unsteady=unsteady,
+            seconds=[first.last.seconds, second.last.seconds],
+        )
+
+    def _run_checked(self) -> Trial:
+        trial = run_trial(self._bench)
+        self._seconds_of_runs += trial.seconds
+        check_command(trial.last, self._workplace, out_of_time=self._is_out_of_time())
+        return trial
+
+    # --- faults ---------------------------------------------------------------------------------
+
+    def _report(self, baseline: Baseline) -> CampaignReport:
+        """Try all faults and return the report."""
+        reference = baseline.reference
+        report = CampaignReport(
+            command=self._command,
+            seed=self._seed,
+            unsteady=baseline.unsteady,
+            steps=len(reference.steps),
+            undisturbed_seconds=baseline.seconds,
+            remarks=_remarks(baseline),
+            losses=losses(reference.steps),
+            versions=_versions(reference),
+        )
+        faults = FaultDraw(reference, self._chance).draw()
+        if self._only:
+            faults = [fault for fault in faults if fault.kind in self._only]
+        faults = first_of_each_kind_first(faults)
+        estimate = _estimate(faults, baseline.first.last.seconds)
+        self._say(f"one start takes {baseline.first.last.seconds:.0f} s; {estimate}")
+        report.rows = [FaultResult(kind=fault.kind, fault=fault.description) for fault in faults]
+        self._try_faults(faults, baseline, report)
+        report.remarks += _observer_remarks(baseline, report)
+        if any(row.detail == "no time" for row in report.rows):
+            report.remarks.append(f"{estimate}: give a larger --budget")
+        report.seconds = time.monotonic() - self._began
+        report.seconds_of_runs = self._seconds_of_runs
+        return report
+
+    def _try_faults(
+        self, faults: Sequence[Fault], baseline: Baseline, report: CampaignReport
+    ) -> None:
+        """Try the faults in order and replace their rows in the report."""
+        try:
+            for index, fault in enumerate(faults):
+                report.rows[index] = self._try_fault(fault, baseline)
+                self._say(f"{fault.description}: {report.rows[index].result}")
+        except KeyboardInterrupt:
+            report.interrupted = True
+            for row in report.rows:
+                if row.result == TrialResult.NOT_TRIED:
+                    row.detail = "interrupted"
+
+    def _try_fault(self, fault: Fault, baseline: Baseline) -> FaultResult:
+        result = FaultResult(kind=fault.kind, fault=fault.description)
+        if self._is_out_of_time():
+            return result
+        needed_restarts = len(fault.restart_injections)
+        if needed_restarts > self._restarts:
+            result.result = TrialResult.DID_NOT_OCCUR
+            result.detail = f"it needs --restarts {needed_restarts}"
+            return result
+        trial = self._run_trial(fault, baseline)
+        if self._damaged_unread_file(trial):
+            # Now it is known what restarts read.
+            trial = self._run_trial(fault, baseline)
+        errors = [attempt.observer_error for attempt in trial.attempts if attempt.observer_error]
+        result.failed = "".join(errors[:1])
+        result.seconds = trial.seconds
+        if trial.last.hung and self._is_out_of_time():
+            return result
+        result.seconds_lost = max(0.0, trial.seconds - baseline.first.last.seconds)
+        result.attempts = len(trial.attempts)
+        result.left_processes = sum(attempt.leftover_processes for attempt in trial.attempts)
+        result.left_files = self._files_left_behind(trial, baseline.first)
+        comparison = self._compare(trial, baseline)
+        result.comparison = asdict(comparison)
+        self._judge(result, fault, trial, comparison, baseline)
+        return result
+
+    def _run_trial(self, fault: Fault, baseline: Baseline) -> Trial:
+        damage = None
+        if fault.damage is not None:
+            damage = partial(
+                damage_newest_checkpoint,
+                action=fault.damage,
+                chance=self._chance,
+                read_names=self._read_names,
+            )
+        trial = run_trial(
+            self._bench,
+            fault.injection,
+            restarts=self._restarts,
+            expected_steps=baseline.first.last.most_steps,
+            damage=damage,
+            restart_injections=fault.restart_injections,
+        )
+        self._seconds_of_runs += trial.seconds
+        self._read_names |= {name_without_numbers(path) for path in trial.read}
+        return trial
+
+    def _damaged_unread_file(self, trial: Trial) -> bool:
+        """Return whether no restart reads a file with a name like that of the damaged one.
+
+        It cannot be said of safetensors, which are read without Python noticing, nor before any
+        restart was seen to read.
+        """
+        if trial.damaged is None or trial.damaged.suffix == ".safetensors":
+            return False
+        if not self._read_names:
+            return False
+        return name_without_numbers(trial.damaged) not in self._read_names
+
+    def _compare(self, trial: Trial, baseline: Baseline) -> TrialComparison:
+        """Compare a trial with the undisturbed run.
+
+        If a random state is to blame, find out first whether it matters at all.
+        """
+        comparison = compare(baseline.references, trial)
+        if baseline.unsteady is not None:
+            return comparison
+        while True:
+            blamed = {name for difference in comparison.differences for name in difference.states}
+            untried = blamed - self._tried_random_states
+            if not untried:
+                return comparison
+            self._try_random_states(untried, baseline)
+            comparison = compare(baseline.references, trial)
+
+    def _try_random_states(self, names: set[str], baseline: Baseline) -> None:
+        """Run once for each random state, with this state set to another one.
+
+        If nothing else differs then, nothing is made of its numbers, and it is not compared any
+        more.
+        """
+        for name in sorted(names):
+            trial = run_trial(self._bench, Injection(reseeded=name))
+            self._seconds_of_runs += trial.seconds
+            references = {
+                rank: reference.without(name) for rank, reference in baseline.references.items()
+            }
+            has_ended_well = trial.last.status == 0 and not trial.last.hung
+            if has_ended_well and not compare(references, trial).differences:
+                baseline.references.update(references)
+        self._tried_random_states |= names
+
+    def _judge(
+        self,
+        result: FaultResult,
+        fault: Fault,
+        trial: Trial,
+        comparison: TrialComparison,
+        baseline: Baseline,
+    ) -> None:
+        """Fill in what became of the training run."""
+        is_steady = baseline.unsteady is None
+        case = TrialCase(fault=fault, trial=trial, comparison=comparison, is_steady=is_steady)
+        judgement = judge(case)
+        result.result = judgement.result
+        result.detail = judgement.detail
+        if result.passed and self._damaged_unread_file(trial):
+            names = sorted({path.name for path in trial.read})
+            result.result = TrialResult.DID_NOT_OCCUR
+            result.detail = (
+                f"no restart reads such a file, but {', '.join(names[:MAX_NAMED_FILES])}"
+            )
+        if trial.damaged is not None:
+            name = trial.damaged.name
+            is_read_fault = fault.kind == "io"
+            how = f"a read of {name} failed" if is_read_fault else f"{name} was damaged"
+            result.detail += f" ({how})"
+
+    def _files_left_behind(self, trial: Trial, first: Trial) -> list[str]:
+        """Return names of files that the undisturbed run does not leave, apart from numbers."""
+        names = {name_without_numbers(name): name for name in self._names(trial.files)}
+        usual_names = {name_without_numbers(name) for name in self._names(first.files)}
+        return sorted(name for key, name in names.items() if key not in usual_names)
+
+    def _names(self, files: set[Path]) -> Iterator[str]:
+        """Return names of files in the workplace, with "*" for random parts of temporary names."""
+        for file in files:
+            name = str(file).removeprefix(f"{self._workplace.scratch}/").removeprefix("work/")
+            yield re.sub(r"(tmp|pymp-|listener-)[a-z0-9_]{8}", r"\1*", name)
+
+    def _is_out_of_time(self) -> bool:
+        return time.monotonic() > self._bench.deadline
+
+
+def check_survives(
+    command: Sequence[str], *, cwd: Path | None = None, **options: Any
+) -> CampaignReport:
+    """Check that a training run survives faults and is still the same run after each of them.
+
+    For tests of your own.
+
+    Args:
+        command: What trains, such as ``[sys.executable, "path/to/file.py"]``.
+        cwd: The working directory in which it is started; None: the current one. It is copied, and
+            nothing in it is changed.
+        options: ``writes``, ``only``, ``seed``, ``budget_seconds`` and ``restarts`` of `Campaign`.
+
+    Returns:
+        What was found.
+
+    Raises:
+        AssertionError: If it is not the same run after every fault; the message names each
+            such fault and the first step that differs.
+        PolicyError: H729 or H730 if it cannot be put to the test.
+    """
+    origin = Path.cwd() if cwd is None else cwd
+    report = Campaign(command, origin=origin, **options).run()
+    if report.passed:
+        return report
+    failures = [
+        f"{row.fault}: {row.result}: {row.detail}"
+        for row in report.rows
+        if row.tried and not row.passed
+    ]
+    raise AssertionError("\n".join(failures) or "no fault could be tried")
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Ignore the signals that end a campaign for the duration of the context."""
+    handlers = {}
+    # Only the main thread can set handlers.
+    with suppress(ValueError):
+        for number in INTERRUPTS:
+            handlers[number] = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def longest_pause_seconds(attempt: ObservedAttempt) -> float:
+    """Return the longest time without a record in an attempt.
+
+    The time before the first record and that after the last one, in which the program starts and
+    ends, are counted together.
+    """
+    times = sorted(record.seconds for segment in attempt.segments for record in segment.records)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    start_and_end = attempt.seconds - (times[-1] - times[0])
+    return max([*pauses, start_and_end])
+
+
+def first_of_each_kind_first(faults: Sequence[Fault]) -> list[Fault]:
+    """Return the first fault of each kind, then the second of each, and so on."""
+    faults_of_kind: Counter[str] = Counter()
+    numbered = []
+    for fault in faults:
+        numbered.append((faults_of_kind[fault.kind], fault))
+        faults_of_kind[fault.kind] += 1
+    return [fault for _, fault in sorted(numbered, key=lambda pair: pair[0])]
+
+
+def _remarks(baseline: Baseline) -> list[str]:
+    remarks = []
+    if not baseline.first.last.saves:
+        remarks.append(NO_SAVE_REMARK)
+    if len({step.weights for step in baseline.reference.steps}) == 1:
+        remarks.append(NO_CHANGE_REMARK)
+    return remarks
+
+
+def _observer_remarks(baseline: Baseline, report: CampaignReport) -> list[str]:
+    """Return a remark if our own observer has failed in any attempt."""
+    errors = {baseline.first.last.observer_error, *(row.failed for row in report.rows)} - {""}
+    if not errors:
+        return []
+    return [f"observing the training run failed; please report this error: {min(errors)}"]
+
+
+def _versions(reference: Reference) -> dict[str, str]:
+    start = next(reference.segments[0].events("start"), None)
+    versions = {} if start is None else start.facts["versions"]
+    return {**versions, "holdfast": __version__}
+
+
+def _estimate(faults: Sequence[Fault], seconds_per_start: float) -> str:
+    """Return how long the faults take, in words."""
+    # Two undisturbed runs; for each fault usually one start and one restart, or one for each
+    # injection into a restart.
+    starts = 2 + sum(1 + max(1, len(fault.restart_injections)) for fault in faults)
+    minutes = starts * seconds_per_start / 60 + 1
+    return f"{len(faults)} faults need about {minutes:.0f} min"

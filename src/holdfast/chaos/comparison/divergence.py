@@ -1,0 +1,310 @@
+"""Find the first step at which an attempt departs from the undisturbed run, and the cause.
+
+Fields of a step are compared in the order of cause and effect (`differences.FIELDS`). The first
+field that differs is not always the cause: a lost random state shows as a different input, and an
+optimizer that steps second shows as a different loss. `CAUSES` is the ordered list of better
+explanations; the first one that applies is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from holdfast.chaos.comparison.differences import END, FIELDS, START_FIELDS, Difference
+from holdfast.chaos.comparison.reference import UNKNOWN_STATE, Reference, share_data
+from holdfast.chaos.trace import ModelState, RecordedStep, SavedState, Segment
+
+# Fields whose difference may be the consequence of something that is not a field of the step.
+CONSEQUENCES = frozenset({"parts", "inputs", "losses", "weights", "buffers"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """A step of an attempt that differs from the same step of the undisturbed run.
+
+    Args:
+        reference: The undisturbed run.
+        segment: What the attempt recorded.
+        place: The place at which the attempt started.
+        index: Index of the step in the undisturbed run.
+        step: The step of the attempt.
+        expected: The step of the undisturbed run.
+        field: The first field that differs.
+        restored: Random states that were already right at an earlier model call of the attempt.
+    """
+
+    reference: Reference
+    segment: Segment
+    place: int
+    index: int
+    step: RecordedStep
+    expected: RecordedStep
+    field: str
+    restored: frozenset[str]
+
+
+Cause: TypeAlias = Callable[[Divergence], Difference | None]
+
+
+def first_difference(reference: Reference, segment: Segment, place: int) -> Difference | None:
+    """Return the first difference between an attempt and the undisturbed run.
+
+    Args:
+        reference: The undisturbed run.
+        segment: What the attempt recorded; it has steps.
+        place: The place at which the attempt continues, see `Reference.locate`.
+    """
+    difference = difference_at_start(reference, segment, place)
+    if difference is not None:
+        return difference
+    _, end = reference.training_at(place)
+    restored: set[str] = set()
+    for index, step in enumerate(segment.steps, start=place):
+        if index >= end:
+            return Difference(index + 1, END, f"the undisturbed run had ended after {end} steps")
+        expected = reference.steps[index]
+        if index == place:
+            expected = remaining_parts(expected, step)
+        restored |= _matching_random_states(step, expected)
+        field = _first_field_that_differs(step, expected)
+        if field is not None:
+            divergence = Divergence(
+                reference=reference,
+                segment=segment,
+                place=place,
+                index=index,
+                step=step,
+                expected=expected,
+                field=field,
+                restored=frozenset(restored),
+            )
+            return explain(divergence)
+    return None
+
+
+def explain(divergence: Divergence) -> Difference:
+    """Return the difference with its cause: the first answer of `CAUSES`, else the field itself."""
+    for cause in CAUSES:
+        difference = cause(divergence)
+        if difference is not None:
+            return difference
+    field = divergence.field
+    return Difference(divergence.index + 1, field, describe_field(divergence))
+
+
+# --- at the start -------------------------------------------------------------------------------
+
+
+def difference_at_start(reference: Reference, segment: Segment, place: int) -> Difference | None:
+    """Return what differs in the state with which an attempt starts, beside the weights."""
+    start = segment.steps[0].before or UNKNOWN_STATE
+    fields = reference.start_fields_that_differ(place, start)
+    if not fields:
+        return None
+    field = fields[0]
+    detail = START_FIELDS[field]
+    if field == "optimizer":
+        older_place = _place_with_optimizer_state(reference, start)
+        if older_place:
+            detail = (
+                f"the weights are those of step {place}, but the optimizer state is that saved"
+                f" after step {older_place}"
+            )
+    return Difference(place + 1, field, detail)
+
+
+def _place_with_optimizer_state(reference: Reference, start: ModelState) -> int | None:
+    """Return the first place with the optimizer state of the start; at place 0 it is a new one."""
+    for place, state in enumerate(reference.states):
+        if state.optimizer == start.optimizer:
+            return place
+    return None
+
+
+# --- one step -----------------------------------------------------------------------------------
+
+
+def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
+    """Return the part of an expected step that is left to an attempt that resumed within it.
+
+    An attempt may resume in the middle of a gradient accumulation. Then its first step consists of
+    the last parts only. If the data of `step` are not those of the last parts, the expected step is
+    returned unchanged.
+    """
+    count = len(step.inputs)
+    if not 0 < count < len(expected.inputs):
+        return expected
+    batch = expected.batch[-count:]
+    inputs = expected.inputs[-count:]
+    if (batch, inputs) != (step.batch, step.inputs):
+        return expected
+    random_states = expected.random_states[-count:]
+    return replace(
+        expected,
+        parts=count,
+        batch=batch,
+        inputs=inputs,
+        losses=expected.losses[-count:],
+        random=random_states[0],
+        random_states=random_states,
+        resumed_midway=True,
+    )
+
+
+def _matching_random_states(step: RecordedStep, expected: RecordedStep) -> set[str]:
+    """Return the random generators that had the expected state at any model call of the step."""
+    states = {item for state in step.random_states for item in state.items()}
+    expected_states = {item for state in expected.random_states for item in state.items()}
+    return {name for name, _ in states & expected_states}
+
+
+def _first_field_that_differs(step: RecordedStep, expected: RecordedStep) -> str | None:
+    """Return the first field that differs and is not harmless.
+
+    Random states alone are harmless: they may differ where nothing is drawn from them.
+    """
+    differing = [
+        name
+        for name in FIELDS
+        if name != "random" and getattr(step, name) != getattr(expected, name)
+    ]
+    if not differing:
+        return None
+    if differing[0] == "parts":
+        return _first_data_that_is_foreign(step, expected) or "parts"
+    return differing[0]
+
+
+def _first_data_that_is_foreign(step: RecordedStep, expected: RecordedStep) -> str | None:
+    """Return "batch" or "inputs" if the first of them is none of the expected step's.
+
+    The number of parts then differs as a consequence.
+    """
+    if step.batch and step.batch[0] not in expected.batch:
+        return "batch"
+    if step.inputs and step.inputs[0] not in expected.inputs:
+        return "inputs"
+    return None
+
+
+# --- causes -------------------------------------------------------------------------------------
+
+
+def another_optimizer_lost_state(divergence: Divergence) -> Difference | None:
+    """An optimizer that does not step first may have resumed from a state that was not saved.
+
+    Its own first step comes later, so the consequence shows before it.
+    """
+    reference = divergence.reference
+    place = divergence.place
+    if divergence.field not in CONSEQUENCES or place not in reference.saves:
+        return None
+    states = reference.saves[place].states
+    later_steps = zip(divergence.segment.steps[1:], reference.steps[place + 1 :], strict=False)
+    for number, (step, expected) in enumerate(later_steps, start=place + 2):
+        if step.before is None or step.after.structure != expected.after.structure:
+            continue
+        if expected.optimizer_index >= len(states):
+            continue
+        saved_state = states[expected.optimizer_index]
+        if saved_state is None:
+            continue
+        difference = _difference_from_save(step.before, saved_state, number)
+        if difference is not None:
+            return replace(difference, step=divergence.index + 1)
+    return None
+
+
+def _difference_from_save(
+    start: ModelState, saved_state: SavedState, number: int
+) -> Difference | None:
+    """Return in what the state before an optimizer's first step, `number`, differs from a save."""
+    if start.parameters != saved_state.parameters:
+        detail = f"the optimizer of step {number} resumed with weights other than those saved"
+        return Difference(number, "weights", detail)
+    if start.optimizer != saved_state.optimizer:
+        detail = f"the optimizer of step {number} resumed with a state other than that saved"
+        return Difference(number, "optimizer", detail)
+    return None
+
+
+def random_state_lost(divergence: Divergence) -> Difference | None:
+    """A random state that differs is the cause if numbers are drawn from it at this step.
+
+    A state that was right at an earlier model call has been restored; if it differs now, more was
+    drawn from it as a consequence of something else.
+    """
+    step = divergence.step
+    expected = divergence.expected
+    reference = divergence.reference
+    differing = {name for name, state in expected.random.items() if step.random.get(name) != state}
+    differing -= reference.unsteady.random_states
+    differing -= divergence.restored
+    if divergence.field == "batch" and divergence.index == divergence.place:
+        # Every loader draws from torch's generator, so its state says nothing about the batch.
+        causes = differing & {"numpy", "python"}
+        consequence = "and with it the batch"
+    elif divergence.field in CONSEQUENCES:
+        index = divergence.index
+        drawn = reference.random_states_drawn_before(index)
+        drawn |= reference.random_states_drawn_before(index + 1)
+        causes = differing & drawn
+        consequence = "or more is drawn from it"
+    else:
+        return None
+    if not causes:
+        return None
+    names = sorted(causes)
+    detail = f"the random state of {' and '.join(names)} differs, {consequence}"
+    return Difference(divergence.index + 1, "random", detail, names)
+
+
+# What is saved is compared before what is only guessed from the random states.
+CAUSES: tuple[Cause, ...] = (
+    another_optimizer_lost_state,
+    random_state_lost,
+)
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def describe_field(divergence: Divergence) -> str:
+    """Return the difference in the first field that differs, with its values where they help."""
+    field = divergence.field
+    step = divergence.step
+    expected = divergence.expected
+    description = FIELDS[field]
+    if field == "settings":
+        return f"{description}: {_describe_settings(step.settings, expected.settings)}"
+    if field in ("scale", "parts", "losses"):
+        return f"{description}: {getattr(step, field)} instead of {getattr(expected, field)}"
+    if field == "batch":
+        return f"{description}: {_describe_batch(divergence.reference, step)}"
+    if field == "weights" and expected.resumed_midway:
+        return (
+            "the weights after the step differ: what its earlier micro-batches had left, such as"
+            " accumulated gradients, was lost"
+        )
+    return description
+
+
+def _describe_settings(settings: str, expected: str) -> str:
+    """Return the first parameter group whose settings differ, and the number of such groups."""
+    pairs = zip(settings.split("; "), expected.split("; "), strict=False)
+    differing = [
+        f"{group} instead of {expected_group}"
+        for group, expected_group in pairs
+        if group != expected_group
+    ]
+    first = "".join(differing[:1])
+    return f"{first} ({len(differing)} parameter groups)"
+
+
+def _describe_batch(reference: Reference, step: RecordedStep) -> str:
+    for index, other in enumerate(reference.steps):
+        if share_data(other, step):
+            return f"that of step {index + 1}"
+    return "one that the undisturbed run never used"

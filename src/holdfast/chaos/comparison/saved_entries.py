@@ -1,0 +1,121 @@
+"""Compare what the last saves of a trial hold with those of the undisturbed run.
+
+This finds what no step shows, such as an average of the weights that was not restored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from holdfast.chaos.comparison.differences import SAVED, TEXT, Difference
+from holdfast.chaos.comparison.reference import Reference
+from holdfast.chaos.trace import RecordedEvent, RecordedSave, Segment
+
+# Digest or text of each entry of a checkpoint, by its path within it.
+Entries = dict[str, str]
+
+# Where the copy of the working directory lies, and the random part of a name from `tempfile`.
+_CHANCE_IN_PATH = re.compile(r"^.*/holdfast-chaos-\w+/(work/)?|(?<=tmp)[a-z0-9_]{8}")
+# A digest has 16 hexadecimal digits; anything else is a value to show.
+DIGEST_LENGTH = 16
+# Counters of a guard, such as restarts, differ after a restart by design.
+GUARD_COUNTERS = "holdfast.guard.counters"
+
+
+def last_saves(segments: Sequence[Segment]) -> dict[str, Entries]:
+    """Return the entries of the last save into each file, by the file's name, newest save last.
+
+    A file that was renamed right after it was written counts under its new name.
+    """
+    saves: dict[str, Entries] = {}
+    # The save that a rename may follow, and the name under which it is in `saves`.
+    newest: RecordedSave | None = None
+    newest_name = ""
+    for segment in segments:
+        for record in segment.records:
+            if isinstance(record, RecordedSave) and record.entries:
+                newest = record
+                newest_name = _file_name(record.path)
+                saves.pop(newest_name, None)
+                saves[newest_name] = record.entries
+            elif (
+                newest is not None
+                and isinstance(record, RecordedEvent)
+                and _renames(record, newest)
+            ):
+                saves[_file_name(record.facts["path"])] = saves.pop(newest_name)
+                newest = None
+    return saves
+
+
+def _renames(event: RecordedEvent, save: RecordedSave) -> bool:
+    """Return whether an event is the rename of what was just saved."""
+    if event.kind != "moved":
+        return False
+    return event.facts["source"] == save.path and event.steps_made == save.steps_made
+
+
+def _file_name(path: str | None) -> str:
+    """Return a path without what differs between two runs by chance."""
+    return _CHANCE_IN_PATH.sub("", path or "")
+
+
+def saved_difference(reference: Reference, segments: Sequence[Segment]) -> Difference | None:
+    """Return in what the last saves differ from those of the undisturbed run, if they do.
+
+    A text or a flag, which may only say that the run was resumed, is returned if nothing else
+    differs.
+    """
+    saves = last_saves(segments)
+    expected_saves = last_saves(reference.segments)
+    if not saves or not expected_saves:
+        return None
+    last_name = list(expected_saves)[-1]
+    newest_entries = _entries_of(last_name, saves)
+    if newest_entries is None:
+        if last_name not in reference.unsteady.files:
+            detail = f"all steps are the same, but the last save, {last_name}, was never written"
+            return Difference(len(reference.steps), SAVED, detail)
+        # The name differs each time, so the newest save is the one to compare.
+        newest_entries = list(saves.values())[-1]
+    differences: list[Difference] = []
+    for name, expected in expected_saves.items():
+        entries = newest_entries if name == last_name else _entries_of(name, saves)
+        if entries is not None:
+            differences += _entries_that_differ(reference, name, entries, expected)
+    return min(differences, key=lambda difference: difference.what == TEXT, default=None)
+
+
+def _entries_of(name: str, saves: dict[str, Entries]) -> Entries | None:
+    """Return the entries of a file, or of one with the same name in another folder."""
+    if name in saves:
+        return saves[name]
+    same_name = [
+        entries for path, entries in saves.items() if PurePath(path).name == PurePath(name).name
+    ]
+    return same_name[-1] if same_name else None
+
+
+def _entries_that_differ(
+    reference: Reference, file_name: str, entries: Entries, expected: Entries
+) -> list[Difference]:
+    differences = []
+    for path, expected_value in expected.items():
+        if path in reference.unsteady.entries or GUARD_COUNTERS in path:
+            continue
+        if entries.get(path) == expected_value:
+            continue
+        value = entries.get(path, "nothing")
+        detail = f"all steps are the same, but the last save into {file_name} differs in {path!r}"
+        if len(expected_value) != DIGEST_LENGTH or is_text(expected_value):
+            detail += f": {value} instead of {expected_value}"
+        kind = TEXT if is_text(expected_value) and is_text(value) else SAVED
+        differences.append(Difference(len(reference.steps), kind, detail))
+    return differences
+
+
+def is_text(value: str) -> bool:
+    """Return whether a saved value is a text or a flag, which does not influence training."""
+    return value.startswith(("'", '"')) or value in ("True", "False")

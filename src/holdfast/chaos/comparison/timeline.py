@@ -1,0 +1,322 @@
+"""Compare all attempts of a trial with the undisturbed run.
+
+Each attempt is placed in the undisturbed run and compared step by step (`reference`, `divergence`).
+Here the attempts are put together: which steps led to the final weights, how much work was done
+again, and whether a newer checkpoint was ignored.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from holdfast.chaos.comparison.differences import END, FIELDS, OLDER, START_FIELDS, Difference
+from holdfast.chaos.comparison.divergence import first_difference, remaining_parts
+from holdfast.chaos.comparison.reference import Reference, Unsteady, make_reference
+from holdfast.chaos.comparison.saved_entries import last_saves, saved_difference
+from holdfast.chaos.trace import RecordedStep, Segment
+from holdfast.chaos.trials import Trial
+
+# The names of a checkpoint's entries at its top level: two checkpoints with the same names are of
+# the same sort, for example the last state, as opposed to the best weights.
+EntryNames = tuple[str, ...]
+
+# The order in which differences at the same step are blamed.
+_CAUSAL_ORDER = [*START_FIELDS, *FIELDS]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialComparison:
+    """What became of one rank in a trial, compared with the undisturbed run.
+
+    Fields are named as in the output of ``holdfast chaos --json``.
+
+    Args:
+        differences: All differences that were found, in the order of the attempts.
+        steps_again: Steps that were done again after a restart.
+        batches_twice: Batches that the final weights have seen too often.
+        batches_never: Batches that the final weights have not seen.
+        resumed_at: Places at which the attempts continued, from the second one on.
+        finite: Whether the weights and losses of the last step are finite.
+        losses: Loss of each step that led to the end, None where there is none.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    steps_again: int = 0
+    batches_twice: int = 0
+    batches_never: int = 0
+    resumed_at: list[int] = field(default_factory=list)
+    finite: bool = True
+    losses: list[float | None] = field(default_factory=list)
+
+
+def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
+    """Compare every rank and return the comparison of the one that differs first.
+
+    Args:
+        references: The undisturbed run of each rank.
+        trial: All attempts of one trial.
+    """
+    segments_by_rank = trial.segments_by_rank()
+    last_attempt_made_steps = any(segment.steps for segment in trial.last.segments)
+    comparisons = {
+        rank: compare_rank(
+            reference,
+            segments_by_rank[rank],
+            last_attempt_made_steps=last_attempt_made_steps,
+        )
+        for rank, reference in references.items()
+        if rank in segments_by_rank
+    }
+    if not comparisons:
+        return TrialComparison(finite=False)
+    rank = min(comparisons, key=lambda number: _urgency(comparisons[number]))
+    comparison = comparisons[rank]
+    if len(references) > 1:
+        comparison.differences = [
+            replace(difference, detail=f"on rank {rank} {difference.detail}")
+            for difference in comparison.differences
+        ]
+    return comparison
+
+
+def _urgency(comparison: TrialComparison) -> tuple[float, int]:
+    """Return a sort key: differences at the earliest step and the first cause come first.
+
+    Then comparisons with other differences, such as a missing end; last those without any.
+    """
+    causes = [
+        (difference.step, _CAUSAL_ORDER.index(difference.what))
+        for difference in comparison.differences
+        if difference.what in _CAUSAL_ORDER
+    ]
+    if causes:
+        return min(causes)
+    return math.inf, int(not comparison.differences)
+
+
+def compare_rank(
+    reference: Reference, segments: Sequence[Segment], *, last_attempt_made_steps: bool
+) -> TrialComparison:
+    """Compare all attempts of one rank with the undisturbed run.
+
+    Args:
+        reference: The undisturbed run of this rank.
+        segments: What its processes recorded, in order; each has steps.
+        last_attempt_made_steps: Whether any process of the last attempt made a step.
+    """
+    timeline = Timeline(reference)
+    for number, segment in enumerate(segments):
+        parts = reference.trainings_in(segment)
+        for part in parts:
+            is_last_of_process = part is parts[-1]
+            timeline.add(part, resumed=number > 0, may_be_cut=is_last_of_process)
+    comparison = timeline.comparison
+    if all(difference.what == OLDER for difference in comparison.differences):
+        difference = timeline.difference_at_end(last_attempt_made_steps=last_attempt_made_steps)
+        difference = difference or saved_difference(reference, segments)
+        if difference is not None:
+            comparison.differences.append(difference)
+    steps = list(timeline.steps.values())
+    expected_batches = _batches(reference.steps)
+    batches = _batches(steps)
+    comparison.batches_twice = (batches - expected_batches).total()
+    comparison.batches_never = (expected_batches - batches).total()
+    comparison.finite = _is_finite(timeline.steps[max(timeline.steps)])
+    comparison.losses = losses(steps)
+    return comparison
+
+
+class Timeline:
+    """The steps of one rank that led to its final weights, over all attempts.
+
+    A restart goes back to a checkpoint: the steps after it are dropped and made again.
+
+    Args:
+        reference: The undisturbed run of this rank.
+    """
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        # By the index of the step in the undisturbed run, in the order in which they were made.
+        self.steps: dict[int, RecordedStep] = {}
+        self.comparison = TrialComparison()
+        # The sorts of checkpoints that were saved, by place.
+        self._saves: dict[int, set[EntryNames]] = {}
+        # The same for each training run, by the place where it begins, without saves that may have
+        # been cut off by the end of their process.
+        self._complete_saves: dict[int, dict[int, set[EntryNames]]] = {}
+
+    def add(self, part: Segment, *, resumed: bool, may_be_cut: bool) -> None:
+        """Continue with what a process did, or with one of its training runs.
+
+        Args:
+            part: What was recorded; it has steps.
+            resumed: Whether this is after a restart.
+            may_be_cut: Whether the process ended after it, so that its last save may be incomplete.
+        """
+        reached = max(self.steps, default=-1) + 1
+        placement = self._reference.locate(part, reached)
+        place = placement.place
+        begin, end = self._reference.training_at(place)
+        steps_again = [index for index in self.steps if place <= index < end]
+        if resumed:
+            self.comparison.resumed_at.append(place)
+            self.comparison.steps_again += len(steps_again)
+            self._note_older_checkpoint(begin, place)
+        difference = placement.difference or first_difference(self._reference, part, place)
+        if difference is not None:
+            self.comparison.differences.append(difference)
+        self._add_saves(part, begin, place, may_be_cut=may_be_cut)
+        for index in steps_again:
+            del self.steps[index]
+        self._add_steps(part, place)
+
+    def difference_at_end(self, *, last_attempt_made_steps: bool) -> Difference | None:
+        """Return the difference if other steps led to the end than in the undisturbed run."""
+        expected_count = len(self._reference.steps)
+        unmatched = set(range(expected_count)) ^ self.steps.keys()
+        if not unmatched:
+            return None
+        first_unmatched = min(unmatched)
+        if last_attempt_made_steps:
+            detail = f"{len(self.steps)} steps lead to the end, not {expected_count}"
+        else:
+            # Steps after the last save are lost although they are in the trace.
+            first_unmatched = min(first_unmatched, max(self._saves, default=0))
+            detail = (
+                f"the last start made no step although only {first_unmatched} of"
+                f" {expected_count} steps were saved"
+            )
+        return Difference(first_unmatched + 1, END, detail)
+
+    def _note_older_checkpoint(self, begin: int, place: int) -> None:
+        """Add a difference if a newer, complete checkpoint of the same sort was ignored.
+
+        From the beginning of a training run, any checkpoint would have been better.
+        """
+        resumed_from = self._saves.get(place, set())
+        candidates = [
+            candidate
+            for candidate, sorts in self._complete_saves.get(begin, {}).items()
+            if place == begin or sorts & resumed_from
+        ]
+        newest = max(candidates, default=0)
+        if newest <= place:
+            return
+        where = f"after step {place}" if place else "from the beginning"
+        detail = f"it resumed {where} although step {newest} was saved"
+        self.comparison.differences.append(Difference(place + 1, OLDER, detail))
+
+    def _add_saves(self, part: Segment, begin: int, place: int, *, may_be_cut: bool) -> None:
+        complete_saves = self._complete_saves.setdefault(begin, {})
+        for save in part.saves:
+            # Which step's state a thread saves is not known.
+            if save.in_thread:
+                continue
+            names = tuple(sorted({path.partition(".")[0] for path in save.entries}))
+            after = place + save.steps_made
+            self._saves.setdefault(after, set()).add(names)
+            is_after_last_step = save.steps_made >= len(part.steps)
+            if not (may_be_cut and is_after_last_step):
+                complete_saves.setdefault(after, set()).add(names)
+
+    def _add_steps(self, part: Segment, place: int) -> None:
+        steps = list(part.steps)
+        if place < len(self._reference.steps):
+            expected = remaining_parts(self._reference.steps[place], steps[0])
+            if expected.resumed_midway:
+                # The first parts of this step were made before the restart.
+                steps[0] = self._reference.steps[place]
+        for index, step in enumerate(steps, start=place):
+            self.steps[index] = step
+
+
+def compare_undisturbed(
+    first: Sequence[Segment], second: Sequence[Segment]
+) -> tuple[Reference, Difference | None]:
+    """Compare two undisturbed runs of one rank.
+
+    Args:
+        first: What the processes of the first run recorded; each has steps.
+        second: The same of the second run.
+
+    Returns:
+        The first run as a reference that does not compare what differs harmlessly, and the first
+        difference that is not harmless.
+    """
+    reference = make_reference(first, _find_unsteady(first, second))
+    second_steps = [step for segment in second for step in segment.steps]
+    reached = 0
+    for segment in second:
+        for part in reference.trainings_in(segment):
+            placement = reference.locate(part, reached)
+            if placement.difference is not None:
+                detail = "the weights at the start differ: set the seed before making the model"
+                return reference, replace(placement.difference, detail=detail)
+            difference = first_difference(reference, part, placement.place)
+            if difference is not None:
+                return reference, difference
+            reached += len(part.steps)
+    step_counts = (len(reference.steps), len(second_steps))
+    if min(step_counts) != max(step_counts):
+        detail = "only one of the two undisturbed runs made it"
+        return reference, Difference(min(step_counts) + 1, END, detail)
+    return reference, None
+
+
+def _find_unsteady(first: Sequence[Segment], second: Sequence[Segment]) -> Unsteady:
+    """Return the random states, entries of checkpoints and files that differ between two runs."""
+    saves = last_saves(first)
+    other_saves = last_saves(second)
+    common_files = saves.keys() & other_saves.keys()
+    entry_pairs = [(saves[name], other_saves[name]) for name in common_files]
+    if saves and other_saves:
+        # The newest of each, whose names may differ.
+        entry_pairs.append((list(saves.values())[-1], list(other_saves.values())[-1]))
+    steps = [step for segment in first for step in segment.steps]
+    other_steps = [step for segment in second for step in segment.steps]
+    random_pairs = [
+        (step.random, other.random) for step, other in zip(steps, other_steps, strict=False)
+    ]
+    return Unsteady(
+        random_states=_keys_that_differ(random_pairs),
+        entries=_keys_that_differ(entry_pairs),
+        files=frozenset(saves.keys() ^ other_saves.keys()),
+    )
+
+
+def _keys_that_differ(pairs: Iterable[tuple[dict[str, str], dict[str, str]]]) -> frozenset[str]:
+    """Return the keys of the first dictionaries whose values differ from the second ones."""
+    return frozenset(
+        key for values, others in pairs for key in values if values[key] != others.get(key)
+    )
+
+
+def _batches(steps: Iterable[RecordedStep]) -> Counter[str | None]:
+    return Counter(batch for step in steps for batch in step.batch)
+
+
+def _is_finite(step: RecordedStep) -> bool:
+    """Return whether the losses of a step and the sample of weights after it are finite."""
+    numbers = [*map(complex, step.losses), *step.after.sample]
+    return all(cmath.isfinite(number) for number in numbers)
+
+
+def losses(steps: Iterable[RecordedStep]) -> list[float | None]:
+    """Return the first loss of each step, None where there is none or it is not finite.
+
+    A loss that a gradient scaler has multiplied is divided by the scale.
+    """
+    return [_loss(step) for step in steps]
+
+
+def _loss(step: RecordedStep) -> float | None:
+    if not step.losses:
+        return None
+    # Backward may start at a complex number.
+    loss = complex(step.losses[0]) / (step.scale or 1)
+    return loss.real if cmath.isfinite(loss) else None

@@ -1,0 +1,344 @@
+"""Draw the faults of a campaign: what happens, at which step, and what follows.
+
+Only what the undisturbed run has shown to be possible is drawn: no loader worker is killed where
+there is none.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from holdfast.chaos.checkpoint_damage import (
+    DamageAction,
+    flip_random_bit,
+    leave_intact,
+    truncate_to_half,
+)
+from holdfast.chaos.comparison.reference import Reference
+from holdfast.chaos.injection.plan import Action, Injection, LaterSignal, Moment
+from holdfast.chaos.trace import RecordedSave
+
+# All kinds of faults, in the order in which they are shown.
+KINDS = (
+    "kill",
+    "term",
+    "first",
+    "save",
+    "eval",
+    "worker",
+    "rank",
+    "memory",
+    "nan",
+    "disk",
+    "io",
+    "clock",
+    "damage",
+)
+
+# SIGKILLs at random steps, one in each of as many equal parts of the run.
+RANDOM_KILLS = 3
+# Time to exit after SIGTERM. Schedulers give more (Slurm and Kubernetes 30 s); a training run that
+# saves at once needs less, and the campaign waits for it.
+SIGTERM_GRACE_SECONDS = 15.0
+# For how long a slow rank is stopped: longer than a step, shorter than any timeout of a collective.
+SLOW_RANK_SECONDS = 10.0
+# By how much the clock is set back: more than a run of a few steps takes, as at the end of daylight
+# saving time.
+CLOCK_SHIFT_SECONDS = -3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault of a campaign.
+
+    Args:
+        kind: One of `KINDS`.
+        description: The fault in words.
+        injection: What happens in the first attempt.
+        damage: What happens to the newest checkpoint between the first two attempts, if anything.
+        restart_injections: What happens in the restarts; the last one holds for all that follow.
+    """
+
+    kind: str
+    description: str
+    injection: Injection
+    damage: DamageAction | None = None
+    restart_injections: tuple[Injection, ...] = ()
+
+
+class FaultDraw:
+    """Draws the faults of a campaign.
+
+    All faults are drawn whichever are asked for, and always in the same order, so that a seed means
+    the same faults.
+
+    Args:
+        reference: The undisturbed run of the first rank.
+        chance: Decides steps, saves and ranks.
+    """
+
+    def __init__(self, reference: Reference, chance: random.Random) -> None:
+        self._chance = chance
+        # Faults are timed by the steps of one process: the one that makes most.
+        self._segment = max(reference.segments, key=lambda segment: len(segment.steps))
+        self._step_count = len(self._segment.steps)
+        self._saves = self._segment.saves
+        # The first save from which a restart can resume.
+        self._first_save_step = min(
+            (save.steps_made for save in self._saves if save.steps_made < self._step_count),
+            default=0,
+        )
+
+    def draw(self) -> list[Fault]:
+        """Return all faults, in the order of `KINDS`."""
+        draws = (
+            self._kill_in_first_step,
+            self._kill_in_random_steps,
+            self._terminate,
+            self._kill_and_stop_worker,
+            self._kill_and_stop_rank,
+            self._use_up_memory,
+            self._put_nan,
+            self._kill_in_evaluation,
+            self._disturb_saves_and_damage_checkpoint,
+            self._fail_read_and_shift_clock,
+            self._slow_down_and_cut_off_rank,
+        )
+        faults = [fault for draw in draws for fault in draw()]
+        return sorted(faults, key=lambda fault: KINDS.index(fault.kind))
+
+    # --- kills ----------------------------------------------------------------------------------
+
+    def _kill_in_first_step(self) -> Iterable[Fault]:
+        injection = Injection(action=Action.SIGKILL, moment=Moment.BACKWARD)
+        yield Fault(kind="first", description="SIGKILL in the first step", injection=injection)
+
+    def _kill_in_random_steps(self) -> Iterable[Fault]:
+        moments = [
+            self._chance.choice([Moment.BACKWARD, Moment.BEFORE_STEP]) for _ in range(RANDOM_KILLS)
+        ]
+        for part, moment in enumerate(moments):
+            step = self._draw_step(part)
+            injection = Injection(action=Action.SIGKILL, moment=moment, count=step)
+            yield _in_step("kill", "SIGKILL in", injection)
+
+    def _terminate(self) -> Iterable[Fault]:
+        injection = Injection(
+            action=Action.SIGTERM,
+            moment=Moment.BACKWARD,
+            count=self._draw_step(),
+            later_signal=LaterSignal.KILL_COMMAND,
+            later_seconds=SIGTERM_GRACE_SECONDS,
+        )
+        yield _in_step("term", "SIGTERM in", injection)
+
+    def _kill_in_evaluation(self) -> Iterable[Fault]:
+        evaluations = sum(1 for _ in self._segment.events("eval"))
+        if evaluations == 0:
+            return
+        number = self._chance.randint((evaluations + 1) // 2, evaluations)
+        yield Fault(
+            kind="eval",
+            description=f"SIGKILL in evaluation {number}",
+            injection=Injection(action=Action.SIGKILL, moment=Moment.EVALUATION, count=number),
+        )
+
+    # --- workers and ranks ----------------------------------------------------------------------
+
+    def _kill_and_stop_worker(self) -> Iterable[Fault]:
+        if not any(self._segment.events("workers")):
+            return
+        for action, words in ((Action.KILL_WORKER, "killed"), (Action.STOP_WORKER, "stopped")):
+            injection = Injection(action=action, moment=Moment.LOADER, count=self._draw_step())
+            yield _in_step("worker", f"a loader worker {words} in", injection)
+
+    def _kill_and_stop_rank(self) -> Iterable[Fault]:
+        if self._segment.world_size > 1:
+            yield self._disturb_rank("killed", Injection(action=Action.SIGKILL))
+            yield self._disturb_rank("stopped", Injection(action=Action.SIGSTOP))
+
+    def _slow_down_and_cut_off_rank(self) -> Iterable[Fault]:
+        if self._segment.world_size > 1:
+            slow = Injection(
+                action=Action.SIGSTOP,
+                later_signal=LaterSignal.CONTINUE_PROCESS,
+                later_seconds=SLOW_RANK_SECONDS,
+            )
+            yield self._disturb_rank(f"stopped for {SLOW_RANK_SECONDS:.0f} s", slow)
+            yield self._disturb_rank("cut off", Injection(action=Action.CUT_CONNECTIONS))
+
+    def _disturb_rank(self, words: str, injection: Injection) -> Fault:
+        """Return a fault of a random rank, but not the first, in backward of a random step."""
+        rank = self._chance.randrange(1, self._segment.world_size)
+        injection = replace(injection, moment=Moment.BACKWARD, count=self._draw_step(), rank=rank)
+        return _in_step("rank", f"rank {rank} {words} in", injection)
+
+    # --- memory and data ------------------------------------------------------------------------
+
+    def _use_up_memory(self) -> Iterable[Fault]:
+        injection = Injection(
+            action=Action.USE_UP_MEMORY, moment=Moment.BACKWARD, count=self._draw_step()
+        )
+        yield _in_step("memory", "out of memory in", injection)
+
+    def _put_nan(self) -> Iterable[Fault]:
+        step = self._draw_step()
+        steps = self._segment.steps
+        if any(batch is not None for step_record in steps for batch in step_record.batch):
+            moment = Moment.LOADER
+        elif any(inputs is not None for step_record in steps for inputs in step_record.inputs):
+            moment = Moment.FORWARD
+        else:
+            return
+        injection = Injection(action=Action.PUT_NAN, moment=moment, count=step)
+        yield _in_step("nan", "a NaN in the batch of", injection)
+
+    # --- saves and checkpoints ------------------------------------------------------------------
+
+    def _disturb_saves_and_damage_checkpoint(self) -> Iterable[Fault]:
+        if not self._saves:
+            return
+        damage_step = self._draw_step()
+        # Not the first save if there is another: what it replaces can then be kept.
+        number = self._chance.randint(min(2, len(self._saves)), len(self._saves))
+        save = self._saves[number - 1]
+        name = f"save {number} (step {save.steps_made})"
+        yield Fault(
+            kind="save",
+            description=f"SIGKILL after writing in {name}",
+            injection=Injection(action=Action.SIGKILL, moment=Moment.SAVE_ENDS, count=number),
+        )
+        largest_bytes = max(save.size_bytes for save in self._saves)
+        if largest_bytes > 0:
+            yield from self._cut_writes(save)
+            yield self._fill_disk(largest_bytes // 2)
+            yield Fault(
+                kind="io",
+                description=f"a write fails (EIO) half-way in {name}",
+                injection=Injection(
+                    action=Action.FAIL_WRITE,
+                    moment=Moment.SAVE_BEGINS,
+                    count=number,
+                    size_bytes=largest_bytes // 2,
+                    errno=errno.EIO,
+                    refuse_once=True,
+                ),
+            )
+        yield from self._damage_checkpoint(damage_step)
+
+    def _cut_writes(self, save: RecordedSave) -> Iterable[Fault]:
+        """Kill half-way through the first and the last file that are saved at the same step."""
+        numbers = [
+            number
+            for number, other in enumerate(self._saves, start=1)
+            if other.steps_made == save.steps_made
+        ]
+        for number in sorted({numbers[0], numbers[-1]}):
+            yield Fault(
+                kind="save",
+                description=(
+                    f"killed half-way through the file of save {number} (step {save.steps_made})"
+                ),
+                injection=Injection(
+                    action=Action.CUT_WRITE,
+                    moment=Moment.SAVE_BEGINS,
+                    count=number,
+                    size_bytes=self._saves[number - 1].size_bytes // 2,
+                ),
+            )
+
+    def _fill_disk(self, size_bytes: int) -> Fault:
+        return Fault(
+            kind="disk",
+            description=(
+                f"disk full at half of a checkpoint, from step {self._first_save_step} on"
+            ),
+            injection=Injection(
+                action=Action.FILL_DISK,
+                moment=Moment.AFTER_STEP,
+                count=self._first_save_step,
+                size_bytes=size_bytes,
+                errno=errno.ENOSPC,
+            ),
+        )
+
+    def _damage_checkpoint(self, step: int) -> Iterable[Fault]:
+        actions: tuple[tuple[str, DamageAction], ...] = (
+            ("a bit of the newest checkpoint flipped", flip_random_bit),
+            ("the newest checkpoint cut in half", truncate_to_half),
+        )
+        for words, action in actions:
+            yield Fault(
+                kind="damage",
+                description=f"SIGKILL in step {step + 1}, {words}",
+                injection=_kill_in_backward(step),
+                damage=action,
+            )
+
+    def _fail_read_and_shift_clock(self) -> Iterable[Fault]:
+        if not self._saves:
+            return
+        step = self._draw_step()
+        yield Fault(
+            kind="io",
+            description=(
+                f"SIGKILL in step {step + 1}, a read of the newest checkpoint fails (EIO)"
+            ),
+            injection=_kill_in_backward(step),
+            damage=leave_intact,
+            restart_injections=(Injection(errno=errno.EIO, refuse_once=True), Injection()),
+        )
+        yield self._shift_clock()
+
+    def _shift_clock(self) -> Fault:
+        """Set the clock back after a kill, and kill again once another checkpoint was saved.
+
+        A script that chooses the newest checkpoint by a time in its name then takes the wrong one.
+        """
+        first = self._first_save_step
+        description = f"SIGKILL in step {first + 1}, the clock set back an hour"
+        shifted = Injection(clock_shift_seconds=CLOCK_SHIFT_SECONDS)
+        restart_injections: tuple[Injection, ...] = (shifted,)
+        # The second attempt counts its own steps, from the first save on.
+        steps_after_next_save = [
+            save.steps_made - first + 1
+            for save in self._saves
+            if first < save.steps_made < self._step_count - 1
+        ]
+        if steps_after_next_save:
+            description += ", SIGKILL after the next save"
+            killed_again = replace(
+                _kill_in_backward(min(steps_after_next_save)),
+                clock_shift_seconds=CLOCK_SHIFT_SECONDS,
+            )
+            restart_injections = (killed_again, shifted)
+        return Fault(
+            kind="clock",
+            description=description,
+            injection=_kill_in_backward(first),
+            restart_injections=restart_injections,
+        )
+
+    def _draw_step(self, part: int | None = None) -> int:
+        """Draw a number of steps after the first save.
+
+        Args:
+            part: Which of `RANDOM_KILLS` equal parts of the remaining run it is in; None: any.
+        """
+        lowest = min(self._first_save_step + 1, self._step_count - 1)
+        position = self._chance.random()
+        if part is not None:
+            position = (part + position) / RANDOM_KILLS
+        return lowest + int((self._step_count - lowest) * position)
+
+
+def _in_step(kind: str, words: str, injection: Injection) -> Fault:
+    description = f"{words} step {injection.count + 1}"
+    return Fault(kind=kind, description=description, injection=injection)
+
+
+def _kill_in_backward(step: int) -> Injection:
+    return Injection(action=Action.SIGKILL, moment=Moment.BACKWARD, count=step)

@@ -1,0 +1,112 @@
+"""Real faults that the operating system produces: no memory left, a full disk, a flipped bit.
+
+An allocation fails because the kernel refuses it; a write fails because the disk is full. These are
+the building blocks. When a fault happens during a training run is decided in `fault_plans`, and
+`injector` carries it out. Tests import the faults from `holdfast.testing`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.core.durable import free_bytes
+from holdfast.memory.host_memory import UNDER_A_LIMIT_BYTES, set_malloc_threshold, trim_heap
+
+# The disk is filled in blocks of this size.
+FILL_BLOCK_BYTES = 1 << 20
+
+
+def limit_memory(headroom_bytes: int | None) -> None:
+    """Make the kernel refuse this process any memory beyond its present use plus some headroom.
+
+    The limit is the one on the data segment (``RLIMIT_DATA``), which counts the heap, private
+    mappings and the stack of each thread but the main one. A stack is usually 8 MiB, so leave room
+    for threads that start while the limit holds. The first limit also configures glibc's malloc as
+    a guard does when it finds a limit: freed memory is returned to the system, so that it is not
+    available as extra headroom.
+
+    Args:
+        headroom_bytes: Bytes that may still be allocated; None removes the limit.
+
+    Raises:
+        OSError: If the system does not report the size of the data segment (Linux does).
+    """
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    if headroom_bytes is None:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard_limit, hard_limit))
+        return
+    if soft_limit == resource.RLIM_INFINITY:
+        set_malloc_threshold(UNDER_A_LIMIT_BYTES)
+        trim_heap()
+    new_limit = data_segment_bytes() + headroom_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (new_limit, hard_limit))
+
+
+def data_segment_bytes() -> int:
+    """Return the size of this process's data segment as ``RLIMIT_DATA`` counts it, in bytes.
+
+    Raises:
+        OSError: If ``/proc/self/status`` does not hold it: memory can be limited on Linux only.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            kibibytes = int(line.split()[1])
+            return kibibytes * 1024
+    raise OSError("/proc/self/status has no VmData: memory can be limited on Linux only")
+
+
+@contextmanager
+def memory_limited(headroom_bytes: int) -> Iterator[None]:
+    """Limit memory as `limit_memory` does for the duration of the context.
+
+    Args:
+        headroom_bytes: Bytes that may still be allocated inside the context.
+    """
+    limit_memory(headroom_bytes)
+    try:
+        yield
+    finally:
+        limit_memory(None)
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Flip one bit of a file and flush it to the disk.
+
+    Args:
+        path: The file.
+        bit: Index of the bit, counted from the beginning of the file, the lowest bit of each byte
+            first.
+    """
+    byte_index, bit_in_byte = divmod(bit, 8)
+    with path.open("r+b") as file:
+        file.seek(byte_index)
+        byte = file.read(1)[0]
+        file.seek(byte_index)
+        file.write(bytes([byte ^ (1 << bit_in_byte)]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fill_disk(file: Path, *, leave_bytes: int = 0) -> None:
+    """Write zeros to a file until its disk is full.
+
+    Use it only on a small disk that belongs to the test.
+
+    Args:
+        file: The file to write; it is created, or replaced if it exists.
+        leave_bytes: Free space to leave.
+    """
+    with file.open("wb") as filler:
+        while True:
+            bytes_to_fill = free_bytes(file.parent) - leave_bytes
+            if bytes_to_fill <= 0:
+                return
+            try:
+                filler.write(b"\0" * min(bytes_to_fill, FILL_BLOCK_BYTES))
+                filler.flush()
+            except OSError:
+                return

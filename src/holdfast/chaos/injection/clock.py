@@ -1,0 +1,57 @@
+"""Shift the time that Python code of this process sees.
+
+The kernel has one clock for all processes, so the functions of `time` and `datetime` are replaced.
+C code and file times keep the true time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime as dt
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+NANOSECONDS = 10**9
+
+
+def shift(seconds: int) -> None:
+    """Make `time` and `datetime` return a current time that is later by some seconds.
+
+    Args:
+        seconds: The shift; negative for an earlier time.
+    """
+    true_time = time.time
+    true_time_ns = time.time_ns
+    time.time = lambda: true_time() + seconds
+    time.time_ns = lambda: true_time_ns() + seconds * NANOSECONDS
+    # These take the current time if they get none, at the given position among their arguments.
+    for name in ("localtime", "gmtime", "ctime"):
+        _use_current_time(name, position=0, now=time.time)
+    _use_current_time("asctime", position=0, now=time.localtime)
+    _use_current_time("strftime", position=1, now=time.localtime)
+    # `date.today` and `datetime.today` call `time.time`. The other two are replaced in the class
+    # itself, whose address extension modules hold; Python allows it only through its dictionary.
+    class_dict = gc.get_referents(dt.datetime.__dict__)[0]
+    class_dict["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
+    class_dict["utcnow"] = classmethod(
+        lambda cls: cls.fromtimestamp(time.time(), dt.UTC).replace(tzinfo=None)
+    )
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(dt.datetime))
+
+
+def _use_current_time(name: str, *, position: int, now: Callable[[], Any]) -> None:
+    """Replace a function of `time` by one that takes the current time from `now`."""
+    original = getattr(time, name)
+    setattr(time, name, partial(_call_with_time, original, position, now))
+
+
+def _call_with_time(
+    function: Callable[..., Any], position: int, now: Callable[[], Any], *arguments: Any
+) -> Any:
+    """Call a function, adding the current time if the argument at `position` is missing or None."""
+    if len(arguments) > position and arguments[position] is not None:
+        return function(*arguments)
+    return function(*arguments[:position], now())

@@ -1,0 +1,270 @@
+"""Carry out the fault of an attempt inside a process of the command, once, at its moment."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from holdfast.chaos.injection import clock
+from holdfast.chaos.injection.plan import COMMAND_FILE, MET_FILE, Action, Moment, read_plan
+from holdfast.chaos.injection.seccomp import Calls, ask_before
+
+# After SIGTERM to the command, the process that sent it waits this long: a handler in this process
+# then runs within the step in which the signal was sent.
+SIGTERM_PAUSE_SECONDS = 0.05
+# More bytes than any allocator has.
+IMPOSSIBLE_BYTES = 1 << 60
+
+
+class Injector:
+    """Injects the planned fault into this process.
+
+    Args:
+        folder: The trace folder of the attempt, which holds its plan.
+        write: Adds a line to the trace of this process: a kind, and facts by keyword.
+    """
+
+    def __init__(self, folder: Path, write: Callable[..., None]) -> None:
+        self._folder = folder
+        self._write = write
+        self.plan = read_plan(folder)
+        self._injection = self.plan.injection
+        # None once the fault was injected.
+        self._moment = self._injection.moment
+        # Whether the kernel will kill this process in the middle of a write.
+        self._will_cut_write = False
+
+    def begin(self) -> None:
+        """Inject what holds from the start of a process on."""
+        if self._injection.clock_shift_seconds:
+            clock.shift(self._injection.clock_shift_seconds)
+        if self._injection.unreadable_file is not None:
+            self._filter_calls(Calls.READ)
+
+    def meet(self, moment: Moment, count: int) -> None:
+        """Inject the fault if this is its moment.
+
+        Args:
+            moment: The moment that has come.
+            count: How many steps this process has made, or which save or evaluation this is.
+        """
+        if self._is_due(moment, count):
+            assert self._injection.action is not None
+            _ACTIONS[self._injection.action](self)
+
+    def disturb_batch(self, torch: Any, batch: Any, count: int, moment: Moment) -> Any:
+        """Inject a fault of batches or loader workers if this is its moment.
+
+        Args:
+            torch: The module, as the script has imported it.
+            batch: A batch from the loader, or the inputs of a model.
+            count: How many steps this process has made.
+            moment: `Moment.LOADER` or `Moment.FORWARD`.
+
+        Returns:
+            The batch to use.
+        """
+        if moment != self._moment:
+            return batch
+        if self._injection.action == Action.PUT_NAN:
+            if not self._is_due(moment, count):
+                return batch
+            batch, was_put = put_nan(torch, batch)
+            if not was_put:
+                self._write("missed", why="no number of that batch can be NaN")
+            return batch
+        if self.loader_workers() and self._is_due(moment, count):
+            self._signal_worker()
+        return batch
+
+    def loader_workers(self) -> list[int]:
+        """Return the PIDs of the worker processes of loaders in this process."""
+        # A script with workers has imported this module already.
+        from multiprocessing import active_children
+
+        return sorted(child.pid for child in active_children() if child.pid is not None)
+
+    def save_ends(self) -> None:
+        """Kill this process after a save that was too short to be cut off in a write."""
+        if self._will_cut_write:
+            self._signal_itself(signal.SIGKILL)
+
+    def _is_due(self, moment: Moment, count: int) -> bool:
+        """Return whether the fault is to be injected now, and note that it was."""
+        if moment != self._moment or count < self._injection.count:
+            return False
+        rank, _ = read_rank()
+        if rank != self._injection.rank:
+            return False
+        self._moment = None
+        try:
+            # Once in all processes: a launcher may replace a process that has died.
+            with (self._folder / MET_FILE).open("x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            return False
+        self._write("fault", act=self._injection.action)
+        return True
+
+    # --- actions --------------------------------------------------------------------------------
+
+    @staticmethod
+    def _signal_itself(number: int) -> None:
+        os.kill(os.getpid(), number)
+
+    def _kill(self) -> None:
+        self._signal_itself(signal.SIGKILL)
+
+    def _stop(self) -> None:
+        self._signal_itself(signal.SIGSTOP)
+
+    def _terminate_command(self) -> None:
+        """Ask the command to exit, as a scheduler does; it passes the signal on as it likes."""
+        command = int((self._folder / COMMAND_FILE).read_text())
+        os.kill(command, signal.SIGTERM)
+        time.sleep(SIGTERM_PAUSE_SECONDS)
+
+    def _signal_worker(self) -> None:
+        worker = self.loader_workers()[0]
+        if self._injection.action == Action.KILL_WORKER:
+            os.kill(worker, signal.SIGKILL)
+        else:
+            os.kill(worker, signal.SIGSTOP)
+
+    def _use_up_memory(self) -> None:
+        """Allocate more memory than there is.
+
+        The error is the allocator's own, and is raised from `backward`.
+        """
+        torch: Any = sys.modules["torch"]
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+        torch.empty(IMPOSSIBLE_BYTES, dtype=torch.uint8, device=device)
+
+    def _cut_write(self) -> None:
+        """Let the kernel kill this process in the middle of a file, past half of what it writes."""
+        self._will_cut_write = True
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
+        # The default action of SIGXFSZ kills; Python ignores the signal. `signal.signal` can be
+        # called in the main thread only, but a save may run in another one.
+        default_action = None
+        ctypes.CDLL(None).signal(signal.SIGXFSZ, default_action)
+        self._limit_file_size()
+
+    def _refuse_writes(self) -> None:
+        """Let writes fail past half of a checkpoint, with the planned error.
+
+        The kernel cuts the first write short at the limit, and the filter refuses the next one.
+        Without a filter, a full disk shows as EFBIG; a single failing write cannot be injected.
+        """
+        has_filter = self._filter_calls(Calls.WRITE)
+        if has_filter or self._injection.action == Action.FILL_DISK:
+            self._limit_file_size()
+
+    def _limit_file_size(self) -> None:
+        assert self._injection.size_bytes is not None
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._injection.size_bytes, hard_limit))
+
+    def _filter_calls(self, calls: Calls) -> bool:
+        """Have the campaign asked before each write or read; return whether that is possible."""
+        try:
+            ask_before(calls, self._folder)
+        except OSError as error:
+            why = f"this system refuses a filter of system calls (seccomp): {error.strerror}"
+            self._write("missed", why=why)
+            return False
+        return True
+
+    def _cut_connections(self) -> None:
+        """Shut down every TCP connection of this process."""
+        was_shut_down = [shut_down(file) for file in Path("/proc/self/fd").iterdir()]
+        if not any(was_shut_down):
+            self._write("missed", why="no TCP connection was open")
+
+
+_ACTIONS: dict[Action, Callable[[Injector], None]] = {
+    Action.SIGKILL: Injector._kill,
+    Action.SIGSTOP: Injector._stop,
+    Action.SIGTERM: Injector._terminate_command,
+    Action.USE_UP_MEMORY: Injector._use_up_memory,
+    Action.FILL_DISK: Injector._refuse_writes,
+    Action.FAIL_WRITE: Injector._refuse_writes,
+    Action.CUT_CONNECTIONS: Injector._cut_connections,
+    Action.CUT_WRITE: Injector._cut_write,
+}
+
+
+def shut_down(file: Path) -> bool:
+    """Shut down the connection of a file descriptor.
+
+    Args:
+        file: The descriptor as a path in ``/proc/self/fd``.
+
+    Returns:
+        Whether it was a connected socket of a network.
+    """
+    # The descriptor may be closed meanwhile, and `getpeername` fails if nothing is connected.
+    with suppress(OSError):
+        if not file.is_socket():
+            return False
+        with socket.socket(fileno=os.dup(int(file.name))) as connection:
+            if connection.family != socket.AF_UNIX and connection.getpeername():
+                connection.shutdown(socket.SHUT_RDWR)
+                return True
+    return False
+
+
+def read_rank() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, (0, 1) without ranks.
+
+    It is read each time, since a launcher may set it after a fork.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    # `torch.multiprocessing.spawn` sets no variable, so the process group comes first.
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def put_nan(torch: Any, batch: Any) -> tuple[Any, bool]:
+    """Return a copy of a batch with a NaN, and whether there was a place for it.
+
+    The NaN replaces the first number of the first tensor of floating-point numbers.
+
+    Args:
+        torch: The module.
+        batch: A tensor, or nested mappings, lists, tuples and named tuples of them.
+    """
+    if isinstance(batch, torch.Tensor):
+        if not batch.is_floating_point() or not batch.numel():
+            return batch, False
+        copy = batch.detach().clone()
+        copy.view(-1)[0] = float("nan")
+        return copy, True
+    if isinstance(batch, Mapping) and hasattr(batch, "copy"):
+        for key, value in batch.items():
+            value_with_nan, was_put = put_nan(torch, value)
+            if was_put:
+                other: Any = batch.copy()
+                other[key] = value_with_nan
+                return other, True
+        return batch, False
+    is_named_tuple = isinstance(batch, tuple) and hasattr(batch, "_fields")
+    if type(batch) in (list, tuple) or is_named_tuple:
+        values = list(batch)
+        for index, value in enumerate(values):
+            value_with_nan, was_put = put_nan(torch, value)
+            if was_put:
+                values[index] = value_with_nan
+                return (type(batch)(*values) if is_named_tuple else type(batch)(values)), True
+    return batch, False

@@ -1,0 +1,138 @@
+"""The plan of one attempt: which fault its processes meet, and when.
+
+`fault_plans` makes it, `trials` writes it into the trace folder of the attempt, and `injector`
+reads it in every Python process of the command.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+# Files in the trace folder of an attempt.
+# The plan.
+PLAN_FILE = "plan.json"
+# The PID of the command.
+COMMAND_FILE = "command.pid"
+# The PID of the process that met the fault; it exists from that moment on.
+MET_FILE = "met"
+
+
+class Moment(StrEnum):
+    """When a fault happens; each moment is counted (see `Injection.count`)."""
+
+    BACKWARD = "backward"
+    BEFORE_STEP = "before"
+    AFTER_STEP = "after"
+    LOADER = "loader"
+    FORWARD = "forward"
+    EVALUATION = "eval"
+    SAVE_BEGINS = "save begins"
+    SAVE_ENDS = "save ends"
+
+
+class Action(StrEnum):
+    """What the injector does at that moment. `Injector` says how."""
+
+    SIGKILL = "SIGKILL"
+    SIGSTOP = "SIGSTOP"
+    SIGTERM = "SIGTERM"
+    USE_UP_MEMORY = "memory"
+    FILL_DISK = "disk"
+    FAIL_WRITE = "EIO"
+    CUT_WRITE = "cut write"
+    CUT_CONNECTIONS = "cut off"
+    PUT_NAN = "nan"
+    KILL_WORKER = "worker killed"
+    STOP_WORKER = "worker stopped"
+
+
+class LaterSignal(StrEnum):
+    """A signal that follows some time after the fault."""
+
+    # The command was asked to exit and has not done so.
+    KILL_COMMAND = "kill the command"
+    # The process was stopped for a while.
+    CONTINUE_PROCESS = "continue the process"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """What happens to the processes of one attempt; by default nothing.
+
+    Args:
+        action: What is done; None: nothing at any particular moment.
+        moment: When it is done.
+        count: How many steps the process has made by then, or which save or evaluation it is.
+        rank: The rank to which it is done.
+        later_signal: Sent `later_seconds` after the fault.
+        later_seconds: Seconds from the fault to `later_signal`.
+        size_bytes: Size past which no file may grow.
+        errno: Error of a write or read that the kernel refuses; None: nothing is refused.
+        refuse_once: Whether only the first such write or read is refused.
+        unreadable_file: File of which a read is refused.
+        clock_shift_seconds: By how much the clock of every process is shifted from its start.
+        reseeded: Name of a random generator that is set to another state after the first step.
+    """
+
+    action: Action | None = None
+    moment: Moment | None = None
+    count: int = 0
+    rank: int = 0
+    later_signal: LaterSignal | None = None
+    later_seconds: float = math.inf
+    size_bytes: int | None = None
+    errno: int | None = None
+    refuse_once: bool = False
+    unreadable_file: str | None = None
+    clock_shift_seconds: int = 0
+    reseeded: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPlan:
+    """What the processes of one attempt need to know.
+
+    Args:
+        injection: The fault.
+        trial_began: Unix time at which the trial began: newer files were made by the script.
+        writable_folders: Folders in which the script may write.
+    """
+
+    injection: Injection
+    trial_began: float = math.inf
+    writable_folders: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write the plan into the trace folder of its attempt."""
+        (folder / PLAN_FILE).write_text(json.dumps(asdict(self)))
+
+
+def read_plan(folder: Path) -> AttemptPlan:
+    """Return the plan of an attempt; one without a fault if the file cannot be read."""
+    with suppress(OSError, ValueError):
+        return _parse_plan(json.loads((folder / PLAN_FILE).read_bytes()))
+    return AttemptPlan(injection=Injection())
+
+
+def _parse_plan(values: dict[str, Any]) -> AttemptPlan:
+    facts = dict(values["injection"])
+    action = facts.pop("action")
+    moment = facts.pop("moment")
+    later_signal = facts.pop("later_signal")
+    injection = Injection(
+        action=None if action is None else Action(action),
+        moment=None if moment is None else Moment(moment),
+        later_signal=None if later_signal is None else LaterSignal(later_signal),
+        **facts,
+    )
+    return AttemptPlan(
+        injection=injection,
+        trial_began=values["trial_began"],
+        writable_folders=tuple(values["writable_folders"]),
+    )

@@ -1,0 +1,302 @@
+"""A disk that is full or fails, by refusing system calls of a training run's processes.
+
+A process asks the kernel, by a seccomp filter, to stop each of its writes (or reads) until another
+process has decided about it (`ask_before`). That other process is the campaign, whose `Refuser`
+looks at the file and lets the call fail or continue.
+
+The filter needs Linux 5.7 and no privileges. It sees numbers and addresses only, neither paths nor
+file sizes; that is why `Refuser` looks them up. Constants are those of ``linux/seccomp.h``,
+``linux/audit.h``, ``linux/filter.h`` and ``linux/prctl.h``; numbers of system calls are those of
+``asm/unistd.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import resource
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from stat import S_ISREG
+
+from holdfast.chaos.injection.plan import AttemptPlan
+
+
+class Calls(StrEnum):
+    """Which system calls ask before they are carried out."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Numbers of one processor architecture.
+
+    Args:
+        audit_architecture: ``AUDIT_ARCH_...``, by which a filter knows the architecture.
+        seccomp: Number of the system call ``seccomp``.
+        writes: Numbers of the calls that write or make a file longer.
+        reads: Numbers of the calls that read.
+    """
+
+    audit_architecture: int
+    seccomp: int
+    writes: tuple[int, ...]
+    reads: tuple[int, ...]
+
+
+# In `writes`: write, pwrite64, writev, pwritev, pwritev2, sendfile, copy_file_range, ftruncate.
+# In `reads`: read, pread64, readv, preadv, preadv2.
+ARCHITECTURES = {
+    "x86_64": Architecture(
+        audit_architecture=0xC000003E,
+        seccomp=317,
+        writes=(1, 18, 20, 296, 328, 40, 326, 77),
+        reads=(0, 17, 19, 295, 327),
+    ),
+    "aarch64": Architecture(
+        audit_architecture=0xC00000B7,
+        seccomp=277,
+        writes=(64, 68, 66, 70, 287, 71, 285, 46),
+        reads=(63, 67, 65, 69, 286),
+    ),
+}
+# Calls whose file is not their first argument but their third (copy_file_range).
+COPY_FILE_RANGE = (326, 285)
+# Calls whose second argument is the new size of the file (ftruncate).
+FTRUNCATE = (77, 46)
+
+PR_SET_NO_NEW_PRIVS = 38
+SECCOMP_SET_MODE_FILTER = 1
+# TSYNC: the filter holds for all threads. SPEC_ALLOW: no thread is slowed down by mitigations.
+# NEW_LISTENER: return a descriptor for the questions. TSYNC_ESRCH: report a thread that cannot be
+# included as an error.
+SECCOMP_FILTER_FLAGS = 1 | 4 | 8 | 16
+SECCOMP_RET_ALLOW = 0x7FFF0000
+SECCOMP_RET_USER_NOTIF = 0x7FC00000
+SECCOMP_USER_NOTIF_FLAG_CONTINUE = 1
+SECCOMP_IOCTL_NOTIF_RECV = 0xC0502100
+SECCOMP_IOCTL_NOTIF_SEND = 0xC0182101
+# struct seccomp_notif: id, pid, flags, call, architecture, instruction pointer, six arguments.
+NOTIFICATION = struct.Struct("QIIiIQ6Q")
+# struct seccomp_notif_resp: id, return value, error, flags.
+RESPONSE = struct.Struct("QqiI")
+
+# Codes of the instructions of a filter.
+LOAD_WORD = 0x20
+JUMP_IF_EQUAL = 0x15
+RETURN = 0x06
+# Offsets into struct seccomp_data, which a filter looks at.
+CALL_OFFSET = 0
+ARCHITECTURE_OFFSET = 4
+
+# How often the thread of a `Refuser` looks whether it is to end.
+POLL_MILLISECONDS = 50
+
+
+@contextmanager
+def _socket_address(folder: Path) -> Iterator[str]:
+    """Provide an address for the socket in a folder.
+
+    The address of a socket has at most 107 bytes, which the path of the folder may exceed.
+    """
+    descriptor = os.open(folder, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{descriptor}/refuser"
+    finally:
+        os.close(descriptor)
+
+
+def ask_before(calls: Calls, folder: Path) -> None:
+    """Have the kernel ask a `Refuser` before each write or read of this process.
+
+    This holds for all its threads and future children, and cannot be undone.
+
+    Args:
+        calls: The system calls that ask.
+        folder: The trace folder of the attempt, to whose `Refuser` the questions go.
+
+    Raises:
+        OSError: If no filter can be set, or one that asks is set already.
+    """
+    architecture = ARCHITECTURES.get(platform.machine())
+    if architecture is None:
+        raise OSError(errno.ENOSYS, f"not known on {platform.machine()}")
+    numbers = architecture.writes if calls == Calls.WRITE else architecture.reads
+    with socket.socket(socket.AF_UNIX) as connection, _socket_address(folder) as address:
+        connection.connect(address)
+        listener = _set_filter(architecture, _filter_program(architecture, numbers))
+        socket.send_fds(connection, [b"x"], [listener])
+        os.close(listener)
+
+
+def _filter_program(
+    architecture: Architecture, numbers: tuple[int, ...]
+) -> list[tuple[int, int, int, int]]:
+    """Return a filter that asks before some system calls and allows all others.
+
+    An instruction is (code, instructions to skip if true, if false, operand).
+    """
+    instructions = [
+        (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
+        (JUMP_IF_EQUAL, 1, 0, architecture.audit_architecture),
+        (RETURN, 0, 0, SECCOMP_RET_ALLOW),
+        (LOAD_WORD, 0, 0, CALL_OFFSET),
+    ]
+    for index, number in enumerate(numbers):
+        # The last instruction follows the remaining comparisons and the RETURN after them.
+        instructions_to_ask = len(numbers) - index
+        instructions.append((JUMP_IF_EQUAL, instructions_to_ask, 0, number))
+    instructions.append((RETURN, 0, 0, SECCOMP_RET_ALLOW))
+    instructions.append((RETURN, 0, 0, SECCOMP_RET_USER_NOTIF))
+    return instructions
+
+
+def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, int, int]]) -> int:
+    """Set a filter for this process and return the descriptor that gets its questions."""
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
+    code_buffer = ctypes.create_string_buffer(code)
+    # struct sock_fprog: number of instructions, their address.
+    program = struct.pack("HP", len(instructions), ctypes.addressof(code_buffer))
+    program_buffer = ctypes.create_string_buffer(program)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(
+        PR_SET_NO_NEW_PRIVS,
+        ctypes.c_ulong(1),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+    )
+    listener: int = libc.syscall(
+        ctypes.c_long(architecture.seccomp),
+        ctypes.c_long(SECCOMP_SET_MODE_FILTER),
+        ctypes.c_long(SECCOMP_FILTER_FLAGS),
+        ctypes.c_long(ctypes.addressof(program_buffer)),
+    )
+    if listener < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return listener
+
+
+class Refuser:
+    """Decides about the system calls of one attempt's processes, and counts those it refused.
+
+    It runs in a thread of the campaign.
+
+    Args:
+        folder: The trace folder of the attempt, in which processes find it.
+        plan: Its injection has an `errno`, and either an `unreadable_file`, whose reads fail, or a
+            `size_bytes`: files in the workplace that are as large cannot grow further.
+    """
+
+    def __init__(self, folder: Path, plan: AttemptPlan) -> None:
+        assert plan.injection.errno is not None
+        self._errno = plan.injection.errno
+        self._injection = plan.injection
+        self._writable_folders = plan.writable_folders
+        self.refused_calls = 0
+        self._closing = threading.Event()
+        self._server = socket.socket(socket.AF_UNIX)
+        with _socket_address(folder) as address:
+            self._server.bind(address)
+        self._server.listen()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering; call it when all processes have ended."""
+        self._closing.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        server = self._server.fileno()
+        poll = select.poll()
+        poll.register(server, select.POLLIN)
+        listeners: list[int] = []
+        while not self._closing.is_set():
+            for descriptor, event in poll.poll(POLL_MILLISECONDS):
+                # A process that asked may have been interrupted by a signal, or killed.
+                with suppress(OSError):
+                    if descriptor == server:
+                        new_listeners = self._accept()
+                        listeners += new_listeners
+                        for listener in new_listeners:
+                            poll.register(listener, select.POLLIN)
+                    elif event & select.POLLIN:
+                        self._answer(descriptor)
+                    else:
+                        # All processes that could ask have ended.
+                        poll.unregister(descriptor)
+        self._server.close()
+        for listener in listeners:
+            os.close(listener)
+
+    def _accept(self) -> list[int]:
+        """Return the listener of a process that has set a filter; none if it could not set one."""
+        connection, _ = self._server.accept()
+        with connection:
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        return list(descriptors)
+
+    def _answer(self, listener: int) -> None:
+        """Take one question and answer it."""
+        buffer = bytearray(NOTIFICATION.size)
+        fcntl.ioctl(listener, SECCOMP_IOCTL_NOTIF_RECV, buffer)
+        identity, process, _, call, _, _, *arguments = NOTIFICATION.unpack(buffer)
+        refused = False
+        # The process may have ended meanwhile.
+        with suppress(OSError):
+            refused = self._should_refuse(process, call, arguments)
+        error = 0
+        flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE
+        if refused:
+            self.refused_calls += 1
+            error = -self._errno
+            flags = 0
+        fcntl.ioctl(listener, SECCOMP_IOCTL_NOTIF_SEND, RESPONSE.pack(identity, 0, error, flags))
+
+    def _should_refuse(self, process: int, call: int, arguments: list[int]) -> bool:
+        """Return whether a call is to fail.
+
+        Args:
+            process: PID of the process that makes it.
+            call: Number of the call.
+            arguments: Its six arguments.
+        """
+        if self._injection.refuse_once and self.refused_calls:
+            return False
+        file_descriptor = arguments[2] if call in COPY_FILE_RANGE else arguments[0]
+        file = Path(f"/proc/{process}/fd/{file_descriptor}")
+        path = file.readlink()
+        if self._injection.unreadable_file is not None:
+            return path == Path(self._injection.unreadable_file)
+        status = file.stat()
+        if not S_ISREG(status.st_mode):
+            return False
+        if not any(path.is_relative_to(folder) for folder in self._writable_folders):
+            return False
+        # The last byte that `ftruncate` would add; a write begins at the end of the file.
+        position = arguments[1] - 1 if call in FTRUNCATE else status.st_size
+        assert self._injection.size_bytes is not None
+        if position < self._injection.size_bytes:
+            return False
+        if self._injection.refuse_once:
+            _remove_file_size_limit(process)
+        return True
+
+
+def _remove_file_size_limit(process: int) -> None:
+    """Let a process write again what the kernel would cut short at its limit (`Injector`)."""
+    _, hard_limit = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (hard_limit, hard_limit))

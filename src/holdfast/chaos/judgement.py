@@ -1,0 +1,234 @@
+"""Decide what became of a training run in a trial.
+
+The order of the rules is the argument: first whether the fault happened at all, then whether the
+run survived it, then whether it is still the same run. The first rule that has an answer wins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from holdfast.chaos.comparison.differences import OLDER, TEXT, Difference
+from holdfast.chaos.comparison.timeline import TrialComparison
+from holdfast.chaos.fault_plans import Fault
+from holdfast.chaos.injection.plan import Action
+from holdfast.chaos.results import TrialResult
+from holdfast.chaos.trials import Trial
+
+# Length of the last line of output that is shown.
+MAX_LINE_CHARACTERS = 200
+# A line that reports an exception, such as "ValueError: no data".
+_EXCEPTION_LINE = re.compile(r"\w(Error|Exception)\b: \S")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialCase:
+    """What is known about one trial.
+
+    Args:
+        fault: The fault.
+        trial: All attempts.
+        comparison: How they compare with the undisturbed run.
+        is_steady: Whether two undisturbed runs are the same; otherwise nothing can be said about
+            differences.
+    """
+
+    fault: Fault
+    trial: Trial
+    comparison: TrialComparison
+    is_steady: bool
+
+    @property
+    def steps_repeated(self) -> str:
+        """Return how many steps were done again, in words; empty if that is not known."""
+        return f"{self.comparison.steps_again} steps repeated" if self.is_steady else ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialJudgement:
+    """What became of a training run, and how, in words."""
+
+    result: TrialResult
+    detail: str
+
+
+Rule: TypeAlias = Callable[[TrialCase], TrialJudgement | None]
+
+
+def judge(case: TrialCase) -> TrialJudgement:
+    """Return the answer of the first rule in `RULES` that has one."""
+    for rule in RULES:
+        judgement = rule(case)
+        if judgement is not None:
+            return judgement
+    return survived(case)
+
+
+# --- did the fault happen? ----------------------------------------------------------------------
+
+
+def moment_never_came(case: TrialCase) -> TrialJudgement | None:
+    """The first attempt did not reach the moment of the fault."""
+    first = case.trial.attempts[0]
+    if first.events("fault"):
+        return None
+    detail = "its moment never came"
+    if first.status != 0:
+        detail += f", the command ended with {describe_status(first.status)}"
+    return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
+
+
+def no_checkpoint_to_damage(case: TrialCase) -> TrialJudgement | None:
+    """The script had not saved anything when it was killed."""
+    if case.fault.damage is None or case.trial.damaged is not None:
+        return None
+    return TrialJudgement(TrialResult.DID_NOT_OCCUR, "no checkpoint was found")
+
+
+def command_restarted_training_itself(case: TrialCase) -> TrialJudgement | None:
+    """What was to happen in the restart did not: the command survived, and there was no restart."""
+    needs_restart = case.fault.damage is not None or case.fault.restart_injections
+    if not needs_restart or len(case.trial.attempts) > 1:
+        return None
+    return TrialJudgement(TrialResult.DID_NOT_OCCUR, "the command continued without a restart")
+
+
+def nothing_could_be_injected(case: TrialCase) -> TrialJudgement | None:
+    """The moment came, but there was nothing to disturb."""
+    missed = [
+        event.facts["why"] for attempt in case.trial.attempts for event in attempt.events("missed")
+    ]
+    action = case.fault.injection.action
+    if missed and action in (Action.CUT_CONNECTIONS, Action.PUT_NAN):
+        return TrialJudgement(TrialResult.DID_NOT_OCCUR, missed[0])
+    refused_calls = sum(attempt.refused_calls for attempt in case.trial.attempts)
+    if case.fault.kind == "io" and refused_calls == 0:
+        detail = missed[0] if missed else "no such read or write was seen"
+        return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
+    return None
+
+
+# --- did the run survive? -----------------------------------------------------------------------
+
+
+def last_attempt_hung(case: TrialCase) -> TrialJudgement | None:
+    """The last attempt made no progress and was killed."""
+    if not case.trial.last.hung:
+        return None
+    return TrialJudgement(TrialResult.HANGS, _describe_end(case.trial, "it hung and was killed"))
+
+
+def last_attempt_failed(case: TrialCase) -> TrialJudgement | None:
+    """The last attempt ended with an error."""
+    status = case.trial.last.status
+    if status == 0:
+        return None
+    detail = _describe_end(case.trial, f"it ended with {describe_status(status)}")
+    return TrialJudgement(TrialResult.DOES_NOT_SURVIVE, detail)
+
+
+def earlier_attempt_hung(case: TrialCase) -> TrialJudgement | None:
+    """The run completed only because somebody killed an attempt that hung."""
+    if not any(attempt.hung for attempt in case.trial.attempts):
+        return None
+    return TrialJudgement(
+        TrialResult.HANGS, f"it hung and had to be killed; then {case.steps_repeated}"
+    )
+
+
+def ended_in_nan(case: TrialCase) -> TrialJudgement | None:
+    """The weights or the loss of the last step are not finite."""
+    if case.comparison.finite:
+        return None
+    detail = "the weights or the loss at the end are NaN or infinite"
+    return TrialJudgement(TrialResult.ENDS_IN_NAN, detail)
+
+
+# --- is it still the same run? ------------------------------------------------------------------
+
+
+def changed_by_nan(case: TrialCase) -> TrialJudgement | None:
+    """After a NaN in its data the run may differ, as long as it stays finite."""
+    if case.fault.kind != "nan":
+        return None
+    if all(difference.what == TEXT for difference in case.comparison.differences):
+        return None
+    detail = "the batch with the NaN changed the run; the weights at the end are finite"
+    return TrialJudgement(TrialResult.SURVIVES, detail)
+
+
+def became_another_training(case: TrialCase) -> TrialJudgement | None:
+    """A step or a saved entry differs from the undisturbed run."""
+    for difference in _grave_differences(case):
+        if difference.what != OLDER:
+            return TrialJudgement(TrialResult.ANOTHER_TRAINING, str(difference))
+    return None
+
+
+def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
+    """A restart resumed from an older checkpoint than the newest complete one."""
+    if case.fault.damage is not None:
+        # The newest one was damaged, so an older one is right.
+        return None
+    for difference in _grave_differences(case):
+        if difference.what == OLDER:
+            return TrialJudgement(TrialResult.WORK_LOST, str(difference))
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    moment_never_came,
+    no_checkpoint_to_damage,
+    command_restarted_training_itself,
+    nothing_could_be_injected,
+    last_attempt_hung,
+    last_attempt_failed,
+    earlier_attempt_hung,
+    ended_in_nan,
+    changed_by_nan,
+    became_another_training,
+    lost_saved_work,
+)
+
+
+def survived(case: TrialCase) -> TrialJudgement:
+    """The run is the same, as far as can be determined."""
+    if not case.is_steady:
+        return TrialJudgement(TrialResult.SURVIVES, "")
+    texts = [
+        difference.detail for difference in case.comparison.differences if difference.what == TEXT
+    ]
+    return TrialJudgement(TrialResult.EXACT, "; ".join([case.steps_repeated, *texts]))
+
+
+def _grave_differences(case: TrialCase) -> list[Difference]:
+    """Return the differences that count: none if two undisturbed runs differ already."""
+    if not case.is_steady:
+        return []
+    return [difference for difference in case.comparison.differences if difference.what != TEXT]
+
+
+def _describe_end(trial: Trial, how: str) -> str:
+    """Return how the last attempt ended, with the line of its output that says why.
+
+    That is the last line that reports an exception, since a launcher prints its own lines after it;
+    without one, the last line.
+    """
+    lines = [line for line in trial.last.output.splitlines() if re.search(r"\w", line)]
+    exceptions = [line for line in lines if _EXCEPTION_LINE.search(line)]
+    reason = ""
+    if lines:
+        reason = (exceptions or lines)[-1].strip()[:MAX_LINE_CHARACTERS]
+    return f"start {len(trial.attempts)}: {how}; {reason}".strip("; ")
+
+
+def describe_status(status: int) -> str:
+    """Return an exit status in words.
+
+    Args:
+        status: Exit code, negative for a signal.
+    """
+    return f"signal {-status}" if status < 0 else f"exit code {status}"

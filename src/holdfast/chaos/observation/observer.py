@@ -1,0 +1,76 @@
+"""Observe each Python process of a command that is put to the test.
+
+`start` is called by ``injected/sitecustomize.py`` of ``supervise`` when a process starts, before
+its script runs. The observer writes a trace of what the process does, and has the fault injected at
+its moment. Files are observed through audit events (`file_audit`), the training loop through hooks
+in torch (`torch_observer`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from holdfast.chaos.injection.injector import Injector
+from holdfast.chaos.observation.file_audit import FileAudit
+from holdfast.chaos.observation.shield import ScriptShield
+from holdfast.chaos.observation.torch_observer import ProcessTools, TorchObserver
+from holdfast.chaos.observation.trace_writer import TraceWriter
+from holdfast.core.importing import ImportWatch
+
+_observer: ProcessObserver | None = None
+
+
+def start(run: str) -> None:
+    """Begin to observe this process, once.
+
+    Args:
+        run: The trace folder of the attempt.
+    """
+    global _observer
+    if _observer is None and Path(run).is_dir():
+        _observer = ProcessObserver(Path(run))
+
+
+class ProcessObserver:
+    """Observes this process and those that are forked from it.
+
+    Args:
+        folder: The trace folder of the attempt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._shield = ScriptShield(folder)
+        self._trace = TraceWriter(folder)
+        self._injector = Injector(folder, self._trace.write)
+        plan = self._injector.plan
+        writable_folders = (str(folder), *plan.writable_folders)
+        self._files = FileAudit(writable_folders, plan.trial_began, self._trace, self._shield)
+        self._imports = ImportWatch(self._shield.note_error)
+        # None until the script has imported torch.
+        self._torch_observer: TorchObserver | None = None
+        self._injector.begin()
+        self._imports.when_imported("torch", self._observe_torch)
+        os.register_at_fork(after_in_child=self._restart)
+        sys.addaudithook(self._files.hook)
+
+    def _observe_torch(self, torch: Any) -> None:
+        tools = ProcessTools(
+            trace=self._trace,
+            files=self._files,
+            injector=self._injector,
+            shield=self._shield,
+            imports=self._imports,
+        )
+        self._shield.torch_imported(torch)
+        self._torch_observer = TorchObserver(torch, tools)
+        self._torch_observer.install()
+
+    def _restart(self) -> None:
+        """Begin a trace of its own in a process that was just forked."""
+        self._trace.restart()
+        self._files.restart()
+        if self._torch_observer is not None:
+            self._torch_observer.restart()

@@ -1,0 +1,87 @@
+"""Keep our own code from disturbing the script that is observed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Signals for which training scripts and torch install handlers that may raise an exception.
+HANDLED_SIGNALS: tuple[int, ...] = (
+    signal.SIGCHLD,
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+)
+
+
+class ScriptShield:
+    """Runs our own code within the script so that the script does not notice it.
+
+    Errors of ours are written to a file, and signal handlers of the script wait.
+
+    Args:
+        folder: The trace folder of the attempt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._torch: Any = None
+
+    def torch_imported(self, torch: Any) -> None:
+        """Take notice of torch: from now on nothing of ours runs while it compiles."""
+        self._torch = torch
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of ours and return what it returns, None if it fails."""
+        if self._torch is not None and self._torch.compiler.is_dynamo_compiling():
+            return None
+        with signal_handlers_postponed():
+            try:
+                return function(*args)
+            except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+                self.note_error(error)
+                return None
+
+    def note_error(self, error: BaseException) -> None:
+        """Write an error of ours to a file that the campaign reports."""
+        with suppress(OSError), (self._folder / "failed.txt").open("a") as file:
+            file.writelines(traceback.format_exception(error))
+
+
+@contextmanager
+def signal_handlers_postponed() -> Iterator[None]:
+    """Call the script's signal handlers only after the context.
+
+    A handler may raise an exception, as torch's does when a loader worker has died. That exception
+    is meant for the script; if it was raised within our code, a step would be missing in the trace.
+    """
+    received: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {}
+
+    def postpone(number: int, frame: FrameType | None) -> None:
+        received.append((number, frame))
+
+    # Only the main thread can set handlers, and only there are they called.
+    if threading.current_thread() is threading.main_thread():
+        for number in HANDLED_SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+    try:
+        for number in handlers:
+            signal.signal(number, postpone)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in received:
+        handlers[number](number, frame)

@@ -1,0 +1,159 @@
+"""Record what one step of an optimizer is made of: model calls, batches, random states, losses.
+
+A script may call its models for other reasons than a step: to act in an environment, to evaluate,
+or in a forward pass whose backward failed. Therefore each call leaves its number on the autograd
+nodes of its output, and backward finds the numbers of the calls that a loss was made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.chaos.observation.digests import DigestMaker, find_tensors
+
+# Key under which the number of a model call is kept in the metadata of an autograd node.
+CALL_KEY = "call seen by holdfast chaos"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """What a model call saw.
+
+    Args:
+        batch: Digest of the last batch that the loader returned before it.
+        inputs: Digest of the inputs; None if the call itself was not seen.
+        random: Digests of the random states before it.
+    """
+
+    batch: str | None
+    inputs: str | None
+    random: dict[str, str]
+
+
+class StepRecorder:
+    """Collects what the current step is made of.
+
+    Args:
+        torch: The module, as the script has imported it.
+        digests: Makes digests.
+    """
+
+    def __init__(self, torch: Any, digests: DigestMaker) -> None:
+        self._torch = torch
+        self._digests = digests
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything, in a process that was just forked."""
+        # Calls of models that train, in this process.
+        self._calls_made = 0
+        # Number of the call that each module computes at present, by the module's identity.
+        self._open_calls: dict[int, int] = {}
+        self._last_batch: str | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begin to collect for the next step."""
+        # All model calls since the last step, by their numbers.
+        self._calls: dict[int, ModelCall] = {}
+        # Numbers of the calls that contributed to a loss.
+        self._contributing: set[int] = set()
+        self._losses: list[str] = []
+        self._backward_count = 0
+
+    @property
+    def has_backward(self) -> bool:
+        """Return whether backward was called since the last step."""
+        return self._backward_count > 0
+
+    def note_batch(self, batch: Any) -> None:
+        """Take notice of a batch that a loader has returned."""
+        self._last_batch = self._digests.tree(batch)
+
+    def begin_call(self, module: Any, inputs: Any) -> None:
+        """Take notice of a model call."""
+        self._calls_made += 1
+        self._open_calls[id(module)] = self._calls_made
+        self._calls[self._calls_made] = ModelCall(
+            batch=self._last_batch,
+            inputs=self._digests.tree(inputs),
+            random=self._digests.random_states(),
+        )
+
+    def end_call(self, module: Any, output: Any) -> None:
+        """Mark the output of a model with the number of the call that computed it."""
+        call = self._open_calls.pop(id(module), None)
+        if call is None:
+            return
+        nodes = [tensor.grad_fn for tensor in find_tensors(self._torch, output)]
+        nodes = [node for node in nodes if node is not None]
+        for node in nodes:
+            node.metadata[CALL_KEY] = call
+        if not nodes:
+            # Where its output ends up is not seen; it counts as a contribution.
+            self._contributing.add(call)
+
+    def begin_backward(self, roots: list[Any]) -> set[int]:
+        """Take notice of a loss.
+
+        Args:
+            roots: The tensors that backward starts from.
+
+        Returns:
+            Numbers of the model calls that they were made of, for `end_backward`.
+        """
+        self._backward_count += 1
+        if not self._calls:
+            # No call was seen, such as in a script without a module: the loss is the only part.
+            self._calls_made += 1
+            self._calls[self._calls_made] = ModelCall(
+                batch=self._last_batch, inputs=None, random=self._digests.random_states()
+            )
+        is_scalar = bool(roots) and hasattr(roots[0], "numel") and roots[0].numel() == 1
+        if is_scalar:
+            self._losses.append(repr(roots[0].item()))
+        return self._find_calls(roots)
+
+    def end_backward(self, calls: set[int]) -> None:
+        """Count model calls as parts of the step, since backward has succeeded."""
+        self._contributing |= calls
+
+    @property
+    def loss_count(self) -> int:
+        """Return how many losses this step has so far."""
+        return len(self._losses)
+
+    def drop_losses_after(self, count: int) -> None:
+        """Forget losses whose backward failed; the script may try again."""
+        del self._losses[count:]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of `trace.RecordedStep` that say what the step was made of."""
+        calls = list(self._calls.values())
+        parts = [call for number, call in self._calls.items() if number in self._contributing]
+        # Where no call was found in the graph of a loss, all of them count.
+        parts = parts or calls
+        return {
+            "parts": len(parts),
+            "batch": [part.batch for part in parts],
+            "inputs": [part.inputs for part in parts],
+            "random": parts[0].random if parts else {},
+            "random_states": [call.random for call in calls],
+            "losses": self._losses,
+        }
+
+    def _find_calls(self, roots: list[Any]) -> set[int]:
+        """Return the numbers of the calls whose outputs are in the graph of some tensors."""
+        calls: set[int] = set()
+        pending = {getattr(root, "grad_fn", None) for root in roots} - {None}
+        visited = set(pending)
+        while pending and not self._calls.keys() <= calls:
+            node: Any = pending.pop()
+            if CALL_KEY in node.metadata:
+                calls.add(node.metadata[CALL_KEY])
+            inputs = {input_node for input_node, _ in node.next_functions}
+            new_nodes = inputs - visited - {None}
+            pending |= new_nodes
+            visited |= new_nodes
+        return calls

@@ -1,0 +1,457 @@
+"""Observe a training run through hooks in torch, without a change to its script.
+
+The hooks record steps, saves and evaluations in the trace, and tell the injector that its moment
+may have come. Torch is never imported here, only waited for.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from holdfast.chaos.injection.injector import Injector, read_rank
+from holdfast.chaos.injection.plan import Moment
+from holdfast.chaos.observation.digests import DigestMaker, reseed
+from holdfast.chaos.observation.file_audit import FileAudit
+from holdfast.chaos.observation.shield import ScriptShield
+from holdfast.chaos.observation.step_recorder import StepRecorder
+from holdfast.chaos.observation.trace_writer import TraceWriter
+from holdfast.chaos.observation.training_state import TrainingState
+from holdfast.core.importing import ImportWatch
+from holdfast.core.vector_functions import settle_vector_functions
+
+# Modules and their functions that save a checkpoint.
+SAVERS = {
+    "torch.serialization": "save",
+    "safetensors.torch": "save_file",
+    "torch.distributed.checkpoint.state_dict_saver": "save",
+    "holdfast.checkpoint.saver": "write",
+}
+# Settings of a parameter group that are compared.
+COMPARED_SETTINGS = ("lr", "momentum", "betas", "weight_decay")
+
+# The observer of this process. The hooks of models are functions of this module, so that a model
+# can still be copied and pickled.
+_observer: TorchObserver | None = None
+
+
+def _before_forward(module: Any, args: Any, kwargs: Any) -> Any:
+    """Forward pre-hook of every root module."""
+    if _observer is None:
+        return None
+    return _observer.before_forward(module, args, kwargs)
+
+
+def _after_forward(module: Any, _args: Any, output: Any) -> None:
+    """Forward hook of every root module."""
+    if _observer is not None:
+        _observer.after_forward(module, output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessTools:
+    """What observes this process apart from torch."""
+
+    trace: TraceWriter
+    files: FileAudit
+    injector: Injector
+    shield: ScriptShield
+    imports: ImportWatch
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingStep:
+    """What was recorded when a step began; see `trace.RecordedStep` for the fields."""
+
+    settings: str
+    before: dict[str, Any] | None = None
+    weights_at_begin: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessProgress:
+    """What this process has done so far; a forked process starts with a new one."""
+
+    saves: int = 0
+    evaluations: int = 0
+    has_workers: bool = False
+    is_saving: bool = False
+    is_in_backward: bool = False
+    has_saved_since_step: bool = False
+    # Loss scale of the gradient scaler at its last step.
+    loss_scale: float | None = None
+    # The step that has begun; None if none has, or if it is not to be recorded.
+    pending_step: PendingStep | None = None
+
+
+class TorchObserver:
+    """Hooks into torch in this process and those that are forked from it.
+
+    Args:
+        torch: The module, as the script has imported it.
+        tools: What observes this process apart from torch.
+    """
+
+    def __init__(self, torch: Any, tools: ProcessTools) -> None:
+        global _observer
+        self._torch = torch
+        self._trace = tools.trace
+        self._files = tools.files
+        self._injector = tools.injector
+        self._shield = tools.shield
+        self._imports = tools.imports
+        digests = DigestMaker(torch)
+        self._digests = digests
+        self._recorder = StepRecorder(torch, digests)
+        self._state = TrainingState(torch, digests)
+        self._progress = ProcessProgress()
+        # Handles of the two hooks of each root module.
+        self._hook_handles: Any = weakref.WeakKeyDictionary()
+        _observer = self
+
+    def restart(self) -> None:
+        """Start over in a process that was just forked."""
+        self._recorder.restart()
+        self._state.restart()
+        self._progress = ProcessProgress()
+
+    def install(self) -> None:
+        """Hook into torch, and into its modules once they are imported."""
+        # Otherwise a difference may come from torch, not from the script.
+        self._shield.run(settle_vector_functions, self._torch)
+        when_imported = self._imports.when_imported
+        when_imported("torch.optim.optimizer", self._hook_optimizers)
+        when_imported("torch.autograd", self._hook_autograd)
+        when_imported("torch.jit", self._hook_script)
+        when_imported("torch.amp.grad_scaler", self._hook_scaler)
+        when_imported("torch.nn.modules.module", self._hook_evaluation)
+        when_imported("torch.utils.data.dataloader", self._hook_torch_loader)
+        when_imported("holdfast.loader.loader", self._hook_own_loader)
+        for module_name, function_name in SAVERS.items():
+            when_imported(module_name, partial(self._hook_saver, function_name))
+
+    # --- installing hooks -----------------------------------------------------------------------
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a function by a wrapper that gets it as its first argument.
+
+        The wrapper is left out while torch compiles.
+        """
+        original = getattr(owner, name)
+        is_compiling = self._torch.compiler.is_dynamo_compiling
+
+        @wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def _hook_optimizers(self, module: Any) -> None:
+        self._wrap(module.Optimizer, "__init__", self._make_optimizer)
+        module.register_optimizer_step_pre_hook(
+            lambda optimizer, args, kwargs: self._shield.run(
+                self._begin_step, optimizer, args, kwargs
+            )
+        )
+        module.register_optimizer_step_post_hook(
+            lambda optimizer, _args, _kwargs: self._shield.run(self._end_step, optimizer)
+        )
+
+    def _hook_autograd(self, module: Any) -> None:
+        self._wrap(module, "backward", self._backward)
+        self._wrap(module, "grad", self._grad)
+
+    def _hook_script(self, module: Any) -> None:
+        self._wrap(module, "script", self._call_without_hooks)
+
+    def _hook_scaler(self, module: Any) -> None:
+        self._wrap(module.GradScaler, "step", self._step_scaler)
+
+    def _hook_evaluation(self, module: Any) -> None:
+        self._wrap(module.Module, "eval", self._evaluate)
+
+    def _hook_torch_loader(self, module: Any) -> None:
+        self._wrap(module._BaseDataLoaderIter, "__next__", self._load_batch)
+
+    def _hook_own_loader(self, module: Any) -> None:
+        self._wrap(module.Epoch, "__next__", self._load_batch)
+
+    def _hook_saver(self, function_name: str, module: Any) -> None:
+        self._wrap(module, function_name, self._save)
+        if module.__name__ == "torch.serialization":
+            self._torch.save = module.save
+
+    def _hook_model(self, root: Any) -> None:
+        # Ours come before the hooks of the script at any time, so that inputs are seen as given.
+        before = root.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
+        after = root.register_forward_hook(_after_forward, prepend=True)
+        self._hook_handles[root] = (before, after)
+
+    # --- model calls, batches and losses --------------------------------------------------------
+
+    def _make_optimizer(
+        self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+        self._shield.run(self._hook_models_of, optimizer)
+
+    def _hook_models_of(self, optimizer: Any) -> None:
+        for root in self._state.add_optimizer(optimizer):
+            if root not in self._hook_handles:
+                self._hook_model(root)
+
+    def _load_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        batch = original(iterator)
+        # Without gradients it is evaluation.
+        if not self._torch.is_grad_enabled():
+            return batch
+        steps = self._trace.steps_made
+        batch = self._injector.disturb_batch(self._torch, batch, steps, Moment.LOADER)
+        self._shield.run(self._recorder.note_batch, batch)
+        if steps > 0 and not self._progress.has_workers and self._injector.loader_workers():
+            self._progress.has_workers = True
+            self._trace.write("workers")
+        return batch
+
+    def before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """Record the inputs of a model that trains.
+
+        Returns:
+            The inputs to use instead, None to leave them as they are.
+        """
+        torch = self._torch
+        is_training = module.training and torch.is_grad_enabled()
+        # A copy of a model carries our hooks, but is not the model that is trained.
+        if not is_training or module not in self._hook_handles:
+            return None
+        if torch.compiler.is_dynamo_compiling():
+            return None
+        steps = self._trace.steps_made
+        args, kwargs = self._injector.disturb_batch(torch, (args, kwargs), steps, Moment.FORWARD)
+        self._shield.run(self._begin_call, module, (args, kwargs))
+        return args, kwargs
+
+    def _begin_call(self, module: Any, inputs: Any) -> None:
+        self._state.note_call(module)
+        self._recorder.begin_call(module, inputs)
+
+    def after_forward(self, module: Any, output: Any) -> None:
+        """Mark the output of a model with the number of its call."""
+        if not self._torch.compiler.is_dynamo_compiling():
+            self._recorder.end_call(module, output)
+
+    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`torch.autograd.grad`, of which it is not seen what its loss is made of."""
+        if not self._progress.is_in_backward:
+            self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
+        return original(*args, **kwargs)
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Checkpointed activations call backward within backward.
+        if self._progress.is_in_backward:
+            return original(*args, **kwargs)
+        tensors = args[0] if args else kwargs.get("tensors")
+        roots = list(tensors) if isinstance(tensors, (tuple, list)) else [tensors]
+        loss_count = self._recorder.loss_count
+        calls = self._shield.run(self._recorder.begin_backward, roots)
+        self._progress.is_in_backward = True
+        try:
+            self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
+            result = original(*args, **kwargs)
+        except BaseException:
+            self._recorder.drop_losses_after(loss_count)
+            raise
+        finally:
+            self._progress.is_in_backward = False
+        self._recorder.end_backward(calls or set())
+        return result
+
+    def _step_scaler(
+        self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._progress.loss_scale = self._shield.run(scaler.get_scale)
+        return original(scaler, *args, **kwargs)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _begin_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._progress.pending_step = None
+        has_closure = any(callable(value) for value in (*args, *kwargs.values()))
+        # A closure computes the gradients later, within the step.
+        if not has_closure and self._only_creates_state(optimizer):
+            return
+        step = PendingStep(settings=describe_settings(optimizer))
+        self._progress.pending_step = step
+        self._injector.meet(Moment.BEFORE_STEP, self._trace.steps_made)
+        if not self._state.has_stepped(optimizer):
+            step.before = self._state.state_before_first_step(optimizer)
+        if self._progress.has_saved_since_step:
+            # An attempt may resume here, and scripts may change weights between steps.
+            step.weights_at_begin = self._state.weights(optimizer)
+
+    def _end_step(self, optimizer: Any) -> None:
+        step = self._progress.pending_step
+        if step is None:
+            return
+        self._trace.count_step()
+        rank, world_size = read_rank()
+        self._trace.write(
+            "step",
+            rank=rank,
+            world_size=world_size,
+            optimizer_index=self._state.index(optimizer),
+            before=step.before,
+            after=self._state.state(optimizer),
+            weights_at_begin=step.weights_at_begin,
+            settings=step.settings,
+            scale=self._progress.loss_scale,
+            **self._recorder.facts(),
+        )
+        self._recorder.begin_step()
+        self._progress.has_saved_since_step = False
+        self._injector.meet(Moment.AFTER_STEP, self._trace.steps_made)
+        reseeded = self._injector.plan.injection.reseeded
+        if self._trace.steps_made == 1 and reseeded is not None:
+            reseed(self._torch, reseeded)
+
+    def _only_creates_state(self, optimizer: Any) -> bool:
+        """Return whether a step changes no weight, and is made only to create optimizer state.
+
+        Some libraries make such a step before they load a state.
+        """
+        if self._recorder.has_backward:
+            return False
+        learning_rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+        if not any(learning_rates):
+            return True
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        return not any(bool(gradient.any()) for gradient in gradients)
+
+    # --- evaluations and saves ------------------------------------------------------------------
+
+    def _evaluate(self, original: Callable[..., Any], module: Any) -> Any:
+        if self._trace.steps_made > 0:
+            self._progress.evaluations += 1
+            self._shield.run(self._trace.write, "eval")
+            self._injector.meet(Moment.EVALUATION, self._progress.evaluations)
+        return original(module)
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = [*args, *kwargs.values()]
+        # A tensor that is pickled is saved as a storage.
+        is_pickling = self._torch.is_storage(arguments[0])
+        if self._progress.is_saving or self._trace.steps_made == 0 or is_pickling:
+            return original(*args, **kwargs)
+        self._progress.is_saving = True
+        self._progress.has_saved_since_step = True
+        self._progress.saves += 1
+        save_number = self._progress.saves
+        buffers = [value for value in arguments if isinstance(value, io.BytesIO)]
+        self._injector.meet(Moment.SAVE_BEGINS, save_number)
+        try:
+            result = self._call_without_hooks(original, *args, **kwargs)
+        finally:
+            self._progress.is_saving = False
+            # A buffer is written to a file later.
+            if not buffers:
+                self._injector.save_ends()
+        # A checkpoint of a guard has a path.
+        arguments.append(getattr(result, "path", None))
+        in_thread = threading.current_thread() is not threading.main_thread()
+        self._shield.run(partial(self._record_save, in_thread=in_thread), arguments)
+        self._injector.meet(Moment.SAVE_ENDS, save_number)
+        return result
+
+    def _call_without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function while our hooks are off all models.
+
+        They are no part of a model that is saved whole, or compiled to a script. In a thread they
+        stay: the training loop continues meanwhile, and must be seen.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return original(*args, **kwargs)
+        for handles in list(self._hook_handles.values()):
+            for handle in handles:
+                handle.remove()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for root in list(self._hook_handles):
+                self._hook_model(root)
+
+    def _record_save(self, arguments: Sequence[Any], *, in_thread: bool) -> None:
+        """Record a save.
+
+        Args:
+            arguments: The arguments of the function that saved: what was saved comes first, a path
+                or file somewhere after it.
+            in_thread: Whether a thread saved beside the training loop.
+        """
+        checkpoint = arguments[0]
+        entries = {}
+        if not _is_destination(checkpoint):
+            entries = self._digests.entries(checkpoint)
+        path = _find_path(arguments)
+        # In a thread, optimizers may have stepped since the state was copied.
+        states = [] if in_thread else self._state.saved_states()
+        if path is not None:
+            self._files.note_save(path)
+        self._trace.write(
+            "save",
+            path=path,
+            in_thread=in_thread,
+            entries=entries,
+            size_bytes=_saved_bytes(path, arguments),
+            states=states,
+        )
+
+
+def describe_settings(optimizer: Any) -> str:
+    """Return the compared settings of each parameter group, such as ``"lr=0.1 momentum=0.9"``."""
+    groups = []
+    for group in optimizer.param_groups:
+        settings = [f"{name}={group[name]}" for name in COMPARED_SETTINGS if name in group]
+        groups.append(" ".join(settings))
+    return "; ".join(groups)
+
+
+def _is_destination(value: Any) -> bool:
+    """Return whether the first argument of a save says where, instead of what is saved."""
+    if isinstance(value, (str, os.PathLike)):
+        return True
+    return type(value).__module__.startswith("holdfast.")
+
+
+def _find_path(arguments: Sequence[Any]) -> str | None:
+    """Return the real path of the first argument that is a path or a file with a name."""
+    for argument in arguments:
+        place = argument
+        if hasattr(argument, "write"):
+            place = getattr(argument, "name", None)
+        if isinstance(place, (str, os.PathLike)):
+            return os.path.realpath(os.fspath(place))
+    return None
+
+
+def _saved_bytes(path: str | None, arguments: Sequence[Any]) -> int:
+    """Return the size of the largest file of a save; without a path, that of its buffers."""
+    if path is not None:
+        files = [file for file in (Path(path), *Path(path).rglob("*")) if file.is_file()]
+        if files:
+            return max(file.stat().st_size for file in files)
+    buffers = [value for value in arguments if isinstance(value, io.BytesIO)]
+    return sum(buffer.getbuffer().nbytes for buffer in buffers)
