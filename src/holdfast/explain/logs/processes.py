@@ -135,8 +135,8 @@ class _ProcessReader:
             set(range(len(texts))) if context.every_line_counts else relevant_lines(texts)
         )
         # The index of the newest line that shows that the run continued, or -1.
-        self._newest_sign = max(
-            (index for index, line in enumerate(lines) if goes_on(line.text)), default=-1
+        self._newest_sign = next(
+            (index for index in reversed(range(len(lines))) if goes_on(lines[index].text)), -1
         )
         self.endings: list[Ending] = []
         self.cut_off = ""
