@@ -1,4 +1,4 @@
-"""The table of confidences in ``explain.weighing``.
+"""The table of confidences in ``explain.candidate``.
 
 How often each kind of grounds was right on reports not yet seen.
 
@@ -18,9 +18,9 @@ import io
 
 from evals.world import all_reports
 from evals.world.__main__ import Outcome
-from holdfast.explain import judging
 from holdfast.explain.collecting import collect_stream
-from holdfast.explain.wording import Judgement, in_words
+from holdfast.explain.judging import reach_judgement
+from holdfast.explain.wording import in_words
 
 _AS_IF = (10, 20)
 """More reports: of causes, of classes."""
@@ -62,16 +62,12 @@ def main() -> None:
         )
     found: dict[str, list[tuple[bool, bool]]] = collections.defaultdict(list)
     for report in all_reports():
-        made: list[Judgement] = []
-        judging.in_words = lambda judgement, kept=made: (
-            kept.append(judgement) or in_words(judgement)
-        )
         stream = io.BytesIO(report.log.encode())
-        verdict = judging.judge(collect_stream(stream, name="run.log", status=report.status))
-        if made[0].candidate is not None:
+        judgement = reach_judgement(collect_stream(stream, name="run.log", status=report.status))
+        verdict = in_words(judgement)
+        if judgement.candidate is not None:
             right = Outcome(report=report, verdict=verdict).score == "right"
-            found[made[0].candidate.grounds].append((right, verdict.family in report.classes))
-    judging.in_words = in_words
+            found[judgement.candidate.grounds].append((right, verdict.family in report.classes))
     for grounds, group in sorted(found.items()):
         cause, family = sum(right for right, _ in group), sum(right for _, right in group)
         print(

@@ -1,6 +1,6 @@
-"""`holdfast explain H101|RUN|LOG`.
+"""`holdfast explain H101|RUN|LOG`: what an error means, or why a run ended.
 
-What an error means, or why a run ended, from its directory or from a bare log.
+A run is explained from its directory or from a bare log.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -23,20 +24,26 @@ from holdfast.core.text import sanitise
 from holdfast.explain.rules import catalogue, find_rule
 from holdfast.explain.runs.recordings import near_path
 from holdfast.explain.signatures import UNJUDGED, WELL
-from holdfast.explain.verdict import Verdict
+from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.verdicts import how_sure
 
 _RULE = re.compile(r"[Hh]\d{3,4}")
-_SENTENCE_END = re.compile(r"(?<=\.)\s")
-_MOST_TO_DO = 160  # characters of the line that says what to do
+# What was probably meant as the id of a rule, unless a file has that name.
 _LIKE_A_RULE = re.compile(r"[Hh]?\d[\w-]{0,8}|[Hh]\w{0,8}")
+_SENTENCE_END = re.compile(r"(?<=\.)\s")
+_MOST_CHARACTERS_OF_ADVICE = 160
 
 
-def _rules(incomplete: str) -> list[tuple[str, str]]:
-    """Complete the id of a rule; paths the shell completes itself."""
-    rules = catalogue().values() if incomplete[:1] in ("H", "h") else ()
-    return [(rule.id, rule.title) for rule in rules if rule.id.startswith(incomplete.upper())]
+def _complete_rule(incomplete: str) -> list[tuple[str, str]]:
+    """Return ids of rules with their titles; the shell itself completes paths."""
+    if not incomplete.upper().startswith("H"):
+        return []
+    return [
+        (rule.id, rule.title)
+        for rule in catalogue().values()
+        if rule.id.startswith(incomplete.upper())
+    ]
 
 
 def run(
@@ -44,42 +51,43 @@ def run(
         str | None,
         typer.Argument(
             metavar="[RULE|RUN|LOG]",
-            autocompletion=_rules,
+            autocompletion=_complete_rule,
             help=(
-                "Id at the end of an error, such as H101; a run directory; a log file, or - for"
-                " standard input. "
-                "None lists all rules."
+                "The id at the end of an error, such as H101; a run directory; a log file; or - for"
+                " standard input. Omit it to list all rules."
             ),
         ),
     ] = None,
     attempt: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Of a run that was restarted: the attempt, from 0; the newest by default."
+            min=0,
+            help="For a run that was restarted: the attempt, from 0. The default is the newest.",
         ),
     ] = None,
     status: Annotated[
         int | None,
-        typer.Option(help="Of a log: the exit status that its command ended with, if you know it."),
+        typer.Option(help="For a log: the exit status of the command that wrote it, if known."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Explain a rule, or why a run ended.
 
-    Exit codes for a run or a log: 0 it ended well, 10 and above the class of the cause, 2 wrong
-        use.
+    Exit codes for a run or a log: 0 if it ended well, 10 and above for the class of the cause, 2
+    for incorrect usage.
     """
     with failing_clearly(as_json=as_json):
         if what is None:
-            _refuse("a list of rules", attempt=attempt, status=status)
-            _list(as_json=as_json)
+            _refuse_options("a list of rules", attempt=attempt, status=status)
+            _list_rules(as_json=as_json)
             return
-        if _RULE.fullmatch(what) or (_LIKE_A_RULE.fullmatch(what) and not Path(what).exists()):
-            _refuse("a rule", attempt=attempt, status=status)
+        if _names_a_rule(what):
+            _refuse_options("a rule", attempt=attempt, status=status)
             _print_rule(what, as_json=as_json)
             return
-        what = str(folder_of_first_host(Path(what))) if Path(what).is_dir() else what
-        verdict = _judged(what, attempt, status)
+        if Path(what).is_dir():
+            what = str(folder_of_first_host(Path(what)))
+        verdict = _judge(what, attempt, status)
     if as_json:
         print_json(verdict.as_json())
     else:
@@ -87,19 +95,30 @@ def run(
     raise typer.Exit(verdict.exit_code)
 
 
-def _refuse(what: str, *, attempt: int | None = None, status: int | None = None) -> None:
-    """Refuse options that would be ignored (H105): whoever passes one expects that it counts."""
-    given = {"--attempt": attempt, "--status": status}
-    if names := [name for name, value in given.items() if value is not None]:
+def _names_a_rule(what: str) -> bool:
+    if _RULE.fullmatch(what):
+        return True
+    return _LIKE_A_RULE.fullmatch(what) is not None and not Path(what).exists()
+
+
+def _refuse_options(subject: str, *, attempt: int | None = None, status: int | None = None) -> None:
+    """Refuse options that would be ignored.
+
+    Raises:
+        PolicyError: H105 if one of them is given.
+    """
+    values = {"--attempt": attempt, "--status": status}
+    names = " and ".join(name for name, value in values.items() if value is not None)
+    if names:
         raise PolicyError(
-            f"{' and '.join(names)} for {what}",
+            f"{names} for {subject}",
             limit="--attempt is for a run directory, --status for a log",
-            fix=f"leave {' and '.join(names)} out.",
+            fix=f"leave {names} out.",
             rule="H105",
         )
 
 
-def _list(*, as_json: bool) -> None:
+def _list_rules(*, as_json: bool) -> None:
     if as_json:
         print_json([asdict(rule) for rule in catalogue().values()])
         return
@@ -109,48 +128,110 @@ def _list(*, as_json: bool) -> None:
 
 
 def _print_rule(rule_id: str, *, as_json: bool) -> None:
-    from rich.markdown import Markdown  # takes as long to import as a command to start
+    # To import this takes as long as to start a command, so only what needs it does.
+    from rich.markdown import Markdown
 
     rule = find_rule(rule_id)
     if as_json:
         print_json(asdict(rule))
-    else:
-        with paged() as out:
-            out.print(Markdown(f"# {rule.id}: {rule.title}\n\n{rule.text}"))
+        return
+    with paged() as out:
+        out.print(Markdown(f"# {rule.id}: {rule.title}\n\n{rule.text}"))
 
 
-def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
+def _judge(what: str, attempt: int | None, status: int | None) -> Verdict:
+    """Return the verdict on a run directory, a log file, or standard input (``-``).
+
+    Raises:
+        PolicyError: H105 for an option that does not apply, H732 if there is no such path.
+        RunDirectoryError: As `collect` and `collect_log`.
+    """
     from holdfast.explain.collecting import collect, collect_log, collect_stream
     from holdfast.explain.judging import judge
 
     if what == "-":
-        _refuse("standard input", attempt=attempt)
+        _refuse_options("standard input", attempt=attempt)
         return judge(collect_stream(sys.stdin.buffer, name="standard input", status=status))
     path = Path(what).expanduser()
     if path.is_dir():
-        _refuse("a run directory", status=status)
+        _refuse_options("a run directory", status=status)
         return judge(collect(path, attempt))
     if path.exists():
-        _refuse("a log", attempt=attempt)
+        _refuse_options("a log", attempt=attempt)
         return judge(collect_log(path, status=status))
+    fix = "check the path; runs/last is the newest run of `holdfast run` here."
     near = near_path(path)
+    if near is not None:
+        fix = f"did you mean {near}?"
     raise PolicyError(
-        f"{what!r} is not there",
+        f"{what!r} does not exist",
         limit="`holdfast explain` takes the id of a rule, a run directory or a log file",
-        fix=(
-            f"did you mean {near}?"
-            if near
-            else "check the path; runs/last is the newest run of `holdfast run` here."
-        ),
+        fix=fix,
         rule="H732",
     )
 
 
-def _colour(verdict: Verdict) -> str:
-    """Return the colour of a title.
+# --- Text -----------------------------------------------------------------------------------------
 
-    Green only of a run that learned and that nothing speaks against.
+
+def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
+    """Print a verdict for people.
+
+    Nothing in it is interpreted as markup or as a command of the terminal.
+
+    Args:
+        out: Where to print.
+        verdict: The verdict.
+        source: The run directory or the log that it is about.
     """
+    _print_headline(out, verdict)
+    certainty = how_sure(verdict)
+    if certainty:
+        certainty += ", "
+    out.print(Text(f"{certainty}from {sanitise(source)}", style="dim"))
+    _print_section(out, "What happened", [verdict.summary])
+    _print_evidence(out, verdict.evidence)
+    if verdict.fix:
+        _print_section(out, "What to change", [verdict.fix])
+    if verdict.changes:
+        changes = " ".join(f"{name}={value}" for name, value in verdict.changes)
+        _print_section(out, "A restart would set", [changes])
+    _print_section(out, "What was tried", verdict.tried)
+    if verdict.runner_up is not None:
+        cause, title, confidence = verdict.runner_up
+        _print_section(out, "It could also be", [f"{title} [{cause}] ({confidence:.0%})"])
+    if verdict.family != "ended well":
+        _print_section(out, "What would have made this more certain", verdict.missing)
+    else:
+        lost_steps = [words for words in verdict.missing if "not recorded any more" in words]
+        _print_section(out, "Not recorded any more", lost_steps)
+    out.print(Text(f"\n`holdfast explain {verdict.cause}` says more.", style="dim"))
+
+
+def _print_headline(out: Console, verdict: Verdict) -> None:
+    """Print the title, and for whoever reads no further what was seen and what to do."""
+    title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
+    style = f"bold {_colour(verdict)}"
+    out.print(Text.assemble((title, style), f"  [{verdict.cause}, {verdict.family}]"))
+    if _needs_no_action(verdict):
+        return
+    exhibit = _decisive_exhibit(verdict)
+    if exhibit is not None:
+        out.print(Text(f"Seen: {_what_was_seen(verdict, exhibit)}"))
+    if verdict.fix:
+        advice = _SENTENCE_END.split(verdict.fix, maxsplit=1)[0]
+        advice = textwrap.shorten(advice, _MOST_CHARACTERS_OF_ADVICE, placeholder=" ...")
+        out.print(Text(f"Do: {advice}"))
+
+
+def _needs_no_action(verdict: Verdict) -> bool:
+    if verdict.family != "ended well":
+        return False
+    return verdict.fix == WELL.fix or verdict.cause == UNJUDGED.id
+
+
+def _colour(verdict: Verdict) -> str:
+    """Return the colour of a title: green only for a run that learned and that nothing doubts."""
     if verdict.cause == UNJUDGED.id:
         return "default"
     if verdict.family == "ended well":
@@ -158,56 +239,40 @@ def _colour(verdict: Verdict) -> str:
     return "yellow" if verdict.family == "unknown" else "red"
 
 
-def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
-    """Print a verdict for people.
-
-    Nothing in it is taken for markup or for commands of the terminal.
-    """
-    well = verdict.family == "ended well"
-    nothing_to_do = verdict.fix == WELL.fix or verdict.cause == UNJUDGED.id
-    colour = _colour(verdict)
-    title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
-    out.print(Text.assemble((title, f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"))
-    # For whoever reads no further: one line of evidence, and one to act on
-    if not (well and nothing_to_do):
-        for exhibit in [
-            each for each in verdict.evidence if not well or each.source != "exit status"
-        ][:1]:
-            line, *more = exhibit.text.split("\n")
-            line += f" {more[0].strip()}" if more and line.endswith(":") else ""
-            words = verdict.where if line.startswith(verdict.title.removesuffix("...")) else line
-            out.print(
-                Text(f"Seen: {words} ({exhibit.source})" if words else f"Seen: {exhibit.source}")
-            )
-        sentence = _SENTENCE_END.split(verdict.fix, maxsplit=1)[0]
-        out.print(Text(f"Do: {textwrap.shorten(sentence, _MOST_TO_DO, placeholder=' ...')}"))
-    sure = how_sure(verdict)
-    out.print(Text(f"{sure}{', ' if sure else ''}from {sanitise(source)}", style="dim"))
-    _section(out, "What happened", [verdict.summary])
-    if verdict.evidence:
-        out.print(Text("\nEvidence", style="bold"))
-        for exhibit in verdict.evidence:
-            rank = f", rank {exhibit.rank}" if exhibit.rank is not None else ""
-            out.print(
-                Padding(Text(f"{exhibit.role}: {exhibit.source}{rank}", style="dim"), (0, 0, 0, 2))
-            )
-            out.print(Padding(Text(exhibit.text), (0, 0, 0, 4)))
-    _section(out, "What to change", [verdict.fix])
-    if verdict.changes:
-        changes = " ".join(f"{name}={value}" for name, value in verdict.changes)
-        _section(out, "A restart would set", [changes])
-    _section(out, "What was tried", verdict.tried)
-    if verdict.runner_up is not None:
-        cause, title, confidence = verdict.runner_up
-        _section(out, "It could also be", [f"{title} [{cause}] ({confidence:.0%})"])
-    if verdict.family != "ended well":
-        _section(out, "What would have made it surer", verdict.missing)
-    elif gone := [each for each in verdict.missing if "not recorded any more" in each]:
-        _section(out, "Not recorded any more", gone)
-    out.print(Text(f"\n`holdfast explain {verdict.cause}` says more.", style="dim"))
+def _decisive_exhibit(verdict: Verdict) -> Exhibit | None:
+    """Return the strongest piece of evidence; an exit status of 0 is none for a good end."""
+    for exhibit in verdict.evidence:
+        if verdict.family != "ended well" or exhibit.source != "exit status":
+            return exhibit
+    return None
 
 
-def _section(out: Console, title: str, lines: list[str] | tuple[str, ...]) -> None:
+def _what_was_seen(verdict: Verdict, exhibit: Exhibit) -> str:
+    """Return the first line of an exhibit with its source, or the place if the title quotes it."""
+    words, *others = exhibit.text.split("\n")
+    if words.endswith(":") and others:
+        # Such as the message about a state dict, whose first keys are in the next line.
+        words += f" {others[0].strip()}"
+    if words.startswith(verdict.title.removesuffix("...")):
+        words = verdict.where
+    if not words:
+        return exhibit.source
+    return f"{words} ({exhibit.source})"
+
+
+def _print_evidence(out: Console, evidence: Sequence[Exhibit]) -> None:
+    if not evidence:
+        return
+    out.print(Text("\nEvidence", style="bold"))
+    for exhibit in evidence:
+        source = f"{exhibit.role}: {exhibit.source}"
+        if exhibit.rank is not None:
+            source += f", rank {exhibit.rank}"
+        out.print(Padding(Text(source, style="dim"), (0, 0, 0, 2)))
+        out.print(Padding(Text(exhibit.text), (0, 0, 0, 4)))
+
+
+def _print_section(out: Console, title: str, lines: Sequence[str]) -> None:
     if not lines:
         return
     out.print(Text(f"\n{title}", style="bold"))

@@ -1,9 +1,7 @@
-"""What a verdict is made from.
+"""The evidence on which a verdict rests: texts, ends of processes and events, each with its source.
 
-Texts, the ends of processes and events, each with where and when it was seen.
-
-Nothing here judges. Collected from a run directory or from a bare log by ``collecting``; judged by
-``judging``.
+`collecting` gathers an `Evidence` from a run directory or from a bare log; `judging` turns it into
+a verdict. Nothing in this module judges.
 """
 
 from __future__ import annotations
@@ -16,8 +14,9 @@ from typing import Any, Literal
 
 from holdfast.core.events.event import Event
 
-# Looked for in ``file:function``. A frozen module has no file; ``<string>:__init__`` is what
-# `dataclass` writes.
+# Searched in ``file:function``. Matches the code that a user did not write: installed packages,
+# Python's library, torch and holdfast. A frozen module has no file, and ``<string>:__init__`` is a
+# method that `dataclass` generated.
 _FOREIGN = re.compile(
     r"/(?:site|dist)-packages/|/lib(?:64)?/(?:python|pypy)\d|^<(?!string>|stdin>|ipython)|^<string>:__|/tqdm/"
     r"|/torch/(?:nn|utils|optim|distributed|autograd|_ops|_tensor)|(?:^|/)runpy\.py:"
@@ -38,82 +37,100 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """One text that somebody printed or raised."""
+    """One text that a process printed or raised."""
 
-    # An exception's message, which may have several lines, or one line of a log, without escape
-    # sequences
+    # The message of an exception, which may have several lines, or one line of a log. Escape
+    # sequences are removed.
     text: str
-    # ``"exception"`` (with a traceback, or recorded by the observer), ``"line"`` otherwise
+    # "exception" if there was a traceback or the observer recorded it, otherwise "line".
     kind: Literal["exception", "line"] = "line"
-    exception: str | None = None  # bare name of the exception class, or None
-    frames: tuple[Frame, ...] = ()  # of the traceback, innermost last
-    source: str = ""  # where it stands, such as ``"train.log:1041"`` or ``"process 4711"``
-    position: int = 0  # order within its source
-    unix_seconds: float | None = None  # when, or None if unknown
-    rank: int | None = None  # of the process, or None
-    pid: int | None = None  # of the process, or None
-    # Whether it ended its process; False: it was caught or logged; None: unknown
+    # Class of the exception, without its module.
+    exception: str | None = None
+    # Of the traceback, the innermost last.
+    frames: tuple[Frame, ...] = ()
+    # Where the text was found, such as ``"train.log:1041"`` or ``"process 4711"``.
+    source: str = ""
+    # Place in the order of its source; of a log the number of the line.
+    position: int = 0
+    unix_seconds: float | None = None
+    rank: int | None = None
+    pid: int | None = None
+    # Whether it ended its process. False: it was caught or logged. None: unknown.
     fatal: bool | None = None
-    # Whether another exception was raised from it: then it is nearer to the root than that one
+    # Whether another exception was raised from it, which makes it nearer to the root.
     cause: bool = False
-    # Whether a logger printed it, so somebody had caught it, at least for a while
+    # Whether a logger printed it, so that some code had caught it, at least for a while.
     logged: bool = False
-    # lines of progress stand after it, but they can have waited in a buffer, or be of another
-    # process
+    # Whether lines of progress follow it. They may have waited in a buffer, or belong to another
+    # process.
     overtaken: bool = False
-    # A line of a retry or of progress stands between it and the next exception of its process
+    # Whether a line of a retry or of progress separates it from the next exception of its process.
     resumed: bool = False
-    # a traceback after which no line says that the run went on, was saved or is done; of lines the
-    # last of the log
+    # Of a traceback: no later line says that the run continued, was saved or is done.
+    # Of a line: it is the last one of the log.
     last: bool = False
-    rule: str | None = None  # of holdfast, where whoever recorded it knew that, such as ``"H401"``
+    # Rule of holdfast such as ``"H401"``, if whoever recorded the text knew it.
+    rule: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a process or the whole command ended."""
+    """How one process, or the whole command, ended."""
 
-    status: int | None  # exit code, negative for a signal; None: it did not end, or nobody knows
-    pid: int | None = None  # None: the whole command
+    # Exit code, negative for a signal. None: it has not ended, or nobody knows.
+    status: int | None
+    # None: this is the whole command.
+    pid: int | None = None
     rank: int | None = None
-    # As ``ProcessInfo.role``; ``"command"`` for what the supervisor has started
+    # A `ProcessInfo.role`, or "command" for what the supervisor started.
     role: str = "other"
-    unix_seconds: float | None = None  # when, or None
-    # how far the ``oom_kill`` counter of its control group rose meanwhile; None if unknown
+    unix_seconds: float | None = None
+    # How far the counter ``oom_kill`` of the control group rose meanwhile; None if unknown.
     oom_kills: int | None = None
-    # ``"user"``, ``"supervisor"``, ``"scheduler"``, or None: who sent the signal, as far as known
+    # Who sent the signal that ended it: "user", "supervisor", "scheduler", or None if unknown.
     sent_by: str | None = None
-    phase: str | None = None  # name of the last phase, lower case, or None
-    step: int | None = None  # steps that it had made, or None
+    # Last phase of the process, in lower case.
+    phase: str | None = None
+    # Steps that the process had made.
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """That a training was lost before its end: nothing good came after."""
+    """The training was lost before the run ended: its loss or gradients never recovered."""
 
-    what: Literal["loss", "gradients"]  # which values say so
-    since: int  # step of the first bad value; in a log its line
-    always: bool = False  # whether no value before was good
-    # Of a finite loss that exploded: its best level, its newest value
+    # The values that show it.
+    what: Literal["loss", "gradients"]
+    # Step of the first bad value, or its line if `log` is set.
+    since: int
+    # Whether there was never a good value.
+    always: bool = False
+    # Best level and newest value of a finite loss that exploded.
     rose: tuple[float, float] | None = None
-    # False of one that only ended far above where it began, which need not be a failure
+    # False for a loss that merely ended far above where it began, which need not be a failure.
     exploded: bool = True
-    log: str = ""  # name of the log that says so; empty: what was recorded of the steps
+    # Name of the log that shows it; empty if the recorded steps show it.
+    log: str = ""
 
     def sentence(self) -> str:
-        """Return this as a sentence without capital and full stop."""
-        since = f"since line {self.since} of {self.log}" if self.log else f"since step {self.since}"
+        """Return this as a clause without a capital letter and without a full stop."""
+        since = f"since step {self.since}"
+        if self.log:
+            since = f"since line {self.since} of {self.log}"
         if self.rose is not None:
-            return (
-                f"the loss diverged: it rose from {self.rose[0]:.3g} to {self.rose[1]:.3g}, {since}"
-            )
-        subject = "the loss is" if self.what == "loss" else "the gradients are"
-        return f"{subject} not finite {'from the beginning' if self.always else since}"
+            best, newest = self.rose
+            return f"the loss diverged: it rose from {best:.3g} to {newest:.3g}, {since}"
+        subject = "the loss is"
+        if self.what == "gradients":
+            subject = "the gradients are"
+        if self.always:
+            since = "from the beginning"
+        return f"{subject} not finite {since}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Whether the loss of a run fell, if it did not diverge.
+    """Whether the loss of a run fell, for a run whose loss did not diverge.
 
     Attributes:
         outcome: ``"fell"``; ``"flat"``; ``"rose"``, by less than a loss that diverged;
@@ -123,7 +140,7 @@ class Learning:
         last: The level at the end, or the peak of a spike.
         step: The step of the spike.
         constant: For a flat loss, whether it never changed.
-        reason: Why the outcome is unclear, as a sentence without capital and full stop.
+        reason: Why the outcome is unclear, as a clause without a capital letter and full stop.
     """
 
     outcome: Literal["fell", "flat", "rose", "spiked", "unclear"]
@@ -134,14 +151,12 @@ class Learning:
     reason: str = ""
 
     def sentence(self) -> str:
-        """Return this as a sentence without capital and full stop."""
+        """Return this as a clause without a capital letter and without a full stop."""
         if self.outcome == "unclear":
             return self.reason
         if self.outcome == "spiked":
-            return (
-                f"the loss diverged: it rose from {self.first:.3g} to {self.last:.3g}, at step"
-                f" {self.step}"
-            )
+            rise = f"it rose from {self.first:.3g} to {self.last:.3g}, at step {self.step}"
+            return f"the loss diverged: {rise}"
         if self.constant:
             return f"the loss did not fall: it was {self.last:.3g} at every step"
         verb = {"fell": "fell", "rose": "rose", "flat": "did not fall"}[self.outcome]
@@ -164,40 +179,101 @@ class LoaderWait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """All that is known of a run, or of its newest attempt."""
+class GuardClosing:
+    """How a Guard closed, where nothing else recorded the end of the run.
 
-    statements: tuple[Statement, ...] = ()  # in the order in which they were seen, of all sources
-    endings: tuple[Ending, ...] = ()  # of the command and of processes
-    events: tuple[Event, ...] = ()  # of the supervisor, the processes and guards, by time
-    # What earlier attempts were restarted for, and what was changed, one sentence each
-    tried: tuple[str, ...] = ()
-    source: str = ""  # what it was collected from, such as ``"runs/last"`` or ``"train.log"``
-    # What could not be had, one sentence each, such as "no exit status: only a log"
+    Attributes:
+        how: ``"finished"``; ``"stopped"`` on request; or ``"left"``, by a loop that broke off.
+        reason: Of a stop, what requested it, such as ``"SIGTERM"``; empty if that is not recorded.
+    """
+
+    how: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorLoss:
+    """The supervisor itself was killed, and its sentinel cleaned up after it.
+
+    Attributes:
+        killed_processes: How many processes the sentinel killed.
+        unix_seconds: When the sentinel noticed.
+    """
+
+    killed_processes: int
+    unix_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything that is known about one attempt of a run, or about the run of a bare log."""
+
+    # What it was collected from, such as ``"runs/last"`` or ``"train.log"``.
+    source: str = ""
+    # What could not be had, one clause each, such as "no exit status: only a log".
     missing: tuple[str, ...] = ()
-    lost: Lost | None = None  # that its training was lost, or None: it was not, or nobody knows
-    # Of a supervised run that ended with status 0; None: it was not judged
+
+    # Texts of all sources, in the order in which they were seen.
+    statements: tuple[Statement, ...] = ()
+    # Of the command and of its processes.
+    endings: tuple[Ending, ...] = ()
+    # Of the supervisor, the processes and the guards, by time.
+    events: tuple[Event, ...] = ()
+    # Why earlier attempts were restarted and what guards did against trouble, one clause each.
+    tried: tuple[str, ...] = ()
+    # Environment variables that restarts set for this attempt.
+    applied_changes: Mapping[str, Any] = field(default_factory=dict)
+
+    # None: the training was not lost, or nobody knows.
+    lost: Lost | None = None
+    # Only of a run that ended with status 0. None: it was not judged.
     learning: Learning | None = None
-    loader_wait: LoaderWait | None = None  # of the same, or None: nobody knows, or it is no matter
-    # Anything else as JSON values, such as versions
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    # Only of a run that ended with status 0. None: unknown.
+    loader_wait: LoaderWait | None = None
+    # How many losses its output shows; counted in a bare log only.
+    printed_losses: int = 0
+
+    # Steps that the training process had made, and the phase it was in, in lower case.
+    steps: int | None = None
+    phase: str | None = None
+    # Whether a process of a supervised run could be observed. None: it was not supervised.
+    observed: bool | None = None
+    # Whether a process loaded torch, and neither a step nor a printed loss was seen.
+    made_no_step: bool = False
+
+    # Signal with which the user asked `holdfast run` to stop.
+    stop_signal: int | None = None
+    # How a process left that ended with an exit code of its own: "sys.exit" or "os._exit".
+    exit_call: str | None = None
+    # The message that it passed to `sys.exit`.
+    exit_message: str = ""
+    # The last line of the output of a command that failed, without progress bars.
+    last_output_line: str = ""
+    # Whether the last lines of the output say that the training is done.
+    output_says_done: bool = False
+
+    # Processes of the run that are still alive.
+    living_pids: tuple[int, ...] = ()
+    supervisor_loss: SupervisorLoss | None = None
+    guard_closing: GuardClosing | None = None
 
 
 def is_own_code(frame: Frame) -> bool:
-    """Return whether a frame is the user's own.
-
-    Neither Python's library, nor an installed package, nor holdfast.
-    """
+    """Return whether a frame is the user's own code: not Python's, a package's or holdfast's."""
     return _FOREIGN.search(f"{frame.file}:{frame.function}") is None
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame:
-    """Return the innermost frame of the user's own code, else the innermost of at least one."""
-    return next((frame for frame in reversed(frames) if is_own_code(frame)), frames[-1])
+    """Return the innermost frame of the user's own code, or the innermost frame if none is.
+
+    `frames` has at least one frame.
+    """
+    for frame in reversed(frames):
+        if is_own_code(frame):
+            return frame
+    return frames[-1]
 
 
 def library_file(frame: Frame) -> str:
-    """Return the file of a library's frame from its package on, such as
-    ``"torch/nn/functional.py"``.
-    """
+    """Return the path of a library's file from its package on: ``"torch/nn/functional.py"``."""
     return _INSTALLED.sub("", frame.file)

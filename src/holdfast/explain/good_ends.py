@@ -3,7 +3,8 @@
 Status 0 only says that the command came to its end, not that the run learned. The verdict is "ended
 well" only if the loss fell and none of the `RULES` applies.
 
-Does not: choose between causes of a failure (see ``judging``).
+Causes of a failure are chosen in `choosing`; whether a good end may be believed at all is asked in
+`doubts`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from holdfast.core.text import duration, size
-from holdfast.explain import remarks
-from holdfast.explain.evidence import Facts
-from holdfast.explain.runtime_causes import exhibit_of_leak, exhibit_of_trend
+from holdfast.core.text import duration
+from holdfast.explain import observations
+from holdfast.explain.evidence import Evidence
+from holdfast.explain.exhibits import exhibit_of_leak, exhibit_of_memory_trend, growth_text
 from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
 from holdfast.explain.verdict import Exhibit
@@ -22,7 +23,7 @@ from holdfast.explain.verdict import Exhibit
 # A run may wait for its loader for this share of the time of its steps.
 _MOST_WAITING = 0.5
 # The confidence in facts that were measured: loss, time and memory.
-_SURE = 0.9
+_CONFIDENCE_IN_MEASUREMENTS = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,39 +41,38 @@ class Shortfall:
     id: str
     title: str
     sentence: str = ""
-    confidence: float = _SURE
+    confidence: float = _CONFIDENCE_IN_MEASUREMENTS
     exhibits: tuple[Exhibit, ...] = ()
 
     @property
     def signature(self) -> Signature:
-        """Return its entry of the catalogue, with this title and the family of ends that are no
-        failures.
-        """
+        """Return its signature, with this title and the family of ends that are no failures."""
         signature = UNJUDGED if self.id == UNJUDGED.id else all_signatures()[self.id]
         return replace(signature, title=self.title, family="ended well")
 
 
-def shortfalls(facts: Facts) -> list[Shortfall]:
-    """Return everything that is wrong with a run that ended with status 0, the most important
-    first.
+def find_shortfalls(evidence: Evidence) -> list[Shortfall]:
+    """Return everything that is wrong with a run that ended with status 0.
+
+    The most important shortfall is the first.
     """
-    candidates = (rule(facts) for rule in RULES)
+    candidates = (rule(evidence) for rule in RULES)
     return [shortfall for shortfall in candidates if shortfall is not None]
 
 
-def loss_diverged(facts: Facts) -> Shortfall | None:
+def loss_diverged(evidence: Evidence) -> Shortfall | None:
     """The loss ended far above where it began. One that exploded is a failure instead (H1617)."""
-    if facts.lost is None or facts.lost.exploded:
+    if evidence.lost is None or evidence.lost.exploded:
         return None
-    sentence = facts.lost.sentence()
+    sentence = evidence.lost.sentence()
     return Shortfall(
         id=endings.NOT_LEARNED, title=f"finished, but {sentence}", sentence=f"But {sentence}."
     )
 
 
-def loss_did_not_fall(facts: Facts) -> Shortfall | None:
+def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
     """The loss is no lower at the end, or it rose a thousandfold on the way."""
-    learning = facts.learning
+    learning = evidence.learning
     if learning is None or learning.outcome not in ("flat", "spiked"):
         return None
     sentence = learning.sentence()
@@ -84,32 +84,32 @@ def loss_did_not_fall(facts: Facts) -> Shortfall | None:
     )
 
 
-def memory_grew(facts: Facts) -> Shortfall | None:
+def memory_grew(evidence: Evidence) -> Shortfall | None:
     """Memory was still growing at a steady pace when the run ended."""
-    leak = remarks.newest_leak(facts)
-    trend = remarks.newest_trend(facts)
+    leak = observations.newest_leak(evidence)
+    trend = observations.newest_memory_trend(evidence)
     event = leak or trend
     if event is None:
         return None
-    named = event.data.get("signature")
-    cause = named if isinstance(named, str) and named in all_signatures() else endings.MEMORY_GREW
+    cause = event.data.get("signature")
+    if not isinstance(cause, str) or cause not in all_signatures():
+        cause = endings.MEMORY_GREW
     if trend is None:
-        return Shortfall(
-            id=cause, title="finished, but memory leaks", exhibits=(exhibit_of_leak(event),)
-        )
-    grows = trend.data["bytes_per_step"]
-    pace = f", by {size(grows)} a step" if isinstance(grows, (int, float)) else ""
+        exhibit = exhibit_of_leak(event)
+        return Shortfall(id=cause, title="finished, but memory leaks", exhibits=(exhibit,))
     kind = "memory of the device" if trend.data.get("what") == "device" else "memory"
-    title = f"finished, but its {kind} grew until the end{pace}"
-    return Shortfall(id=cause, title=title, exhibits=(exhibit_of_trend(trend),))
+    title = f"finished, but its {kind} grew until the end"
+    if isinstance(trend.data["bytes_per_step"], (int, float)):
+        title += f", by {growth_text(trend)}"
+    return Shortfall(id=cause, title=title, exhibits=(exhibit_of_memory_trend(trend),))
 
 
-def waited_for_loader(facts: Facts) -> Shortfall | None:
+def waited_for_loader(evidence: Evidence) -> Shortfall | None:
     """The steps spent most of their time waiting for batches."""
-    wait = facts.loader_wait
+    wait = evidence.loader_wait
     if wait is None or wait.share < _MOST_WAITING:
         return None
-    words = f"{wait.share:.0%} of the time of its steps went into waiting for the loader"
+    words = f"its steps spent {wait.share:.0%} of their time waiting for the loader"
     text = f"{words}: {duration(wait.seconds)} in {wait.steps:,} steps"
     return Shortfall(
         id=endings.WAITED_FOR_LOADER,
@@ -119,9 +119,9 @@ def waited_for_loader(facts: Facts) -> Shortfall | None:
     )
 
 
-def learning_was_not_judged(facts: Facts) -> Shortfall | None:
+def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
     """The loss does not show whether the run learned."""
-    learning = facts.learning
+    learning = evidence.learning
     if learning is None or learning.outcome not in ("unclear", "rose"):
         return None
     title = UNJUDGED.title
@@ -129,7 +129,7 @@ def learning_was_not_judged(facts: Facts) -> Shortfall | None:
     if learning.outcome == "rose":
         title = f"finished, and {reason}; learning was not judged"
         reason += (
-            ", which an objective that changes can explain, and a learning rate that is too high"
+            ", which a changing objective can explain, as can a learning rate that is too high"
         )
     return Shortfall(
         id=endings.NOT_JUDGED,
@@ -140,7 +140,7 @@ def learning_was_not_judged(facts: Facts) -> Shortfall | None:
 
 
 # In the order of importance: the title of the first shortfall becomes the title of the verdict.
-RULES: tuple[Callable[[Facts], Shortfall | None], ...] = (
+RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
     loss_diverged,
     loss_did_not_fall,
     memory_grew,
@@ -149,17 +149,17 @@ RULES: tuple[Callable[[Facts], Shortfall | None], ...] = (
 )
 
 
-def sentences(facts: Facts) -> Iterator[str]:
+def sentences(evidence: Evidence) -> Iterator[str]:
     """Yield the sentences of the summary about the shortfalls, or about the loss if it fell."""
-    for shortfall in shortfalls(facts):
+    for shortfall in find_shortfalls(evidence):
         if shortfall.sentence:
             yield shortfall.sentence
-    if facts.learning is not None and facts.learning.outcome == "fell":
-        sentence = facts.learning.sentence()
+    if evidence.learning is not None and evidence.learning.outcome == "fell":
+        sentence = evidence.learning.sentence()
         yield f"{sentence[:1].upper()}{sentence[1:]}."
 
 
-def exhibits(facts: Facts) -> Iterator[Exhibit]:
+def exhibits(evidence: Evidence) -> Iterator[Exhibit]:
     """Yield the evidence for all shortfalls."""
-    for shortfall in shortfalls(facts):
+    for shortfall in find_shortfalls(evidence):
         yield from shortfall.exhibits

@@ -1,8 +1,8 @@
 """The catalogue of rules: one for every id that an error, a finding or a verdict can carry.
 
-The text of errors and findings is in ``rules.md`` and ``learning_rules.md`` beside this file, one
-section for each rule, so that the same words are the page on the web and what `holdfast explain`
-prints. That of verdicts is made from their signatures.
+The texts of errors and findings are the sections of ``rules.md`` and ``learning_rules.md`` beside
+this file, so that the page on the web and `holdfast explain` show the same words. The text for a
+verdict is made from its signature.
 """
 
 from __future__ import annotations
@@ -18,42 +18,67 @@ from holdfast.explain.signatures import all_signatures
 
 PAGES = ("rules.md", "learning_rules.md")
 _SECTION = re.compile(r"^## (H\d{3,4}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+# Of ids with four characters: one that lacks a character is still near, one that differs is not.
+_LEAST_LIKENESS = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule."""
+    """One rule.
 
-    id: str  # such as ``"H101"``
-    title: str  # what is wrong, in a few words
-    text: str  # meaning, why it matters, the fix and, of a finding, when it errs; Markdown
+    Attributes:
+        id: Such as ``"H101"``.
+        title: What is wrong, in a few words.
+        text: Markdown: the meaning, why it matters, the fix and, for a finding, its false
+            positives.
+    """
+
+    id: str
+    title: str
+    text: str
 
 
 @functools.cache
 def all_rules() -> dict[str, Rule]:
     """Return every rule of the pages by its id."""
-    found = []
+    rules: dict[str, Rule] = {}
     for name in PAGES:
         page = resources.files("holdfast.explain").joinpath(name).read_text(encoding="utf-8")
-        found += [
-            Rule(id=match[1], title=match[2], text=match[3].strip())
-            for match in _SECTION.finditer(page)
-        ]
-    return {rule.id: rule for rule in found}
+        for section in _SECTION.finditer(page):
+            rule_id, title, text = section.groups()
+            rules[rule_id] = Rule(id=rule_id, title=title, text=text.strip())
+    return rules
 
 
 @functools.cache
 def catalogue() -> dict[str, Rule]:
-    """Return the rules of the pages and the signatures of verdicts by their ids, in order."""
-    found = {each.id: _of_signature(each) for each in all_signatures().values()} | all_rules()
-    return dict(sorted(found.items(), key=lambda pair: int(pair[0][1:])))
+    """Return the rules of the pages and of all signatures by their ids, in the order of the ids."""
+    rules = {signature.id: _rule_of(signature) for signature in all_signatures().values()}
+    rules.update(all_rules())
+    return dict(sorted(rules.items(), key=lambda entry: int(entry[0][1:])))
 
 
-def _of_signature(signature: Signature) -> Rule:
-    """Return a signature as a page.
+def find_rule(rule_id: str) -> Rule:
+    """Return the rule with this id, in upper or lower case.
 
-    What it means, the fix, when it errs, how it looks, its class.
+    Raises:
+        PolicyError: H702 if there is no such rule.
     """
+    rules = catalogue()
+    rule = rules.get(rule_id.upper())
+    if rule is not None:
+        return rule
+    fix = "`holdfast explain` without an id lists all rules."
+    near = nearest(rule_id, rules, least=_LEAST_LIKENESS)
+    if near is not None:
+        fix = f"did you mean {near!r}?"
+    raise PolicyError(
+        f"{rule_id!r} is not a rule", limit=f"there are {len(rules)} rules", fix=fix, rule="H702"
+    )
+
+
+def _rule_of(signature: Signature) -> Rule:
+    """Return the page of a signature: meaning, fix, false positives, examples and class."""
     parts = [signature.means, f"**Fix.** {signature.fix}"]
     if signature.changes:
         changes = ", ".join(f"`{name}={value}`" for name, value in signature.changes.items())
@@ -64,29 +89,10 @@ def _of_signature(signature: Signature) -> Rule:
         parts.append(f"**Example.**\n\n{_indented(signature.example)}")
     for where, text in signature.also.items():
         parts.append(f"**Also** ({where}).\n\n{_indented(text)}")
-    parts.append(f"**Class of causes.** {signature.family[:1].upper()}{signature.family[1:]}.")
+    family = signature.family[:1].upper() + signature.family[1:]
+    parts.append(f"**Class of causes.** {family}.")
     return Rule(id=signature.id, title=signature.title, text="\n\n".join(parts))
 
 
 def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def find_rule(rule_id: str) -> Rule:
-    """Return the rule with this id, in upper or lower case (H702)."""
-    rules = catalogue()
-    found = rules.get(rule_id.upper())
-    if found is None:
-        # Of four characters one that is missing, and none that differs
-        near = nearest(rule_id, rules, least=0.85)
-        raise PolicyError(
-            f"{rule_id!r} is not a rule",
-            limit=f"there are {len(rules)} rules",
-            fix=(
-                f"did you mean {near!r}?"
-                if near
-                else "`holdfast explain` without an id lists all rules."
-            ),
-            rule="H702",
-        )
-    return found

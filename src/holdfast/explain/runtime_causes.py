@@ -1,36 +1,37 @@
-"""What the end of the processes says.
+"""How an attempt ended, and the cause that this suggests where no text says more.
 
-Exit statuses, signals, counters of the kernel, hangs, and what was predicted.
+It is read from exit statuses, signals, counters of the kernel, hangs, and what a Guard recorded as
+it closed. The rules are in three tables, by what is known of the exit status; in each the first
+rule that applies wins. Texts are not read here (see `weighing`).
 
-In the order of trust: a hang that the supervisor ended, the kernel's counter of kills for memory,
-    the signal, the
-plain status. Does not: read texts (see ``weighing``).
+The confidences are estimates by how many other explanations a sign leaves open. Unlike those in
+`candidate` they were not counted: few of the recorded failures are explained by their end alone.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 from holdfast.core.events.event import Event
-from holdfast.core.text import size
-from holdfast.explain.evidence import Ending, Facts
-from holdfast.explain.remarks import (
-    hang_left_alone,
-    kills_counted,
-    last_words,
-    leak_place,
-    not_saved,
+from holdfast.explain import observations
+from holdfast.explain.evidence import Ending, Evidence
+from holdfast.explain.exhibits import exhibit_of_hang, exhibits_of_end
+from holdfast.explain.exit_status import (
+    SIGNALS_FROM_OUTSIDE,
+    as_signal,
+    is_signal_name,
+    signal_name,
+    status_text,
 )
 from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.verdict import Exhibit
 from holdfast.recorder.run_files import LOST_FILE
 
-_SHELL = 128  # a shell reports signal n as status 128 + n
-_BY_SIGNAL = {
+_CAUSE_BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: endings.KILLED,
     signal.SIGTERM: endings.TERMINATED,
     signal.SIGINT: endings.INTERRUPTED,
@@ -39,11 +40,12 @@ _BY_SIGNAL = {
     signal.SIGABRT: endings.ABORTED,
     signal.SIGBUS: endings.BUS_ERROR,
 }
-FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Signals that somebody else sends; the others a process brings upon itself."""
-_SCHEDULERS_SEND = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
-_CANNOT_EXECUTE = (126, 127)
-_OF_A_STOP = frozenset(
+# Signals with which schedulers warn a job, or end it.
+_SIGNALS_OF_SCHEDULERS = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
+# Exit codes of a shell for a command that it cannot execute, or cannot find.
+_COMMAND_NOT_EXECUTED = (126, 127)
+# Exceptions with which scripts and launchers end after they were asked to stop.
+_EXCEPTIONS_OF_A_STOP = frozenset(
     {
         "CalledProcessError",
         "ChildFailedError",
@@ -54,133 +56,465 @@ _OF_A_STOP = frozenset(
         "SystemExit",
     }
 )
-"""Exceptions with which scripts and launchers end after a stop."""
+# The supervisor's pipes close before the sentinel notices that it was killed, so what the script
+# printed in between failed because of that.
+_SENTINEL_DELAY_SECONDS = 1.0
+# Of a training that was lost: the recorded steps are more reliable than what was printed.
+_CONFIDENCE_IN_RECORDED_LOSS = 0.95
+_CONFIDENCE_IN_PRINTED_LOSS = 0.8
+_CONFIDENCE_BY_DEFAULT_OF_A_HANG = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """How the attempt ended, as far as that is known."""
 
-    cause: str | None = None  # id of the signature for it, or None if nothing is known
-    confidence: float = 0.0  # that it is this, if no text says more
-    # that decides: of the command, or of the rank that a launcher saw fail first; None: unknown
+    # Id of the signature that this suggests, or None if it suggests none.
+    cause: str | None = None
+    # That it is this cause, if no text says more.
+    confidence: float = 0.0
+    # The status that counts: of the command, or of the rank that a launcher saw fail first.
     status: int | None = None
-    well: bool = False  # whether the command ended with status 0
-    why: str = ""  # short words for the summary
-    exhibits: tuple[Exhibit, ...] = ()  # what it rests on
-    hang: Event | None = None  # the event of the hang that was ended, or None
-    # When the user, or the end of another host, asked it to end, or None
-    asked: float | None = None
-    first_rank: int | None = None  # that a launcher saw fail first, or None
+    # Whether the command ended with status 0 and no process of it failed.
+    well: bool = False
+    # A clause for the summary.
+    why: str = ""
+    # What it rests on.
+    exhibits: tuple[Exhibit, ...] = ()
+    # The hang for which the supervisor ended the attempt.
+    hang: Event | None = None
+    # Unix time at which the user, or the end of another host, asked it to end.
+    stop_requested_at: float | None = None
+    # The rank that a launcher saw fail first.
+    first_rank: int | None = None
 
     @property
     def signal(self) -> int | None:
-        """Return the signal that ended it, or None."""
-        return -self.status if self.status is not None and self.status < 0 else None
+        """Return the number of the signal that ended it, or None."""
+        if self.status is None or self.status >= 0:
+            return None
+        return -self.status
 
 
-def find_end(facts: Facts) -> End:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Signs:
+    """The signs of how an attempt ended, at which the rules look."""
+
+    evidence: Evidence
+    # How the command ended.
+    command: Ending | None
+    # How the process ended that failed first.
+    first_failure: Ending | None
+    # The status that counts, negative for a signal.
+    status: int | None
+    # The hang for which the supervisor ended the attempt.
+    hang: Event | None
+    # How far the kernel's counter of kills for memory rose.
+    kernel_kills: int | None
+
+    @property
+    def first_rank(self) -> int | None:
+        return self.first_failure.rank if self.first_failure is not None else None
+
+
+_EndRule: TypeAlias = Callable[[_Signs], End | None]
+
+
+def find_end(evidence: Evidence) -> End:
     """Return how an attempt ended."""
-    whole = [ending for ending in facts.endings if ending.pid is None and ending.role != "trainer"]
-    command = whole[-1] if whole else None
-    child = _first_failed(facts.endings)
-    status = _as_signal(command.status) if command is not None else None
-    if child is not None and (status is None or status > 0):
-        status = _as_signal(child.status)
-    kills = kills_counted(facts.endings)
-    hang = _hang(facts.events, command)
-    if status is None:
-        end = _without_status(facts)
-    elif status == 0 and hang is None:
-        end = _with_zero(facts)
+    signs = _collect_signs(evidence)
+    if signs.status is None:
+        end = _first_end(_RULES_WITHOUT_STATUS, signs)
+    elif signs.status == 0 and signs.hang is None:
+        end = replace(_first_end(_RULES_AFTER_SUCCESS, signs), status=0)
     else:
-        first_rank = child.rank if child is not None else None
-        asked = [event.unix_seconds for event in facts.events if event.kind == "signal"]
-        by_user = asked[0] if asked and facts.extra.get("asked_by") is not None else None
-        end = End(status=status, hang=hang, asked=by_user, first_rank=first_rank)
-        if hang is not None:
-            end = _of_hang(end, hang)
-        elif not asked and (
-            there := next((each for each in facts.events if each.kind == "ended_elsewhere"), None)
-        ):
-            why = f"another host has ended the attempt ({there.data.get('why')})"
-            end = replace(
-                end, cause=endings.ELSEWHERE, confidence=0.9, why=why, asked=there.unix_seconds
-            )
-        elif (stop := _stop_that_ended(facts, status, kills)) is not None:
-            end = replace(end, **_of_stop(stop, status))
-        else:
-            cause, confidence, why = _of_status(
-                status, kills, facts, _ended_by(status, command, first_rank)
-            )
-            end = replace(end, cause=cause, confidence=confidence, why=why)
-    return replace(end, exhibits=(*end.exhibits, *_exhibits(command, child, kills, facts)))
+        end = _first_end(_RULES_AFTER_FAILURE, signs)
+        end = replace(end, status=signs.status, hang=signs.hang, first_rank=signs.first_rank)
+    if end.cause == endings.ENDED_WELL:
+        end = _unless_result_is_lost(end, evidence)
+    exhibits = exhibits_of_end(evidence, signs.command, signs.first_failure)
+    return replace(end, exhibits=(*end.exhibits, *exhibits))
 
 
-def _first_failed(endings: Iterable[Ending]) -> Ending | None:
+def _collect_signs(evidence: Evidence) -> _Signs:
+    command = None
+    for ending in evidence.endings:
+        if ending.pid is None and ending.role != "trainer":
+            command = ending
+    first_failure = _first_failed_trainer(evidence.endings)
+    return _Signs(
+        evidence=evidence,
+        command=command,
+        first_failure=first_failure,
+        status=_deciding_status(command, first_failure),
+        hang=_hang_that_ended_it(evidence.events, command),
+        kernel_kills=observations.count_kernel_kills(evidence.endings),
+    )
+
+
+def _first_failed_trainer(all_endings: Iterable[Ending]) -> Ending | None:
     """Return the trainer that failed first, as a launcher or the supervisor saw it."""
-    failed = [ending for ending in endings if ending.role == "trainer" and ending.status]
+    failed = [ending for ending in all_endings if ending.role == "trainer" and ending.status]
     return min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
 
 
-def _as_signal(status: int | None) -> int | None:
-    if status is not None and _SHELL < status <= _SHELL + 64:
-        return _SHELL - status
+def _deciding_status(command: Ending | None, first_failure: Ending | None) -> int | None:
+    """Return the status of the command, or of the trainer that failed first.
+
+    The trainer's counts where the command's is unknown or an exit code, which may be a launcher's.
+    """
+    status = as_signal(command.status) if command is not None else None
+    if first_failure is not None and (status is None or status > 0):
+        return as_signal(first_failure.status)
     return status
 
 
-def _without_status(facts: Facts) -> End:
-    alive, lost, closed = (
-        facts.extra.get(key) for key in ("alive", "supervisor_lost", "guard_closed")
-    )
-    if alive:
-        living = Exhibit(
-            text=f"alive: {', '.join(f'process {pid}' for pid in alive)}", source="/proc"
-        )
-        return End(
-            cause=endings.STILL_RUNNING,
-            confidence=0.95,
-            why="it is still running",
-            exhibits=(living,),
-        )
-    if isinstance(lost, dict):
-        left = f"left when it was killed: {len(lost.get('killed') or ())} processes"
-        end = End(cause=endings.SUPERVISOR_LOST, confidence=0.95, why="the supervisor was killed")
-        return replace(end, exhibits=(Exhibit(text=left, source=LOST_FILE),), asked=_lost_at(lost))
-    if isinstance(closed, dict):
-        return _unless_lost(_guard_closed(str(closed.get("how")), str(closed.get("reason"))), facts)
-    if facts.extra.get("log_says_done"):
-        done = Exhibit(text="its last lines say that the training is done", source=facts.source)
-        end = End(
-            cause=endings.ENDED_WELL, confidence=0.8, why="its last lines say so", exhibits=(done,)
-        )
-        return _unless_lost(end, facts)
+def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Event | None:
+    """Return the newest hang for which the supervisor ended the attempt, or None."""
+    if command is None or command.sent_by != "supervisor":
+        return None
+    hangs = [
+        event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"
+    ]
+    return hangs[-1] if hangs else None
+
+
+def _first_end(rules: Iterable[_EndRule], signs: _Signs) -> End:
+    """Return the answer of the first rule that applies, or an `End` that suggests nothing."""
+    for rule in rules:
+        end = rule(signs)
+        if end is not None:
+            return end
     return End()
 
 
-def _guard_closed(how: str, reason: str) -> End:
-    """Return the end of a run of which only a Guard says that it closed.
+# --- Without an exit status -----------------------------------------------------------------------
 
-    All was done, on request, or left early.
+
+def _still_running(signs: _Signs) -> End | None:
+    """A process of the run is alive."""
+    pids = signs.evidence.living_pids
+    if not pids:
+        return None
+    alive = ", ".join(f"process {pid}" for pid in pids)
+    return End(
+        cause=endings.STILL_RUNNING,
+        confidence=0.95,
+        why="it is still running",
+        exhibits=(Exhibit(text=f"alive: {alive}", source="/proc"),),
+    )
+
+
+def _supervisor_was_killed(signs: _Signs) -> End | None:
+    """The sentinel noticed that the supervisor was gone."""
+    loss = signs.evidence.supervisor_loss
+    if loss is None:
+        return None
+    words = f"processes left when it was killed: {loss.killed_processes}"
+    requested_at = None
+    if loss.unix_seconds is not None:
+        requested_at = loss.unix_seconds - _SENTINEL_DELAY_SECONDS
+    return End(
+        cause=endings.SUPERVISOR_LOST,
+        confidence=0.95,
+        why="the supervisor was killed",
+        stop_requested_at=requested_at,
+        exhibits=(Exhibit(text=words, source=LOST_FILE),),
+    )
+
+
+def _guard_left_its_loop(signs: _Signs) -> End | None:
+    """A Guard closed because its loop broke off. That says how, but not why."""
+    closing = signs.evidence.guard_closing
+    if closing is None or closing.how != "left":
+        return None
+    why = (
+        "the loop over batches was left before its end, by `break` or by an error outside of the"
+        " Guard"
+    )
+    return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
+
+
+def _guard_closed(signs: _Signs) -> End | None:
+    """A Guard came to its end, or stopped on request."""
+    closing = signs.evidence.guard_closing
+    if closing is None:
+        return None
+    cause = endings.ENDED_WELL
+    why = "a Guard finished and closed"
+    if closing.how == "stopped":
+        why = f"a Guard saved and stopped on request ({closing.reason or 'not recorded'})"
+        # A stop that the program itself requests is part of a normal end.
+        if not closing.reason or is_signal_name(closing.reason):
+            cause = endings.STOPPED
+    exhibit = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
+    return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
+
+
+def _output_says_done(signs: _Signs) -> End | None:
+    """The last lines of the output say that the training is done."""
+    if not signs.evidence.output_says_done:
+        return None
+    words = "its last lines say that training is done"
+    return End(
+        cause=endings.ENDED_WELL,
+        confidence=0.8,
+        why="its last lines say so",
+        exhibits=(Exhibit(text=words, source=signs.evidence.source),),
+    )
+
+
+_RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
+    _still_running,
+    _supervisor_was_killed,
+    _guard_left_its_loop,
+    _guard_closed,
+    _output_says_done,
+)
+
+
+# --- After status 0 -------------------------------------------------------------------------------
+
+
+def _stopped_by_guard(signs: _Signs) -> End | None:
+    """A Guard stopped on request, and the script ended with status 0 after it."""
+    request = stop_requested(signs.evidence.events)
+    if request is None:
+        return None
+    end = replace(_end_of_stop(request, status=0), well=True)
+    user_sent_a_signal = signs.evidence.stop_signal is not None
+    if user_sent_a_signal or signal_of_stop(request) is not None:
+        return end
+    # A stop that the program itself requests is part of a normal end.
+    return replace(end, cause=endings.ENDED_WELL, stop_requested_at=None)
+
+
+def _stopped_by_user_with_status_0(signs: _Signs) -> End | None:
+    """The user sent a signal, and the command ended with status 0 after it."""
+    number = signs.evidence.stop_signal
+    if number is None:
+        return None
+    return End(
+        cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
+        confidence=0.85,
+        why=f"it ended with status 0 after it was sent {signal_name(number)}",
+        well=True,
+    )
+
+
+def _hidden_failure(signs: _Signs) -> End | None:
+    """A training process died, and its shell or parent ended with status 0 all the same."""
+    for statement in signs.evidence.statements:
+        if statement.fatal and statement.pid is not None:
+            return End()
+    return None
+
+
+def _ended_well(_: _Signs) -> End | None:
+    """Nothing speaks against the exit status."""
+    return End(cause=endings.ENDED_WELL, confidence=0.97, why="it ended with status 0", well=True)
+
+
+_RULES_AFTER_SUCCESS: tuple[_EndRule, ...] = (
+    _stopped_by_guard,
+    _stopped_by_user_with_status_0,
+    _hidden_failure,
+    _ended_well,
+)
+
+
+def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
+    """Return a good end, or what it is if its result was not saved or its training was lost."""
+    if observations.unsaved_steps(evidence) is not None:
+        return replace(end, cause=endings.NOT_SAVED)
+    lost = evidence.lost
+    if lost is None or not lost.exploded:
+        return end
+    limit = _CONFIDENCE_IN_PRINTED_LOSS if lost.log else _CONFIDENCE_IN_RECORDED_LOSS
+    return replace(
+        end,
+        cause=endings.TRAINING_LOST,
+        confidence=min(end.confidence, limit),
+        why=f"{end.why}, but {lost.sentence()}",
+    )
+
+
+# --- After a failure ------------------------------------------------------------------------------
+
+
+def _hung(signs: _Signs) -> End | None:
+    """The supervisor ended the attempt because nothing moved."""
+    hang = signs.hang
+    if hang is None:
+        return None
+    cause = hang.data.get("signature")
+    if not isinstance(cause, str) or cause not in all_signatures():
+        cause = endings.STUCK
+    confidence = hang.data.get("confidence")
+    if not isinstance(confidence, (int, float)):
+        confidence = _CONFIDENCE_BY_DEFAULT_OF_A_HANG
+    why = hang.data.get("sentence")
+    if not isinstance(why, str):
+        why = f"nothing moved in phase {hang.data.get('phase')}"
+    return End(
+        cause=cause,
+        confidence=min(max(float(confidence), 0.05), 0.99),
+        why=why,
+        exhibits=(exhibit_of_hang(hang),),
+        stop_requested_at=_stop_requested_by_user(signs),
+    )
+
+
+def _ended_by_another_host(signs: _Signs) -> End | None:
+    """Another host of the same training ended first, and no signal came from outside."""
+    events = signs.evidence.events
+    if any(event.kind == "signal" for event in events):
+        return None
+    for event in events:
+        if event.kind == "ended_elsewhere":
+            return End(
+                cause=endings.ELSEWHERE,
+                confidence=0.9,
+                why=f"another host ended the attempt ({event.data.get('why')})",
+                stop_requested_at=event.unix_seconds,
+            )
+    return None
+
+
+def _stopped_on_request(signs: _Signs) -> End | None:
+    """A Guard stopped in order, and nothing failed after that.
+
+    Whatever exit code the script or its launcher made of it is no failure then.
     """
-    if how == "left":
-        why = (
-            "the loop over batches was left before its end, by `break` or by an error outside of"
-            " the Guard"
-        )
-        return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
-    cause, why = endings.ENDED_WELL, "a Guard came to its end and closed"
-    if how == "stopped":
-        cause = endings.STOPPED if not reason or _is_signal(reason) else endings.ENDED_WELL
-        why = f"a Guard saved and stopped on request ({reason or 'not recorded'})"
-    closing = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
-    return End(cause=cause, confidence=0.7, why=why, exhibits=(closing,))
+    evidence = signs.evidence
+    request = stop_requested(evidence.events)
+    if request is None or not _closed_after(evidence.events, request):
+        return None
+    if _crashed(signs) or _failed_after(evidence, request.unix_seconds):
+        return None
+    return _end_of_stop(request, status=signs.status or 0)
+
+
+def _could_not_save(signs: _Signs) -> End | None:
+    """A Guard ended the process with its exit code for a state that could not be saved."""
+    if signs.status != os.EX_IOERR or observations.unsaved_steps(signs.evidence) is None:
+        return None
+    return End(
+        cause=endings.NOT_SAVED,
+        confidence=0.97,
+        why=f"it ended with status {signs.status} because its Guard could not save",
+        stop_requested_at=_stop_requested_by_user(signs),
+    )
+
+
+def _stopped_by_user(signs: _Signs) -> End | None:
+    """The user sent a signal. However the command ends after it, the signal is the cause."""
+    number = signs.evidence.stop_signal
+    if number is None:
+        return None
+    status = signs.status or 0
+    how = f"ended with {status_text(status)}"
+    if status == -number:
+        how = "was terminated by it"
+    return End(
+        cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
+        confidence=0.95,
+        why=f"the user sent {signal_name(number)}, and the command {how}",
+        stop_requested_at=_stop_requested_by_user(signs),
+    )
+
+
+def _exit_code(signs: _Signs) -> End | None:
+    """An exit code says that it failed, but not why, unless the command was never started."""
+    status = signs.status
+    if status is None or status < 0:
+        return None
+    why = f"it ended with status {status}"
+    if status in _COMMAND_NOT_EXECUTED and signs.evidence.phase is None:
+        return End(cause=endings.NEVER_STARTED, confidence=0.8, why=why)
+    return End(cause=endings.STATUS_ONLY, confidence=0.5, why=why)
+
+
+def _killed_by_the_kernel_for_memory(signs: _Signs) -> End | None:
+    """The kernel counted a kill for memory."""
+    if signs.status != -signal.SIGKILL or not signs.kernel_kills:
+        return None
+    count = f"the kernel's counter of out-of-memory kills rose by {signs.kernel_kills}"
+    return End(
+        cause=endings.OUT_OF_MEMORY_KILL,
+        confidence=0.95,
+        why=f"{_which_signal_ended_it(signs)}, and {count}",
+    )
+
+
+def _killed_while_memory_ran_out(signs: _Signs) -> End | None:
+    """Nobody could read the kernel's counter, but the memory of the host was filling up."""
+    if signs.status != -signal.SIGKILL or signs.kernel_kills is not None:
+        return None
+    if not observations.host_memory_was_running_out(signs.evidence):
+        return None
+    why = f"{_which_signal_ended_it(signs)} while memory was running out"
+    return End(cause=endings.KILLED_UNCOUNTED, confidence=0.75, why=why)
+
+
+def _killed_by_a_signal(signs: _Signs) -> End | None:
+    """A signal says how the process ended. Only SIGKILL may have been the kernel, for memory."""
+    if signs.status is None or signs.status >= 0:
+        return None
+    confidence = 0.75
+    if signs.status == -signal.SIGKILL:
+        confidence = 0.7 if signs.kernel_kills == 0 else 0.5
+    return End(
+        cause=_CAUSE_BY_SIGNAL.get(-signs.status, endings.OTHER_SIGNAL),
+        confidence=confidence,
+        why=_which_signal_ended_it(signs),
+    )
+
+
+_RULES_AFTER_FAILURE: tuple[_EndRule, ...] = (
+    _hung,
+    _ended_by_another_host,
+    _stopped_on_request,
+    _could_not_save,
+    _stopped_by_user,
+    _exit_code,
+    _killed_by_the_kernel_for_memory,
+    _killed_while_memory_ran_out,
+    _killed_by_a_signal,
+)
+
+
+def _which_signal_ended_it(signs: _Signs) -> str:
+    """Return a clause about the signal that ended a process."""
+    status = signs.status or 0
+    name = signal_name(-status) or status_text(status)
+    command = signs.command
+    if command is not None and observations.was_stopped_by_holdfast(command, status):
+        return f"holdfast stopped it with {name}"
+    who = "it" if signs.first_rank is None else f"rank {signs.first_rank}"
+    return f"{who} was terminated by {name}"
+
+
+def _stop_requested_by_user(signs: _Signs) -> float | None:
+    """Return when the user's signal reached the supervisor, or None."""
+    if signs.evidence.stop_signal is None:
+        return None
+    for event in signs.evidence.events:
+        if event.kind == "signal":
+            return event.unix_seconds
+    return None
+
+
+# --- Stops on request -----------------------------------------------------------------------------
 
 
 def stop_requested(events: Iterable[Event]) -> Event | None:
-    """Return the newest request upon which a Guard stopped, from events by time.
+    """Return the newest request upon which a Guard stopped.
 
-    None if a loop began after it.
+    None if there is none, or if a loop began after it.
+
+    Args:
+        events: Events in the order of their times.
     """
     request = None
     for event in events:
@@ -192,48 +526,15 @@ def stop_requested(events: Iterable[Event]) -> Event | None:
 
 
 def signal_of_stop(request: Event) -> str | None:
-    """Return the name of the signal that a request came by.
-
-    None for one that the program made itself.
-    """
+    """Return the name of the signal that requested a stop, or None if the program itself did."""
     for value in (request.data.get("signal"), request.data.get("reason")):
-        if isinstance(value, str) and _is_signal(value):
+        if isinstance(value, str) and is_signal_name(value):
             return value
     return None
 
 
-def _is_signal(name: str) -> bool:
-    return name in signal.Signals.__members__
-
-
-def _stop_that_ended(facts: Facts, status: int, kills: int | None) -> Event | None:
-    """Return the request that a run ended upon, whatever exit code its script or its launcher made
-    of it.
-
-    None if the Guard did not close in order after it, if what followed failed with an exception, or
-    if it crashed.
-    """
-    request = stop_requested(facts.events)
-    if request is None or not any(_closes(event, request) for event in facts.events):
-        return None
-    crashed = status < 0 and -status not in FROM_OUTSIDE | _SCHEDULERS_SEND
-    if crashed or (kills and status == -signal.SIGKILL):
-        return None
-    raised = [each for each in facts.statements if each.kind == "exception" and each.fatal]
-    if (last := last_words(facts)) is not None:
-        raised.append(last)
-    began = request.unix_seconds
-    late = [each for each in raised if each.unix_seconds is None or each.unix_seconds > began]
-    return None if any(each.exception not in _OF_A_STOP for each in late) else request
-
-
-def _closes(event: Event, request: Event) -> bool:
-    stopped = event.kind == "closed" and event.data.get("how") == "stopped"
-    return stopped and event.unix_seconds >= request.unix_seconds
-
-
-def _of_stop(request: Event, status: int) -> dict[str, Any]:
-    """Return what a request to stop says about the end of a run."""
+def _end_of_stop(request: Event, *, status: int) -> End:
+    """Return the end of a run that stopped on request."""
     reason = str(request.data.get("reason", "not recorded"))
     why = f"a Guard saved and stopped on request ({reason})"
     if status:
@@ -241,249 +542,49 @@ def _of_stop(request: Event, status: int) -> dict[str, Any]:
     exhibit = Exhibit(
         text=f"stop requested: {reason}", source="guard", unix_seconds=request.unix_seconds
     )
-    return {
-        "cause": endings.STOPPED,
-        "confidence": 0.95,
-        "why": why,
-        "asked": request.unix_seconds,
-        "exhibits": (exhibit,),
-    }
+    return End(
+        cause=endings.STOPPED,
+        confidence=0.95,
+        why=why,
+        stop_requested_at=request.unix_seconds,
+        exhibits=(exhibit,),
+    )
 
 
-def _lost_at(lost: dict[str, Any]) -> float | None:
-    """Return when the supervisor was lost.
+def _closed_after(events: Iterable[Event], request: Event) -> bool:
+    """Return whether a Guard closed in order after a request to stop."""
+    for event in events:
+        is_stop = event.kind == "closed" and event.data.get("how") == "stopped"
+        if is_stop and event.unix_seconds >= request.unix_seconds:
+            return True
+    return False
 
-    Its pipes close before the sentinel sees it, and prints fail meanwhile.
+
+def _crashed(signs: _Signs) -> bool:
+    """Return whether the process brought its signal upon itself, or the kernel killed it."""
+    status = signs.status
+    if status is None or status >= 0:
+        return False
+    if status == -signal.SIGKILL and signs.kernel_kills:
+        return True
+    return -status not in SIGNALS_FROM_OUTSIDE | _SIGNALS_OF_SCHEDULERS
+
+
+def _failed_after(evidence: Evidence, unix_seconds: float) -> bool:
+    """Return whether an exception other than those of a stop ended a process after a time.
+
+    An exception without a time may have been raised after it.
     """
-    seconds = lost.get("unix_seconds")
-    return seconds - 1.0 if isinstance(seconds, (int, float)) else None
-
-
-def _with_zero(facts: Facts) -> End:
-    request = stop_requested(facts.events)
-    asked = facts.extra.get("asked_by")
-    if request is not None:
-        by_signal = isinstance(asked, int) or signal_of_stop(request) is not None
-        end = End(status=0, well=True, **_of_stop(request, 0))
-        return _unless_lost(
-            end if by_signal else replace(end, cause=endings.ENDED_WELL, asked=None), facts
-        )
-    if isinstance(asked, int):
-        cause = next(
-            (cause for number, cause in _BY_SIGNAL.items() if number == asked), endings.TERMINATED
-        )
-        why = f"it ended with status 0 after it was asked to by {_signal_name(asked)}"
-        return End(cause=cause, confidence=0.85, status=0, well=True, why=why)
-    if any(each.fatal and each.pid is not None for each in facts.statements):
-        return End(status=0)  # of a shell or a parent, whose training process died
-    end = End(
-        cause=endings.ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0"
-    )
-    return _unless_lost(end, facts)
-
-
-def _unless_lost(end: End, facts: Facts) -> End:
-    """Return the end, which is no good one if the training was lost before it, or its result was
-    not saved.
-    """
-    if end.cause == endings.ENDED_WELL and not_saved(facts) is not None:
-        return replace(end, cause=endings.NOT_SAVED)
-    if end.cause != endings.ENDED_WELL or facts.lost is None or not facts.lost.exploded:
-        return end
-    confidence = min(end.confidence, 0.8 if facts.lost.log else 0.95)
-    return replace(
-        end,
-        cause=endings.TRAINING_LOST,
-        confidence=confidence,
-        why=f"{end.why}, but {facts.lost.sentence()}",
-    )
-
-
-def _by_holdfast(ending: Ending, status: int) -> bool:
-    return ending.sent_by == "supervisor" and status in (-signal.SIGTERM, -signal.SIGKILL)
-
-
-def _ended_by(status: int, command: Ending | None, rank: int | None) -> str:
-    """Return the beginning of a sentence about the signal that ended a process."""
-    name = _signal_name(-status) or status_text(status)
-    if command is not None and _by_holdfast(command, status):
-        return f"it was ended by holdfast with {name}"
-    return f"{'it' if rank is None else f'rank {rank}'} was ended by {name}"
-
-
-def _of_status(status: int, kills: int | None, facts: Facts, ended: str) -> tuple[str, float, str]:
-    """Return id, confidence and words for a status that is not 0."""
-    if status == os.EX_IOERR and not_saved(facts) is not None:
-        return (
-            endings.NOT_SAVED,
-            0.97,
-            f"it came to its end with status {status}, since its Guard could not save",
-        )
-    asked = facts.extra.get("asked_by")
-    if isinstance(asked, int):
-        cause = next(
-            (cause for each, cause in _BY_SIGNAL.items() if each == asked), endings.TERMINATED
-        )
-        how = "was ended by it" if status == -asked else f"ended with {status_text(status)}"
-        return cause, 0.95, f"{_signal_name(asked)} was sent by the user, and the command {how}"
-    if status > 0:
-        started = facts.extra.get("phase") is not None
-        if status in _CANNOT_EXECUTE and not started:
-            return endings.NEVER_STARTED, 0.8, f"it ended with status {status}"
-        return endings.STATUS_ONLY, 0.5, f"it ended with status {status}"
-    number = -status
-    if number == signal.SIGKILL and kills:
-        return (
-            endings.OUT_OF_MEMORY_KILL,
-            0.95,
-            f"{ended}, and the kernel's counter of kills for memory rose by {kills}",
-        )
-    if number == signal.SIGKILL and kills is None and _predicted(facts.events):
-        return endings.KILLED_UNCOUNTED, 0.75, f"{ended} while memory was running out"
-    confidence = 0.75
-    if number == signal.SIGKILL:
-        # Without the counter it may have been the kernel, for memory
-        confidence = 0.7 if kills == 0 else 0.5
-    cause = next(
-        (cause for each, cause in _BY_SIGNAL.items() if each == number), endings.OTHER_SIGNAL
-    )
-    return cause, confidence, ended
-
-
-def _predicted(events: Iterable[Event]) -> Event | None:
-    trends = [
-        event
-        for event in events
-        if event.kind == "memory_trend" and event.data.get("what") == "host"
+    raised = [
+        statement
+        for statement in evidence.statements
+        if statement.kind == "exception" and statement.fatal
     ]
-    if trends and isinstance(trends[-1].data.get("minutes_left"), (int, float)):
-        return trends[-1]
-    return None
-
-
-def _hang(events: Iterable[Event], command: Ending | None) -> Event | None:
-    """Return the hang for which the attempt was ended; None if it went on."""
-    if command is None or command.sent_by != "supervisor":
-        return None
-    hangs = [
-        event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"
-    ]
-    return hangs[-1] if hangs else None
-
-
-def _of_hang(end: End, event: Event) -> End:
-    named, given, sentence = (
-        event.data.get(key) for key in ("signature", "confidence", "sentence")
-    )
-    known = isinstance(named, str) and named in all_signatures()
-    confidence = float(given) if isinstance(given, (int, float)) else 0.7
-    return replace(
-        end,
-        cause=named if known else endings.STUCK,
-        confidence=min(max(confidence, 0.05), 0.99),
-        why=(
-            sentence
-            if isinstance(sentence, str)
-            else f"nothing moved in phase {event.data.get('phase')}"
-        ),
-        exhibits=(_hang_exhibit(event),),
-    )
-
-
-def _hang_exhibit(event: Event) -> Exhibit:
-    data = event.data
-    place = f" at {data['frame']}" if data.get("frame") else ""
-    limit = f"in phase {data.get('phase')} (limit {data.get('limit')} s)"
-    rank = data.get("rank")
-    return Exhibit(
-        text=f"no progress for {data.get('seconds')} s {limit}{place}",
-        source=f"watchdog, process {data.get('blamed_pid', data.get('pid'))}",
-        role="root",
-        unix_seconds=event.unix_seconds,
-        rank=rank if isinstance(rank, int) else None,
-    )
-
-
-def _exhibits(
-    command: Ending | None, child: Ending | None, kills: int | None, facts: Facts
-) -> tuple[Exhibit, ...]:
-    found = []
-    if child is not None and command is not None and child.status == command.status:
-        child = None  # the command itself: said once
-    for ending, who in ((command, "the command"), (child, "the process that failed first")):
-        if ending is not None and ending.status is not None:
-            place = f", in phase {ending.phase}" if ending.phase not in (None, "ending") else ""
-            step = (
-                f", after {ending.step} step{'s' if ending.step > 1 else ''}" if ending.step else ""
-            )
-            how = "was ended by holdfast with" if _by_holdfast(ending, ending.status) else "ended:"
-            text = f"{who} {how} {status_text(ending.status)}{place}{step}"
-            found.append(
-                Exhibit(
-                    text=text,
-                    source="exit status",
-                    unix_seconds=ending.unix_seconds,
-                    rank=ending.rank,
-                )
-            )
-    if kills is not None:
-        role = "confirmation" if kills else "fact"
-        found.append(Exhibit(text=f"oom_kill rose by {kills}", source="control group", role=role))
-    for event in facts.events:
-        if event.kind == "memory_trend" and event.data.get("bytes_per_step"):
-            found.append(exhibit_of_trend(event))
-        elif event.kind == "leak":
-            found.append(exhibit_of_leak(event))
-    return (*found[:2], *found[2:][-4:], *_beside(facts))
-
-
-def exhibit_of_trend(event: Event) -> Exhibit:
-    """Return how fast memory grew, as an event says it."""
-    return Exhibit(
-        text=_trend_text(event.data), source="memory trend", unix_seconds=event.unix_seconds
-    )
-
-
-def exhibit_of_leak(event: Event) -> Exhibit:
-    """Return what memory is held by, as the event of a trace says it."""
-    return Exhibit(text=_leak_text(event), source="leak trace", unix_seconds=event.unix_seconds)
-
-
-def _beside(facts: Facts) -> Iterable[Exhibit]:
-    """Yield what the samples and the watchdog say that need not have ended it."""
-    lost, hang = facts.lost, hang_left_alone(facts)
-    if lost is not None:
-        yield Exhibit(text=lost.sentence(), source=lost.log or "recorded steps")
-    if hang is not None:
-        yield replace(_hang_exhibit(hang), role="fact")
-
-
-def _trend_text(data: Any) -> str:
-    left = data.get("minutes_left")
-    until = f", full in {left:.0f} minutes" if isinstance(left, (int, float)) else ""
-    grows = data["bytes_per_step"]
-    amount = size(grows) if isinstance(grows, (int, float)) else str(grows)
-    return f"{data.get('what', 'host')} memory grew by {amount} a step{until}"
-
-
-def _leak_text(event: Event) -> str:
-    data = event.data
-    held = f" by {data['held_by']}" if data.get("held_by") else ""
-    place = leak_place(event)
-    return f"{data.get('what', 'objects')} are kept{held}" + (f", at {place}" if place else "")
-
-
-def status_text(status: int) -> str:
-    """Return a status in words, such as ``"SIGKILL (status 137 in a shell)"``."""
-    number = -status if status < 0 else status - _SHELL if _SHELL < status <= _SHELL + 64 else 0
-    name = _signal_name(number) if number else ""
-    if name:
-        return f"{name} (status {_SHELL + number} in a shell)"
-    return f"signal {-status}" if status < 0 else f"status {status}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return ""
+    final = observations.final_traceback(evidence)
+    if final is not None:
+        raised.append(final)
+    for statement in raised:
+        is_late = statement.unix_seconds is None or statement.unix_seconds > unix_seconds
+        if is_late and statement.exception not in _EXCEPTIONS_OF_A_STOP:
+            return True
+    return False

@@ -1,7 +1,7 @@
 """`Signature`: how one way to fail shows in texts, and what is known about it.
 
-The signatures themselves are the entries of ``signatures/*.yaml``; ``judging`` makes verdicts of
-them.
+The signatures themselves are the entries of ``signatures/*.yaml``. `matching` finds those that fit
+a text.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+# Classes of causes. The exit code of ``holdfast explain`` is 0 for the first one, and 10 plus the
+# index for the others, so the order is part of the contract.
 Family = Literal[
     "ended well",
     "unknown",
@@ -30,58 +32,56 @@ Family = Literal[
     "crash",
     "user code",
 ]
-"""Classes of causes. The exit code of ``holdfast explain`` is 0 for the first and 10 + the index
-for the others."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
+# A root can be the cause. A cascade follows from a failure elsewhere. A confirmation only supports
+# another signature.
 Role = Literal["root", "cascade", "confirmation"]
-"""A root can be the cause; a cascade follows from one elsewhere; a confirmation only supports
-another."""
 
+# What a supervisor may do after a failure:
+#   retry      start it again: the cause is transient
+#   remedy     start it again with `Signature.changes`
+#   preempted  start it again, and count it as a preemption
+#   stop       do not start it again: the same would happen
 Restart = Literal["retry", "remedy", "preempted", "stop"]
-"""What a supervisor may do.
-
-Try again (transient), try again with `Signature.changes`, take one from the budget of
-preemptions, or stop, since the same would happen again.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One way to fail. All texts are searched case-insensitively.
+    """One way to fail. All patterns are searched case-insensitively.
 
     Args:
-        id: Such as ``"H901"``; never used again for another meaning.
-        title: What is wrong, in a few words, lower case, without a full stop.
-        family: Its class.
-        patterns: Regular expressions, each searched in one statement: the message of an exception,
-            which may have several lines, or one line of a log, of which the last of all has its
-            line end. One of them suffices.
-            None: chosen by how a process ended.
-        exceptions: Bare names of exception classes, such as ``"OutOfMemoryError"``; if given, an
-            exception must be of one of these (its bases do not count). A log line has no class and
-            passes.
-        only_exceptions: Whether lines that are no exception do not count: for words that people
-            also print.
-        frames: Regular expressions on ``path:function``; if given, a frame of an exception must
-            match one, so that the last line of a traceback alone does not fit.
-        in_frames: Further patterns that count only in an exception with a frame that matches the
-            second of each pair; the innermost frame is there a second time, as ``innermost
-            path:function``, with `` own`` for own code and `` self`` where that lacks an attribute;
-            ``__getattr__`` is passed over.
+        id: Such as ``"H901"``. An id is never reused with another meaning.
+        title: What is wrong, in a few words, in lower case, without a full stop.
+        family: The class of the cause.
+        patterns: Regular expressions, one of which must be found in a statement: in the message of
+            an exception, which may have several lines, or in one line of a log. The last line of a
+            log has its line end. Empty: the signature is chosen by how a process ended.
+        exceptions: Names of exception classes without their module, such as
+            ``"OutOfMemoryError"``. If given, an exception must be of one of these classes; its
+            bases do not count. A line of a log has no class and passes.
+        only_exceptions: Whether lines of a log never match: for words that programs also print
+            when nothing failed.
+        frames: Regular expressions on ``path:function``. If given, a frame of an exception must
+            match one of them, so the last line of a traceback alone does not match.
+        in_frames: Pairs of a further pattern and a regular expression on frames. The pattern only
+            counts for an exception with a frame that matches the expression. The innermost frame
+            can also be matched as ``innermost path:function``, followed by `` own`` for the user's
+            own code and by `` self`` where an attribute of ``self`` is missing; frames of
+            ``__getattr__`` are skipped.
         explains: Ids of signatures that only repeat, later and with less detail, what this one
             says.
         role: See `Role`.
-        rank: Order of trust, the smaller first, when several match: 10 hardware, 20 out of memory,
-            30 device assert, 40 storage and environment, 50 loader, 60 checkpoint, 70 everything
-            specific, 90 generic.
+        rank: Precedence when several signatures match, the smallest first: 10 hardware, 20 out of
+            memory, 30 device assert, 40 storage and environment, 50 loader, 60 checkpoint, 70
+            everything specific, 90 generic.
         restart: See `Restart`.
         changes: Environment variables that a supervisor may set for the next attempt.
-        means: What it means and why it happens, one to three sentences.
-        fix: What to do, one to three sentences, in the order of what to try first.
+        means: What it means and why it happens, in one to three sentences.
+        fix: What to do, in one to three sentences, what to try first at the beginning.
         false_positives: When the signature is not the cause, or an empty text.
         example: A text as torch prints it: the last lines of a traceback, or a line of a log.
-        also: Older or other wordings as whole texts, by where they are from, such as ``{"torch
+        also: Older or other wordings as whole texts, by where they come from, such as ``{"torch
             1.8": "..."}``.
     """
 

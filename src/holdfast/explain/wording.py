@@ -1,196 +1,469 @@
-"""A verdict in words: the paragraph, the exhibits in their order, the place in the user's own code.
+"""A judgement in words: title, summary, fix, evidence, and the place in the user's own code.
 
-Does not: choose the cause (see ``judging``).
+The cause is chosen before (see `choosing`); nothing here changes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast.core.events.event import Event
-from holdfast.explain import good_ends, remarks
-from holdfast.explain.evidence import Facts, Frame, Statement, is_own_code, library_file, own_frame
-from holdfast.explain.logs.text import quoted
+from holdfast.explain import good_ends, observations, remarks
+from holdfast.explain.candidate import FALLBACKS, Candidate
+from holdfast.explain.case import Case
+from holdfast.explain.doubts import Doubt
+from holdfast.explain.evidence import (
+    Evidence,
+    Frame,
+    Statement,
+    is_own_code,
+    library_file,
+    own_frame,
+)
+from holdfast.explain.exhibits import exhibits_of_training, first_line, quote
 from holdfast.explain.rules import all_rules
 from holdfast.explain.runtime_causes import End
 from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import endings
 from holdfast.explain.verdict import Exhibit, Verdict
-from holdfast.explain.weighing import CAUGHT, Candidate
 
-_ITSELF = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
-"""Causes that are the words of what was seen."""
 _MOST_EXHIBITS = 10
+_MOST_OF_A_CHAIN = 3
+_MOST_CONFIRMATIONS = 3
 _MOST_CASCADES = 3
-_MOST_QUOTED = 160  # characters of a message inside the paragraph
-# The same where the message is all that is known, or is of holdfast: it says what was found
-_MOST_WHOLE = 500
+# Characters of a message in a title, or in the summary where the signature says what it means.
+_SHORT_QUOTE = 160
+# Characters of a message in the summary where it is all that is known, or where it is of holdfast
+# and says what was found.
+_LONG_QUOTE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What was chosen, and from what: all that the words of a verdict are made of."""
+    """What was chosen, and from what: everything that a verdict puts into words.
 
-    facts: Facts  # all that is known
-    end: End  # how it ended
-    signature: Signature  # the cause
-    confidence: float  # of the cause, between 0 and 1
-    class_confidence: float  # of its class
-    candidate: Candidate | None  # what it was seen in, or None: only in how it ended
-    candidates: tuple[Candidate, ...]  # all of them
-    runner_up: tuple[str, str, float] | None  # as `Verdict.runner_up`
-    doubt: str = ""  # what speaks against a good end, for the title
-    doubted: Candidate | None = None  # what says so, or None
+    Attributes:
+        case: Everything that is known.
+        signature: The cause.
+        confidence: Of the cause, between 0 and 1.
+        class_confidence: Of its class, between 0 and 1.
+        candidate: The candidate that shows the cause. None: only the end of the process shows it.
+        doubt: What speaks against a good end.
+        runner_up: As `Verdict.runner_up`.
+    """
+
+    case: Case
+    signature: Signature
+    confidence: float
+    class_confidence: float
+    candidate: Candidate | None
+    doubt: Doubt | None
+    runner_up: tuple[str, str, float] | None
+
+    @property
+    def evidence(self) -> Evidence:
+        """Return everything that was collected."""
+        return self.case.evidence
+
+    @property
+    def end(self) -> End:
+        """Return how the attempt ended."""
+        return self.case.end
+
+    @property
+    def is_good_end(self) -> bool:
+        """Return whether nothing failed."""
+        return self.signature.family == "ended well"
 
 
-def in_words(made: Judgement) -> Verdict:
+def in_words(judgement: Judgement) -> Verdict:
     """Return the verdict in words."""
-    signature, candidate = made.signature, made.candidate
-    place = _place(candidate)
-    if made.end.hang is not None and candidate is None:
-        place = str(made.end.hang.data.get("frame") or "")
+    signature = judgement.signature
     return Verdict(
         cause=signature.id,
         family=signature.family,
-        title=_title(made),
-        summary=_summary(made, place),
-        fix=_fix(made),
-        confidence=made.confidence,
-        class_confidence=made.class_confidence,
-        evidence=tuple(_exhibits(made)),
-        runner_up=made.runner_up,
-        tried=made.facts.tried,
-        missing=tuple(_missing(made)),
+        title=_title(judgement),
+        summary=_summary(judgement),
+        fix=_fix(judgement),
+        confidence=judgement.confidence,
+        class_confidence=judgement.class_confidence,
+        evidence=tuple(_exhibits(judgement)),
+        runner_up=judgement.runner_up,
+        tried=judgement.evidence.tried,
+        missing=tuple(_missing(judgement)),
         restart=signature.restart,
-        changes=_changes(made),
-        where=place,
-        rank=candidate.statement.rank if candidate is not None else made.end.first_rank,
-        step=_step(made),
+        changes=_changes(judgement),
+        where=_place(judgement),
+        rank=_rank(judgement),
+        step=_steps(judgement),
     )
 
 
-def _changes(made: Judgement) -> tuple[tuple[str, str], ...]:
-    """Return what the next attempt is to change, without what this one had already."""
-    had = made.facts.extra.get("changed")
-    had = had if isinstance(had, dict) else {}
-    return tuple(
-        (name, value) for name, value in made.signature.changes.items() if had.get(name) != value
-    )
+# --- Title ----------------------------------------------------------------------------------------
 
 
-def _title(made: Judgement) -> str:
-    signature, facts = made.signature, made.facts
-    if signature.id == endings.TRAINING_LOST and facts.lost is not None:
-        return (
-            f"{'ended with status 0' if made.end.well else 'came to its end'}, but"
-            f" {facts.lost.sentence()}"
-        )
-    if signature.id == endings.NOT_SAVED and (unsaved := remarks.not_saved(facts)) is not None:
-        why = remarks.why_not_saved(facts)
-        return _cut(
-            f"{signature.title}: {unsaved.partition(':')[0]}{why and f' ({why})'}", _MOST_QUOTED
-        )
-    faults = remarks.training_faults(facts)
-    if signature.id == endings.ENDED_WELL and faults:
-        rule = all_rules().get(faults[0].data["rule"])
-        return "ended well, but its training has a fault" + (
-            f": {rule.title}" if rule is not None else ""
-        )
-    if signature.family == "ended well" and made.doubt:
-        return f"{'ended with status 0' if made.end.well else 'came to its end'}, {made.doubt}"
-    if signature.id == endings.STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
-        return f"ended itself by sys.exit with status {made.end.status}"
-    if signature.id in _ITSELF and made.candidate is not None:
-        return _cut(
-            next(quoted(made.candidate.statement, most_lines=1), signature.title), _MOST_QUOTED
-        )
-    return signature.title
+def _title(judgement: Judgement) -> str:
+    for rule in _TITLES:
+        title = rule(judgement)
+        if title is not None:
+            return title
+    return judgement.signature.title
 
 
-def _summary(made: Judgement, place: str) -> str:
-    signature, candidate = made.signature, made.candidate
-    parts = []
-    if candidate is not None:
-        parts.append(_sentence(_failed(candidate, place)))
-    elif made.end.why:
-        parts.append(_sentence(made.end.why))
-    if made.end.status == 0 and not made.end.well:
-        parts.append("The command ended with status 0 all the same, which hid it.")
-    step = _step(made)
-    if step and not made.end.well:
-        phase = made.facts.extra.get("phase")
-        stood = f" and stood in phase {phase}" if phase and phase != "ending" else ""
-        parts.append(f"It had made {step} step{'' if step == 1 else 's'}{stood}.")
-    if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
-        parts += remarks.of_interruption(made.facts)
-    left = remarks.way_out(made.facts) if signature.id == endings.STATUS_ONLY else ""
-    if candidate is None or not _is_of_holdfast(candidate):
-        parts.append(_sentence(left) if left else _meaning(made))
-    if signature.family == "ended well":
-        parts += remarks.of_good_end(made.facts)
-        parts += good_ends.sentences(made.facts)
-    if signature.id == endings.NOT_SAVED and (lost := remarks.not_saved(made.facts)) is not None:
-        parts.append(_sentence(lost))
-    parts += remarks.of_interference(made.facts)
-    leak = _leak(made)
-    if leak is not None and remarks.leak_place(leak):
-        parts.append(_sentence(f"Memory was kept at {remarks.leak_place(leak)}"))
-    return " ".join(filter(None, parts))
+def _title_of_lost_training(judgement: Judgement) -> str | None:
+    lost = judgement.evidence.lost
+    if judgement.signature.id != endings.TRAINING_LOST or lost is None:
+        return None
+    return f"{_beginning_of_good_end(judgement)}, but {lost.sentence()}"
 
 
-def _meaning(made: Judgement) -> str:
-    """Return what the cause means.
-
-    Of a good end that falls short, its own sentences say it with the numbers.
-    """
-    signature = made.signature
-    is_judged = signature.family == "ended well" and signature.id != endings.ENDED_WELL
-    if is_judged or (signature.id == endings.ENDED_WELL and remarks.unobserved(made.facts)):
-        return ""
-    return signature.means
+def _title_of_unsaved_result(judgement: Judgement) -> str | None:
+    unsaved = observations.unsaved_steps(judgement.evidence)
+    if judgement.signature.id != endings.NOT_SAVED or unsaved is None:
+        return None
+    title = f"{judgement.signature.title}: {unsaved.state()}"
+    if unsaved.reason:
+        title += f" ({unsaved.reason})"
+    return _cut(title, _SHORT_QUOTE)
 
 
-def _failed(candidate: Candidate, place: str) -> str:
-    """Return where it failed, and with which words."""
+def _title_of_training_fault(judgement: Judgement) -> str | None:
+    faults = observations.training_faults(judgement.evidence)
+    if judgement.signature.id != endings.ENDED_WELL or not faults:
+        return None
+    title = "ended well, but its training has a fault"
+    rule = all_rules().get(faults[0].data["rule"])
+    if rule is not None:
+        title += f": {rule.title}"
+    return title
+
+
+def _title_of_doubtful_end(judgement: Judgement) -> str | None:
+    if not judgement.is_good_end or judgement.doubt is None:
+        return None
+    return f"{_beginning_of_good_end(judgement)}, {judgement.doubt.words}"
+
+
+def _title_of_sys_exit(judgement: Judgement) -> str | None:
+    if judgement.signature.id != endings.STATUS_ONLY or judgement.evidence.exit_call != "sys.exit":
+        return None
+    return f"called sys.exit with status {judgement.end.status}"
+
+
+def _title_in_its_own_words(judgement: Judgement) -> str | None:
+    if judgement.signature.id not in FALLBACKS or judgement.candidate is None:
+        return None
+    return _cut(first_line(judgement.candidate.statement), _SHORT_QUOTE)
+
+
+# The first that applies; the title of the signature if none does.
+_TITLES: tuple[Callable[[Judgement], str | None], ...] = (
+    _title_of_lost_training,
+    _title_of_unsaved_result,
+    _title_of_training_fault,
+    _title_of_doubtful_end,
+    _title_of_sys_exit,
+    _title_in_its_own_words,
+)
+
+
+def _beginning_of_good_end(judgement: Judgement) -> str:
+    return "ended with status 0" if judgement.end.well else "finished"
+
+
+# --- Summary --------------------------------------------------------------------------------------
+
+
+def _summary(judgement: Judgement) -> str:
+    """Return one paragraph: what happened, how far it came, what it means, what else was seen."""
+    sentences = [
+        *_what_happened(judgement),
+        *_progress(judgement),
+        *_meaning(judgement),
+        *_what_else_was_seen(judgement),
+    ]
+    return " ".join(filter(None, sentences))
+
+
+def _what_happened(judgement: Judgement) -> Iterator[str]:
+    if judgement.candidate is not None:
+        yield _sentence(_failure(judgement.candidate, _place(judgement)))
+    elif judgement.end.why:
+        yield _sentence(judgement.end.why)
+    if judgement.end.status == 0 and not judgement.end.well:
+        yield "The command ended with status 0 all the same, which hid the failure."
+
+
+def _failure(candidate: Candidate, place: str) -> str:
+    """Return where it failed, and with which words, as a clause."""
     statement = candidate.statement
-    first = next(quoted(statement, most_lines=1), "")
     if _is_of_guard(statement):
-        who = "A Guard stopped it" if statement.fatal else "The last that is known of its Guard"
-        return f"{who}: {_cut(first, _MOST_WHOLE)}"
-    who = f"Rank {statement.rank}" if statement.rank is not None else "It"
-    if candidate.signature.id in _ITSELF:
-        raiser = statement.frames[-1] if statement.frames else None
-        raised = (
-            f" (raised in {library_file(raiser)})"
-            if raiser is not None and not is_own_code(raiser)
-            else ""
+        words = _cut(first_line(statement), _LONG_QUOTE)
+        if statement.fatal:
+            return f"A Guard stopped it: {words}"
+        return f"The last record of its Guard: {words}"
+    who = "It" if statement.rank is None else f"Rank {statement.rank}"
+    if candidate.signature.id in FALLBACKS:
+        return f"{who} failed with {_cut(first_line(statement), _LONG_QUOTE)}" + _raised_at(
+            statement, place
         )
-        return (
-            f"{who} failed with"
-            f" {_cut(first, _MOST_WHOLE)}{f', at {place}' if place else ''}{raised}"
-        )
+    words = _cut(first_line(statement), _SHORT_QUOTE)
     if _is_of_holdfast(candidate):
-        first = _cut(statement.text.strip().partition("\n")[0], _MOST_WHOLE)
-    else:
-        first = _cut(first, _MOST_QUOTED)
-    return f"{who} failed{f' at {place}' if place else ''}: {first}"
+        first, _, _ = statement.text.strip().partition("\n")
+        words = _cut(first, _LONG_QUOTE)
+    where = f" at {place}" if place else ""
+    return f"{who} failed{where}: {words}"
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _raised_at(statement: Statement, place: str) -> str:
+    """Return where an exception was raised, to stand behind its words."""
+    words = f", at {place}" if place else ""
+    if statement.frames and not is_own_code(statement.frames[-1]):
+        words += f" (raised in {library_file(statement.frames[-1])})"
+    return words
+
+
+def _progress(judgement: Judgement) -> Iterator[str]:
+    steps = _steps(judgement)
+    if not steps or judgement.end.well:
+        return
+    words = f"It had made {steps} step{'' if steps == 1 else 's'}"
+    phase = judgement.evidence.phase
+    if phase and phase != "ending":
+        words += f" and was in phase {phase}"
+    yield f"{words}."
+
+
+def _meaning(judgement: Judgement) -> Iterator[str]:
+    """Yield what the cause means, or what else was recorded of how the process left."""
+    signature = judgement.signature
+    evidence = judgement.evidence
+    if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
+        yield from remarks.on_interruption(evidence)
+    if judgement.candidate is not None and _is_of_holdfast(judgement.candidate):
+        # Its own words say what was found; the rule would only repeat them.
+        return
+    if signature.id == endings.STATUS_ONLY and remarks.way_out(evidence):
+        yield _sentence(remarks.way_out(evidence))
+        return
+    if judgement.is_good_end and signature.id != endings.ENDED_WELL:
+        # The sentences of `good_ends` say it with the numbers.
+        return
+    if signature.id == endings.ENDED_WELL and observations.was_not_observed(evidence):
+        return
+    yield signature.means
+
+
+def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
+    evidence = judgement.evidence
+    if judgement.is_good_end:
+        yield from remarks.on_good_end(evidence)
+        yield from good_ends.sentences(evidence)
+    unsaved = observations.unsaved_steps(evidence)
+    if judgement.signature.id == endings.NOT_SAVED and unsaved is not None:
+        yield _sentence(unsaved.sentence())
+    yield from remarks.on_interference(evidence)
+    leak = _leak_behind(judgement)
+    if leak is not None and observations.leak_place(leak):
+        yield _sentence(f"Memory was kept at {observations.leak_place(leak)}")
+
+
+# --- Fix ------------------------------------------------------------------------------------------
+
+
+def _fix(judgement: Judgement) -> str:
+    """Return what to do: where memory was kept, a Guard's advice, or the fix of the signature."""
+    signature = judgement.signature
+    if signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
+        return signature.fix
+    leak = _leak_behind(judgement)
+    if judgement.is_good_end:
+        leak = observations.newest_leak(judgement.evidence)
+    place = observations.leak_place(leak) if leak is not None else ""
+    if place:
+        rest = signature.fix
+        if judgement.is_good_end:
+            rest = "A longer run would run out of memory."
+        return f"Look first at {place}, where memory is kept from step to step. {rest}".strip()
+    advice_of_guard = ""
+    if judgement.is_good_end:
+        advice_of_guard = remarks.fix_of_training(judgement.evidence)
+    return advice_of_guard or signature.fix
+
+
+def _changes(judgement: Judgement) -> tuple[tuple[str, str], ...]:
+    """Return what the next attempt is to change, without what this one had already."""
+    applied = judgement.evidence.applied_changes
+    changes = judgement.signature.changes.items()
+    return tuple((name, value) for name, value in changes if applied.get(name) != value)
+
+
+# --- Evidence -------------------------------------------------------------------------------------
+
+
+def _exhibits(judgement: Judgement) -> list[Exhibit]:
+    """Return the evidence, the strongest first, each piece once."""
+    exhibits = [
+        *_exhibits_of_doubt(judgement),
+        *_exhibits_of_good_end(judgement),
+        *_exhibits_of_cause(judgement),
+        *judgement.end.exhibits,
+        *_exhibits_of_learning(judgement),
+        *exhibits_of_training(judgement.evidence),
+        *_confirmations(judgement),
+        *_cascades(judgement),
+    ]
+    return list(dict.fromkeys(exhibits))[:_MOST_EXHIBITS]
+
+
+def _exhibits_of_doubt(judgement: Judgement) -> Iterator[Exhibit]:
+    if judgement.doubt is not None and judgement.doubt.candidate is not None:
+        yield quote(judgement.doubt.candidate.statement, "fact")
+
+
+def _exhibits_of_good_end(judgement: Judgement) -> Iterator[Exhibit]:
+    if judgement.is_good_end:
+        yield from good_ends.exhibits(judgement.evidence)
+
+
+def _exhibits_of_cause(judgement: Judgement) -> Iterator[Exhibit]:
+    """Yield the statement that shows the cause, then the others of its chain of exceptions."""
+    candidate = judgement.candidate
+    if candidate is None:
+        return
+    role = "root" if candidate.signature.role == "root" else "cascade"
+    yield quote(candidate.statement, role)
+    others = [statement for statement in candidate.chain if statement is not candidate.statement]
+    for statement in others[:_MOST_OF_A_CHAIN]:
+        yield quote(statement, "fact")
+
+
+def _exhibits_of_learning(judgement: Judgement) -> Iterator[Exhibit]:
+    learning = judgement.evidence.learning
+    if judgement.is_good_end and learning is not None and learning.outcome == "fell":
+        yield Exhibit(text=learning.sentence(), source="recorded steps")
+
+
+def _confirmations(judgement: Judgement) -> Iterator[Exhibit]:
+    confirming = [
+        candidate
+        for candidate in _other_candidates(judgement)
+        if _confirms(candidate, judgement.signature)
+    ]
+    for candidate in confirming[:_MOST_CONFIRMATIONS]:
+        yield quote(candidate.statement, "confirmation")
+
+
+def _confirms(candidate: Candidate, cause: Signature) -> bool:
+    """Return whether a candidate supports a cause: a root of the same family does."""
+    if candidate.signature.role == "confirmation":
+        return True
+    if candidate.signature.id in FALLBACKS or candidate.is_caught:
+        return False
+    return candidate.signature.role == "root" and candidate.signature.family == cause.family
+
+
+def _cascades(judgement: Judgement) -> Iterator[Exhibit]:
+    if judgement.end.well:
+        return
+    cascades = [
+        candidate
+        for candidate in _other_candidates(judgement)
+        if candidate.signature.role == "cascade"
+    ]
+    for candidate in cascades[:_MOST_CASCADES]:
+        yield quote(candidate.statement, "cascade")
+
+
+def _other_candidates(judgement: Judgement) -> Iterator[Candidate]:
+    for candidate in judgement.case.candidates:
+        if candidate is not judgement.candidate:
+            yield candidate
+
+
+def _missing(judgement: Judgement) -> Iterator[str]:
+    """Yield what would have made the verdict more certain."""
+    yield from judgement.evidence.missing
+    if judgement.signature.role == "cascade":
+        yield "the failure that this follows from, which is not in what was read"
+    is_unknown = judgement.signature.id == endings.UNKNOWN and judgement.candidate is None
+    if is_unknown and not judgement.evidence.statements:
+        yield "no line that reports an error"
+
+
+# --- Where and when -------------------------------------------------------------------------------
+
+
+def _place(judgement: Judgement) -> str:
+    """Return the innermost frame of the user's own code, or the innermost of all."""
+    if judgement.candidate is not None:
+        return _place_of(judgement.candidate)
+    if judgement.end.hang is not None:
+        return str(judgement.end.hang.data.get("frame") or "")
+    return ""
+
+
+def _place_of(candidate: Candidate) -> str:
+    frame = _decisive_frame(candidate)
+    if frame is None:
+        return ""
+    place = f"{frame.file}:{frame.line}"
+    if frame.function:
+        place += f" in {frame.function}"
+    return place
+
+
+def _decisive_frame(candidate: Candidate) -> Frame | None:
+    """Return the frame to look at first, of the statement or of another one in its chain.
+
+    An exception that a handler raised may have no frame of the user's own code. Then that of the
+    exception which it handled counts.
+    """
+    innermost = [
+        own_frame(statement.frames)
+        for statement in (candidate.statement, *candidate.chain)
+        if statement.frames
+    ]
+    for frame in innermost:
+        if is_own_code(frame):
+            return frame
+    return innermost[0] if innermost else None
+
+
+def _rank(judgement: Judgement) -> int | None:
+    if judgement.candidate is not None:
+        return judgement.candidate.statement.rank
+    return judgement.end.first_rank
+
+
+def _steps(judgement: Judgement) -> int | None:
+    """Return how many steps were made, as far as that is known."""
+    if judgement.evidence.steps is not None:
+        return judgement.evidence.steps
+    for ending in reversed(judgement.evidence.endings):
+        if ending.step is not None:
+            return ending.step
+    return None
+
+
+# --- Texts ----------------------------------------------------------------------------------------
+
+
+def _leak_behind(judgement: Judgement) -> Event | None:
+    """Return the newest leak that was traced, if memory is what the verdict is about."""
+    if "memory" not in judgement.signature.family:
+        return None
+    return observations.newest_leak(judgement.evidence)
 
 
 def _is_of_holdfast(candidate: Candidate) -> bool:
-    """Return whether the words are those of holdfast, which say what was found.
-
-    Its rule would only repeat them.
-    """
-    statement = candidate.statement
+    """Return whether the words are those of an error of holdfast, which say what was found."""
     if candidate.signature.id not in all_rules():
         return False
-    named = f"[{candidate.signature.id}]" in statement.text
-    return _is_of_guard(statement) or (statement.kind == "exception" and named)
+    statement = candidate.statement
+    names_its_rule = f"[{candidate.signature.id}]" in statement.text
+    return _is_of_guard(statement) or (statement.kind == "exception" and names_its_rule)
 
 
 def _is_of_guard(statement: Statement) -> bool:
@@ -198,115 +471,15 @@ def _is_of_guard(statement: Statement) -> bool:
 
 
 def _sentence(text: str) -> str:
-    """Return a text as one sentence: with a capital and one full stop."""
+    """Return a text as one sentence: with a capital letter and one full stop."""
     text = text.rstrip()
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+    if not text.endswith((".", "!", "?")):
+        text += "."
+    return text[:1].upper() + text[1:]
 
 
-def _fix(made: Judgement) -> str:
-    well = made.signature.family == "ended well"
-    if made.signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
-        return made.signature.fix
-    leak = remarks.newest_leak(made.facts) if well else _leak(made)
-    place = remarks.leak_place(leak) if leak is not None else ""
-    if not place:
-        return (remarks.fix_of_training(made.facts) if well else "") or made.signature.fix
-    rest = "A longer run would end for want of memory." if well else made.signature.fix
-    return f"Look first at {place}, where memory is kept from step to step. {rest}"
-
-
-def _leak(made: Judgement) -> Event | None:
-    """Return the newest leak that was traced, if memory is what the verdict is about."""
-    return remarks.newest_leak(made.facts) if "memory" in made.signature.family else None
-
-
-def _exhibits(made: Judgement) -> Iterator[Exhibit]:
-    found: list[Exhibit] = []
-    candidate = made.candidate
-    if made.doubted is not None:
-        found.append(_quote(made.doubted.statement, "fact"))
-    if made.signature.family == "ended well":
-        found += good_ends.exhibits(made.facts)
-    if candidate is not None:
-        found.append(
-            _quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade")
-        )
-        found += [
-            _quote(each, "fact") for each in candidate.chain if each is not candidate.statement
-        ][:3]
-    found += [
-        *made.end.exhibits,
-        *_fall_of_the_loss(made),
-        *remarks.exhibits_of_training(made.facts),
-    ]
-    others = [each for each in made.candidates if each is not candidate]
-    found += [
-        _quote(each.statement, "confirmation") for each in others if _confirms(made.signature, each)
-    ][:3]
-    cascades = [each for each in others if each.signature.role == "cascade" and not made.end.well]
-    found += [_quote(each.statement, "cascade") for each in cascades][:_MOST_CASCADES]
-    yield from list(dict.fromkeys(found))[:_MOST_EXHIBITS]
-
-
-def _fall_of_the_loss(made: Judgement) -> Iterator[Exhibit]:
-    learning = made.facts.learning
-    if (
-        made.signature.family == "ended well"
-        and learning is not None
-        and learning.outcome == "fell"
-    ):
-        yield Exhibit(text=learning.sentence(), source="recorded steps")
-
-
-def _confirms(signature: Signature, other: Candidate) -> bool:
-    if other.signature.role == "confirmation":
-        return True
-    same = other.signature.id not in _ITSELF and other.signature.family == signature.family
-    return same and other.signature.role == "root" and other.tier < CAUGHT
-
-
-def _quote(statement: Statement, role: str) -> Exhibit:
-    return Exhibit(
-        text="\n".join(quoted(statement)),
-        source=statement.source,
-        role=role,
-        unix_seconds=statement.unix_seconds,
-        rank=statement.rank,
-    )
-
-
-def _missing(made: Judgement) -> Iterator[str]:
-    yield from made.facts.missing
-    if made.signature.role == "cascade":
-        yield "the failure that this follows from: it is not in what was read"
-    if (
-        made.signature.id == endings.UNKNOWN
-        and made.candidate is None
-        and not made.facts.statements
-    ):
-        yield "no line of an error"
-
-
-def _place(candidate: Candidate | None) -> str:
-    """Return the innermost frame of the user's own code, else the innermost of all."""
-    if candidate is None:
-        return ""
-    chain: list[tuple[Frame, ...]] = [
-        each.frames for each in (candidate.statement, *candidate.chain) if each.frames
-    ]
-    if not chain:
-        return ""
-    # An exception of a handler has none: then that of what it broke into.
-    frame = own_frame(
-        next((frames for frames in chain if is_own_code(own_frame(frames))), chain[0])
-    )
-    return f"{frame.file}:{frame.line}" + (f" in {frame.function}" if frame.function else "")
-
-
-def _step(made: Judgement) -> int | None:
-    steps = made.facts.extra.get("steps")
-    if isinstance(steps, int):
-        return steps
-    return next(
-        (ending.step for ending in reversed(made.facts.endings) if ending.step is not None), None
-    )
+def _cut(text: str, limit: int) -> str:
+    """Return a text of at most so many characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 3]}..."

@@ -102,9 +102,9 @@ def _share(value: object) -> float:
 def how_sure(verdict: Verdict) -> str:
     """Return how sure a verdict is of its cause, and of its class where it names one.
 
-    Empty if it names neither.
+    Empty if it names neither, or if the cause is an exception that was seen, which is a fact.
     """
-    if not verdict.confidence:
+    if not verdict.confidence or verdict.names_an_exception:
         return ""
     cause, share = _in_words(verdict.confidence), f"{verdict.confidence:.0%}"
     of_class = _in_words(verdict.class_confidence)

@@ -15,14 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.events.event import Event
+from holdfast.explain.candidate import FALLBACKS, SHARES
 from holdfast.explain.collecting import collect_stream
-from holdfast.explain.evidence import Ending, Facts, Frame, Statement
+from holdfast.explain.evidence import Ending, Evidence, Frame, Statement
 from holdfast.explain.judging import judge
 from holdfast.explain.rules import all_rules
 from holdfast.explain.signature import FAMILIES
 from holdfast.explain.signatures import all_signatures
 from holdfast.explain.verdict import Verdict
-from holdfast.explain.weighing import SHARES
 
 SHAPES = "mat1 and mat2 shapes cannot be multiplied (4x11 and 10x2)"
 TIMEOUT = (
@@ -63,8 +63,10 @@ def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
     See `logs.yaml`.
     """
     verdict = of_log(filled(case["log"]), case.get("status"))
-    assert verdict.title == case.get("title", verdict.title)
+    assert case.get("title", "") in verdict.title
     assert case.get("fix", "") in verdict.fix
+    if verdict.cause in FALLBACKS:
+        assert verdict.fix == "", "a class of failures alone suggests no fix"
     assert verdict.evidence[0].text == case["root"] if "root" in case else True
     if "next" in case:
         assert verdict.runner_up is not None
@@ -87,8 +89,8 @@ TEXTS_OF = {
 }
 
 
-def facts_of(case):
-    """Return the facts of a case of `facts.yaml`."""
+def evidence_of(case):
+    """Return the evidence of a case of `facts.yaml`."""
     statements = []
     for row in case.get("statements", ()):
         frames = row.pop("frames", [["/home/me/train.py", 3, "step"]] if "kind" not in row else [])
@@ -105,8 +107,8 @@ def facts_of(case):
         for each in case.get("events", ())
     )
     endings = tuple(Ending(**each) for each in case["endings"])
-    return Facts(
-        statements=tuple(statements), endings=endings, events=events, extra=case.get("extra", {})
+    return Evidence(
+        statements=tuple(statements), endings=endings, events=events, **case.get("more", {})
     )
 
 
@@ -117,7 +119,7 @@ def facts_of(case):
 )
 def test_facts_get_their_verdict(case):
     """Roots before cascades, counters of the kernel, hangs, leaks, ranks: see `facts.yaml`."""
-    verdict = judge(facts_of(case))
+    verdict = judge(evidence_of(case))
     assert {name: getattr(verdict, name) for name in case["verdict"]} == case["verdict"]
     words = "\n".join(
         (
@@ -180,10 +182,11 @@ def test_an_exception_that_no_signature_knows_is_its_own_verdict(
     head = "Traceback (most recent call last):\n" if frames else ""
     verdict = of_log(f"{head}{frames}{exception}: no such head\n", status=1)
     assert verdict.class_confidence == sure
+    assert verdict.names_an_exception
     assert (verdict.cause, verdict.family, verdict.restart) == ("H1608", family, "stop")
     assert verdict.exit_code == 10 + FAMILIES.index(family)
     assert verdict.title == f"{exception}: no such head"
-    assert verdict.summary.startswith(f"It failed with {exception}{words}")
+    assert f"{exception}{words}" in verdict.summary
 
 
 def test_unknown_says_what_is_missing_and_the_best_guess():
@@ -219,14 +222,14 @@ def test_what_a_rule_says_to_do_is_said_whole_and_in_one_line(rule):
     page is wrapped.
     """
     stop = Statement(text="x", source="guard", fatal=True, rule=rule)
-    verdict = judge(Facts(statements=(stop,)))
+    verdict = judge(Evidence(statements=(stop,)))
     paragraph = next(
         each for each in all_rules()[rule].text.split("\n\n") if each.startswith("**Fix.**")
     )
     assert verdict.cause == rule
     assert f"**Fix.** {verdict.fix}".split() == paragraph.split()
     assert "\n" not in verdict.fix + verdict.summary
-    assert verdict.summary == "A Guard stopped it: x."
+    assert verdict.summary.endswith(": x.")
 
 
 TEXTS = st.sampled_from(
@@ -273,7 +276,7 @@ def test_any_facts_give_a_verdict(statements, endings, events):
     A cascade never wins beside a good root.
     """
     verdict = judge(
-        Facts(statements=tuple(statements), endings=tuple(endings), events=tuple(events))
+        Evidence(statements=tuple(statements), endings=tuple(endings), events=tuple(events))
     )
     assert 0 <= verdict.confidence < 1
     assert verdict.class_confidence >= verdict.confidence or verdict.family == "unknown"

@@ -25,6 +25,7 @@ from holdfast.explain.hangs.blame import SIGNATURES_OF
 from holdfast.explain.judging import judge
 from holdfast.explain.logs.keeping import is_relevant
 from holdfast.explain.logs.quick import QuickPattern
+from holdfast.explain.matching import match_all
 from holdfast.explain.rules import all_rules, catalogue
 from holdfast.explain.signature import FAMILIES, Restart, Role, Signature
 from holdfast.explain.signatures import (
@@ -35,7 +36,6 @@ from holdfast.explain.signatures import (
     kinds_of_unknown,
     leaks,
 )
-from holdfast.explain.weighing import match_all
 
 CATALOGUE = all_signatures()
 BY_PATTERN = [each for each in CATALOGUE.values() if each.patterns]
@@ -69,7 +69,10 @@ def test_ids_are_unique_in_the_files_and_never_those_of_other_rules() -> None:
     ids = [entry["id"] for entry in entries if "id" in entry]
     # They have that of what they say more about
     assert len(entries) - len(ids) == len(kinds_of_unknown())
-    assert all(kind.family in FAMILIES and kind.fix.endswith(".") for kind in kinds_of_unknown())
+    assert all(
+        kind.family in FAMILIES and kind.means.endswith(".") and not kind.fix
+        for kind in kinds_of_unknown()
+    )
     assert len(ids) == len(set(ids))
     leaking = {leaks.signature_of(kind, on_host=False) for kind in leaks.KINDS}
     assert set(CATALOGUE) - set(ids) == leaking | {WELL.id, UNJUDGED.id}

@@ -1,0 +1,55 @@
+"""`Case`: everything that a verdict on one attempt is decided from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.explain.candidate import Candidate
+from holdfast.explain.evidence import Evidence
+from holdfast.explain.runtime_causes import End, find_end
+from holdfast.explain.weighing import find_candidates, order_candidates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is known about one attempt.
+
+    Attributes:
+        evidence: Everything that was collected: endings of processes, events, statements.
+        end: How the attempt ended, as far as signals, exit codes and counters say.
+        candidates: All possible causes that statements show, in the order of the statements.
+        roots: Those that are failures of their own, the most likely first.
+        cascades: Those that follow from a failure elsewhere, the most likely first.
+    """
+
+    evidence: Evidence
+    end: End
+    candidates: tuple[Candidate, ...]
+    roots: tuple[Candidate, ...]
+    cascades: tuple[Candidate, ...]
+
+    @property
+    def root(self) -> Candidate | None:
+        """Return the most likely root, if there is one."""
+        return self.roots[0] if self.roots else None
+
+    @property
+    def cascade(self) -> Candidate | None:
+        """Return the most likely cascade, if there is one."""
+        return self.cascades[0] if self.cascades else None
+
+
+def open_case(evidence: Evidence) -> Case:
+    """Return the case for what was collected about an attempt."""
+    end = find_end(evidence)
+    candidates = find_candidates(evidence)
+    by_role: dict[str, list[Candidate]] = {"root": [], "cascade": [], "confirmation": []}
+    for candidate in candidates:
+        by_role[candidate.signature.role].append(candidate)
+    return Case(
+        evidence=evidence,
+        end=end,
+        candidates=tuple(candidates),
+        roots=tuple(order_candidates(by_role["root"], first_rank=end.first_rank)),
+        cascades=tuple(order_candidates(by_role["cascade"], first_rank=end.first_rank)),
+    )

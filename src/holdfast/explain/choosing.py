@@ -1,0 +1,386 @@
+"""Choose the cause of a failure.
+
+The order of the rules is the argument: what is known for certain comes first, and the first rule
+that has an answer wins. A rule is a function from a `Case` to a `Choice`; it returns None if it has
+nothing to say about the case.
+
+What a good end falls short of is no choice between causes (see `good_ends`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from holdfast.explain.candidate import Candidate, Tier
+from holdfast.explain.case import Case
+from holdfast.explain.exit_status import SIGNALS_FROM_OUTSIDE
+from holdfast.explain.observations import count_kernel_kills
+from holdfast.explain.runtime_causes import End
+from holdfast.explain.signature import Family, Signature
+from holdfast.explain.signatures import WELL, all_signatures, endings
+
+# Share of the kills counted by the kernel that were the cause, in the recorded failures.
+_KERNEL_KILL_CONFIDENCE = 0.93
+# What is taken from the confidence in a text where a signal from outside, or a failure of another
+# family, also offers an explanation; and from that in a lack of memory whose leak was traced.
+_LESS_FOR_A_SIGNAL = 0.15
+_LESS_FOR_A_RIVAL = 0.1
+_LESS_FOR_A_LEAK = 0.05
+
+_ABORTS = frozenset({endings.ABORTED, endings.NATIVE_ABORT})
+# Causes that say only how the process ended. A text about that end says as much.
+_UNEXPLAINED_ENDS = frozenset(
+    {endings.STATUS_ONLY, endings.KILLED, endings.KILLED_UNCOUNTED, endings.TERMINATED}
+)
+# Causes that blame the kernel although its counter was not read.
+_SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
+# Families whose texts can explain that a signal ended the process.
+_FAMILIES_BESIDE_A_SIGNAL: frozenset[Family] = frozenset(
+    {
+        "out of memory",
+        "host out of memory",
+        "hardware",
+        "device",
+        "preempted",
+        "crash",
+        "distributed",
+        "hang",
+    }
+)
+# Families of texts that may say no more than that a process was lost, and the words that do so.
+_FAMILIES_OF_LOST_PROCESSES: frozenset[Family] = frozenset(
+    {"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"}
+)
+_WORDS_OF_LOST_PROCESSES = (
+    "killed",
+    "exited unexpectedly",
+    "exitcode",
+    "sigkill",
+    "connection",
+    "exit code",
+)
+# Families of what a rank fails with after another rank was killed.
+_FAMILIES_AFTER_A_KILL: frozenset[Family] = frozenset({"crash", "distributed"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The chosen cause. Without a candidate it rests on how the process ended, not on a text."""
+
+    signature: Signature
+    confidence: float
+    candidate: Candidate | None = None
+
+
+ChoiceRule: TypeAlias = Callable[[Case], Choice | None]
+
+
+def choose(case: Case) -> Choice:
+    """Return the first answer of the rules, or "unknown" if no rule has one."""
+    choice = _first_answer(RULES_ON_ALL_EVIDENCE, case)
+    if choice is None:
+        choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, _keep_relevant_candidates(case))
+    if choice is None:
+        choice = Choice(signature=all_signatures()[endings.UNKNOWN], confidence=0.0)
+    return _unless_kernel_killed_nothing(case, _or_traced_leak(case, choice))
+
+
+def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
+    """Return the answer of the first rule that has one."""
+    for rule in rules:
+        choice = rule(case)
+        if choice is not None:
+            return choice
+    return None
+
+
+# --- Evidence -------------------------------------------------------------------------------------
+
+
+def _keep_relevant_candidates(case: Case) -> Case:
+    """Return the case without candidates that only repeat what another one says better."""
+    return _drop_aborts_after_a_failure(_drop_launcher_tables(case))
+
+
+def _drop_launcher_tables(case: Case) -> Case:
+    """Drop the tables of launchers, unless there is nothing else.
+
+    Such a table only says that a rank failed, so any statement of a rank takes precedence over it.
+    """
+    others = tuple(cascade for cascade in case.cascades if cascade.signature.id != endings.LAUNCHER)
+    return replace(case, cascades=others or case.cascades)
+
+
+def _drop_aborts_after_a_failure(case: Case) -> Case:
+    """Drop aborts after a failure or a timeout.
+
+    A process that failed often aborts itself, and its abort says no more than the failure.
+    """
+    timed_out = any(
+        cascade.signature.id == endings.COLLECTIVE_TIMEOUT and not cascade.is_caught
+        for cascade in case.cascades
+    )
+    failed = any(root.signature.id not in _ABORTS and not root.is_caught for root in case.roots)
+    if not timed_out and not failed:
+        return case
+    end = case.end
+    if end.cause == endings.ABORTED:
+        end = replace(end, cause=endings.STATUS_ONLY)
+    roots = tuple(root for root in case.roots if root.signature.id not in _ABORTS)
+    return replace(case, end=end, roots=roots)
+
+
+# --- Rules ----------------------------------------------------------------------------------------
+
+
+def ended_well(case: Case) -> Choice | None:
+    """Exit code 0 is a good end, whatever was printed before it."""
+    if not case.end.well or case.end.cause is None:
+        return None
+    if case.end.cause == WELL.id:
+        # Without the catalogue, which takes as long to read as all else that is done here.
+        return Choice(signature=WELL, confidence=case.end.confidence)
+    return how_it_ended(case)
+
+
+def result_was_not_saved(case: Case) -> Choice | None:
+    """A Guard itself says that it could not save, whatever the log says about the disk."""
+    if case.end.cause != endings.NOT_SAVED:
+        return None
+    return how_it_ended(case)
+
+
+def ended_without_a_failure(case: Case) -> Choice | None:
+    """Without an exit code, trust the end that was inferred unless something failed for good."""
+    if case.end.status is not None or case.end.cause is None:
+        return None
+    for candidate in (*case.roots, *case.cascades):
+        if candidate.tier <= Tier.NOT_CONTINUED or candidate.reports_a_kill:
+            return None
+    return how_it_ended(case)
+
+
+def hung_or_was_stopped(case: Case) -> Choice | None:
+    """A hang or a request to stop is the cause, unless a process had failed before it."""
+    began = case.end.stop_requested_at
+    if case.end.hang is not None:
+        began = case.end.hang.unix_seconds
+    if began is None or case.end.cause is None or _failed_before(case.root, began):
+        return None
+    return how_it_ended(case)
+
+
+def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
+    """A kill that the kernel counted explains the end, unless a text says more.
+
+    A text that a process was lost, or one of little certainty, does not say more.
+    """
+    if case.end.well or case.end.status is None:
+        return None
+    if not count_kernel_kills(case.evidence.endings):
+        return None
+    root = case.root
+    if root is not None and root.tier < Tier.LAST_LINE and not _says_process_was_lost(root):
+        return None
+    return Choice(
+        signature=all_signatures()[endings.OUT_OF_MEMORY_KILL],
+        confidence=_KERNEL_KILL_CONFIDENCE,
+        candidate=root or case.cascade,
+    )
+
+
+def failure_in_the_text(case: Case) -> Choice | None:
+    """The most likely root, if it explains the end better than the exit status alone.
+
+    Where it only repeats what another root of the process says in detail, that one is named.
+    """
+    root = case.root
+    if root is None:
+        return None
+    detailed = _detailed_root(root, case.roots)
+    named = detailed or root
+    if not _explains_end(named, case.end):
+        return None
+    rivals = (root,) if detailed is not None else case.roots
+    confidence = _confidence_beside(root, case.end, rivals)
+    return Choice(signature=named.signature, confidence=confidence, candidate=named)
+
+
+def consequence_in_the_text(case: Case) -> Choice | None:
+    """Where nothing else says why, a consequence that ended the process is all that is known."""
+    cascade = case.cascade
+    if cascade is None or cascade.is_caught:
+        return None
+    if case.end.cause not in (None, endings.STATUS_ONLY):
+        return None
+    return Choice(signature=cascade.signature, confidence=cascade.confidence, candidate=cascade)
+
+
+def signal_that_ended_it(case: Case) -> Choice | None:
+    """A signal says more than nothing.
+
+    A person or a scheduler kills the command itself. Where a text says that one of its processes
+    was killed, it was more likely the kernel.
+    """
+    if case.end.cause in (None, endings.STATUS_ONLY):
+        return None
+    if case.end.cause == endings.KILLED:
+        for candidate in (*case.roots, *case.cascades):
+            if _says_process_was_killed(candidate):
+                return Choice(
+                    signature=all_signatures()[endings.KILLED_UNCOUNTED],
+                    confidence=candidate.confidence,
+                    candidate=candidate,
+                )
+    return how_it_ended(case)
+
+
+def weak_statement(case: Case) -> Choice | None:
+    """It failed, or nothing shows that it continued, and this statement is all that was seen."""
+    candidate = case.root or case.cascade
+    if candidate is None:
+        return None
+    may_have_ended_it = candidate.statement.fatal is None and not candidate.generic
+    if case.end.status is None and not may_have_ended_it:
+        return None
+    return Choice(
+        signature=candidate.signature, confidence=candidate.confidence, candidate=candidate
+    )
+
+
+def how_it_ended(case: Case) -> Choice | None:
+    """The cause that signals, exit codes and counters suggest, if they suggest one."""
+    if case.end.cause is None:
+        return None
+    signature = all_signatures()[case.end.cause]
+    return Choice(signature=signature, confidence=case.end.confidence)
+
+
+RULES_ON_ALL_EVIDENCE: tuple[ChoiceRule, ...] = (
+    ended_well,
+    result_was_not_saved,
+    ended_without_a_failure,
+)
+RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
+    hung_or_was_stopped,
+    killed_by_the_kernel_for_memory,
+    failure_in_the_text,
+    consequence_in_the_text,
+    signal_that_ended_it,
+    weak_statement,
+    how_it_ended,
+)
+
+
+# --- What the rules ask ---------------------------------------------------------------------------
+
+
+def _failed_before(root: Candidate | None, unix_seconds: float) -> bool:
+    """Return whether a root ended a process before it was stopped for a hang or on request."""
+    if root is None or root.tier > Tier.NOT_CONTINUED:
+        return False
+    failed_at = root.statement.unix_seconds
+    return failed_at is not None and failed_at < unix_seconds
+
+
+def _says_process_was_lost(root: Candidate) -> bool:
+    """Return whether a root says no more than that a process was lost."""
+    if root.signature.family not in _FAMILIES_OF_LOST_PROCESSES:
+        return False
+    text = "\n".join(statement.text.lower() for statement in root.chain)
+    return any(words in text for words in _WORDS_OF_LOST_PROCESSES)
+
+
+def _says_process_was_killed(candidate: Candidate) -> bool:
+    """Return whether it says that one process of the command was killed."""
+    return (
+        candidate.signature.id == endings.KILLED_UNCOUNTED
+        or "signal SIGKILL" in candidate.statement.text
+    )
+
+
+def _detailed_root(root: Candidate, roots: Iterable[Candidate]) -> Candidate | None:
+    """Return the root of the same process that says in detail what this one only repeats."""
+    for other in roots:
+        if root.signature.id not in other.signature.explains:
+            continue
+        # What a logger printed may have been raised again later.
+        was_logged = other.statement.logged and other.statement.fatal is None
+        same_process = other.statement.rank in (None, root.statement.rank)
+        if same_process and (was_logged or not other.is_caught):
+            return replace(other, tier=root.tier)
+    return None
+
+
+def _explains_end(root: Candidate, end: End) -> bool:
+    """Return whether a root from a text explains the end better than the exit status alone."""
+    if root.is_caught or _follows_from_a_kill(root, end):
+        return False
+    if end.signal is None:
+        return True
+    if root.tier <= Tier.NOT_CONTINUED:
+        # Its exception ended the process. A signal from outside came later, or hit another one.
+        return not (end.signal in SIGNALS_FROM_OUTSIDE and root.generic)
+    if root.signature.id in _UNEXPLAINED_ENDS:
+        return end.cause in _UNEXPLAINED_ENDS
+    is_exception = root.statement.kind == "exception"
+    return is_exception or root.signature.family in _FAMILIES_BESIDE_A_SIGNAL
+
+
+def _follows_from_a_kill(root: Candidate, end: End) -> bool:
+    """Return whether a root is what other ranks fail with after one rank was killed."""
+    if end.signal not in SIGNALS_FROM_OUTSIDE or end.first_rank is None:
+        return False
+    is_of_another_rank = root.statement.rank != end.first_rank
+    return is_of_another_rank and root.signature.family in _FAMILIES_AFTER_A_KILL
+
+
+def _confidence_beside(root: Candidate, end: End, rivals: Sequence[Candidate]) -> float:
+    """Return the confidence in a root, less where something else also explains the end."""
+    confidence = root.confidence
+    is_beside_a_signal = root.signature.family in _FAMILIES_BESIDE_A_SIGNAL
+    if end.signal in SIGNALS_FROM_OUTSIDE and not is_beside_a_signal:
+        confidence -= _LESS_FOR_A_SIGNAL
+    if any(_is_rival(rival, root) for rival in rivals):
+        confidence -= _LESS_FOR_A_RIVAL
+    return confidence
+
+
+def _is_rival(other: Candidate, root: Candidate) -> bool:
+    """Return whether another root is as certain, specific, and of another family."""
+    return (
+        other.tier <= root.tier
+        and other.signature.id != root.signature.id
+        and other.signature.family != root.signature.family
+        and not other.generic
+    )
+
+
+# --- What replaces a choice -----------------------------------------------------------------------
+
+
+def _or_traced_leak(case: Case, choice: Choice) -> Choice:
+    """Return the leak that was traced, where memory ran out; otherwise the choice as it is."""
+    if "memory" not in choice.signature.family:
+        return choice
+    for kind in ("leak", "memory_trend"):
+        for event in reversed(case.evidence.events):
+            signature_id = event.data.get("signature")
+            if event.kind != kind or not isinstance(signature_id, str):
+                continue
+            leak = all_signatures().get(signature_id)
+            # The memory of the host and that of a device are families of their own.
+            if leak is not None and leak.family == choice.signature.family:
+                confidence = choice.confidence - _LESS_FOR_A_LEAK
+                return replace(choice, signature=leak, confidence=confidence)
+    return choice
+
+
+def _unless_kernel_killed_nothing(case: Case, choice: Choice) -> Choice:
+    """Return the choice without the kernel, where its counter says that it killed nothing."""
+    is_suspected = choice.signature.id in _SUSPECTED_KERNEL_KILLS
+    if is_suspected and count_kernel_kills(case.evidence.endings) == 0:
+        return replace(choice, signature=all_signatures()[endings.KILLED])
+    return choice

@@ -1,0 +1,116 @@
+"""Doubts about an exit status of 0: signs that the run did not do what it was meant to.
+
+The first rule that applies is the doubt that the verdict names. What a run that is believed to
+have ended well falls short of is asked in `good_ends`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from holdfast.explain import observations
+from holdfast.explain.candidate import Candidate
+from holdfast.explain.case import Case
+from holdfast.explain.exhibits import first_line
+from holdfast.explain.signatures import endings
+
+# Scripts skip single samples. This many lines of an error say nothing about the end of a run that
+# was not meant to make a step.
+_LINES_OF_SKIPPED_SAMPLES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """What speaks against a good end.
+
+    Attributes:
+        words: The doubt, for the title after "ended with status 0".
+        candidate: The candidate that raises it, if one does.
+    """
+
+    words: str
+    candidate: Candidate | None = None
+
+
+DoubtRule: TypeAlias = Callable[[Case], Doubt | None]
+
+
+def find_doubt(case: Case) -> Doubt | None:
+    """Return what speaks against a good end, or None."""
+    if case.evidence.lost is not None or case.end.status != 0:
+        return None
+    for rule in RULES:
+        doubt = rule(case)
+        if doubt is not None:
+            return doubt
+    return None
+
+
+def ends_with_a_traceback(case: Case) -> Doubt | None:
+    """The output ends with a traceback, and nobody knows whether it was caught."""
+    final = observations.final_traceback(case.evidence)
+    if final is None:
+        return None
+    words = "but its last words are a traceback"
+    for candidate in _candidates(case):
+        if final in candidate.chain:
+            return Doubt(words=words, candidate=candidate)
+    return Doubt(words=words)
+
+
+def reports_a_kill(case: Case) -> Doubt | None:
+    """A line reports what no process survives."""
+    for candidate in _candidates(case):
+        if candidate.reports_a_kill:
+            words = f"but it says: {first_line(candidate.statement)}"
+            return Doubt(words=words, candidate=candidate)
+    return None
+
+
+def made_no_step(case: Case) -> Doubt | None:
+    """Errors were caught, and no step was made: perhaps every batch was left out."""
+    if not case.evidence.made_no_step:
+        return None
+    errors = [
+        candidate
+        for candidate in _candidates(case)
+        if candidate.signature.family != "loader" and candidate.signature.id != endings.ERROR_LINE
+    ]
+    exceptions = [error for error in errors if error.statement.kind == "exception"]
+    lines = [error for error in errors if not error.statement.logged]
+    decisive = exceptions or lines[_LINES_OF_SKIPPED_SAMPLES:]
+    if not decisive:
+        return None
+    return Doubt(words="but no step was made", candidate=decisive[0])
+
+
+def was_not_observed(case: Case) -> Doubt | None:
+    """No process of a supervised run could be observed."""
+    if not observations.was_not_observed(case.evidence):
+        return None
+    return Doubt(words="and nothing of it was observed")
+
+
+def printed_nothing_telling(case: Case) -> Doubt | None:
+    """A bare log shows neither losses nor that the training is done."""
+    evidence = case.evidence
+    if evidence.observed is not None or evidence.output_says_done or evidence.printed_losses:
+        return None
+    return Doubt(words="and nothing that it printed says how it went")
+
+
+RULES: tuple[DoubtRule, ...] = (
+    ends_with_a_traceback,
+    reports_a_kill,
+    made_no_step,
+    was_not_observed,
+    printed_nothing_telling,
+)
+
+
+def _candidates(case: Case) -> Iterator[Candidate]:
+    """Yield the candidates that can be causes, the most likely first."""
+    yield from case.roots
+    yield from case.cascades

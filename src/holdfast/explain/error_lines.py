@@ -1,0 +1,147 @@
+"""The line of a log that reads most like an error, for logs in which no signature matches."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.explain.evidence import Statement
+from holdfast.explain.logs.progress import is_progress
+from holdfast.explain.matching import match_all, match_kinds
+
+# Words of a line that is an error, the most certain first.
+_WORDS_OF_ERRORS = (
+    re.compile(
+        r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error"
+        r" (?:code|#)|error[:=<])"
+        r"|\*ERROR\*|\bterminate called after\b|\bassertion\b.{0,300}\bfailed\b|\bCheck failed:"
+        r" |^error\b",
+        re.IGNORECASE,
+    ),
+    re.compile(
+        r"\b(?:failed|cannot|can't|could not|couldn't|unable to|denied|not found|no"
+        r" such|invalid|illegal|missing"
+        r"|doesn't match|does not match|doesn't support|does not support|not"
+        r" supported|unsupported|errors?|timed out"
+        r"|Xid)\b",
+        re.IGNORECASE,
+    ),
+    re.compile(
+        r"\b(?:no longer|not"
+        r" yet|exhausted|exceed(?:s|ed)|insufficient|failure|expected|undefined|must be|should be"
+        r"|fault|segfault|crash(?:ed)?|too old|\w*conflict\w*|locked|forbidden|unauthorized|than is"
+        r" available"
+        r"|aren't available|pre-?empted by|interruption notice|refused|doesn't|does"
+        r" not|assert|raise"
+        r"|different (?:to|from|than))\b",
+        re.IGNORECASE,
+    ),
+)
+# Lines with such words that are no error: a count of errors, data, what was skipped.
+_NO_ERROR = re.compile(
+    r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
+    r" _]rate\b|^\s*\{"
+    r"|\bskip(?:ped|ping)\b|\b(?:INFO|DEBUG)\b|^srun: error: .{1,200}: Exited with exit code",
+    re.IGNORECASE,
+)
+_WARNING = re.compile(r"\bWARN(?:ING)?\b")
+# All that torch says before it continues without a GPU.
+_NO_CUDA = re.compile(r"Warning: CUDA initialization: ")
+# From this many lines on that differ only in numbers, they are a measure that is called an error.
+_LINES_OF_A_MEASURE = 4
+# Only lines this close to the newest one belong to the end of the run.
+_CLOSE_LINES = 150
+# The last rank of the kinds that one line shows by its own words.
+_LAST_SPECIFIC_RANK = 91
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ErrorLine:
+    """A line that reads like an error.
+
+    Attributes:
+        statement: The line.
+        is_warning: Whether it says that it is a warning.
+        has_kind: Whether its words show what kind of failure it is.
+        certainty: Index of its words in `_WORDS_OF_ERRORS`; 0 is the most certain.
+    """
+
+    statement: Statement
+    is_warning: bool
+    has_kind: bool
+    certainty: int
+
+    def order(self) -> tuple[bool, bool, int]:
+        """Return the key by which lines are compared; the smallest is the most telling."""
+        return (self.is_warning, not self.has_kind, self.certainty)
+
+
+def find_error_line(statements: Sequence[Statement], *, only_certain: bool) -> Statement | None:
+    """Return the line that reads most like an error, or None if none does.
+
+    Only lines after the newest exception count.
+
+    Args:
+        statements: All statements of a log.
+        only_certain: Consider only the most certain words, and no line that a logger printed.
+    """
+    error_lines = _error_lines(statements, only_certain=only_certain)
+    if not error_lines:
+        return None
+    newest = error_lines[-1].statement.position
+    close = [line for line in error_lines if newest - line.statement.position <= _CLOSE_LINES]
+    return min(close, key=_ErrorLine.order).statement
+
+
+def _error_lines(statements: Sequence[Statement], *, only_certain: bool) -> list[_ErrorLine]:
+    lines = [statement for statement in statements if statement.kind == "line"]
+    frequencies = collections.Counter(_without_numbers(line.text) for line in lines)
+    newest_exception = max(
+        (statement.position for statement in statements if statement.kind == "exception"),
+        default=-1,
+    )
+    error_lines = []
+    for line in lines:
+        if line.position <= newest_exception or line.fatal is not None:
+            continue
+        if line.logged and (only_certain or _is_known_warning(line)):
+            continue
+        if frequencies[_without_numbers(line.text)] >= _LINES_OF_A_MEASURE:
+            continue
+        certainty = _certainty(line.text, only_certain=only_certain)
+        if certainty is not None:
+            error_lines.append(
+                _ErrorLine(
+                    statement=line,
+                    is_warning=_WARNING.search(line.text) is not None,
+                    has_kind=_shows_its_kind(line),
+                    certainty=certainty,
+                )
+            )
+    return error_lines
+
+
+def _certainty(text: str, *, only_certain: bool) -> int | None:
+    """Return the index of the first of `_WORDS_OF_ERRORS` in a line, or None if it is no error."""
+    if _NO_ERROR.search(text) or is_progress(text):
+        return None
+    words_of_errors = _WORDS_OF_ERRORS[:1] if only_certain else _WORDS_OF_ERRORS
+    for index, words in enumerate(words_of_errors):
+        if words.search(text):
+            return index
+    return None
+
+
+def _is_known_warning(line: Statement) -> bool:
+    """Return whether a logged line is one to pass over: all but the word that CUDA is missing."""
+    return not _NO_CUDA.search(line.text) or bool(match_all(line))
+
+
+def _shows_its_kind(line: Statement) -> bool:
+    return any(match.signature.rank <= _LAST_SPECIFIC_RANK for match in match_kinds(line))
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "#", text)

@@ -1,0 +1,184 @@
+"""Pieces of evidence, quoted from statements, events and exit statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from holdfast.core.events.event import Event
+from holdfast.core.text import size
+from holdfast.explain import observations
+from holdfast.explain.evidence import Ending, Evidence, Statement
+from holdfast.explain.exit_status import status_text
+from holdfast.explain.logs.text import quoted
+from holdfast.explain.verdict import Exhibit
+
+_MOST_FAULTS = 3
+_MOST_LOADER_WARNINGS = 3
+_MOST_MEMORY_EVENTS = 4
+_MOST_CHARACTERS = 300
+
+
+def quote(statement: Statement, role: str) -> Exhibit:
+    """Return a statement as evidence.
+
+    Args:
+        statement: The statement to quote.
+        role: See `Exhibit.role`.
+    """
+    return Exhibit(
+        text="\n".join(quoted(statement)),
+        source=statement.source,
+        role=role,
+        unix_seconds=statement.unix_seconds,
+        rank=statement.rank,
+    )
+
+
+def first_line(statement: Statement) -> str:
+    """Return the first line of a statement as evidence shows it."""
+    return next(quoted(statement, most_lines=1))
+
+
+# --- How the attempt ended ------------------------------------------------------------------------
+
+
+def exhibits_of_end(
+    evidence: Evidence, command: Ending | None, first_failure: Ending | None
+) -> Iterator[Exhibit]:
+    """Yield exit statuses, the kernel's counter of kills, and what else was seen at the end.
+
+    Args:
+        evidence: Everything that is known.
+        command: How the command ended.
+        first_failure: How the process ended that failed first.
+    """
+    if command is not None and command.status is not None:
+        yield _exhibit_of_status("the command", command)
+    # A status that the command only passed on is not quoted twice.
+    passed_on = None if command is None else command.status
+    if first_failure is not None and first_failure.status not in (None, passed_on):
+        yield _exhibit_of_status("the process that failed first", first_failure)
+    kills = observations.count_kernel_kills(evidence.endings)
+    if kills is not None:
+        role = "confirmation" if kills else "fact"
+        yield Exhibit(text=f"oom_kill rose by {kills}", source="control group", role=role)
+    yield from _memory_exhibits(evidence)
+    if evidence.lost is not None:
+        source = evidence.lost.log or "recorded steps"
+        yield Exhibit(text=evidence.lost.sentence(), source=source)
+    hang = observations.ignored_hang(evidence)
+    if hang is not None:
+        yield replace(exhibit_of_hang(hang), role="fact")
+
+
+def _exhibit_of_status(name: str, ending: Ending) -> Exhibit:
+    status = ending.status or 0
+    words = f"{name} ended with {status_text(status)}"
+    if observations.was_stopped_by_holdfast(ending, status):
+        words = f"holdfast stopped {name} with {status_text(status)}"
+    if ending.phase not in (None, "ending"):
+        words += f", in phase {ending.phase}"
+    if ending.step:
+        words += f", after {ending.step} step{'s' if ending.step > 1 else ''}"
+    return Exhibit(
+        text=words, source="exit status", unix_seconds=ending.unix_seconds, rank=ending.rank
+    )
+
+
+def exhibit_of_hang(hang: Event) -> Exhibit:
+    """Return how long nothing moved, and where, as the watchdog recorded it."""
+    data = hang.data
+    words = f"no progress for {data.get('seconds')} s in phase {data.get('phase')}"
+    words += f" (limit {data.get('limit')} s)"
+    if data.get("frame"):
+        words += f" at {data['frame']}"
+    rank = data.get("rank")
+    return Exhibit(
+        text=words,
+        source=f"watchdog, process {data.get('blamed_pid', data.get('pid'))}",
+        role="root",
+        unix_seconds=hang.unix_seconds,
+        rank=rank if isinstance(rank, int) else None,
+    )
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+def _memory_exhibits(evidence: Evidence) -> list[Exhibit]:
+    """Return the newest memory trends and leaks, oldest first."""
+    exhibits = []
+    for event in evidence.events:
+        if event.kind == "memory_trend" and event.data.get("bytes_per_step"):
+            exhibits.append(exhibit_of_memory_trend(event))
+        elif event.kind == "leak":
+            exhibits.append(exhibit_of_leak(event))
+    return exhibits[-_MOST_MEMORY_EVENTS:]
+
+
+def exhibit_of_memory_trend(trend: Event) -> Exhibit:
+    """Return how fast memory grew."""
+    words = f"{trend.data.get('what', 'host')} memory grew by {growth_text(trend)}"
+    minutes_left = trend.data.get("minutes_left")
+    if isinstance(minutes_left, (int, float)):
+        words += f", full in {minutes_left:.0f} minutes"
+    return Exhibit(text=words, source="memory trend", unix_seconds=trend.unix_seconds)
+
+
+def growth_text(trend: Event) -> str:
+    """Return by how much memory grew in a step, such as ``"1 MiB per step"``."""
+    growth = trend.data["bytes_per_step"]
+    amount = size(growth) if isinstance(growth, (int, float)) else str(growth)
+    return f"{amount} per step"
+
+
+def exhibit_of_leak(leak: Event) -> Exhibit:
+    """Return what is kept in memory, by what, and where."""
+    words = f"{leak.data.get('what', 'objects')} are kept"
+    if leak.data.get("held_by"):
+        words += f" by {leak.data['held_by']}"
+    place = observations.leak_place(leak)
+    if place:
+        words += f", at {place}"
+    return Exhibit(text=words, source="leak trace", unix_seconds=leak.unix_seconds)
+
+
+# --- Guards ---------------------------------------------------------------------------------------
+
+
+def exhibits_of_training(evidence: Evidence) -> Iterator[Exhibit]:
+    """Yield the faults that a Guard found, then the warnings about the settings of the loader."""
+    for fault in observations.training_faults(evidence)[:_MOST_FAULTS]:
+        yield _exhibit_of_finding(fault)
+    warnings = [
+        event
+        for event in evidence.events
+        if event.kind == "preflight" and isinstance(event.data.get("rule"), str)
+    ]
+    for warning in warnings[:_MOST_LOADER_WARNINGS]:
+        yield _exhibit_of_finding(warning)
+
+
+def _exhibit_of_finding(finding: Event) -> Exhibit:
+    words = f"{finding_text(finding, 'what')} [{finding.data['rule']}]"
+    fix = finding_text(finding, "fix")
+    if fix:
+        words += f"\nFix: {fix}"
+    return Exhibit(
+        text=words,
+        source=f"guard, step {finding.global_step}",
+        unix_seconds=finding.unix_seconds,
+    )
+
+
+def finding_text(finding: Event, key: str) -> str:
+    """Return the first line of a text of an event, cut, without its full stop.
+
+    An empty text if the event has none.
+    """
+    value = finding.data.get(key)
+    if not isinstance(value, str):
+        return ""
+    first, _, _ = value.strip().partition("\n")
+    return first[:_MOST_CHARACTERS].rstrip(".")

@@ -1,0 +1,46 @@
+"""Exit statuses: which signal one stands for, and how it is written for people.
+
+A status is that of `subprocess`: an exit code, or the negative number of a signal. A shell reports
+signal *n* as exit code 128 + *n* instead.
+"""
+
+from __future__ import annotations
+
+import signal
+
+_SHELL_OFFSET = 128
+# The highest number of a real-time signal on Linux.
+_HIGHEST_SIGNAL = 64
+
+# Signals that somebody else sends. The others a process brings upon itself.
+SIGNALS_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+
+def as_signal(status: int | None) -> int | None:
+    """Return a status with the exit code of a shell replaced by the negative signal."""
+    if status is not None and _SHELL_OFFSET < status <= _SHELL_OFFSET + _HIGHEST_SIGNAL:
+        return _SHELL_OFFSET - status
+    return status
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal such as ``"SIGKILL"``, or an empty text if it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""
+
+
+def is_signal_name(name: str) -> bool:
+    """Return whether a text is the name of a signal."""
+    return name in signal.Signals.__members__
+
+
+def status_text(status: int) -> str:
+    """Return a status in words, such as ``"SIGKILL (status 137 in a shell)"``."""
+    number = -(as_signal(status) or 0)
+    if number > 0 and signal_name(number):
+        return f"{signal_name(number)} (status {_SHELL_OFFSET + number} in a shell)"
+    if status < 0:
+        return f"signal {-status}"
+    return f"status {status}"

@@ -1,0 +1,195 @@
+"""What the events of a run show beside the cause of its end, one question per function.
+
+For instance memory that grew, faults of the training that a Guard found, or saves that failed. The
+sentences about it are in `remarks`, the pieces of evidence in `exhibits`. Nothing here chooses a
+cause (see `choosing`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from holdfast.core.events.event import Event
+from holdfast.explain.evidence import Ending, Evidence, Statement
+
+# Events that say whether the newest state of a Guard is in a checkpoint.
+_EVENTS_ABOUT_SAVING = ("not_saved", "checkpoint_saved", "saved", "loop")
+_FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+def newest_leak(evidence: Evidence) -> Event | None:
+    """Return the newest leak that was traced, or None."""
+    return _newest_event(evidence.events, "leak")
+
+
+def newest_memory_trend(evidence: Evidence) -> Event | None:
+    """Return the newest event about memory that grew from step to step, unless the growth ended."""
+    trend = _newest_event(evidence.events, "memory_trend")
+    if trend is None or not trend.data.get("bytes_per_step"):
+        return None
+    return trend
+
+
+def host_memory_was_running_out(evidence: Evidence) -> bool:
+    """Return whether the newest trend of host memory predicted when it would be full."""
+    trends = [
+        event
+        for event in evidence.events
+        if event.kind == "memory_trend" and event.data.get("what") == "host"
+    ]
+    return bool(trends) and isinstance(trends[-1].data.get("minutes_left"), (int, float))
+
+
+def leak_place(leak: Event) -> str:
+    """Return where leaked memory is kept, or an empty text if that is not known."""
+    place = leak.data.get("retained_at")
+    if isinstance(place, str) and place.strip(" ?"):
+        return place
+    return ""
+
+
+def count_kernel_kills(endings: Iterable[Ending]) -> int | None:
+    """Return how far the kernel's counter of kills for memory rose, or None if nobody read it."""
+    counts = [ending.oom_kills for ending in endings if ending.oom_kills is not None]
+    return max(counts, default=None)
+
+
+# --- Guards ---------------------------------------------------------------------------------------
+
+
+def training_faults(evidence: Evidence) -> list[Event]:
+    """Return what a Guard found to be wrong with the training.
+
+    Of each rule and place the newest: causes first, then errors, then the most confident.
+    """
+    newest: dict[tuple[str, str], Event] = {}
+    for event in evidence.events:
+        if event.kind == "finding" and _is_sound_finding(event):
+            newest[event.data["rule"], str(event.data.get("where"))] = event
+    return sorted(newest.values(), key=_importance_of_finding)
+
+
+def _is_sound_finding(event: Event) -> bool:
+    """Return whether a finding has its rule and its words: a recording may be damaged."""
+    return isinstance(event.data.get("rule"), str) and isinstance(event.data.get("what"), str)
+
+
+def _importance_of_finding(finding: Event) -> tuple[bool, bool, float]:
+    confidence = finding.data.get("confidence")
+    return (
+        finding.data.get("about") == "symptom",
+        finding.data.get("severity") != "error",
+        -float(confidence) if isinstance(confidence, (int, float)) else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsavedSteps:
+    """A Guard could not save its newest state.
+
+    Attributes:
+        newest_checkpoint: Step of the newest checkpoint; None if there is none.
+        step: Step at which the Guard closed.
+        failed_saves: How many saves failed.
+        reason: What the newest save met, in a few words; empty if that was not recorded.
+    """
+
+    newest_checkpoint: object
+    step: int
+    failed_saves: object
+    reason: str
+
+    def state(self) -> str:
+        """Return which checkpoint there is, as a clause."""
+        if self.newest_checkpoint is None:
+            return "nothing of it was saved"
+        return f"its newest checkpoint is of step {self.newest_checkpoint}"
+
+    def sentence(self) -> str:
+        """Return this as a clause without a capital letter and without a full stop."""
+        return (
+            f"{self.state()}: saves failed, {self.failed_saves} in all, and it stands at step"
+            f" {self.step}"
+        )
+
+
+def unsaved_steps(evidence: Evidence) -> UnsavedSteps | None:
+    """Return what a Guard recorded about failed saves as it closed.
+
+    None: all of its steps are in a checkpoint.
+    """
+    newest = _newest_event(evidence.events, *_EVENTS_ABOUT_SAVING)
+    if newest is None or newest.kind != "not_saved":
+        return None
+    return UnsavedSteps(
+        newest_checkpoint=newest.data.get("newest_checkpoint"),
+        step=newest.global_step,
+        failed_saves=newest.data.get("failed_saves"),
+        reason=_reason_of_failed_save(newest.data.get("error")),
+    )
+
+
+def _reason_of_failed_save(error: object) -> str:
+    if not isinstance(error, str):
+        # Recordings of older versions have no text.
+        return ""
+    if any(message in error for message in _FULL_DISK_MESSAGES):
+        return "the disk is full"
+    return error.partition(": ")[2] or error
+
+
+# --- Processes ------------------------------------------------------------------------------------
+
+
+def was_stopped_by_holdfast(ending: Ending, status: int) -> bool:
+    """Return whether a status is that of the signal with which the supervisor ended a process."""
+    return ending.sent_by == "supervisor" and status in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def ignored_hang(evidence: Evidence) -> Event | None:
+    """Return the newest hang that nobody acted on, if no step was made after it."""
+    hangs = [
+        event
+        for event in evidence.events
+        if event.kind == "hang" and event.data.get("remedy") == "wait"
+    ]
+    if not hangs:
+        return None
+    step_of_hang = hangs[-1].data.get("step")
+    if (
+        evidence.steps is not None
+        and isinstance(step_of_hang, int)
+        and evidence.steps > step_of_hang
+    ):
+        return None
+    return hangs[-1]
+
+
+def final_traceback(evidence: Evidence) -> Statement | None:
+    """Return the exception with whose traceback the output ended.
+
+    None if there is none, or if it is known whether the exception ended its process.
+    """
+    for statement in reversed(evidence.statements):
+        if statement.kind == "exception" and statement.last and statement.fatal is None:
+            return statement
+    return None
+
+
+def was_not_observed(evidence: Evidence) -> bool:
+    """Return whether nothing but the exit status of a supervised run is known."""
+    return evidence.observed is False and not evidence.output_says_done
+
+
+def _newest_event(events: Iterable[Event], *kinds: str) -> Event | None:
+    """Return the last of some events that is of one of these kinds, or None."""
+    newest = None
+    for event in events:
+        if event.kind in kinds:
+            newest = event
+    return newest

@@ -1,0 +1,77 @@
+"""Which part of ``output.log`` an attempt printed: all attempts of a run append to that file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from holdfast.recorder.run_files import ATTEMPT_LINE
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSection:
+    """The output of one attempt.
+
+    Attributes:
+        start: Offset of its first byte.
+        end: Offset behind its last byte.
+        first_line: Number of its first line in the file, from 1.
+    """
+
+    start: int
+    end: int
+    first_line: int
+
+
+def find_section(stream: BinaryIO, attempt: int) -> OutputSection:
+    """Return the section of an attempt; the whole file if no line announces the attempt.
+
+    The command itself can print such a line, so the last one that announces the attempt counts.
+    """
+    own_line = ATTEMPT_LINE.format(number=attempt).encode()
+    next_line = ATTEMPT_LINE.format(number=attempt + 1).encode()
+    start = 0
+    end: int | None = None
+    first_line = 1
+    # Offset and line number at which `pending` begins: bytes that may hold the begin of a line that
+    # announces an attempt.
+    offset = 0
+    line = 1
+    pending = b""
+    while chunk := stream.read(_CHUNK_BYTES):
+        data = pending + chunk
+        own_place = data.rfind(own_line)
+        if own_place >= 0:
+            start = offset + own_place
+            first_line = line + data.count(b"\n", 0, own_place)
+            end = None
+        next_place = data.find(next_line, max(own_place, 0))
+        if next_place >= 0 and end is None:
+            end = offset + next_place
+        pending = data[-len(next_line) :]
+        passed = len(data) - len(pending)
+        line += data.count(b"\n", 0, passed)
+        offset += passed
+    size = offset + len(pending)
+    if end is None or end < start:
+        end = size
+    return OutputSection(start=start, end=end, first_line=first_line)
+
+
+class SectionReader:
+    """Reads a section of a stream as if it were a file of its own."""
+
+    def __init__(self, stream: BinaryIO, section: OutputSection) -> None:
+        stream.seek(section.start)
+        self._stream = stream
+        self._remaining = section.end - section.start
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Return up to `size` bytes, or all that remain; none at the end."""
+        if size < 0 or size > self._remaining:
+            size = self._remaining
+        data = self._stream.read(size)
+        self._remaining -= len(data)
+        return data

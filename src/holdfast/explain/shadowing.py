@@ -1,0 +1,45 @@
+"""Files of the user that were imported in place of a module of Python or of a library."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from holdfast.explain.evidence import Frame, Statement, is_own_code
+
+# The two ways in which Python itself names the file.
+_NAMED_FILE = re.compile(
+    r"\bcannot import name .{1,300}\(([^()]{1,300}\.py)\)|\bconsider renaming '([^']+)' since"
+)
+
+
+def find_shadowing_file(raised: Statement) -> str:
+    """Return the file beside the user's script that shadows a module, or an empty text.
+
+    Such a file is imported by a library, which cannot have meant it, or by itself.
+    """
+    frames = _importing_frames(raised)
+    for importer, imported in itertools.pairwise(frames):
+        if importer.function != "<module>" or imported.function != "<module>":
+            continue
+        if not is_own_code(imported) or not _is_beside_script(imported, frames):
+            continue
+        if importer.file == imported.file or not is_own_code(importer):
+            return imported.file
+    return ""
+
+
+def _importing_frames(raised: Statement) -> list[Frame]:
+    """Return the frames of files, and the file that the message names as if it were the last."""
+    frames = [frame for frame in raised.frames if not frame.file.startswith("<")]
+    named = _NAMED_FILE.search(raised.text)
+    if named is not None:
+        frames.append(Frame(file=named[1] or named[2], line=0, function="<module>"))
+    return frames
+
+
+def _is_beside_script(frame: Frame, frames: Sequence[Frame]) -> bool:
+    script = frames[0]
+    return PurePath(frame.file).parent == PurePath(script.file).parent
