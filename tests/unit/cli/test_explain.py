@@ -146,6 +146,7 @@ def test_what_was_seen_goes_on_after_a_colon(tmp_path):
     path.write_text(LOG.replace(f"RuntimeError: {SHAPES}", f"{head}\n\t{missing} "))
     shown = call(path).output
     assert f"Seen: {head} {missing} (a.log:4)" in " ".join(shown.split())
+    assert "H978" in shown
 
 
 def test_standard_input_is_a_log():
