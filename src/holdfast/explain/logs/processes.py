@@ -14,7 +14,7 @@ from typing import NamedTuple
 from holdfast.explain.evidence import Ending, Statement
 from holdfast.explain.logs.keeping import relevant_lines
 from holdfast.explain.logs.lines import CleanLine
-from holdfast.explain.logs.progress import Pulse, goes_on, is_progress_bar
+from holdfast.explain.logs.progress import Pulse, is_progress_bar, is_sign_of_life
 from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.logs.tracebacks import (
     HEADER,
@@ -136,7 +136,8 @@ class _ProcessReader:
         )
         # The index of the newest line that shows that the run continued, or -1.
         self._newest_sign = next(
-            (index for index in reversed(range(len(lines))) if goes_on(lines[index].text)), -1
+            (index for index in reversed(range(len(lines))) if is_sign_of_life(lines[index].text)),
+            -1,
         )
         self.endings: list[Ending] = []
         self.cut_off = ""

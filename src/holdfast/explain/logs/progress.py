@@ -84,7 +84,7 @@ def is_progress_bar(text: str) -> bool:
     return _BAR.search(text, text.lower()) is not None
 
 
-def is_end(text: str) -> bool:
+def says_done(text: str) -> bool:
     """Return whether a line says that the training is done."""
     lowered = text.lower()
     return _DONE.search(text, lowered) is not None and _NOT_DONE.search(text, lowered) is None
@@ -99,10 +99,10 @@ def is_progress(text: str) -> bool:
     shows_progress = _PROGRESS.search(text, lowered) is not None or is_progress_bar(text)
     if shows_progress and _NO_PROGRESS.search(text, lowered) is None:
         return True
-    return is_end(text)
+    return says_done(text)
 
 
-def goes_on(text: str) -> bool:
+def is_sign_of_life(text: str) -> bool:
     """Return whether a line shows that the run continued, or saved something.
 
     Progress bars and trackers do not count, since a failure closes them too.
@@ -142,7 +142,9 @@ class Pulse:
     def only_ends(self, last: int) -> bool:
         """Return whether nothing after an index shows progress, except that all is done."""
         following = self._texts[last + 1 : last + 1 + _LINES_AFTER]
-        return all(is_end(text) for text in following if goes_on(text) or is_progress_bar(text))
+        return all(
+            says_done(text) for text in following if is_sign_of_life(text) or is_progress_bar(text)
+        )
 
     def between(self, first: int, end: int) -> bool:
         """Return whether a line from one index up to another shows progress by its words."""

@@ -79,7 +79,7 @@ def lost_of_run(
     curves = [_curves_of_process(folder / SAMPLES_FILE) for folder in newest.values()]
     curves += [_curves_of_guard(folder, between) for folder in guards]
     candidates = [
-        find_lost(curve.losses, curve.norms) or find_doubt(curve.losses) for curve in curves
+        find_lost(curve.losses, curve.norms) or find_risen_loss(curve.losses) for curve in curves
     ]
     first = min(
         (lost for lost in candidates if lost is not None),
@@ -174,7 +174,7 @@ def _best_level(losses: Sequence[float]) -> float:
     return min(losses[0], second_smallest, *medians)
 
 
-def find_doubt(points: Sequence[Point], *, log: str = "") -> Lost | None:
+def find_risen_loss(points: Sequence[Point], *, log: str = "") -> Lost | None:
     """Return a loss that ended far above its beginning, which need not be a failure, or None.
 
     The median of its last tenth lies a hundredfold above the largest loss of its first tenth; or

@@ -72,7 +72,7 @@ _KINDS_AT_THE_BEGINNING = ("loop", "resumed")
 # --- exceptions -----------------------------------------------------------------------------------
 
 
-def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
+def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
     """Return the exceptions that a process recorded, each after what it was raised from."""
     statements: list[Statement] = []
     for event in events:
@@ -84,13 +84,13 @@ def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]
             "pid": info.pid,
             "unix_seconds": event.unix_seconds,
         }
-        statements += chain_of(
+        statements += exception_chain(
             event.data, fatal=event.data.get("fatal"), position=len(statements), common=common
         )
     return statements
 
 
-def chain_of(
+def exception_chain(
     facts: Mapping[str, Any], *, fatal: Any, position: int, common: Mapping[str, Any]
 ) -> list[Statement]:
     """Return a recorded exception, after what it was raised from, the root first.
@@ -127,9 +127,9 @@ def _statement_of(
     common: Mapping[str, Any],
 ) -> Statement:
     """Return one exception of a chain as a statement."""
-    name = text_of(recorded.get("type")).rpartition(".")[2]
+    name = event_text(recorded.get("type")).rpartition(".")[2]
     return Statement(
-        text=text_of(recorded.get("message")),
+        text=event_text(recorded.get("message")),
         kind="exception",
         exception=name or None,
         frames=_frames_of(recorded.get("frames")),
@@ -145,7 +145,7 @@ def _frames_of(value: Any) -> tuple[Frame, ...]:
     if not isinstance(value, list):
         return ()
     return tuple(
-        Frame(file=text_of(entry[0]), line=entry[1], function=text_of(entry[2]))
+        Frame(file=event_text(entry[0]), line=entry[1], function=event_text(entry[2]))
         for entry in value
         if isinstance(entry, list) and len(entry) >= 3 and isinstance(entry[1], int)
     )
@@ -172,7 +172,7 @@ def _nested_exceptions(raised: Statement) -> list[Statement]:
     ]
 
 
-def text_of(value: Any) -> str:
+def event_text(value: Any) -> str:
     """Return a text of an event, without escape sequences and cut; empty for any other value."""
     return plain_text(value)[:_MOST_OF_A_TEXT] if isinstance(value, str) else ""
 
@@ -194,7 +194,7 @@ def already_tried(events: Iterable[Event]) -> list[str]:
         if remedy is None:
             continue
         counts[event.kind] += 1
-        newest_reason[event.kind] = text_of(event.data.get(remedy.reason_key)).strip()
+        newest_reason[event.kind] = event_text(event.data.get(remedy.reason_key)).strip()
         if event.kind == "sample_quarantined" and "sample" in event.data:
             quarantined[plain_text(str(event.data["sample"]))[:_COMPARED]] = None
     sentences = []
@@ -216,7 +216,7 @@ def already_tried(events: Iterable[Event]) -> list[str]:
 # --- exceptions that both a log and a recording know ----------------------------------------------
 
 
-def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
+def merge_statements(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
     """Return all statements, those of the log first, and each exception that both know only once.
 
     The place in the log decides the order. Class, frames, time, rank, and whether the exception was
@@ -243,7 +243,9 @@ def _newest_twin(statement: Statement, recorded: Sequence[Statement]) -> Stateme
     """Return the newest recording of the exception that a log shows."""
     if statement.kind != "exception":
         return None
-    return next((other for other in reversed(recorded) if same(other, statement)), None)
+    return next(
+        (other for other in reversed(recorded) if is_same_exception(other, statement)), None
+    )
 
 
 def _completed(logged: Statement, recorded: Statement) -> Statement:
@@ -259,7 +261,7 @@ def _completed(logged: Statement, recorded: Statement) -> Statement:
     )
 
 
-def same(one: Statement, other: Statement) -> bool:
+def is_same_exception(one: Statement, other: Statement) -> bool:
     """Return whether two statements are of one exception.
 
     They are if the class, the rank as far as both know it, and the beginning of the message agree.
@@ -311,13 +313,15 @@ def _newest_request(events: Sequence[Event]) -> str:
     """Return the reason of the newest request to stop since a guard began, or an empty text."""
     for event in reversed(events):
         if event.kind == "stop_requested":
-            return text_of(event.data.get("signal") or event.data.get("reason"))
+            return event_text(event.data.get("signal") or event.data.get("reason"))
         if event.kind in _KINDS_AT_THE_BEGINNING:
             break
     return ""
 
 
-def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> list[Statement]:
+def statements_of_guards(
+    events: Sequence[Event], *, last_step: float | None = None
+) -> list[Statement]:
     """Return what guards stopped for and the errors that left them.
 
     Each error comes after what it was raised from. Only the newest can have ended the run, and only
@@ -376,7 +380,7 @@ def _follows_from(error: _GuardEnd, stop: _GuardEnd, events: Sequence[Event]) ->
 
 def _stop_statement(event: Event) -> Statement:
     return Statement(
-        text=text_of(event.data.get("reason")),
+        text=event_text(event.data.get("reason")),
         source="guard",
         unix_seconds=event.unix_seconds,
         fatal=False,
@@ -388,7 +392,7 @@ def _error_statements(event: Event) -> list[Statement]:
     """Return the error that left a guard, after what it was raised from."""
     common = {"source": "guard", "unix_seconds": event.unix_seconds}
     facts = event.data if event.data.get("type") else {"type": event.data.get("exception")}
-    statements = chain_of(facts, fatal=False, position=0, common=common)
+    statements = exception_chain(facts, fatal=False, position=0, common=common)
     statements[-1] = replace(statements[-1], rule=_rule_of(event))
     return statements
 
