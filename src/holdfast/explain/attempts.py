@@ -38,11 +38,11 @@ from holdfast.explain.runs.learning import (
 from holdfast.explain.runs.recordings import Recordings
 from holdfast.explain.runs.statements import (
     already_tried,
-    merged,
-    of_exceptions,
-    of_guards,
-    same,
-    text_of,
+    event_text,
+    exceptions_of_process,
+    is_same_exception,
+    merge_statements,
+    statements_of_guards,
 )
 from holdfast.recorder.progress import Phase, Standing
 from holdfast.recorder.run_files import OUTPUT_FILE, ProcessInfo, process_lives
@@ -139,8 +139,8 @@ class _Process:
             if event.kind == "exiting":
                 exiting = event
         if exiting is not None:
-            message = text_of(exiting.data.get("said"))[:_MOST_EXIT_MESSAGE]
-            return _Exit(call=text_of(exiting.data.get("how")) or None, message=message)
+            message = event_text(exiting.data.get("said"))[:_MOST_EXIT_MESSAGE]
+            return _Exit(call=event_text(exiting.data.get("how")) or None, message=message)
         if any(event.kind == "torch_imported" for event in self.events):
             return _Exit(call="os._exit")
         return _Exit()
@@ -253,7 +253,7 @@ class _Collector:
         """Return what was raised and printed; an exception that two sources know is one."""
         raised = []
         for process in self._processes:
-            raised += of_exceptions(process.events, process.info)
+            raised += exceptions_of_process(process.events, process.info)
         if self._ended_with_status_0():
             died = self._pids_that_died(raised)
             raised = [
@@ -261,7 +261,7 @@ class _Collector:
                 for statement in raised
             ]
         raised += self._stops_that_only_guards_recorded(raised)
-        return merged(raised, self._log.statements if self._log is not None else ())
+        return merge_statements(raised, self._log.statements if self._log is not None else ())
 
     def _pids_that_died(self, raised: Sequence[Statement]) -> set[int]:
         """Return the training processes that an exception ended while no training finished later.
@@ -313,8 +313,8 @@ class _Collector:
         exceptions = [statement for statement in raised if statement.kind == "exception"]
         return [
             stop
-            for stop in of_guards(_by_time(self._guard_events))
-            if not any(same(stop, exception) for exception in exceptions)
+            for stop in statements_of_guards(_by_time(self._guard_events))
+            if not any(is_same_exception(stop, exception) for exception in exceptions)
         ]
 
     # --- How it ended -----------------------------------------------------------------------------

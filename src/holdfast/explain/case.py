@@ -43,7 +43,7 @@ def open_case(evidence: Evidence) -> Case:
     """Return the case for what was collected about an attempt."""
     end = find_end(evidence)
     candidates = find_candidates(evidence)
-    by_role: dict[str, list[Candidate]] = {"root": [], "cascade": [], "confirmation": []}
+    by_role: dict[str, list[Candidate]] = {"root": [], "cascade": []}
     for candidate in candidates:
         by_role[candidate.signature.role].append(candidate)
     return Case(

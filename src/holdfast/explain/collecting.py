@@ -17,7 +17,7 @@ from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.printed_losses import learning_from_output, lost_from_output
 from holdfast.explain.runs.curves import lost_of_run
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable
-from holdfast.explain.runs.statements import already_tried, how_closed, of_guards
+from holdfast.explain.runs.statements import already_tried, how_closed, statements_of_guards
 
 _NO_STATUS = (
     "no exit status: a log does not hold it (pass the one that the command ended with, `--status 0`"
@@ -129,7 +129,9 @@ def _collect_guard(recordings: Recordings) -> Evidence:
         key=lambda mark: mark.unix_seconds,
         default=None,
     )
-    statements = of_guards(events, last_step=newest.unix_seconds if newest is not None else 0.0)
+    statements = statements_of_guards(
+        events, last_step=newest.unix_seconds if newest is not None else 0.0
+    )
     closing = how_closed(events)
     missing = [
         *recordings.missing,

@@ -138,10 +138,7 @@ def _other_causes(case: Case, choice: Choice) -> Iterator[tuple[Signature, float
 
 
 def _other_candidates(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
-    confirmations = [
-        candidate for candidate in case.candidates if candidate.signature.role == "confirmation"
-    ]
-    for candidate in (*case.roots, *case.cascades, *confirmations):
+    for candidate in (*case.roots, *case.cascades):
         if candidate is not choice.candidate:
             yield candidate.signature, candidate.confidence * _SHARE_OF_OTHERS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.explain.evidence import Learning, Lost
 from holdfast.explain.logs.text import LogText
-from holdfast.explain.runs.curves import find_doubt, find_lost
+from holdfast.explain.runs.curves import find_lost, find_risen_loss
 from holdfast.explain.runs.learning import FEWEST_LOSSES, Reading, learning_of
 
 
@@ -15,7 +15,7 @@ def lost_from_output(log: LogText, *, name: str) -> Lost | None:
         log: The log.
         name: How to call it in a sentence.
     """
-    return find_lost(log.losses, log.norms, log=name) or find_doubt(log.losses, log=name)
+    return find_lost(log.losses, log.norms, log=name) or find_risen_loss(log.losses, log=name)
 
 
 def learning_from_output(log: LogText) -> Learning | None:

@@ -34,9 +34,8 @@ Family = Literal[
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
-# A root can be the cause. A cascade follows from a failure elsewhere. A confirmation only supports
-# another signature.
-Role = Literal["root", "cascade", "confirmation"]
+# A root can be the cause. A cascade follows from a failure elsewhere.
+Role = Literal["root", "cascade"]
 
 # What a supervisor may do after a failure:
 #   retry      start it again: the cause is transient

@@ -254,11 +254,7 @@ def _candidates_that_no_signature_knows(
 ) -> list[Candidate]:
     """Return the line that says more than the candidates that signatures found, if there is one."""
     line = None
-    relevant = [
-        candidate
-        for candidate in candidates
-        if not candidate.is_caught and candidate.signature.role != "confirmation"
-    ]
+    relevant = [candidate for candidate in candidates if not candidate.is_caught]
     if all(candidate.signature.id == endings.ABORTED for candidate in relevant):
         # Nothing was found, or only that a process aborted, which does not say why.
         line = find_error_line(evidence.statements, only_certain=bool(relevant))

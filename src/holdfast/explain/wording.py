@@ -357,8 +357,6 @@ def _confirmations(judgement: Judgement) -> Iterator[Exhibit]:
 
 def _confirms(candidate: Candidate, cause: Signature) -> bool:
     """Return whether a candidate supports a cause: a root of the same family does."""
-    if candidate.signature.role == "confirmation":
-        return True
     if candidate.signature.id in FALLBACKS or candidate.is_caught:
         return False
     return candidate.signature.role == "root" and candidate.signature.family == cause.family

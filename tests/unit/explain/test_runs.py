@@ -548,15 +548,14 @@ def test_what_a_guard_did_is_said_with_the_newest_reason():
         event("loader_healed", cause="worker 1 was killed by SIGKILL"),
         event("retry", reason=None),
     ]
-    assert already_tried(events) == [
-        "a Guard tried again after freeing memory",
-        "a Guard skipped the step, 2 times: NaN in the batch; sample 4",
-        "a Guard replaced the workers of the loader: worker 1 was killed by SIGKILL",
-        (
-            "a Guard quarantined a sample that could not be loaded, 3 times (a.wav, [7]):"
-            " ValueError: 7.png is cut short"
-        ),
-    ]
+    retried, skipped, healed, quarantined = already_tried(events)
+    assert "memory" in retried
+    assert ":" not in retried
+    assert "2 times" in skipped
+    assert skipped.endswith(": NaN in the batch; sample 4")
+    assert healed.endswith(": worker 1 was killed by SIGKILL")
+    assert "3 times (a.wav, [7])" in quarantined
+    assert quarantined.endswith(": ValueError: 7.png is cut short")
 
 
 def test_how_a_process_left_is_said_as_it_was_recorded(tmp_path):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from holdfast.explain.evidence import Ending, Statement
 from holdfast.explain.logs.keeping import relevant_lines
 from holdfast.explain.logs.lines import CleanLine
-from holdfast.explain.logs.progress import Pulse, goes_on, is_progress_bar
+from holdfast.explain.logs.progress import Pulse, is_progress_bar, is_sign_of_life
 from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.logs.tracebacks import (
     HEADER,
@@ -120,8 +120,8 @@ class _Fate:
 
     fatal: bool | None
     logged: bool
-    overtaken: bool
-    last: bool
+    overtaken: bool = False
+    last: bool = False
 
 
 class _ProcessReader:
@@ -135,8 +135,9 @@ class _ProcessReader:
             set(range(len(texts))) if context.every_line_counts else relevant_lines(texts)
         )
         # The index of the newest line that shows that the run continued, or -1.
-        self._newest_sign = max(
-            (index for index, line in enumerate(lines) if goes_on(line.text)), default=-1
+        self._newest_sign = next(
+            (index for index in reversed(range(len(lines))) if is_sign_of_life(lines[index].text)),
+            -1,
         )
         self.endings: list[Ending] = []
         self.cut_off = ""
@@ -317,32 +318,19 @@ class _ProcessReader:
     def _fate_after(self, raised: Raised, first: int, next_index: int) -> _Fate:
         """Return what became of the process after an exception (see `_chain`)."""
         logged = self._is_logged(first)
+        if self._is_said_to_be_caught(first):
+            return _Fate(fatal=False, logged=logged)
         left_the_script = bool(raised.frames) and raised.frames[0].function == "<module>"
         last_index = self._index_after(raised.number, next_index) - 1
         # A shell script prints that it is done even if the program that it started has failed.
         only_end_follows = left_the_script and not logged and self._pulse.only_ends(last_index)
         progress = 0 if only_end_follows else self._pulse.after(next_index - 1)
-        continued = progress >= (1 if logged else _CONTINUED)
-        caught = self._is_said_to_be_caught(first)
-        may_be_buffered = progress < _BUFFERED or not self._pulse.before(first)
-        return _Fate(
-            fatal=False if continued or caught else None,
-            logged=logged,
-            overtaken=(
-                continued
-                and not caught
-                and may_be_buffered
-                and left_the_script
-                and not logged
-                and not self._context.says_done
-            ),
-            last=(
-                bool(raised.frames)
-                and not continued
-                and not caught
-                and (last_index > self._newest_sign or only_end_follows)
-            ),
-        )
+        if progress >= (1 if logged else _CONTINUED):
+            may_be_buffered = progress < _BUFFERED or not self._pulse.before(first)
+            is_uncaught = left_the_script and not logged and not self._context.says_done
+            return _Fate(fatal=False, logged=logged, overtaken=is_uncaught and may_be_buffered)
+        nothing_follows = last_index > self._newest_sign or only_end_follows
+        return _Fate(fatal=None, logged=logged, last=bool(raised.frames) and nothing_follows)
 
     def _is_logged(self, first: int) -> bool:
         """Return whether a logger printed the traceback that begins at a line."""

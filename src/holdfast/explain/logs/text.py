@@ -17,7 +17,7 @@ from holdfast.explain.logs.processes import (
     ProcessText,
     read_process,
 )
-from holdfast.explain.logs.progress import is_end, is_progress_bar, printed_losses, printed_norms
+from holdfast.explain.logs.progress import is_progress_bar, printed_losses, printed_norms, says_done
 from holdfast.explain.logs.tracebacks import HEADER
 
 # Statements kept of each kind, lines and exceptions: the first third and the newest.
@@ -68,7 +68,7 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
     lines = clean_lines(kept.lines)
     context = LogContext(
         name=name,
-        says_done=_says_done(lines),
+        says_done=_log_says_done(lines),
         every_line_counts=alone and len(lines) <= _SHORT_LOG,
     )
     processes = [read_process(own_lines, context) for own_lines in _lines_by_rank(lines)]
@@ -141,7 +141,7 @@ def _without_middle(statements: list[Statement]) -> list[Statement]:
     return kept
 
 
-def _says_done(lines: Sequence[CleanLine]) -> bool:
+def _log_says_done(lines: Sequence[CleanLine]) -> bool:
     """Return whether one of the last lines says that the training is done.
 
     A traceback after it, of an exception that nobody is known to have caught, refutes it.
@@ -149,7 +149,7 @@ def _says_done(lines: Sequence[CleanLine]) -> bool:
     newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
     for index in reversed(range(len(newest))):
         text = newest[index]
-        if is_end(text):
+        if says_done(text):
             return True
         before = newest[index - 1] if index > 0 else ""
         if HEADER.search(text) and not ABOUT_CAUGHT_EXCEPTION.search(before):

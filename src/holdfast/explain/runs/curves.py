@@ -1,6 +1,7 @@
-"""How the losses of a run ended: not finite any more, or many orders of magnitude above their best.
+"""How the losses of a run ended: not finite, or many orders of magnitude above their best level.
 
-Does not: judge (see ``runtime_causes``), or fit trends (see ``supervise.leaks.growth``).
+Judging is the job of ``explain.runtime_causes``, and fitting trends that of
+``supervise.leaks.growth``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from holdfast.core.errors import HoldfastError
 from holdfast.explain.evidence import Lost
@@ -18,104 +19,129 @@ from holdfast.recorder.progress import read_samples
 from holdfast.recorder.reader import read_steps
 from holdfast.recorder.run_files import SAMPLES_FILE, ProcessInfo
 
+# A step, or the number of a line of a log, and a value.
 Point = tuple[int, float]
-"""Step, or line of a log, and value."""
-Between = tuple[float, float]
-Curves = tuple[list[Point], list[Point]]
-_FEWEST = 2
-"""Lost losses at the end that count where there were good ones.
 
-A single one may be a batch that was left out.
-"""
+# Losses at the end that must be lost, where there were good ones before. A single one may be a
+# batch that was left out.
+_FEWEST_LOSSES = 2
+# The same for norms of gradients. A loss scaler that looks for its scale makes some of the first
+# ones infinite.
 _FEWEST_NORMS = 3
-"""The same for norms of gradients, of which a loss scale that is being found makes some infinite at
-first."""
+# A loss that has risen this far above its best level has exploded. Manual loss scales reach 2**16,
+# and rewards that are not scaled 1e4.
 _EXPLODED = 1e6
-"""Rise of a loss that is no training any more. Manual loss scales reach 2**16, rewards that are not
-scaled 1e4."""
-_FAR = 100.0
-"""Rise of the last losses over the first that is worth a word.
-
-Single ones of healthy runs rise 40-fold.
-"""
-_RISEN, _LEAST_RISEN = 10.0, 0.1
-"""The same of one that stays up, and what losses below count as.
-
-Those of 91 healthy programs rose 2-fold at most.
-"""
-_LEAST_LEVEL = 1.0
-"""Losses below count as this: one that begins at 0 has no scale of its own."""
-_BLOCK = 10
+# An exploded loss has stayed there for one twentieth of the run.
 _SHARE_AT_END = 20
-"""An exploded loss has stayed there for one twentieth of the run."""
+# The best level is the lowest median of blocks of this many losses, since single losses are small
+# by chance.
+_BLOCK = 10
+# The level of the beginning is taken from this many losses.
+_BEGINNING = 5
+# A loss counts as at least this level: a loss that begins at 0 has no scale of its own.
+_LEAST_LEVEL = 1.0
+# A rise of the last losses over the first that is worth mentioning. Single losses of healthy runs
+# rise 40-fold.
+_FAR = 100.0
+# The same for a loss that stays up, and the level as which smaller losses count. The losses of 91
+# healthy programs rose 2-fold at most.
+_RISEN = 10.0
+_LEAST_RISEN_LEVEL = 0.1
+
+
+class _Curves(NamedTuple):
+    """What was recorded of one training process, oldest first."""
+
+    losses: list[Point]
+    norms: list[Point]
 
 
 def lost_of_run(
-    folders: Iterable[tuple[Path, ProcessInfo]], guards: Iterable[Path], between: Between
+    folders: Iterable[tuple[Path, ProcessInfo]],
+    guards: Iterable[Path],
+    between: tuple[float, float],
 ) -> tuple[Lost | None, bool]:
-    """Return how the training of a run was lost, or None, and whether anybody has read a loss of
-    it.
+    """Return how the training of a run was lost, and whether a loss of it was recorded at all.
 
-    Of the processes with the same rank the newest counts: others are of an earlier start of a
-        launcher, or of a
-    training that came before. Marks of guards count `between` Unix times: their rings hold all
-        attempts.
+    Args:
+        folders: The processes that trained. Of those with the same rank the newest counts: the
+            others are of an earlier start by a launcher, or of another training run before.
+        guards: The folders of guards. Their rings hold all attempts.
+        between: The Unix times between which steps of guards count.
+
+    Returns:
+        The loss that exploded first, or else the first doubtful one, or None; and whether any loss
+        was recorded.
     """
     newest: dict[int | None, Path] = {}
     for folder, info in sorted(folders, key=lambda pair: pair[1].started):
         newest[info.rank] = folder
-    curves = [_of_samples(folder / SAMPLES_FILE) for folder in newest.values()]
-    curves += [_of_marks(folder, between) for folder in guards]
-    found = [find_lost(losses, norms) or find_doubt(losses) for losses, norms in curves]
+    curves = [_curves_of_process(folder / SAMPLES_FILE) for folder in newest.values()]
+    curves += [_curves_of_guard(folder, between) for folder in guards]
+    candidates = [
+        find_lost(curve.losses, curve.norms) or find_risen_loss(curve.losses) for curve in curves
+    ]
     first = min(
-        (each for each in found if each),
-        key=lambda each: (not each.exploded, each.since),
+        (lost for lost in candidates if lost is not None),
+        key=lambda lost: (not lost.exploded, lost.since),
         default=None,
     )
-    return first, any(losses for losses, _ in curves)
+    return first, any(curve.losses for curve in curves)
 
 
-def _of_samples(path: Path) -> Curves:
+def _curves_of_process(path: Path) -> _Curves:
+    """Return the curves in a file of samples; empty ones if it is missing or damaged."""
     try:
         samples = read_samples(path) if path.exists() else []
     except (HoldfastError, OSError, ValueError):
-        return [], []  # damaged: then it says nothing
-    return _curves((each.step, each.loss, each.grad_norm) for each in samples)
+        samples = []
+    return _curves((sample.step, sample.loss, sample.grad_norm) for sample in samples)
 
 
-def _of_marks(folder: Path, between: Between) -> Curves:
+def _curves_of_guard(folder: Path, between: tuple[float, float]) -> _Curves:
+    """Return the curves of the steps of a guard; empty ones if they cannot be read."""
+    began, ended = between
     try:
-        marks = [
-            mark for mark in read_steps(folder) if between[0] <= mark.unix_seconds < between[1]
-        ]
+        steps = [step for step in read_steps(folder) if began <= step.unix_seconds < ended]
     except (HoldfastError, OSError, ValueError):
-        return [], []
-    return _curves((each.global_step, each.loss, each.grad_norm) for each in marks)
+        steps = []
+    return _curves((step.global_step, step.loss, step.grad_norm) for step in steps)
 
 
-def _curves(steps: Iterable[tuple[int, float | None, float | None]]) -> Curves:
-    known = list(steps)
-    losses = [(step, loss) for step, loss, _ in known if loss is not None]
-    return losses, [(step, norm) for step, _, norm in known if norm is not None]
+def _curves(steps: Iterable[tuple[int, float | None, float | None]]) -> _Curves:
+    """Return the curves of steps, each given by its number, its loss and its gradient norm."""
+    curves = _Curves(losses=[], norms=[])
+    for step, loss, norm in steps:
+        if loss is not None:
+            curves.losses.append((step, loss))
+        if norm is not None:
+            curves.norms.append((step, norm))
+    return curves
 
 
 def find_lost(
     losses: Sequence[Point], norms: Sequence[Point] = (), *, log: str = ""
 ) -> Lost | None:
-    """Return how a training was lost, to its end; None: it was not, or nobody knows.
+    """Return how a training run was lost and stayed lost to its end, or None if it was not.
 
-    Losses and norms of gradients come oldest first; `log` is the name of the log whose lines they
-    are from.
+    Args:
+        losses: The losses, oldest first.
+        norms: The norms of the gradients, oldest first.
+        log: The name of the log whose lines they are from, if they are from one.
     """
-    found = _not_finite(losses, "loss", _FEWEST) or _exploded(losses)
-    found = found or _not_finite(norms, "gradients", _FEWEST_NORMS)
-    return replace(found, log=log) if found is not None else None
+    lost = (
+        _not_finite(losses, "loss", _FEWEST_LOSSES)
+        or _exploded(losses)
+        or _not_finite(norms, "gradients", _FEWEST_NORMS)
+    )
+    return replace(lost, log=log) if lost is not None else None
 
 
 def _not_finite(
     points: Sequence[Point], what: Literal["loss", "gradients"], fewest: int
 ) -> Lost | None:
-    count = _at_end(points, lambda value: not math.isfinite(value))
+    """Return that the last values, at least so many, are not finite. A loss may always be so."""
+    count = _count_at_end(points, lambda value: not math.isfinite(value))
     always = 0 < count == len(points)
     if count < fewest and not (always and what == "loss"):
         return None
@@ -123,47 +149,68 @@ def _not_finite(
 
 
 def _exploded(points: Sequence[Point]) -> Lost | None:
-    """Return a loss that rose by orders of magnitude above its best level and stayed there."""
+    """Return that a loss rose by orders of magnitude above its best level and stayed there."""
     finite = [abs(value) for _, value in points if math.isfinite(value)]
-    if len(points) < _FEWEST + 1 or not finite:
+    if len(points) <= _FEWEST_LOSSES or not finite:
         return None
-    # Medians of blocks, since single losses are small by chance; and how it began, where it
-    # exploded at once.
-    blocks = [
-        statistics.median(finite[start : start + _BLOCK]) for start in range(0, len(finite), _BLOCK)
-    ]
-    level = min(finite[0], sorted(finite[:5])[min(1, len(finite) - 1)], *blocks)
+    level = _best_level(finite)
     limit = _EXPLODED * max(level, _LEAST_LEVEL)
-    count = _at_end(points, lambda value: not value < limit)
-    if count < max(_FEWEST, len(points) // _SHARE_AT_END):
+    # A value that is no number counts as above the limit.
+    count = _count_at_end(points, lambda value: not value < limit)
+    if count < max(_FEWEST_LOSSES, len(points) // _SHARE_AT_END):
         return None
     return Lost(what="loss", since=points[-count][0], rose=(level, points[-1][1]))
 
 
-def find_doubt(points: Sequence[Point], *, log: str = "") -> Lost | None:
-    """Return a loss whose last tenth, by its median, lies far above the largest of its first, or
-    stays above it.
+def _best_level(losses: Sequence[float]) -> float:
+    """Return the lowest level of a loss: of its beginning, or of any block.
+
+    The beginning counts by its first and its second smallest value, as a loss may explode at once.
     """
-    points = [(at, value) for at, value in points if math.isfinite(value)]
-    if len(points) < _FEWEST + 1:
-        return None
-    share = max(len(points) // 10, 1)
-    blocks = [
-        [abs(value) for _, value in points[start : start + share]]
-        for start in range(0, len(points), share)
+    second_smallest = sorted(losses[:_BEGINNING])[:2][-1]
+    medians = [
+        statistics.median(losses[start : start + _BLOCK]) for start in range(0, len(losses), _BLOCK)
     ]
-    first, last = max(blocks[0]), statistics.median(value for _, value in points[-share:])
-    quarter = min(value for _, value in points[-max(len(points) // 4, _FEWEST) :])
-    stays = quarter > _RISEN * max(min(map(statistics.median, blocks)), _LEAST_RISEN)
-    if last < _FAR * max(first, _LEAST_LEVEL) and not (
-        stays and last > _RISEN * max(first, _LEAST_RISEN)
-    ):
+    return min(losses[0], second_smallest, *medians)
+
+
+def find_risen_loss(points: Sequence[Point], *, log: str = "") -> Lost | None:
+    """Return a loss that ended far above its beginning, which need not be a failure, or None.
+
+    The median of its last tenth lies a hundredfold above the largest loss of its first tenth; or
+    tenfold, and the last quarter stays tenfold above the best tenth.
+
+    Args:
+        points: The losses, oldest first.
+        log: The name of the log whose lines they are from, if they are from one.
+    """
+    finite = [(at, value) for at, value in points if math.isfinite(value)]
+    if len(finite) <= _FEWEST_LOSSES:
         return None
-    return Lost(what="loss", since=points[-share][0], rose=(first, last), exploded=False, log=log)
+    values = [value for _, value in finite]
+    size = max(len(values) // 10, 1)
+    tenths = [
+        [abs(value) for value in values[start : start + size]]
+        for start in range(0, len(values), size)
+    ]
+    first = max(tenths[0])
+    last = statistics.median(values[-size:])
+    best = min(statistics.median(tenth) for tenth in tenths)
+    lowest_of_last_quarter = min(values[-max(len(values) // 4, _FEWEST_LOSSES) :])
+    is_far_above = last >= _FAR * max(first, _LEAST_LEVEL)
+    stays_above = last > _RISEN * max(
+        first, _LEAST_RISEN_LEVEL
+    ) and lowest_of_last_quarter > _RISEN * max(best, _LEAST_RISEN_LEVEL)
+    if not is_far_above and not stays_above:
+        return None
+    return Lost(what="loss", since=finite[-size][0], rose=(first, last), exploded=False, log=log)
 
 
-def _at_end(points: Sequence[Point], is_lost: Callable[[float], bool]) -> int:
+def _count_at_end(points: Sequence[Point], is_lost: Callable[[float], bool]) -> int:
     """Return how many of the newest points are lost, without a good one after them."""
-    return next(
-        (at for at, (_, value) in enumerate(reversed(points)) if not is_lost(value)), len(points)
-    )
+    count = 0
+    for _, value in reversed(points):
+        if not is_lost(value):
+            break
+        count += 1
+    return count

@@ -4,7 +4,8 @@ A loss is only judged if a fall means progress. It does not if several optimizer
 a GAN, if a policy is trained by reward, or if the loss keeps changing its sign. If the noise could
 hide a fall that matters, the outcome is "unclear".
 
-Does not: detect a loss that diverged (see ``curves``), or word the verdict (see ``good_ends``).
+A loss that diverged is found in ``curves``, and the verdict is put into words in
+``explain.good_ends``.
 """
 
 from __future__ import annotations
@@ -61,9 +62,13 @@ _MEDIAN_ERROR = 1.25
 # The least number of records in a row of ``recorder.history``.
 _RECORDS_OF_A_ROW = 64
 # Waiting for the loader is judged from this many steps on, and only if it took this long in total:
-# a run of a few seconds starts its workers for half of its time.
+# a run of a few seconds spends half of its time on starting its workers.
 _LEAST_STEPS = 10
 _LEAST_WAIT_SECONDS = 2.0
+
+
+# Of several ranks, the outcome that comes first here is reported.
+_BY_CERTAINTY = ("spiked", "fell", "flat", "rose", "unclear")
 
 
 class Reading(NamedTuple):
@@ -89,30 +94,31 @@ def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = Fa
     if by_reward:
         reason = "the loss of a policy that is trained by reward is no measure of it"
         return Learning(outcome="unclear", reason=reason)
-    outcomes = [learning_of_process(curve) for curve in curves if curve]
-    order = ("spiked", "fell", "flat", "rose", "unclear")
-    nothing = Learning(outcome="unclear", reason="no loss was recorded")
-    return min(outcomes, key=lambda learning: order.index(learning.outcome), default=nothing)
+    return min(
+        (learning_of_process(curve) for curve in curves if curve),
+        key=lambda learning: _BY_CERTAINTY.index(learning.outcome),
+        default=Learning(outcome="unclear", reason="no loss was recorded"),
+    )
 
 
 def learning_of_process(readings: Sequence[Reading]) -> Learning:
     """Return whether the loss of one process fell.
 
-    If it trained several models in turn, the newest one counts.
+    If it trained several models one after the other, the newest one counts.
     """
     stretches = _by_optimizer(readings)
-    if len(stretches) >= 2 * len({stretch[0].optimizer for stretch in stretches}):
-        return Learning(
-            outcome="unclear", reason="several optimizers took turns, each with a loss of its own"
-        )
-    judged = [stretch for stretch in stretches if len(stretch) >= FEWEST_LOSSES]
-    newest = judged[-1] if judged else readings
+    optimizers = {stretch[0].optimizer for stretch in stretches}
+    if len(stretches) >= 2 * len(optimizers):
+        reason = "several optimizers took turns, each with a loss of its own"
+        return Learning(outcome="unclear", reason=reason)
+    long_enough = [stretch for stretch in stretches if len(stretch) >= FEWEST_LOSSES]
+    newest = long_enough[-1] if long_enough else readings
     learning = learning_of(newest)
-    if learning.outcome == "flat" and newest[0].step > FEWEST_LOSSES and newest[0] is readings[0]:
-        return Learning(
-            outcome="unclear",
-            reason=f"the losses before step {newest[0].step:,} are not recorded here",
-        )
+    first = newest[0]
+    begins_late = first is readings[0] and first.step > FEWEST_LOSSES
+    if learning.outcome == "flat" and begins_late:
+        reason = f"the losses before step {first.step:,} are not recorded here"
+        return Learning(outcome="unclear", reason=reason)
     return learning
 
 
@@ -141,17 +147,16 @@ def learning_of(readings: Sequence[Reading]) -> Learning:
 
 
 class _Curve:
-    """The finite losses of a run, with their first and last quarter (at least three losses
-    each).
-    """
+    """The finite losses of a run, and their levels at the beginning and at the end."""
 
     def __init__(self, readings: Sequence[Reading]) -> None:
         self.readings = readings
         self.losses = [reading.loss for reading in readings]
+        # The first and the last quarter, at least three losses each.
         size = _size_of_end(self.losses)
         self.beginning = self.losses[:size]
         self.end = self.losses[-size:]
-        # The levels of the two quarters.
+        # Their levels.
         self.first = statistics.median(self.beginning)
         self.last = statistics.median(self.end)
 
@@ -164,16 +169,17 @@ class _Curve:
     ) -> Learning:
         """Return an outcome with the levels at both ends.
 
-        `first` replaces that of the first quarter.
+        Args:
+            outcome: Whether the loss fell.
+            first: The level at the beginning, if it is not that of the first quarter.
+            constant: Whether the loss never changed.
         """
         level = self.first if first is None else first
         return Learning(outcome=outcome, first=level, last=self.last, constant=constant)
 
 
 def _changes_sign_all_the_time(curve: _Curve) -> Learning | None:
-    """A loss with both signs at its beginning and at its end, such as a critic's, does not
-    measure progress.
-    """
+    """A loss with both signs at both ends, such as that of a critic, does not measure progress."""
     if _has_both_signs(curve.beginning) and _has_both_signs(curve.end):
         reason = "the loss changes its sign all the time, so that it is no measure"
         return Learning(outcome="unclear", reason=reason)
@@ -181,7 +187,17 @@ def _changes_sign_all_the_time(curve: _Curve) -> Learning | None:
 
 
 def _spiked(curve: _Curve) -> Learning | None:
-    return _spike(curve.readings)
+    """Two losses in a row far above the first are reported even if the loss came back."""
+    limit = _SPIKE * max(abs(curve.losses[0]), _LEAST_LEVEL)
+    for before, after in itertools.pairwise(curve.readings):
+        if min(before.loss, after.loss) > limit:
+            return Learning(
+                outcome="spiked",
+                first=curve.losses[0],
+                last=max(curve.losses),
+                step=before.step,
+            )
+    return None
 
 
 def _only_came_back_down(curve: _Curve) -> Learning | None:
@@ -193,6 +209,7 @@ def _only_came_back_down(curve: _Curve) -> Learning | None:
 
 
 def _fell(curve: _Curve) -> Learning | None:
+    """A fall by more than the noise is progress."""
     first = _level_it_fell_from(curve.losses, _SURE)
     return None if first is None else curve.learning("fell", first=first)
 
@@ -206,6 +223,7 @@ def _changes_sign(curve: _Curve) -> Learning | None:
 
 
 def _fell_by_little_more_than_noise(curve: _Curve) -> Learning | None:
+    """A fall that the noise nearly explains is neither sure enough nor clearly absent."""
     if _level_it_fell_from(curve.losses, _LIKELY) is not None:
         reason = "the loss is lower at its end, but hardly by more than its noise"
         return Learning(outcome="unclear", reason=reason)
@@ -213,11 +231,13 @@ def _fell_by_little_more_than_noise(curve: _Curve) -> Learning | None:
 
 
 def _rose(curve: _Curve) -> Learning | None:
+    """A rise need not be as sure as a fall, since it only says that the loss did not fall."""
     is_rise = _is_fall(curve.last, curve.first, _LIKELY * _error_of_fall(curve))
     return curve.learning("rose") if is_rise else None
 
 
 def _noise_would_hide_a_fall(curve: _Curve) -> Learning | None:
+    """A loss is only called flat if a fall that matters would show in it."""
     largest_fall = curve.first - curve.last + _LIKELY * _error_of_fall(curve)
     if largest_fall > _MOST_HIDDEN * max(abs(curve.first), abs(curve.last)):
         return Learning(outcome="unclear", reason="the noise of the loss would hide a fall")
@@ -261,8 +281,9 @@ def _size_of_end(losses: Sequence[float]) -> int:
 
 
 def _rose_first(losses: Sequence[float]) -> bool:
-    """Return whether a loss rose clearly within its first quarter, as it does at too high a
-    learning rate.
+    """Return whether a loss rose clearly within its first quarter.
+
+    It does so if the learning rate is too high.
     """
     size = _size_of_end(losses)
     return statistics.median(losses[:size]) - losses[0] > _CLEAR_RISE * _noise(losses[-size:])
@@ -306,8 +327,9 @@ def _sizes_of_beginning(losses: Sequence[float]) -> list[int]:
 
 
 def _is_fall(first: float, last: float, noise: float) -> bool:
-    """Return whether a level lies below another by more than the noise and by at least
-    `_LEAST_FALL`.
+    """Return whether one level lies clearly below another.
+
+    It does if it is lower by more than the noise and by at least `_LEAST_FALL`.
     """
     return first - last > noise and first - last >= _LEAST_FALL * max(abs(first), abs(last))
 
@@ -343,21 +365,8 @@ def _has_both_signs(losses: Sequence[float]) -> bool:
     return min(negative, len(losses) - negative) >= _MINORITY * len(losses)
 
 
-def _spike(readings: Sequence[Reading]) -> Learning | None:
-    """Return the outcome "spiked" if two losses in a row exceed the first a thousandfold, else
-    None.
-    """
-    level = max(abs(readings[0].loss), _LEAST_LEVEL)
-    limit = _SPIKE * level
-    for before, after in itertools.pairwise(readings):
-        if min(before.loss, after.loss) > limit:
-            peak = max(reading.loss for reading in readings)
-            return Learning(outcome="spiked", first=readings[0].loss, last=peak, step=before.step)
-    return None
-
-
 def readings_of_process(folder: Path) -> list[Reading]:
-    """Return the losses that were recorded of a process, oldest first; none if they cannot be read.
+    """Return the recorded losses of a process, oldest first; none if they cannot be read.
 
     The ring of samples holds the newest steps. Older ones are only kept as means over rows; if
     there are any, the newest are averaged over as many steps, so that both are equally noisy.

@@ -1,8 +1,7 @@
-"""The rings of a run directory, read so that nothing in them can end the reader.
+"""The rings of events in a run directory, read so that no damage to them can end the reader.
 
-Damaged or foreign ones are named.
-
-Does not: interpret events (see ``collecting``).
+What is damaged, or written by somebody else, is named in `Recordings.missing`. What the events mean
+is found in ``statements`` and in ``explain.collecting``.
 """
 
 from __future__ import annotations
@@ -30,63 +29,72 @@ from holdfast.recorder.run_files import (
     read_processes,
 )
 
+# The format of run directories that this holdfast reads.
 FORMAT = 1
-"""Of run directories that this holdfast reads."""
+# The folder of a guard's recordings, with a folder for each rank.
+_GUARD_FOLDER = "recorder"
+# Guards of one run that are read. A notebook may have opened any number.
 _MOST_GUARDS = 64
 
 
 @dataclass(slots=True, kw_only=True)
 class Recordings:
-    """What a run directory holds."""
+    """The recordings in a run directory."""
 
-    run: Path  # the directory
-    supervised: bool  # whether ``holdfast run`` made it
-    missing: list[str] = field(default_factory=list)  # what cannot be read, one sentence each
+    # The directory.
+    run: Path
+    # Whether `holdfast run` made it.
+    supervised: bool
+    # What could not be read, one sentence each.
+    missing: list[str] = field(default_factory=list)
 
     def events(self, folder: Path) -> list[Event]:
         """Return the events of one ring, oldest first.
 
-        None, and a word in `missing`, if it cannot be read.
+        If the ring cannot be read, none are returned and the reason is added to `missing`.
         """
         try:
-            return [
-                event
-                for event in read_events(folder)
-                if isinstance(event.unix_seconds, (int, float))
-            ]
+            events = read_events(folder)
         except (HoldfastError, OSError, ValueError) as error:
             reason = error.what if isinstance(error, HoldfastError) else str(error)
             self.missing.append(f"events of {folder.name}: {reason}")
             return []
+        return [event for event in events if isinstance(event.unix_seconds, (int, float))]
 
     def say_lost_steps(self, folders: Mapping[Path, str]) -> None:
-        """Note which steps of processes, given by folder and name, are not recorded any more."""
-        for folder, who in folders.items():
-            # Damaged: that is said where its events are read
+        """Add to `missing` which steps of processes are no longer recorded.
+
+        Args:
+            folders: The folders of the processes, with what to call each process.
+        """
+        for folder, name in folders.items():
+            # That a ring is damaged is said where its events are read.
             with suppress(HoldfastError, OSError, ValueError):
                 words = not_recorded_any_more(folder)
-                self.missing += [f"of {who} {words}"] if words else []
+                if words:
+                    self.missing.append(f"of {name} {words}")
 
     def newest_step(self, folder: Path) -> StepRecord | None:
-        """Return the newest mark of a step of a guard, None if there is none that can be read."""
+        """Return the newest step that a guard recorded, or None if none can be read."""
         try:
             return max(read_steps(folder), key=lambda step: step.unix_seconds, default=None)
         except (HoldfastError, OSError, ValueError):
-            return None  # the events of the same folder say what is wrong with it
+            # That the ring is damaged is said where its events are read.
+            return None
 
     def lost(self) -> dict[str, Any] | None:
-        """Return what was left when the supervisor itself was killed, or None.
+        """Return what was left when the supervisor itself was killed.
 
-        It was not, or nobody noted it.
+        None if it was not killed, or if nobody noted it.
         """
-        return _json_object(self.run / SUPERVISOR_FOLDER / LOST_FILE)
+        return _read_json_object(self.run / SUPERVISOR_FOLDER / LOST_FILE)
 
     def supervisor(self) -> list[Event]:
         """Return the events of the supervisor."""
         return self.events(self.run / SUPERVISOR_FOLDER) if self.supervised else []
 
     def processes(self) -> list[tuple[Path, ProcessInfo]]:
-        """Return the observed processes."""
+        """Return the folders of the observed processes, with what each says of itself."""
         try:
             return read_processes(self.run)
         except OSError as error:
@@ -94,7 +102,7 @@ class Recordings:
             return []
 
     def standing(self, folder: Path) -> Standing | None:
-        """Return where a process stood when it last said so."""
+        """Return the progress that a process published last, or None if it cannot be read."""
         try:
             return read_board(folder / BOARD_FILE)
         except (HoldfastError, OSError) as error:
@@ -102,46 +110,71 @@ class Recordings:
             return None
 
     def guards(self, events: list[Event]) -> list[Path]:
-        """Return the recordings of guards.
+        """Return the folders of the recordings of guards.
 
-        Of this directory, and of those that processes say they have opened.
+        Args:
+            events: The events of processes. They name the directories of the guards which the
+                processes opened; a guard may also have recorded in this directory.
         """
-        folders = [*_ranks(self.run)]
+        folders = _folders_of_ranks(self.run)
         for event in events:
             path = event.data.get("path")
             if event.kind == "guard" and isinstance(path, str) and "\0" not in path:
-                folders += _ranks(Path(path))
-        return list({folder.resolve(): folder for folder in folders[::-1]}.values())[::-1][
-            :_MOST_GUARDS
-        ]
+                folders += _folders_of_ranks(Path(path))
+        distinct: dict[Path, Path] = {}
+        for folder in folders:
+            distinct.setdefault(folder.resolve(), folder)
+        return list(distinct.values())[:_MOST_GUARDS]
 
 
 def open_recordings(run: Path) -> Recordings:
-    """Return the recordings of a directory (H731 if it holds none, H733 unreadable, H734 of a
-    newer holdfast).
+    """Return the recordings in a run directory.
+
+    Raises:
+        RunDirectoryError: H731 if it holds none, H733 if it cannot be read, H734 if a newer
+            holdfast made it.
     """
     try:
         names = {path.name for path in run.iterdir()}
     except OSError as error:
         raise unreadable(run, error) from error
     if names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER}:
-        found = Recordings(run=run, supervised=True)
-        written = (_json_object(run / SUPERVISED_FILE) or {}).get("format", FORMAT)
-        if not isinstance(written, int) or written > FORMAT:
-            raise RunDirectoryError(
-                f"{run} has format {written!r}",
-                limit=f"this holdfast reads run directories of format {FORMAT}",
-                fix="read it with the holdfast that wrote it.",
-                rule="H734",
-            )
-        return found
-    if "recorder" in names and any(_ranks(run)):
+        _check_format(run)
+        return Recordings(run=run, supervised=True)
+    if _GUARD_FOLDER in names and _folders_of_ranks(run):
         return Recordings(run=run, supervised=False)
     raise no_recording(run)
 
 
+def _check_format(run: Path) -> None:
+    """Raise H734 if a newer holdfast made a directory. Without a number, it is of this format."""
+    description = _read_json_object(run / SUPERVISED_FILE) or {}
+    written = description.get("format", FORMAT)
+    if not isinstance(written, int) or written > FORMAT:
+        raise RunDirectoryError(
+            f"{run} has format {written!r}",
+            limit=f"this holdfast reads run directories of format {FORMAT}",
+            fix="read it with the holdfast that wrote it.",
+            rule="H734",
+        )
+
+
+def all_rings(recordings: Recordings) -> Iterator[tuple[str, Path]]:
+    """Yield the folder of each ring of events in a run directory, with what to call it."""
+    supervisor = recordings.run / SUPERVISOR_FOLDER
+    if (supervisor / EVENTS_FILE).exists():
+        yield "supervisor", supervisor
+    events: list[Event] = []
+    for folder, info in recordings.processes():
+        rank = f" rank {info.rank}" if info.rank is not None else ""
+        yield f"{info.role} {info.pid}{rank}", folder
+        events += recordings.events(folder)
+    for folder in recordings.guards(events):
+        yield f"guard {folder.name}", folder
+
+
 def no_recording(run: Path) -> RunDirectoryError:
-    """Return the error for a directory that is not one of a run."""
+    """Return the error for a directory that is not one of a run (H731)."""
     return RunDirectoryError(
         f"{run} holds no recording",
         limit="neither `holdfast run` nor a Guard has written to it",
@@ -150,65 +183,48 @@ def no_recording(run: Path) -> RunDirectoryError:
     )
 
 
-def near_path(path: Path) -> Path | None:
-    """Return what is called almost as a path that is not there.
-
-    None if nothing is, or if it is there.
-    """
-    with suppress(OSError):
-        parent = path.parent if path.parent.is_dir() else near_path(path.parent)
-        name = (
-            nearest(path.name, [each.name for each in parent.iterdir()])
-            if parent and not path.exists()
-            else None
-        )
-        return parent / name if parent and name else None
-    return None
-
-
-def _json_object(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def unreadable(path: Path, error: OSError) -> RunDirectoryError:
-    """Return the error for a directory or a log that the system does not let us read."""
-    is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-    near = near_path(path) if is_missing else None
-    fix = (
-        "check the path."
-        if is_missing
-        else "check its permissions, or run as the user who owns it."
-    )
+    """Return the error for a directory or a log that the system refuses to read (H733)."""
+    fix = "check its permissions, or run as the user who owns it."
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        near = near_path(path)
+        fix = f"did you mean {near}?" if near is not None else "check the path."
     return RunDirectoryError(
         f"{path} cannot be read ({error.strerror or error})",
-        limit="this needs what was recorded",
-        fix=f"did you mean {near}?" if near else fix,
+        limit="the recordings or the log are needed",
+        fix=fix,
         rule="H733",
     )
 
 
-def all_rings(recordings: Recordings) -> Iterator[tuple[str, Path]]:
-    """Yield the folder of each ring of events of a run directory, with what to call it."""
-    run = recordings.run
-    if (run / SUPERVISOR_FOLDER / EVENTS_FILE).exists():
-        yield "supervisor", run / SUPERVISOR_FOLDER
-    recorded: list[Event] = []
-    for folder, info in recordings.processes():
-        rank = f" rank {info.rank}" if info.rank is not None else ""
-        yield f"{info.role} {info.pid}{rank}", folder
-        recorded += recordings.events(folder)
-    for folder in recordings.guards(recorded):
-        yield f"guard {folder.name}", folder
+def near_path(path: Path) -> Path | None:
+    """Return an existing path that is spelled almost like one that does not exist.
+
+    None if there is none, or if the path exists.
+    """
+    with suppress(OSError):
+        if path.exists():
+            return None
+        parent = path.parent if path.parent.is_dir() else near_path(path.parent)
+        if parent is not None:
+            name = nearest(path.name, [sibling.name for sibling in parent.iterdir()])
+            return parent / name if name else None
+    return None
 
 
-def _ranks(run: Path) -> list[Path]:
+def _folders_of_ranks(run: Path) -> list[Path]:
+    """Return the folders in which the ranks of a guard recorded events."""
     try:
-        return sorted(
-            path for path in (run / "recorder").iterdir() if (path / EVENTS_FILE).exists()
-        )
+        folders = sorted((run / _GUARD_FOLDER).iterdir())
+        return [folder for folder in folders if (folder / EVENTS_FILE).exists()]
     except OSError:
         return []
+
+
+def _read_json_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file, or None if the file holds none."""
+    try:
+        value = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

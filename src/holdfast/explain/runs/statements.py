@@ -1,7 +1,7 @@
 """Statements from events: what processes raised, what guards tried, and how guards ended.
 
-A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes while it closes.
-Does not: judge.
+The last event of a guard is ``closed``, or ``left_by_exception`` followed by what the guard writes
+while it closes. Which statement matters is judged in ``explain.weighing``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Frame, Statement
@@ -18,197 +18,39 @@ from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.logs.text import read_log
 from holdfast.recorder.run_files import ProcessInfo
 
-_MOST_CHAIN = 20
-_MOST_TEXT = 20_000
-# Characters of the first line in which a log and a recording of one exception agree
-_COMPARED = 120
+# Exceptions that led to one. A chain can be longer, as in a recursion inside handlers.
+_MOST_CAUSES = 20
+_MOST_OF_A_TEXT = 20_000  # characters
+_MOST_OF_A_REASON = 400  # characters
+# A log and a recording are of the same exception if this much of its first line agrees.
+_COMPARED = 120  # characters
 
-# What a guard did against trouble, in words, by the kind of the event, and where that holds why it
-# happened.
+
+class _Remedy(NamedTuple):
+    """What a guard did against trouble."""
+
+    # The rest of a sentence that begins with the guard.
+    words: str
+    # The fact of the event that says why.
+    reason_key: str
+
+
+# By the kind of the event, in the order in which they are reported.
 _REMEDIES = {
-    "split": ("passed the batch in smaller parts for want of memory", "reason"),
-    "recompute": ("recomputed activations for want of memory", "reason"),
-    "retry": ("tried again after freeing memory", "reason"),
-    "skip_step": ("skipped the step", "reason"),
-    "roll_back": ("went back to a good checkpoint", "reason"),
-    "loader_healed": ("replaced the workers of the loader", "cause"),
-    "sample_quarantined": ("quarantined a sample that could not be loaded", "evidence"),
-    "samples_dropped": ("left out samples with bad values", "reason"),
-    "checkpoint_damaged": ("passed over a damaged checkpoint", "why"),
+    "split": _Remedy("split the batch into smaller parts because memory ran out", "reason"),
+    "recompute": _Remedy("recomputed activations because memory ran out", "reason"),
+    "retry": _Remedy("retried the step after freeing memory", "reason"),
+    "skip_step": _Remedy("skipped the step", "reason"),
+    "roll_back": _Remedy("rolled back to a good checkpoint", "reason"),
+    "loader_healed": _Remedy("replaced the workers of the loader", "cause"),
+    "sample_quarantined": _Remedy("quarantined a sample that could not be loaded", "evidence"),
+    "samples_dropped": _Remedy("left out samples with bad values", "reason"),
+    "checkpoint_damaged": _Remedy("passed over a damaged checkpoint", "why"),
 }
-_MOST_REASON = 400  # characters
 
-
-def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
-    """Return the exceptions that a process recorded, each with what it was raised from, the root
-    first.
-    """
-    found: list[Statement] = []
-    for event in events:
-        if event.kind != "exception":
-            continue
-        common: dict[str, Any] = {
-            "source": f"process {info.pid}",
-            "rank": info.rank,
-            "pid": info.pid,
-        }
-        common["unix_seconds"] = event.unix_seconds
-        found += chain_of(
-            event.data, fatal=event.data.get("fatal"), position=len(found), common=common
-        )
-    return found
-
-
-def chain_of(
-    facts: Mapping[str, Any], *, fatal: Any, position: int, common: Mapping[str, Any]
-) -> list[Statement]:
-    """Return an exception that was recorded as ``core.raised`` has it, after what it was raised
-    from, the root first.
-
-    `fatal`: whether it ended its process; anything but a bool: nobody knows. `position` is that of
-        the first.
-    """
-    found: list[Statement] = []
-    chain = facts.get("chain")  # the nearest first
-    parts = [part for part in chain if isinstance(part, Mapping)] if isinstance(chain, list) else []
-    for part in (*reversed(parts[:_MOST_CHAIN]), facts):
-        raised = _raised(
-            part,
-            cause=part is not facts,
-            fatal=fatal,
-            position=position + len(found),
-            common=common,
-        )
-        found += [*_nested(raised), raised]
-    return found
-
-
-def _nested(raised: Statement) -> list[Statement]:
-    """Return the exceptions whose tracebacks a message repeats, as that of a loader's worker
-    does, the root first.
-    """
-    if "raceback (most recent call last)" not in raised.text:
-        return []
-    inner = read_log(io.BytesIO(raised.text.encode(errors="replace")), name="").statements
-    return [
-        replace(raised, text=each.text, exception=each.exception, frames=each.frames, cause=True)
-        for each in inner
-        if each.kind == "exception"
-    ]
-
-
-def _raised(
-    facts: Mapping[str, Any], *, cause: bool, fatal: Any, position: int, common: Mapping[str, Any]
-) -> Statement:
-    name = text_of(facts.get("type")).rpartition(".")[2]
-    return Statement(
-        text=text_of(facts.get("message")),
-        kind="exception",
-        exception=name or None,
-        frames=_frames(facts.get("frames")),
-        position=position,
-        fatal=fatal if isinstance(fatal, bool) else None,
-        cause=cause,
-        **common,
-    )
-
-
-def _frames(value: Any) -> tuple[Frame, ...]:
-    return tuple(
-        Frame(file=text_of(entry[0]), line=entry[1], function=text_of(entry[2]))
-        for entry in (value if isinstance(value, list) else ())
-        if isinstance(entry, list) and len(entry) >= 3 and isinstance(entry[1], int)
-    )
-
-
-def text_of(value: Any) -> str:
-    """Return a text of an event without escape sequences and not endless.
-
-    An empty one for anything else.
-    """
-    return plain_text(value)[:_MOST_TEXT] if isinstance(value, str) else ""
-
-
-def already_tried(events: Iterable[Event]) -> list[str]:
-    """Return what guards did against trouble, one sentence for each kind, with samples and the
-    newest's reason.
-    """
-    counted: Counter[str] = Counter()
-    newest: dict[str, str] = {}
-    samples: dict[str, None] = {}  # that are quarantined
-    for event in events:
-        counted[event.kind] += 1
-        if event.kind == "sample_quarantined" and "sample" in event.data:
-            samples[plain_text(str(event.data["sample"]))[:_COMPARED]] = None
-        newest[event.kind] = text_of(
-            event.data.get(_REMEDIES.get(event.kind, ("", "reason"))[1])
-        ).strip()
-    return [
-        f"a Guard {words}"
-        + (f", {counted[kind]} times" if counted[kind] > 1 else "")
-        + (
-            f" ({', '.join(samples)[:_MOST_TEXT]})"
-            if samples and kind == "sample_quarantined"
-            else ""
-        )
-        + (f": {newest[kind].splitlines()[-1][:_MOST_REASON]}" if newest[kind] else "")
-        for kind, (words, _) in _REMEDIES.items()
-        if counted[kind]
-    ]
-
-
-def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
-    """Return all statements, those of the log first; an exception that both know is one.
-
-    The place in the log keeps its order; class, frames, time, rank and whether it was fatal come
-    from the recording.
-    """
-    left = list(recorded)
-    found: list[Statement] = []
-    # From the end: of several exceptions that read alike, the newest recording is that of the
-    # newest text.
-    for statement in reversed(logged):
-        twin = None
-        if statement.kind == "exception":
-            twin = next((each for each in reversed(left) if same(each, statement)), None)
-        if twin is None:
-            found.append(statement)
-            continue
-        left.remove(twin)
-        found.append(
-            replace(
-                statement,
-                frames=twin.frames or statement.frames,
-                unix_seconds=twin.unix_seconds,
-                rank=twin.rank if twin.rank is not None else statement.rank,
-                pid=twin.pid,
-                fatal=twin.fatal if twin.fatal is not None else statement.fatal,
-                source=f"{statement.source} and {twin.source}",
-            )
-        )
-    found.reverse()
-    last = max((statement.position for statement in found), default=0)
-    return found + [replace(each, position=last + 1 + index) for index, each in enumerate(left)]
-
-
-def same(one: Statement, other: Statement) -> bool:
-    """Return whether two statements are of one exception.
-
-    Its class, its rank, and how its message begins.
-    """
-    if one.exception != other.exception or (
-        None not in (one.rank, other.rank) and one.rank != other.rank
-    ):
-        return False
-    first, second = (
-        text.strip().split("\n")[0][:_COMPARED].rstrip() for text in (one.text, other.text)
-    )
-    return first == second
-
-
-# What a Guard writes after the error that ends it, and while it closes. Any other event says that
-# it went on.
-_OF_AN_END = frozenset(
+# What a guard writes after the error that ends it, and while it closes. Any other event shows that
+# it continued.
+_KINDS_AT_THE_END = frozenset(
     {
         "checkpoint_saved",
         "closed",
@@ -224,76 +66,321 @@ _OF_AN_END = frozenset(
         "stop_requested",
     }
 )
-_BEGINS = ("loop", "resumed")
+_KINDS_AT_THE_BEGINNING = ("loop", "resumed")
+
+
+# --- exceptions -----------------------------------------------------------------------------------
+
+
+def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
+    """Return the exceptions that a process recorded, each after what it was raised from."""
+    statements: list[Statement] = []
+    for event in events:
+        if event.kind != "exception":
+            continue
+        common = {
+            "source": f"process {info.pid}",
+            "rank": info.rank,
+            "pid": info.pid,
+            "unix_seconds": event.unix_seconds,
+        }
+        statements += exception_chain(
+            event.data, fatal=event.data.get("fatal"), position=len(statements), common=common
+        )
+    return statements
+
+
+def exception_chain(
+    facts: Mapping[str, Any], *, fatal: Any, position: int, common: Mapping[str, Any]
+) -> list[Statement]:
+    """Return a recorded exception, after what it was raised from, the root first.
+
+    Args:
+        facts: The exception as ``core.raised`` records it.
+        fatal: Whether it ended its process. Anything but a bool means that this is unknown.
+        position: The position of the first statement.
+        common: Fields that all statements share.
+    """
+    chain = facts.get("chain")
+    # The nearest cause comes first.
+    causes = chain if isinstance(chain, list) else []
+    causes = [cause for cause in causes if isinstance(cause, Mapping)][:_MOST_CAUSES]
+    statements: list[Statement] = []
+    for recorded in (*reversed(causes), facts):
+        raised = _statement_of(
+            recorded,
+            is_cause=recorded is not facts,
+            fatal=fatal,
+            position=position + len(statements),
+            common=common,
+        )
+        statements += [*_nested_exceptions(raised), raised]
+    return statements
+
+
+def _statement_of(
+    recorded: Mapping[str, Any],
+    *,
+    is_cause: bool,
+    fatal: Any,
+    position: int,
+    common: Mapping[str, Any],
+) -> Statement:
+    """Return one exception of a chain as a statement."""
+    name = event_text(recorded.get("type")).rpartition(".")[2]
+    return Statement(
+        text=event_text(recorded.get("message")),
+        kind="exception",
+        exception=name or None,
+        frames=_frames_of(recorded.get("frames")),
+        position=position,
+        fatal=fatal if isinstance(fatal, bool) else None,
+        cause=is_cause,
+        **common,
+    )
+
+
+def _frames_of(value: Any) -> tuple[Frame, ...]:
+    """Return recorded frames, without those of another form."""
+    if not isinstance(value, list):
+        return ()
+    return tuple(
+        Frame(file=event_text(entry[0]), line=entry[1], function=event_text(entry[2]))
+        for entry in value
+        if isinstance(entry, list) and len(entry) >= 3 and isinstance(entry[1], int)
+    )
+
+
+def _nested_exceptions(raised: Statement) -> list[Statement]:
+    """Return the exceptions whose tracebacks a message repeats, the root first.
+
+    The message of an exception from a loader worker does so.
+    """
+    if "raceback (most recent call last)" not in raised.text:
+        return []
+    nested = read_log(io.BytesIO(raised.text.encode(errors="replace")), name="").statements
+    return [
+        replace(
+            raised,
+            text=statement.text,
+            exception=statement.exception,
+            frames=statement.frames,
+            cause=True,
+        )
+        for statement in nested
+        if statement.kind == "exception"
+    ]
+
+
+def event_text(value: Any) -> str:
+    """Return a text of an event, without escape sequences and cut; empty for any other value."""
+    return plain_text(value)[:_MOST_OF_A_TEXT] if isinstance(value, str) else ""
+
+
+# --- remedies -------------------------------------------------------------------------------------
+
+
+def already_tried(events: Iterable[Event]) -> list[str]:
+    """Return what guards did against trouble, one sentence for each kind of remedy.
+
+    Each says how often, which samples were quarantined, and the reason of the newest one.
+    """
+    counts: Counter[str] = Counter()
+    newest_reason: dict[str, str] = {}
+    # A dict keeps the order and drops repetitions.
+    quarantined: dict[str, None] = {}
+    for event in events:
+        remedy = _REMEDIES.get(event.kind)
+        if remedy is None:
+            continue
+        counts[event.kind] += 1
+        newest_reason[event.kind] = event_text(event.data.get(remedy.reason_key)).strip()
+        if event.kind == "sample_quarantined" and "sample" in event.data:
+            quarantined[plain_text(str(event.data["sample"]))[:_COMPARED]] = None
+    sentences = []
+    for kind, remedy in _REMEDIES.items():
+        if not counts[kind]:
+            continue
+        sentence = f"a Guard {remedy.words}"
+        if counts[kind] > 1:
+            sentence += f", {counts[kind]} times"
+        if kind == "sample_quarantined" and quarantined:
+            sentence += f" ({', '.join(quarantined)[:_MOST_OF_A_TEXT]})"
+        if newest_reason[kind]:
+            last_line = newest_reason[kind].splitlines()[-1]
+            sentence += f": {last_line[:_MOST_OF_A_REASON]}"
+        sentences.append(sentence)
+    return sentences
+
+
+# --- exceptions that both a log and a recording know ----------------------------------------------
+
+
+def merge_statements(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
+    """Return all statements, those of the log first, and each exception that both know only once.
+
+    The place in the log decides the order. Class, frames, time, rank, and whether the exception was
+    fatal, come from the recording.
+    """
+    remaining = list(recorded)
+    statements: list[Statement] = []
+    # From the end: of exceptions that read alike, the newest recording is that of the newest text.
+    for statement in reversed(logged):
+        twin = _newest_twin(statement, remaining)
+        if twin is not None:
+            remaining.remove(twin)
+            statement = _completed(statement, twin)
+        statements.append(statement)
+    statements.reverse()
+    last = max((statement.position for statement in statements), default=0)
+    appended = [
+        replace(statement, position=last + 1 + index) for index, statement in enumerate(remaining)
+    ]
+    return statements + appended
+
+
+def _newest_twin(statement: Statement, recorded: Sequence[Statement]) -> Statement | None:
+    """Return the newest recording of the exception that a log shows."""
+    if statement.kind != "exception":
+        return None
+    return next(
+        (other for other in reversed(recorded) if is_same_exception(other, statement)), None
+    )
+
+
+def _completed(logged: Statement, recorded: Statement) -> Statement:
+    """Return an exception of a log, with what its recording knows better."""
+    return replace(
+        logged,
+        frames=recorded.frames or logged.frames,
+        unix_seconds=recorded.unix_seconds,
+        rank=recorded.rank if recorded.rank is not None else logged.rank,
+        pid=recorded.pid,
+        fatal=recorded.fatal if recorded.fatal is not None else logged.fatal,
+        source=f"{logged.source} and {recorded.source}",
+    )
+
+
+def is_same_exception(one: Statement, other: Statement) -> bool:
+    """Return whether two statements are of one exception.
+
+    They are if the class, the rank as far as both know it, and the beginning of the message agree.
+    """
+    if one.exception != other.exception:
+        return False
+    if one.rank is not None and other.rank is not None and one.rank != other.rank:
+        return False
+    return _compared_text(one) == _compared_text(other)
+
+
+def _compared_text(statement: Statement) -> str:
+    first_line = statement.text.strip().split("\n")[0]
+    return first_line[:_COMPARED].rstrip()
+
+
+# --- how guards ended -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GuardEnd:
+    """A stop of a guard, or an error that left it."""
+
+    # The index of its event.
+    index: int
+    # After what the error was raised from.
+    statements: list[Statement]
 
 
 def how_closed(events: Sequence[Event]) -> dict[str, str] | None:
-    """Return how a Guard closed, from events by time, or None: its newest event does not say so.
+    """Return how a guard closed, or None if its newest event does not say so.
 
-    ``how`` is "finished", "stopped" on request (``reason`` is such as "SIGTERM"), or "left" by a
-    loop that broke off.
+    Args:
+        events: Its events by time.
+
+    Returns:
+        ``how`` is "finished", "stopped" on request, or "left" by a loop that was broken off; for
+        "stopped", ``reason`` is the request, such as "SIGTERM".
     """
-    how = events[-1].data.get("how") if events and events[-1].kind == "closed" else None
+    if not events or events[-1].kind != "closed":
+        return None
+    how = events[-1].data.get("how")
     if not isinstance(how, str):
         return None
-    begun = max((index for index, event in enumerate(events) if event.kind in _BEGINS), default=0)
-    stops = [event for event in events[begun:] if event.kind == "stop_requested"]
-    reason = (
-        (stops[-1].data.get("signal") or stops[-1].data.get("reason"))
-        if stops and how == "stopped"
-        else ""
-    )
-    return {"how": how, "reason": text_of(reason)}
+    return {"how": how, "reason": _newest_request(events) if how == "stopped" else ""}
 
 
-def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> list[Statement]:
-    """Return what guards stopped for and the errors that left them, each after what it was raised
-    from.
+def _newest_request(events: Sequence[Event]) -> str:
+    """Return the reason of the newest request to stop since a guard began, or an empty text."""
+    for event in reversed(events):
+        if event.kind == "stop_requested":
+            return event_text(event.data.get("signal") or event.data.get("reason"))
+        if event.kind in _KINDS_AT_THE_BEGINNING:
+            break
+    return ""
 
-    Of these events by time only the newest can have ended the run, and only if nothing, such as the
-    `last_step`, went on after it.
+
+def statements_of_guards(
+    events: Sequence[Event], *, last_step: float | None = None
+) -> list[Statement]:
+    """Return what guards stopped for and the errors that left them.
+
+    Each error comes after what it was raised from. Only the newest can have ended the run, and only
+    if nothing shows that the run continued after it.
+
+    Args:
+        events: The events of guards by time.
+        last_step: The Unix time of the last step, if it is known.
     """
-    ends = _ends(events)
-    going = max(
-        (index for index, event in enumerate(events) if event.kind not in _OF_AN_END), default=-1
-    )
-    closed = how_closed(events)
+    ends = _ends_of_guards(events)
     if ends:
-        at, newest = ends[-1]
-        went_on = at < going or events[at].unix_seconds < (last_step or 0.0)
-        ended = not went_on and (closed is None or closed["how"] == "left")
-        ends[-1] = at, [replace(each, fatal=ended) for each in newest]
-    found = [each for _, statements in ends for each in statements]
-    return [replace(each, position=index) for index, each in enumerate(found)]
+        newest = ends[-1]
+        is_fatal = _ended_the_run(newest, events, last_step or 0.0)
+        fatal = [replace(statement, fatal=is_fatal) for statement in newest.statements]
+        ends[-1] = replace(newest, statements=fatal)
+    statements = [statement for end in ends for statement in end.statements]
+    return [replace(statement, position=index) for index, statement in enumerate(statements)]
 
 
-def _ends(events: Sequence[Event]) -> list[tuple[int, list[Statement]]]:
-    """Return the ends that are recorded, each with the place of its last event.
+def _ended_the_run(end: _GuardEnd, events: Sequence[Event], last_step: float) -> bool:
+    """Return whether nothing shows that a run continued after an end of its guard."""
+    if events[end.index].unix_seconds < last_step:
+        return False
+    if any(event.kind not in _KINDS_AT_THE_END for event in events[end.index + 1 :]):
+        return False
+    closed = how_closed(events)
+    return closed is None or closed["how"] == "left"
 
-    What only follows a stop is one.
-    """
-    ends: list[tuple[int, list[Statement]]] = []
+
+def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
+    """Return the ends that are recorded. A stop and the error that follows from it are one."""
+    ends: list[_GuardEnd] = []
+    # The index of the newest stop that no error has followed.
     stop: int | None = None
     for index, event in enumerate(events):
         if event.kind == "stop":
-            ends.append((index, [_stopped(event)]))
+            ends.append(_GuardEnd(index=index, statements=[_stop_statement(event)]))
             stop = index
         elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
-            left = _left(event)
-            rule = left[-1].rule
-            follows = stop is not None and all(
-                each.kind in _OF_AN_END for each in events[stop:index]
-            )
-            if follows and rule is not None and rule == ends[-1][1][-1].rule:
-                ends.pop()  # the error says all of the stop and more
-            ends.append((index, left))
+            error = _GuardEnd(index=index, statements=_error_statements(event))
+            if stop is not None and _follows_from(error, ends[-1], events):
+                # The error says everything that the stop says, and more.
+                ends.pop()
+            ends.append(error)
             stop = None
     return ends
 
 
-def _stopped(event: Event) -> Statement:
+def _follows_from(error: _GuardEnd, stop: _GuardEnd, events: Sequence[Event]) -> bool:
+    """Return whether an error has the rule of a stop, after which the guard did not continue."""
+    rule = error.statements[-1].rule
+    if rule is None or rule != stop.statements[-1].rule:
+        return False
+    return all(event.kind in _KINDS_AT_THE_END for event in events[stop.index : error.index])
+
+
+def _stop_statement(event: Event) -> Statement:
     return Statement(
-        text=text_of(event.data.get("reason")),
+        text=event_text(event.data.get("reason")),
         source="guard",
         unix_seconds=event.unix_seconds,
         fatal=False,
@@ -301,13 +388,13 @@ def _stopped(event: Event) -> Statement:
     )
 
 
-def _left(event: Event) -> list[Statement]:
-    """Return the error that left a Guard, after what it was raised from."""
+def _error_statements(event: Event) -> list[Statement]:
+    """Return the error that left a guard, after what it was raised from."""
     common = {"source": "guard", "unix_seconds": event.unix_seconds}
     facts = event.data if event.data.get("type") else {"type": event.data.get("exception")}
-    found = chain_of(facts, fatal=False, position=0, common=common)
-    found[-1] = replace(found[-1], rule=_rule_of(event))
-    return found
+    statements = exception_chain(facts, fatal=False, position=0, common=common)
+    statements[-1] = replace(statements[-1], rule=_rule_of(event))
+    return statements
 
 
 def _rule_of(event: Event) -> str | None:

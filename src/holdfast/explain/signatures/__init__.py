@@ -49,15 +49,6 @@ UNJUDGED = Signature(
     ),
 )
 
-# The texts of a kind of unknown failure for which no advice is given.
-WITHOUT_ADVICE = {
-    "means": "No signature knows this failure, so its own words are all that is known.",
-    "fix": (
-        "Read the message with the lines around it, then the line of your own code that is named"
-        " with it, if there is one."
-    ),
-}
-
 
 @functools.cache
 def all_signatures() -> dict[str, Signature]:
@@ -82,8 +73,7 @@ def kinds_of_unknown() -> tuple[Signature, ...]:
     All of them carry the id of an unknown exception, because the verdict is the exception itself.
     """
     return tuple(
-        _signature_from({"id": UNCAUGHT, **WITHOUT_ADVICE, **entry})
-        for entry in _read_entries(KINDS_FILE)
+        _signature_from({"id": UNCAUGHT, "fix": "", **entry}) for entry in _read_entries(KINDS_FILE)
     )
 
 
