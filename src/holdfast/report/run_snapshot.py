@@ -20,7 +20,7 @@ from holdfast.report.run_follower import News
 from holdfast.report.sources import EventSeen
 
 if TYPE_CHECKING:  # numpy takes a tenth of a second
-    from holdfast.report.images import ImageSeen
+    from holdfast.report.images import PageImage
     from holdfast.report.series import Moments, Numbers, Series
 
 State = Literal["running", "waits to restart", "ended"]
@@ -144,7 +144,7 @@ class RunSnapshot:
     news: tuple[News, ...] = ()
     lanes: tuple[Lane, ...] = ()
     checkpoints: tuple[CheckpointSeen, ...] = ()
-    images: tuple[ImageSeen, ...] = ()
+    images: tuple[PageImage, ...] = ()
     stacks: tuple[tuple[str, str], ...] = ()
     output: str = ""
     problems: tuple[str, ...] = ()

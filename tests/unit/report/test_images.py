@@ -7,10 +7,10 @@ import os
 
 import numpy as np
 import pytest
+from PIL import Image
 from tests.unit.report.made_runs import make_run
 from tests.unit.report.test_page import HOSTILE, parsed
 
-from holdfast.guard.images import encoded_png
 from holdfast.report import images
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
@@ -21,7 +21,7 @@ pytest.importorskip("plotly")
 def add(run, tag: str, step: int, level: int = 7, size: tuple[int, ...] = (4, 6)) -> bytes:
     path = run / "images" / tag / f"{step}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encoded_png(np.full(size, level, np.uint8)))
+    Image.fromarray(np.full(size, level, np.uint8)).save(path)
     return path.read_bytes()
 
 
