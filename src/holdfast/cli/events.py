@@ -10,7 +10,7 @@ from holdfast.cli.output import Json, RunDirectory, failing_clearly, print_json
 from holdfast.core.text import as_json_value, moment, sanitise
 from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordings
 from holdfast.recorder.run_files import folder_of_first_host
-from holdfast.report.sources import EventSeen, is_sound_event
+from holdfast.report.sources import RecordedEvent, is_sound_event
 
 _MOST_CHARACTERS = 400  # of one fact, for people
 
@@ -45,7 +45,7 @@ def run(
         typer.echo(f"not read: {sanitise(word)}", err=True)
 
 
-def _all(recordings: Recordings) -> list[EventSeen]:
+def _all(recordings: Recordings) -> list[RecordedEvent]:
     found = []
     for who, folder in all_rings(recordings):
         recordings.say_lost_steps({folder: who})
@@ -53,17 +53,17 @@ def _all(recordings: Recordings) -> list[EventSeen]:
         sound = [event for event in events if is_sound_event(event)]
         if left_out := len(events) - len(sound):
             recordings.missing.append(f"{left_out} events of {who} without a time or a step")
-        found += [EventSeen(source=who, event=event) for event in sound]
+        found += [RecordedEvent(source=who, event=event) for event in sound]
     return sorted(found, key=lambda each: each.event.unix_seconds)
 
 
-def _as_json(seen: EventSeen) -> Any:
+def _as_json(seen: RecordedEvent) -> Any:
     event = seen.event
     facts = {"unix_seconds": event.unix_seconds, "who": seen.source, "kind": event.kind}
     return as_json_value({**facts, "global_step": event.global_step, "data": dict(event.data)})
 
 
-def _line(seen: EventSeen) -> str:
+def _line(seen: RecordedEvent) -> str:
     event = seen.event
     when = moment(event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
     # `repr` shows what a line break or an escape sequence in a fact is.

@@ -1,11 +1,11 @@
 """How bad an event is, and what it says in words.
 
-The same on curves, in the timeline and in the live view.
+Curves, the timeline and the live view take both from here, so that they agree.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.core.events.event import Event
 from holdfast.core.text import duration, size
@@ -53,6 +53,7 @@ _WARNINGS = frozenset(
         "preflight",
     }
 )
+# Facts whose values need no name, in the order in which they are shown.
 _SENTENCES = (
     "rule",
     "sentence",
@@ -64,14 +65,22 @@ _SENTENCES = (
     "error",
     "fix",
 )
+# Bounds of the text about an event.
+_MOST_FACTS = 12
+_MOST_LIST_ITEMS = 12
+_MOST_CHARACTERS = 300
+# Larger numbers are damage, or no amounts.
+_MOST_AMOUNT = 1e15
 
 
 def severity(event: Event) -> Severity:
     """Return how bad an event is; a finding says so itself."""
-    said = event.data.get("severity")
-    if event.kind in _ERRORS or said == "error":
+    stated = event.data.get("severity")
+    if event.kind in _ERRORS or stated == "error":
         return "error"
-    return "warning" if event.kind in _WARNINGS or said == "advice" else "info"
+    if event.kind in _WARNINGS or stated == "advice":
+        return "warning"
+    return "info"
 
 
 def named(event: Event) -> str:
@@ -80,21 +89,30 @@ def named(event: Event) -> str:
 
 
 def in_words(event: Event) -> str:
-    """Return the facts of an event as people say them; those that hold nothing are left out."""
+    """Return the facts of an event as text; facts without a value are left out."""
     facts = {
         name: value for name, value in event.facts().items() if value not in (None, "", [], {})
     }
-    said = [str(facts.pop(name)) for name in _SENTENCES if name in facts]
-    for name, value in facts.items():
-        words = name.replace("_", " ")
-        if type(value) in (int, float) and abs(value) < 1e15:
-            kind = name.rpartition("_")[2]
-            plain = f"{value:.6g}" if isinstance(value, float) else f"{value:,}"
-            value = (
-                duration(value) if kind == "seconds" else size(value) if kind == "bytes" else plain
-            )
-            words = words.removesuffix("seconds").removesuffix("bytes").strip() or "in"
-        elif isinstance(value, list):
-            value = ", ".join(map(str, value[:12]))
-        said.append(f"{words} {value}"[:300])
-    return "; ".join(said[:12])
+    words = [str(facts.pop(name)) for name in _SENTENCES if name in facts]
+    words += [_fact_in_words(name, value)[:_MOST_CHARACTERS] for name, value in facts.items()]
+    return "; ".join(words[:_MOST_FACTS])
+
+
+def _fact_in_words(name: str, value: Any) -> str:
+    """Return a fact such as ``("delay_seconds", 90)`` as "delay 1 min 30 s"."""
+    words = name.replace("_", " ")
+    unit = name.rpartition("_")[2]
+    if isinstance(value, list):
+        return f"{words} {', '.join(str(item) for item in value[:_MOST_LIST_ITEMS])}"
+    if type(value) not in (int, float) or not abs(value) < _MOST_AMOUNT:
+        return f"{words} {value}"
+    if unit == "seconds":
+        return f"{_without_unit(words, unit)} {duration(value)}"
+    if unit == "bytes":
+        return f"{_without_unit(words, unit)} {size(value)}"
+    return f"{words} {value:.6g}" if isinstance(value, float) else f"{words} {value:,}"
+
+
+def _without_unit(words: str, unit: str) -> str:
+    """Return the name of an amount without its unit; "in" if it had no other name."""
+    return words.removesuffix(unit).strip() or "in"

@@ -91,6 +91,7 @@ def test_what_cannot_be_an_image_is_refused_with_the_fix(guard):
 
 
 def test_without_pillow_the_error_names_the_extra(guard, tmp_path, monkeypatch):
+    """H742 says what to install, and nothing was written."""
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(holdfast.PolicyError, match=r"holdfast\[report\]") as error:
         guard.add_image("grid", np.zeros((2, 2)))
@@ -99,6 +100,7 @@ def test_without_pillow_the_error_names_the_extra(guard, tmp_path, monkeypatch):
 
 
 def test_the_largest_image_that_does_not_compress_can_be_read_back(guard, tmp_path):
+    """PNG adds a little to noise; the page still accepts what a guard has written."""
     noise = np.random.default_rng(0).integers(0, 256, (8192, 512), dtype=np.uint8)
 
     guard.add_image("noise", noise)

@@ -120,7 +120,7 @@ def test_a_peak_among_many_values_is_seen(tmp_path: Path) -> None:
         scalars.write(checked({"often": value}, "", {}), step, None)
     scalars.close()
     (lane,) = gather(tmp_path).lanes
-    curve = lane.columns["logged: often"]
+    curve = lane.curves["logged: often"]
     assert 500 < len(curve.values) <= 1000
     assert (curve.finite.min(), curve.finite.max()) == (-99.0, 99.0)
     assert [4000 - 8 < step <= 4000 for step in curve.nonfinite] == [True]
