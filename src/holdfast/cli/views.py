@@ -55,12 +55,11 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what every process of a run does right now, until the run ends.
+    """Show what each process of a run is doing, until the run ends.
 
-    In a file or a pipe, one picture.
-
-    Of a directory of runs, such as runs/, one line for each run. Any key shows more of one thing, q
-    quits.
+    Given a directory of runs, such as runs/, show one line for each run. Any key switches between
+    everything, processes, training and events; q quits. Without a terminal, print one picture and
+    exit.
     """
     from holdfast.report.live import draw, follow
 
@@ -116,11 +115,12 @@ def _wait_for_key(seconds: float) -> str:
 def report(
     run_dir: RunDirectory,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The page; else report.html in RUN.")
+        Path | None,
+        typer.Option("--out", "-o", help="Path of the page; report.html in RUN by default."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write one page that says why a run ended and how it went; it needs no network."""
+    """Write an HTML page that says why a run ended and how it went; it opens offline."""
     with failing_clearly(as_json=as_json):
         from holdfast.report.gathering import gather
         from holdfast.report.page import render
@@ -153,13 +153,14 @@ def _write_page(path: Path, data: bytes) -> Path:
     """Write a page and return its absolute path; OSError, with the way out, if it cannot be."""
     page = path.absolute()
     if page.exists() and not page.is_file():
-        reason = "it is a device, a pipe or a folder; --out FILE takes another place"
+        reason = "it is a device, a pipe or a directory; choose another path with --out FILE"
         raise OSError(errno.EINVAL, reason, str(page))
     try:
         replace_file(page, data)
     except OSError as error:
         reason = (
-            f"the page cannot be written here ({error.strerror}); --out FILE takes another place"
+            f"the page cannot be written here ({error.strerror}); choose another path with --out"
+            " FILE"
         )
         raise OSError(error.errno, reason, str(page)) from error
     return page
@@ -171,13 +172,12 @@ def _print_written(page: Path, data: bytes) -> None:
 
 def compare(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run directories.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("compare.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the page.")] = Path(
+        "compare.html"
+    ),
     as_json: Json = False,
 ) -> None:
-    """Write one page with several runs side by side.
-
-    Curves over each other, what differs, and what came of each.
-    """
+    """Write an HTML page that compares runs: curves, settings that differ, and how each ended."""
     with failing_clearly(as_json=as_json):
         from holdfast.report.comparing import Comparison
         from holdfast.report.gathering import gather
@@ -202,9 +202,9 @@ def _check_count(runs: int) -> None:
     if 2 <= runs <= _MOST_COMPARED:
         return
     raise PolicyError(
-        f"{runs} of them to compare",
-        limit=f"2 to {_MOST_COMPARED} different runs fit on a page",
-        fix="pass runs/a runs/b; `holdfast report` shows one.",
+        f"{runs} different runs to compare",
+        limit=f"a page compares 2 to {_MOST_COMPARED} runs",
+        fix="pass at least two, such as runs/a runs/b; `holdfast report` shows a single run.",
         rule="H105",
     )
 
@@ -226,17 +226,23 @@ def _comparison_table(title: str, names: Sequence[str], rows: Mapping[str, Seque
 
 def metrics(
     run_dir: RunDirectory,
-    tensorboard: Annotated[str | None, typer.Option(metavar="DIR", help="Event files.")] = None,
-    jsonl: Annotated[
-        str | None, typer.Option(metavar="FILE|-", help="Lines of JSON, appended.")
+    tensorboard: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write event files to DIR.")
     ] = None,
-    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Weights & Biases.")] = None,
-    follow_run: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+    jsonl: Annotated[
+        str | None, typer.Option(metavar="FILE|-", help="Append JSON lines to FILE; - prints them.")
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log to a project of W&B.")
+    ] = None,
+    follow_run: Annotated[
+        bool, typer.Option("--follow", help="Continue until the run ends.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Copy steps and events of a run to TensorBoard, JSON lines or Weights & Biases.
 
-    Exit code 1: some sink failed on the way.
+    The exit code is 1 if one of them could not be written to.
     """
     from holdfast.report.metrics.copying import follow
     from holdfast.report.metrics.sinks import open_sinks
@@ -249,8 +255,8 @@ def metrics(
         if not targets:
             raise PolicyError(
                 "no target for the metrics",
-                limit="somebody must be able to read them",
-                fix="pass one such as --tensorboard DIR or --jsonl -.",
+                limit="at least one is needed",
+                fix="pass one, such as --tensorboard DIR or --jsonl -.",
                 rule="H743",
             )
         sinks = open_sinks(targets, run)

@@ -110,8 +110,8 @@ def _check_tag(tag: object) -> None:
     raise PolicyError(
         f"add_image with tag {tag!r}",
         limit=(
-            "it names a folder: 1 to 64 letters, digits, '-', '_' and '.', the first a letter or"
-            " digit"
+            "a tag names a folder: it has 1 to 64 letters, digits, '-', '_' and '.', and begins"
+            " with a letter or a digit"
         ),
         fix='pass a tag such as "samples" or "alignment-valid"; the step is added for you.',
         rule="H105",
@@ -174,7 +174,7 @@ def _pixels_of(image: Any) -> _Pixels:
 
 def _as_array(image: Any) -> npt.NDArray[Any]:
     if isinstance(image, (bytes, bytearray, memoryview)):
-        _refuse("bytes of a file", "decode it first: numpy.asarray(PIL.Image.open(file)).")
+        _refuse("the bytes of a file", "decode it first: numpy.asarray(PIL.Image.open(file)).")
     is_tensor = hasattr(image, "detach")
     if is_tensor:
         image = image.detach().cpu()
@@ -210,8 +210,8 @@ def _refuse(problem: str, fix: str = "pass an array or a tensor of that shape.")
     raise PolicyError(
         f"add_image with {problem}",
         limit=(
-            "an image is (height, width) or (height, width, 3), uint8 or floats from 0 to 1, of at"
-            f" most {MOST_PIXEL_BYTES:,} values and {LONGEST_SIDE} a side"
+            "an image has shape (height, width) or (height, width, 3), uint8 values or floats from"
+            f" 0 to 1, at most {MOST_PIXEL_BYTES:,} values, and at most {LONGEST_SIDE} per side"
         ),
         fix=fix,
         rule="H105",

@@ -133,7 +133,8 @@ def _newest_lanes(lanes: Sequence[Lane], problems: Problems) -> Sequence[Lane]:
     """Return as many lanes as are drawn."""
     if len(lanes) > MOST_LANES:
         problems.add(
-            f"curves of the newest {MOST_LANES} of {len(lanes)} training processes are drawn"
+            f"only the curves of the newest {MOST_LANES} of {len(lanes)} training processes are"
+            " drawn"
         )
     return lanes[-MOST_LANES:]
 

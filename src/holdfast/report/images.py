@@ -84,7 +84,8 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[PageImage]:
         images.append(image)
     if too_large:
         problems.append(
-            f"{too_large} images are left out: a page takes {_MOST_BYTES_IN_ALL >> 20} MiB of them"
+            f"{too_large} images are left out: a page holds at most"
+            f" {_MOST_BYTES_IN_ALL >> 20} MiB of images"
         )
     return sorted(images, key=lambda image: (image.tag, -image.global_step))
 
@@ -97,16 +98,16 @@ def png_size(data: bytes) -> tuple[int, int]:
     """
     if len(data) > MOST_FILE_BYTES:
         raise ValueError(
-            f"a PNG file of {len(data):,} bytes, where {MOST_FILE_BYTES:,} are kept at most"
+            f"a PNG file of {len(data):,} bytes; the limit is {MOST_FILE_BYTES:,} bytes"
         )
     if len(data) < _IHDR.size or not data.endswith(_IEND):
-        raise ValueError("not a whole PNG file")
+        raise ValueError("not a complete PNG file")
     signature, first_chunk, width, height = _IHDR.unpack_from(data)
     if signature != _SIGNATURE or first_chunk != b"IHDR":
-        raise ValueError("not a whole PNG file")
+        raise ValueError("not a complete PNG file")
     if not (1 <= width <= LONGEST_SIDE and 1 <= height <= LONGEST_SIDE):
         raise ValueError(
-            f"a PNG file of {width} x {height} pixels, where a side has 1 to {LONGEST_SIDE}"
+            f"a PNG file of {width} x {height} pixels; each side must have 1 to {LONGEST_SIDE}"
         )
     return width, height
 
@@ -124,7 +125,7 @@ def _candidates(runs: Iterable[Path], problems: list[str]) -> Iterator[_Candidat
                 for place, (step, path) in enumerate(_spread(_image_files(folder))):
                     yield _Candidate(place=place, tag=tag, global_step=step, path=path)
         except OSError as error:
-            sentence = f"images cannot be listed: {error.strerror or error}"
+            sentence = f"the images cannot be listed: {error.strerror or error}"
             problems.append(sanitise(sentence, most=300))
 
 

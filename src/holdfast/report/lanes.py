@@ -106,7 +106,7 @@ class LaneReader:
     def _note_lost_steps(self, source: Source) -> None:
         sentence = self._problems.read("", not_recorded_any_more, source.directory)
         if sentence:
-            self._problems.add(f"of {source.label} {sentence}")
+            self._problems.add(f"{source.label}: {sentence}")
 
     def _logged_curves(self, source: Source, times: StepTimes, most: int) -> dict[str, Curve]:
         """Return the curves of what the script logged, and of the results of validations."""
@@ -116,15 +116,16 @@ class LaneReader:
         if logged and records[0].sequence > 1:
             lost = records[0].sequence - 1
             self._problems.add(
-                f"of {source.label} the logged values before step {logged[0].step:,} are not"
-                f" recorded any more: {lost:,} older records were overwritten"
+                f"{source.label}: the values logged before step {logged[0].step:,} are lost,"
+                f" since {lost:,} older records were overwritten"
             )
         scalars = [*logged, *self._validated.get(source.label, ())]
         curves = curves_of_scalars(scalars, times, most)
         names = {scalar.name for scalar in scalars}
         if len(names) > len(curves):
             self._problems.add(
-                f"of {source.label} the first {len(curves)} of {len(names)} logged names are drawn"
+                f"{source.label}: only the first {len(curves)} of {len(names)} logged names are"
+                " drawn"
             )
         return curves
 

@@ -149,7 +149,7 @@ def _head(view: _View) -> list[RenderableType]:
     )
     if run.outlook:
         lines.append(Text(run.outlook))
-    keys = f"showing {view.panel}; a key shows more, q quits" if view.panel else None
+    keys = f"showing {view.panel}; any key shows more, q quits" if view.panel else None
     return [
         Panel(
             Group(*lines),
@@ -188,7 +188,7 @@ def _training_table(view: _View) -> list[RenderableType]:
 
 def _hidden_processes(view: _View) -> list[RenderableType]:
     if not view.processes:
-        return [Text("no Python process was seen yet", style="dim")]
+        return [Text("no Python process has been seen yet", style="dim")]
     hidden = len(view.present_processes) - len(view.processes)
     return [Text(f"and {hidden} more processes", style="dim")] if hidden else []
 

@@ -11,7 +11,7 @@ from holdfast.recorder.progress import StepSample
 
 # Steps over which the current rate is measured.
 RATE_SAMPLES = 50
-NO_GUARD = "epoch, total, time left and samples/s are not known: no Guard records them"
+NO_GUARD = "epoch, total, time left and samples/s are unknown: no Guard records them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ def _epoch(progress: LoopProgress, step: int) -> str:
 def _step(progress: LoopProgress, step: int) -> str:
     total = progress.total_steps
     if total is None:
-        return f"step {step:,} of a total that is not known yet"
+        return f"step {step:,} of an unknown total"
     return f"step {step:,} of {total:,}"
 
 
@@ -148,14 +148,14 @@ def _time_left(progress: LoopProgress, step: int, rate: float) -> str:
 
 def _throughput(progress: LoopProgress, rate: float, ranks: int) -> str:
     if not progress.epoch_steps:
-        return "samples/s not known"
+        return "samples/s unknown"
     samples_per_epoch = ranks * progress.epoch_batches * progress.batch_size
     samples_per_second = samples_per_epoch * rate / progress.epoch_steps
     if not samples_per_second:
-        return "samples/s not known"
+        return "samples/s unknown"
     return (
-        f"{three_digits(samples_per_second)} samples/s and {three_digits(rate)} steps/s with all"
-        " breaks"
+        f"{three_digits(samples_per_second)} samples/s and {three_digits(rate)} steps/s including"
+        " pauses"
     )
 
 

@@ -154,7 +154,7 @@ class RunFollower:
             return None
         if lost_steps:
             label = sanitise(source.label, most=60)
-            self.lost_steps[str(directory)] = f"of {label} {lost_steps}"
+            self.lost_steps[str(directory)] = f"{label}: {lost_steps}"
         return news
 
     def _add_guards(self, news: News) -> None:

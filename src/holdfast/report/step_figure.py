@@ -93,7 +93,7 @@ _PANELS = (
     ),
     _Panel(curves=("host_bytes",), title="host memory", unit="B"),
     _Panel(curves=("wait_share",), title="waiting for data", unit="%"),
-    _Panel(curves=("seconds",), title="seconds a step", may_be_logarithmic=True),
+    _Panel(curves=("seconds",), title="seconds per step", may_be_logarithmic=True),
 )
 # A number that the script logs under one of these names is drawn in the same way.
 _LOGARITHMIC_TITLES = frozenset(panel.title for panel in _PANELS if panel.may_be_logarithmic)
@@ -184,7 +184,7 @@ def _logged_panels(lanes: Sequence[Lane]) -> list[_Panel]:
         own_scale = any(curve.own_scale for curve in curves)
         title = label(name.removeprefix(LOGGED))
         if own_scale:
-            title += " (over steps of its own)"
+            title += " (over its own steps)"
         panels.append(
             _Panel(
                 curves=(name,),

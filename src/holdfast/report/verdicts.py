@@ -45,7 +45,7 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
 
         return judge(collect(run))
     except Exception as error:  # noqa: BLE001 - a report without a verdict is better than none; it shows the reason
-        problems.append(f"no verdict could be made: {sanitise(error, most=200)}")
+        problems.append(f"the run could not be judged: {sanitise(error, most=200)}")
         return None
 
 

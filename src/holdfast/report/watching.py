@@ -250,7 +250,7 @@ class Watched:
         problems = {**self._follower.problems, **self._board_problems}
         sentences = [*problems.values(), *self._follower.lost_steps.values()]
         if supervisor_is_lost:
-            sentences.append("its supervisor was killed")
+            sentences.append("the supervisor was killed")
         return tuple(sentences)
 
 

@@ -145,7 +145,8 @@ def test_what_cannot_be_written_stops_nothing_and_is_said(tmp_path: Path) -> Non
     _write(ring, range(1, 33_000))
     picture = gather(tmp_path)
     assert picture.lanes[0].curves["loss"].steps[0] == 232
-    assert "before step 232 are not recorded any more: 231 older" in str(picture.problems)
+    (problem,) = picture.problems
+    assert {"232", "231"} <= set(re.findall(r"\d+", problem))
     blocked.rmdir()
     _write(ring, range(33_000, 50_000))
     assert read_history(ring)[1:] == (32_767, 16_383)

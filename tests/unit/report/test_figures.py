@@ -42,7 +42,7 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
             "learning rate",
             "host memory",
             "waiting for data",
-            "seconds a step",
+            "seconds per step",
         )
     ]
     assert sum(bool(trace.showlegend) for trace in steps.data) == 3

@@ -199,7 +199,7 @@ class _Output:
     def _note_failure(self, sink: Sink, error: Exception) -> None:
         failure = f"{sink.name}: {_describe(error)}"
         self.failures.append(failure)
-        _log.warning("metrics are not written any more to %s", failure)
+        _log.warning("no more metrics are written to %s", failure)
 
 
 def _describe(error: Exception) -> str:

@@ -38,7 +38,7 @@ def _open(kind: str, target: str, run: Path) -> Sink:
     except ImportError as error:
         raise PolicyError(
             f"the client for {kind} is not installed ({error.name})",
-            limit="metrics are written by the clients that their projects maintain",
+            limit="metrics are written through the client of each tool",
             fix=f'install the extra: pip install "torch-holdfast[{_EXTRAS[kind]}]".',
             rule="H742",
         ) from error
