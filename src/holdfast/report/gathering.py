@@ -8,7 +8,7 @@ here, curves in ``lanes``, and texts in ``attachments``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,20 @@ def gather(run: Path) -> RunSnapshot:
         run: A run directory of `holdfast run` or of a guard.
     """
     problems = Problems()
-    no_sources: list[Source] = []
-    sources = problems.read(no_sources, find_sources, run)
+    sources = problems.read(find_sources, run) or []
     events, guards = _read_events(run, problems)
     supervised = read_json(run / SUPERVISED_FILE)
 
     observed = [source for source in sources if source.info is not None]
-    lanes = _LanesOfRun(LaneReader(problems, validations(events)), observed, guards)
+    reader = LaneReader(problems, validations(events))
+    lanes_of_process = _lanes_of_processes(observed, reader)
+    lanes = _all_lanes(lanes_of_process.values(), guards, reader)
     newest_events = {recorded.source: recorded.event.unix_seconds for recorded in events}
     processes = [
-        _process(source, lanes.of_process[source.directory], newest_events, problems)
+        _process(source, lanes_of_process[source.directory], newest_events, problems)
         for source in observed
     ]
-    drawn_lanes = _newest_lanes(lanes.all, problems)
+    drawn_lanes = _newest_lanes(lanes, problems)
 
     # A guard records into ``recorder/rank0`` of its run directory.
     guard_runs = {guard.directory.parent.parent for guard in guards}
@@ -81,7 +82,7 @@ def gather(run: Path) -> RunSnapshot:
         guards=tuple(sorted(guard_runs)),
         images=tuple(read_images(run_directories, problems.sentences)),
         stacks=tuple(read_stacks(run, [source.info for source in observed if source.info])),
-        output=problems.read("", read_output, run),
+        output=problems.read(read_output, run) or "",
         # Read last: everything above may have added a sentence.
         problems=tuple(dict.fromkeys(problems.sentences)),
     )
@@ -104,29 +105,19 @@ def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], li
     return events, [source for source in follower.sources if source.kind == "guard"]
 
 
-class _LanesOfRun:
-    """The lanes of all processes and guards of a run.
+def _lanes_of_processes(observed: Sequence[Source], reader: LaneReader) -> dict[Path, list[Lane]]:
+    """Return the lanes of each process by its directory; that of the process itself is first."""
+    most_points = points_per_lane(len(observed))
+    return {source.directory: reader.lanes_of(source, most_points) for source in observed}
 
-    Args:
-        reader: Reads the lanes of a source.
-        observed: Processes that were observed.
-        guards: Guards, whose steps are left out as far as processes were observed to make them.
 
-    Attributes:
-        of_process: Lanes by the directory of the process; the lane of the process itself is first.
-        all: Lanes of processes, then of guards.
-    """
-
-    def __init__(
-        self, reader: LaneReader, observed: Sequence[Source], guards: Sequence[Source]
-    ) -> None:
-        most_points = points_per_lane(len(observed))
-        self.of_process = {
-            source.directory: reader.lanes_of(source, most_points) for source in observed
-        }
-        of_processes = [lane for lanes in self.of_process.values() for lane in lanes]
-        of_guards = [lane for guard in guards for lane in reader.lanes_of(guard)]
-        self.all = [*of_processes, *without_observed_curves(of_guards, of_processes)]
+def _all_lanes(
+    lanes_of_processes: Iterable[Sequence[Lane]], guards: Sequence[Source], reader: LaneReader
+) -> list[Lane]:
+    """Return the lanes of processes, then those of guards that say more than these."""
+    of_processes = [lane for lanes in lanes_of_processes for lane in lanes]
+    of_guards = [lane for guard in guards for lane in reader.lanes_of(guard)]
+    return [*of_processes, *without_observed_curves(of_guards, of_processes)]
 
 
 def _newest_lanes(lanes: Sequence[Lane], problems: Problems) -> Sequence[Lane]:
@@ -158,7 +149,7 @@ def _process(
     """
     assert source.info is not None
     lane = lanes[0] if lanes else None
-    standing = problems.read(None, read_board, source.directory / BOARD_FILE)
+    standing = problems.read(read_board, source.directory / BOARD_FILE)
     signs = [newest_events.get(source.label), None if lane is None else lane.ended]
     return ProcessSnapshot(
         label=source.label,
@@ -270,6 +261,5 @@ def _first_and_last(places: list[int]) -> list[int]:
 def _checkpoints(run_directories: Sequence[Path], problems: Problems) -> list[CheckpointSummary]:
     checkpoints: list[CheckpointSummary] = []
     for directory in run_directories:
-        none: list[CheckpointSummary] = []
-        checkpoints += problems.read(none, read_checkpoints, directory)
+        checkpoints += problems.read(read_checkpoints, directory) or []
     return checkpoints

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.history import NAMES, Rows, read_history
 from holdfast.recorder.reader import not_recorded_any_more
-from holdfast.recorder.ring import Record, read_ring
-from holdfast.recorder.run_files import SAMPLES_FILE, read_optimizers
+from holdfast.recorder.ring import read_ring
+from holdfast.recorder.run_files import read_optimizers
 from holdfast.recorder.scalars import SCALARS_FILE, Scalar, scalars_of
 from holdfast.report.curves import (
     CURVES_OF_AN_OPTIMIZER,
@@ -54,32 +53,32 @@ class LaneReader:
         self._problems = problems
         self._validated = validated
 
-    def lanes_of(self, source: Source, most: int = MOST_POINTS) -> list[Lane]:
+    def lanes_of(self, source: Source, most_points: int = MOST_POINTS) -> list[Lane]:
         """Return the lane of a source, and one for each of its optimizers if there are several.
 
         Args:
             source: A process or a guard.
-            most: Number of points of a curve.
+            most_points: Number of points of a curve, at most.
 
         Returns:
-            None if nothing was recorded; the lane of the source itself comes first.
+            The lane of the source itself first; nothing if nothing was recorded.
         """
-        path = steps_path(source)
-        ring = self._problems.read(None, rows_of_ring, path)
+        path = source.steps_path
+        ring = self._problems.read(rows_of_ring, path)
         if ring is None or not len(ring):
-            return self._lanes_without_steps(source, most)
+            return self._lanes_without_steps(source, most_points)
         self._note_lost_steps(source)
         steps = _RecordedSteps(history=_history_before(ring, path), ring=ring)
         times = steps.times(is_guard=source.kind == "guard")
         curves, curves_by_optimizer = _curves_by_optimizer(
-            thinned(steps.history, ring, most), read_optimizers(source.directory)
+            thinned(steps.history, ring, most_points), read_optimizers(source.directory)
         )
         lane = Lane(
             label=source.label,
             last_step=int(ring["step"][-1]),
             begun=steps.begun,
             ended=int(ring["time"][-1]) / 1e9,
-            curves={**curves, **self._logged_curves(source, times, most)},
+            curves={**curves, **self._logged_curves(source, times, most_points)},
             times=times,
             rank=source.rank,
             of_guard=source.kind == "guard",
@@ -96,22 +95,23 @@ class LaneReader:
         ]
         return [lane, *lanes_of_optimizers]
 
-    def _lanes_without_steps(self, source: Source, most: int) -> list[Lane]:
+    def _lanes_without_steps(self, source: Source, most_points: int) -> list[Lane]:
         """Return the lane of a source that has logged numbers, or validated, but made no step."""
-        curves = self._logged_curves(source, StepTimes.none(), most)
+        curves = self._logged_curves(source, StepTimes.none(), most_points)
         if not curves:
             return []
         return [Lane(label=source.label, curves=curves, times=StepTimes.none(), rank=source.rank)]
 
     def _note_lost_steps(self, source: Source) -> None:
-        sentence = self._problems.read("", not_recorded_any_more, source.directory)
+        sentence = self._problems.read(not_recorded_any_more, source.directory)
         if sentence:
             self._problems.add(f"{source.label}: {sentence}")
 
-    def _logged_curves(self, source: Source, times: StepTimes, most: int) -> dict[str, Curve]:
+    def _logged_curves(
+        self, source: Source, times: StepTimes, most_points: int
+    ) -> dict[str, Curve]:
         """Return the curves of what the script logged, and of the results of validations."""
-        no_records: list[Record] = []
-        records = self._problems.read(no_records, read_ring, source.directory / SCALARS_FILE)
+        records = self._problems.read(read_ring, source.directory / SCALARS_FILE) or []
         logged = scalars_of(records)
         if logged and records[0].sequence > 1:
             lost = records[0].sequence - 1
@@ -120,7 +120,7 @@ class LaneReader:
                 f" since {lost:,} older records were overwritten"
             )
         scalars = [*logged, *self._validated.get(source.label, ())]
-        curves = curves_of_scalars(scalars, times, most)
+        curves = curves_of_scalars(scalars, times, most_points)
         names = {scalar.name for scalar in scalars}
         if len(names) > len(curves):
             self._problems.add(
@@ -128,11 +128,6 @@ class LaneReader:
                 " drawn"
             )
         return curves
-
-
-def steps_path(source: Source) -> Path:
-    """Return the ring of steps of a process or a guard."""
-    return source.directory / (SAMPLES_FILE if source.kind == "process" else STEPS_FILE)
 
 
 def points_per_lane(processes: int) -> int:

@@ -32,17 +32,16 @@ class Problems:
 
     def read(
         self,
-        otherwise: _Result,
         function: Callable[_Arguments, _Result],
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
-    ) -> _Result:
-        """Return what a function reads; if it fails, note the reason and return `otherwise`."""
+    ) -> _Result | None:
+        """Return what a function reads; if it fails, note the reason and return None."""
         try:
             return function(*args, **kwargs)
         except READING_ERRORS as error:
             self.add(reason(error))
-            return otherwise
+            return None
 
 
 def reason(error: Exception, most: int = _MOST_CHARACTERS) -> str:

@@ -17,14 +17,13 @@ from typing import Any
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
-from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE
+from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.following import EventFollower, RingFollower, SampleFollower
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.reader import not_recorded_any_more
 from holdfast.recorder.run_files import (
     PROCESS_FILE,
     PROCESSES_FOLDER,
-    SAMPLES_FILE,
     SUPERVISED_FILE,
     ProcessInfo,
     process_lives,
@@ -196,10 +195,10 @@ class _SourceFollower:
         directory = source.directory
         self._events = EventFollower(directory / EVENTS_FILE)
         self._scalars = RingFollower(directory / SCALARS_FILE)
-        self._samples_path = directory / (SAMPLES_FILE if source.kind == "process" else STEPS_FILE)
+        self._steps_path = source.steps_path
         self._samples: SampleFollower | None = None
         if steps and source.kind != "supervisor":
-            self._samples = SampleFollower(self._samples_path)
+            self._samples = SampleFollower(self._steps_path)
         # Unix time of the newest step that was returned.
         self._newest = 0.0
 
@@ -222,7 +221,7 @@ class _SourceFollower:
         if not samples:
             return []
         if self.lost > lost_before:
-            means = _means_between(self._samples_path, self._newest, samples[0].unix_seconds)
+            means = _means_between(self._steps_path, self._newest, samples[0].unix_seconds)
             samples = [*means, *samples]
         self._newest = samples[-1].unix_seconds
         return samples

@@ -55,14 +55,14 @@ Rule: TypeAlias = Callable[[Signs], State | None]
 
 
 def supervisor_waits_to_restart(signs: Signs) -> State | None:
-    """Between two attempts no process runs, but the supervisor has announced the next one."""
+    """Between two attempts no process runs, but the supervisor has announced the next attempt."""
     if signs.supervisor_event == "restart" and signs.lock_is_held is not False:
         return "waits to restart"
     return None
 
 
 def somebody_is_alive(signs: Signs) -> State | None:
-    """The supervisor holds its lock for as long as it lives; so does a guard without one."""
+    """A supervisor that is alive holds its lock, and processes show whether they are alive."""
     return "running" if signs.of_life else None
 
 
@@ -81,7 +81,7 @@ def end_was_recorded(signs: Signs) -> State | None:
 
 
 def silent_for_too_long(signs: Signs) -> State | None:
-    """A run that has shown signs of life ends without a word if all its processes are killed."""
+    """If all processes of a run are killed, nobody records its end."""
     was_seen = bool(signs.processes_alive or signs.supervisor_event)
     return "ended" if was_seen and signs.silent_seconds >= SILENT_SECONDS else None
 

@@ -18,8 +18,10 @@ from typing import Any, Literal
 from holdfast.core.events.event import Event
 from holdfast.core.files import read_file
 from holdfast.explain.runs.recordings import no_recording, unreadable
+from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.run_files import (
     PROCESSES_FOLDER,
+    SAMPLES_FILE,
     SUPERVISED_FILE,
     SUPERVISOR_FOLDER,
     ProcessInfo,
@@ -58,6 +60,11 @@ class Source:
     rank: int | None = None
     attempt: int = 0
     info: ProcessInfo | None = None
+
+    @property
+    def steps_path(self) -> Path:
+        """Return the ring of its steps: samples of a process, or marks of a guard."""
+        return self.directory / (SAMPLES_FILE if self.kind == "process" else STEPS_FILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,9 +132,10 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
 
 
 def share_equal_curves(lanes: Sequence[Lane]) -> Sequence[Lane]:
-    """Return lanes in which a curve that all lanes with such a curve share is drawn once.
+    """Return lanes in which a curve that is the same in all lanes that have it is drawn once.
 
-    The shared curves are those of one more lane, labelled "all alike".
+    A number such as the learning rate is often the same on all ranks. Such curves move to one more
+    lane, labelled "all alike".
     """
     curves_by_name: dict[str, list[Curve]] = {}
     for lane in lanes:
