@@ -92,7 +92,7 @@ def _watched(path: Path) -> Watched | Runs:
 
 @contextlib.contextmanager
 def _reading_keys() -> Iterator[Callable[[float], object]]:
-    """Yield a function that waits for a key, for so many seconds, and returns it or nothing.
+    """Yield a function that waits for a key, at most for the given seconds, and returns the key.
 
     Without a terminal it only waits.
     """

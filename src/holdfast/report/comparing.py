@@ -20,11 +20,11 @@ from holdfast.report.verdicts import how_sure
 
 # Values by the name of the row; each row has one for each run, in the order of the runs.
 Table = Mapping[str, Sequence[str]]
-# Settings that differ in any two runs, so that the difference says nothing.
+# Settings that differ between any two runs, so the difference is not worth showing.
 _ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
 # Options such as ``--lr`` and ``-n``, but not negative numbers.
 _OPTION = re.compile(r"--?[A-Za-z]")
-# What may stand before the "=" of a setting such as ``optimizer.lr=0.1``.
+# What may come before the "=" of a setting such as ``optimizer.lr=0.1``.
 _SETTING = re.compile(r"[\w+~./-]+")
 
 

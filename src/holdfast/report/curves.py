@@ -30,7 +30,7 @@ MOST_POINTS = 2000
 CURVES_OF_AN_OPTIMIZER = NAMES[:3]
 # Prefix of the name of each curve that the script has named itself.
 LOGGED = "logged: "
-# Names beyond these are not drawn: each takes a panel, and nobody scrolls through more.
+# Further names are not drawn: each takes a panel of its own, and a page with more is unusable.
 MOST_LOGGED = 24
 # Steps that a script gave are taken for optimizer steps if they are within a factor of 2, or within
 # this many steps, of the steps that were trained. Otherwise they count something else, such as

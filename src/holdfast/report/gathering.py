@@ -196,7 +196,7 @@ def _attempt(process: ProcessSnapshot) -> str:
 
 
 def _first_start(sources: Sequence[Source]) -> dict[str, Any]:
-    """Return what the first source that recorded its start said then."""
+    """Return what was recorded at the start of the first source that recorded its start."""
     for source in sources:
         start = read_json(source.directory / START_FILE)
         if start:

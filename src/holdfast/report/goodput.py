@@ -180,7 +180,7 @@ def _goodput_of_guard(run: RunSnapshot) -> dict[str, float]:
         if recorded.event.data.get("how") == "finished"
     }
     idle_seconds = sum(resumed - last_sign for last_sign, resumed in gaps)
-    # After a run has finished nothing is missed until somebody starts it again.
+    # A run that has finished is not down until it is started again.
     down_seconds = sum(
         resumed - last_sign for last_sign, resumed in gaps if last_sign not in finished
     )

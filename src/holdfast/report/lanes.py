@@ -131,7 +131,7 @@ class LaneReader:
 
 
 def points_per_lane(processes: int) -> int:
-    """Return how many points a curve may have if so many processes have curves."""
+    """Return how many points a curve may have, given the number of processes with curves."""
     share = _MOST_POINTS_IN_ALL // max(processes, 1)
     return max(_FEWEST_POINTS, min(MOST_POINTS, share))
 

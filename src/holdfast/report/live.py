@@ -63,8 +63,8 @@ def follow(watched: Watched | Runs, console: Console, wait: Callable[[float], ob
     Args:
         watched: One run, or all runs in a directory.
         console: The terminal.
-        wait: Waits for so many seconds, and returns a key if one was pressed: "q" quits, any other
-            switches to the next of `PANELS`.
+        wait: Waits for the given number of seconds or for a key, and returns the key if there was
+            one: "q" quits, any other switches to the next of `PANELS`.
     """
     snapshots = watched.look()
     keys_pressed = 0

@@ -87,7 +87,7 @@ def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress |
 
 
 def _count(event: Event, name: str) -> int | None:
-    """Return a fact of an event if it is a count, whatever else the recording may hold."""
+    """Return a fact of an event if it is a count; a damaged recording may hold anything."""
     value = event.data.get(name)
     return value if type(value) is int and value >= 0 else None
 
@@ -99,10 +99,10 @@ def _or_previous(count: int | None, previous: int) -> int:
 def describe_outlook(
     progress: LoopProgress, samples: Sequence[StepSample], *, now: float, ranks: int
 ) -> str:
-    """Return how far a loop is, as a sentence; what is not known is said to be unknown.
+    """Return how far a loop is, as a sentence that names what is unknown.
 
     Args:
-        progress: What the loop said about its length.
+        progress: What the loop recorded about its length.
         samples: The newest steps of the loop's process, oldest first.
         now: Unix time.
         ranks: Number of processes that train together.

@@ -66,7 +66,7 @@ def key_figures(run: RunSnapshot) -> dict[str, str]:
         "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
         "attempts": str(run.attempt + 1),
     }
-    # Only checkpoints of a guard are counted: what a script saves by itself is unknown.
+    # Only checkpoints of a guard are counted: those that a script saves itself are unknown.
     if run.guards or run.checkpoints:
         complete = [item for item in run.checkpoints if item.status == "complete"]
         facts["checkpoints"] = str(len(complete))
@@ -104,7 +104,7 @@ def _largest_value(run: RunSnapshot, name: str) -> float | None:
 
 
 def _throughput(run: RunSnapshot) -> dict[str, str]:
-    """Return steps and samples per second as text, as far as they are known."""
+    """Return steps and samples per second as text, where they are known."""
     steps_per_second = _median_rate(
         lane.times for lane in run.lanes if not lane.rank and not lane.optimizer
     )

@@ -42,7 +42,7 @@ def visible_phase(standing: Standing | None, role: str) -> Phase | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """The steps of one process, or of one of its optimizers if several step by themselves.
+    """The steps of one process, or of one of its optimizers if there are several.
 
     Args:
         label: Name for people, such as "rank 3" or "rank 3, generator".
@@ -86,7 +86,7 @@ class ProcessSnapshot:
         ended: Unix time of the last thing that it recorded.
         spent: On the page: seconds in each phase, by the number of the phase.
         lane: On the page: its steps.
-        optimizers: In the live view: the same for each optimizer, if several step by themselves.
+        optimizers: In the live view: the same for each optimizer, if there are several.
         steps_per_second: In the live view: over the newest 50 steps.
         loss: In the live view, as all that follow: the newest loss.
         losses: Losses of the newest 600 steps, oldest first.
@@ -159,7 +159,7 @@ class RunSnapshot:
         path: The run directory.
         start: What the supervisor, or else the guard, recorded when it began.
         settings: On the page: see ``recorder.run_files.write_settings``.
-        state: Whether the run goes on.
+        state: Whether the run is still running.
         attempt: Number of the newest attempt; the first is 0.
         now: Unix time of the snapshot.
         newest: Unix time of the newest record.

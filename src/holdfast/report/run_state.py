@@ -1,4 +1,4 @@
-"""Whether a run goes on, waits to be restarted, or has ended, from signs that can be seen outside.
+"""Decide whether a run is running, waits to be restarted, or has ended, from outside the run.
 
 The signs are collected by ``watching``; the decision here is a table of rules.
 """
@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 from holdfast.report.run_snapshot import State
 
-# A run has ended when nobody holds its lock, its processes are gone, and it has recorded nothing
-# for this long: a process that has just started or ended may not have recorded anything yet.
+# A run has ended when its lock is free, its processes are gone, and nothing was recorded for this
+# long: a process that has just started may not have recorded anything yet.
 SILENT_SECONDS = 5.0
 
 
@@ -43,7 +43,7 @@ class Signs:
 
 
 def decide_state(signs: Signs) -> State:
-    """Return the answer of the first rule in `RULES` that has one; without one the run goes on."""
+    """Return the answer of the first rule in `RULES` that has one, or "running"."""
     for rule in RULES:
         state = rule(signs)
         if state is not None:
@@ -61,7 +61,7 @@ def supervisor_waits_to_restart(signs: Signs) -> State | None:
     return None
 
 
-def somebody_is_alive(signs: Signs) -> State | None:
+def supervisor_or_process_is_alive(signs: Signs) -> State | None:
     """A supervisor that is alive holds its lock, and processes show whether they are alive."""
     return "running" if signs.of_life else None
 
@@ -74,14 +74,14 @@ def processes_are_elsewhere(signs: Signs) -> State | None:
 
 
 def end_was_recorded(signs: Signs) -> State | None:
-    """The supervisor or the guard has said that the run is over, or the supervisor was killed."""
+    """The supervisor or the guard recorded the end of the run, or the supervisor was killed."""
     if signs.supervisor_event == "stopped" or signs.supervisor_is_lost or signs.closed:
         return "ended"
     return None
 
 
 def silent_for_too_long(signs: Signs) -> State | None:
-    """If all processes of a run are killed, nobody records its end."""
+    """If all processes of a run are killed, its end is not recorded."""
     was_seen = bool(signs.processes_alive or signs.supervisor_event)
     return "ended" if was_seen and signs.silent_seconds >= SILENT_SECONDS else None
 
@@ -90,7 +90,7 @@ def silent_for_too_long(signs: Signs) -> State | None:
 # that before what is inferred from silence.
 RULES: tuple[Rule, ...] = (
     supervisor_waits_to_restart,
-    somebody_is_alive,
+    supervisor_or_process_is_alive,
     processes_are_elsewhere,
     end_was_recorded,
     silent_for_too_long,

@@ -51,7 +51,7 @@ def _rows(run: RunSnapshot) -> list[str]:
     """Return the names of the rows, from top to bottom, as many as can be read.
 
     Loader workers have a row only if they recorded an event: each epoch has its own workers, and
-    nobody knows when they ended.
+    when they ended is unknown.
     """
     sources = dict.fromkeys(recorded.source for recorded in run.events)
     processes = sorted(run.processes, key=_order_of_roles)
@@ -81,7 +81,7 @@ def _bars(run: RunSnapshot) -> Iterator[_Bar]:
 
 
 def _bars_of_process(process: ProcessSnapshot) -> Iterator[_Bar]:
-    """Yield when a process started, trained and ended, as far as that is known."""
+    """Yield when a process started, trained and ended, where that is known."""
     started = 0.0 if process.info is None else process.info.started
     ended = started if process.ended is None else process.ended
     if not 0 < started <= ended:

@@ -146,9 +146,9 @@ def tone(verdict: Verdict) -> Tone:
     """Return how a run should be presented.
 
     Returns:
-        "well" if it ended well without a doubt; "unjudged" if nobody can tell whether it was over;
-        "unknown" if something speaks against a good end, or if the run did not fail by itself;
-        "failed" otherwise.
+        "well" if it ended well without a doubt; "unjudged" if it cannot be determined whether it
+        was over; "unknown" if something speaks against a good end, or if the run was ended from
+        outside, such as by a preemption; "failed" otherwise.
     """
     if verdict.cause == NOT_JUDGED:
         return "unjudged"

@@ -1,8 +1,8 @@
 """Look at runs again and again: a `RunSnapshot` of what can be seen at each look.
 
 Works on a directory that is half written, that a killed run left behind, or that another machine
-writes. Records are read by ``run_follower``; ``run_state`` decides whether a run goes on, and
-``outlook`` says how far it is.
+writes. Records are read by ``run_follower``; ``run_state`` decides whether a run has ended, and
+``outlook`` describes how far it is.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Watched:
             hold_back: Whether the newest samples may be held back, as in `SampleFollower.new`.
         """
         news = self._follower.new(hold_back=hold_back)
-        self._take_in(news)
+        self._recent.add(news, self._follower.sources)
+        self._note_signs_of_life(news)
         supervised = read_json(self._run / SUPERVISED_FILE)
         is_here = ran_here(supervised)
         sources = self._follower.sources
@@ -118,16 +119,14 @@ class Watched:
             problems=self._problems(supervisor_is_lost=supervisor_is_lost),
         )
 
-    def _take_in(self, all_news: Sequence[News]) -> None:
-        self._recent.add(all_news)
-        for source in self._follower.sources:
-            self._recent.attempt = max(self._recent.attempt, source.attempt)
-        newest = max((_newest_time(news) for news in all_news), default=None)
-        if newest is not None:
-            # What is new to us may have been recorded last week.
-            age = max(0.0, self._clock.unix_seconds() - newest)
-            recorded_at = self._clock.monotonic_seconds() - age
-            self._last_sign_of_life = max(self._last_sign_of_life, recorded_at)
+    def _note_signs_of_life(self, all_news: Sequence[News]) -> None:
+        if not all_news:
+            return
+        # What is new to us may have been recorded last week.
+        newest = max(_newest_time(news) for news in all_news)
+        age = max(0.0, self._clock.unix_seconds() - newest)
+        recorded_at = self._clock.monotonic_seconds() - age
+        self._last_sign_of_life = max(self._last_sign_of_life, recorded_at)
 
     # --- processes
 
@@ -208,7 +207,9 @@ class Watched:
         return state
 
     def _supervisor_is_lost(self, pid: object, *, is_here: bool) -> bool:
-        """Return whether the supervisor was killed: somebody noted it, or its process is gone.
+        """Return whether the supervisor was killed.
+
+        Either its sentinel has recorded that, or its process is gone.
 
         Args:
             pid: What the supervisor wrote as its PID, if it did.
@@ -285,8 +286,15 @@ class _RecentRecords:
         """Return the newest steps of a source, oldest first."""
         return list(self.samples.get(source.directory, ()))
 
-    def add(self, all_news: Sequence[News]) -> None:
-        """Add what all sources have recorded since the previous look."""
+    def add(self, all_news: Sequence[News], sources: Sequence[Source]) -> None:
+        """Add what was recorded since the previous look.
+
+        Args:
+            all_news: The news of each source that has some.
+            sources: All sources, with and without news.
+        """
+        for source in sources:
+            self.attempt = max(self.attempt, source.attempt)
         new_events: list[RecordedEvent] = []
         for news in all_news:
             self.newest = max(self.newest, _newest_time(news))
@@ -461,12 +469,12 @@ class Runs:
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._folder = folder
         self._clock = clock
-        # Runs that go on. A run that has ended is dropped with all that was read of it.
+        # Runs that have not ended. A run that has ended is dropped with all that was read of it.
         self._watched: dict[Path, Watched] = {}
         self._snapshots: dict[Path, RunSnapshot] = {}
 
     def look(self) -> tuple[RunSnapshot, ...]:
-        """Return the runs: those that go on before those that have ended, each newest first."""
+        """Return the runs, newest first; those that have ended follow those that have not."""
         paths = runs_in(self._folder)[:_MOST_RUNS]
         for path in paths:
             if self._may_have_changed(path):
@@ -480,7 +488,7 @@ class Runs:
         return tuple(sorted(shown, key=lambda run: run.state == "ended"))
 
     def _may_have_changed(self, path: Path) -> bool:
-        """Return whether a run goes on, was never looked at, or was started again after its end."""
+        """Return whether a run has not ended, is new to us, or was started again after its end."""
         if path in self._watched or path not in self._snapshots:
             return True
         return bool(is_locked(path / SUPERVISOR_FOLDER / LOCK_FILE))

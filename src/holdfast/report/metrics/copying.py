@@ -38,7 +38,7 @@ class Point:
         attempt: Number of the attempt, from 0.
         step: Optimizer step.
         unix_seconds: When it was recorded.
-        values: What was measured, by name. Where several optimizers step by themselves, names such
+        values: What was measured, by name. If there are several optimizers, names such
             as "loss/critic" end with the optimizer.
         scalar: The value that the script logged, if it is one; its name in `values` begins with
             "logged/".
