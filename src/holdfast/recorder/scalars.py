@@ -117,7 +117,7 @@ def scalars_of(records: list[Record]) -> list[Scalar]:
     return scalars
 
 
-def checked(values: Mapping[str, Any] | None, split: str, more: Mapping[str, Any]) -> Found:
+def checked(values: Any, split: str, more: Mapping[str, Any]) -> Found:
     """Return the names and values in the arguments of `log`.
 
     Raises:
