@@ -8,7 +8,6 @@ clock ticks, since PIDs are reused.
 from __future__ import annotations
 
 import json
-import math
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -134,8 +133,9 @@ def _is_sound(info: ProcessInfo) -> bool:
         and info.role in get_args(ProcessRole)
         and (info.torch is None or isinstance(info.torch, str))
         and type(info.started) in (int, float)
-        # A NaN has no place in an order.
-        and not math.isnan(info.started)
+        # A NaN, which differs from itself, has no place in an order. Not `math.isnan`, which raises
+        # for integers beyond floats.
+        and info.started == info.started
     )
 
 

@@ -215,7 +215,11 @@ def recorded_too(
         finally:
             _thread_state.is_logging = False
         try:
-            _record(*read(*args, **kwargs))
+            outlet = _newest_outlet()
+            # Without an outlet nothing is read: reading may wait for a device, and may fail.
+            if outlet is not None:
+                values, step = read(*args, **kwargs)
+                outlet.log(list(_numbers_in(values)), _step_number(step))
         except Exception as error:  # noqa: BLE001
             report = failed or logging.getLogger("holdfast").warning
             report(error)
@@ -224,13 +228,12 @@ def recorded_too(
     return logging_too
 
 
-def _record(values: Mapping[Any, Any], step: Any) -> None:
-    outlet = _newest_outlet()
-    if outlet is None:
-        return
-    number = None if step is None else number_of(step)
-    is_count = number is not None and abs(number) < _MOST_STEPS
-    outlet.log(list(_numbers_in(values)), int(number) if number is not None and is_count else None)
+def _step_number(step: Any) -> int | None:
+    """Return a step as another library's logger got it, or None for the current one."""
+    number = number_of(step)
+    if number is None or not abs(number) < _MOST_STEPS:
+        return None
+    return int(number)
 
 
 def _numbers_in(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[bytes, float]]:
