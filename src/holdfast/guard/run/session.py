@@ -32,7 +32,8 @@ from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor, check_position
 from holdfast.guard.directory import RunDirectory
-from holdfast.guard.optimizers import SPREAD_STATE, WHOLE_STATE, form_of_state, state_tensors
+from holdfast.guard.optimizer_state import describe_state, state_tensors
+from holdfast.guard.optimizers import SHARDED_STATE_FIX, SHARDED_STATE_LIMIT
 from holdfast.guard.phase import Phase
 from holdfast.guard.record import End, described
 from holdfast.guard.result import Counters, Statistics
@@ -363,14 +364,14 @@ class Session:
         """
         optimizers = self.parts.optimizers.items()
         forms = {
-            f"the state of optimizer {name!r}": form_of_state(optimizer)
+            f"the state of optimizer {name!r}": describe_state(optimizer)
             for name, optimizer in optimizers
         }
         try:
             self.ranks.agree("the state of optimizers", lambda: forms)
         except PolicyError as error:
             raise PolicyError(
-                error.what, limit=SPREAD_STATE, fix=WHOLE_STATE, rule="H108"
+                error.what, limit=SHARDED_STATE_LIMIT, fix=SHARDED_STATE_FIX, rule="H108"
             ) from None
 
     def own_state(self) -> dict[str, Any]:
@@ -381,7 +382,7 @@ class Session:
             "ladder": self.ladder.state_dict(),
             "busy": self.saving.is_busy,
             "form_of_optimizers": zlib.crc32(
-                repr(list(map(form_of_state, self.parts.optimizers.values()))).encode()
+                repr(list(map(describe_state, self.parts.optimizers.values()))).encode()
             ),
         }
 
