@@ -34,7 +34,8 @@ from holdfast.core.events.event import Promise
 from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
 from holdfast.core.policy.kinds import SplitHazard
 from holdfast.core.policy.policy import Policy
-from holdfast.guard.parts import Parts, autocast
+from holdfast.guard.parts import Parts
+from holdfast.guard.precision import autocast
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.loss_functions import ReturningALoss, called_inside, description_of
 from holdfast.guard.splitting.split_check import (

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError
 from holdfast.core.policy.kinds import Precision
-from holdfast.guard.parts import autocast
+from holdfast.guard.precision import autocast
 from holdfast.guard.ranks.one import OneRank
 from holdfast.guard.result import Passed
 from holdfast.guard.splitting.loss_functions import weights_stay
