@@ -33,7 +33,7 @@ from holdfast.guard.optimizers import closure_missing, failed_without_closure
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks.one import OneRank
-from holdfast.guard.record import RunRecord, described
+from holdfast.guard.record import RunRecord, describe_error
 from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
@@ -273,7 +273,7 @@ class StepEngine:
             # Out of the handler: only now can the frames of the failed attempt be dropped.
             if failure is not None:
                 clear_exception_frames(failure)
-                ranks.pay(found or described(failure), work.parameters)
+                ranks.pay(found or describe_error(failure), work.parameters)
             self.attempts.take_back(work)
             if ranks.begin is not None:
                 ranks.begin()
