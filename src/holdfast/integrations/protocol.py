@@ -36,7 +36,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import EventData
 from holdfast.core.policy.policy import Policy
-from holdfast.guard.directory import check_checkpoints_found
+from holdfast.guard.directory import check_found
 from holdfast.guard.guard import take_scale
 from holdfast.guard.hosted import HostedGuard
 from holdfast.loader.loader import DataLoader
@@ -302,7 +302,7 @@ def newest_checkpoint(
 
     good = newest_good(candidates, refused, renames=True)
     if good is None and run_dir is not None:
-        check_checkpoints_found(run_dir, new_start="ask for a new start, ")
+        check_found(run_dir, anew="ask for a new start, ")
     return good
 
 

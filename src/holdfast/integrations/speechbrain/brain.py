@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.accumulation import Accumulation, divided
-from holdfast.guard.directory import check_checkpoints_found
+from holdfast.guard.directory import check_found
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
@@ -122,7 +122,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             return  # gradients are only looked at
         resumed = self.checkpointer is not None and bool(self.checkpointer.folders())
         if self.checkpointer is not None and not resumed:
-            check_checkpoints_found(self._holdfast_directory(), new_start="")
+            check_found(self._holdfast_directory(), anew="")
         carried, self._holdfast_carried = self._holdfast_carried, None
         guard = open_guard(
             self._holdfast_directory(),
