@@ -22,7 +22,7 @@ from holdfast.guard.splitting.split_safety import SplitSafety
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.splitting.weighting import SAMPLES, disagreement, find_weightings, shares
 from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.guard.step.passes import LossScale, Passed, Passes
+from holdfast.guard.step.passes import LossScale, PassResult, Passes
 from holdfast.loader.splitting import micro_batches
 
 _FAST = settings(deadline=None, max_examples=60)
@@ -97,7 +97,7 @@ class _Model(nn.Module):
 _KINDS = ["bare_mean", "frames", "pair", "weights", "terms", "named_terms", "two_pass"]
 
 
-def _passed(model: _Model, loss: Any, batch: Any, samples: int) -> Passed:
+def _passed(model: _Model, loss: Any, batch: Any, samples: int) -> PassResult:
     parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
     with tempfile.TemporaryDirectory() as folder:
         record = RunRecord(Path(folder), SystemClock())
