@@ -138,10 +138,9 @@ def test_a_second_sigterm_means_it(start):
     late.start()
     heard = next((line for line in run.process.stdout if "SIGTERM" in line), None)
     late.cancel()
-    assert (
-        heard
-        == "holdfast: SIGTERM: stops at the next boundary; a second one ends the process at once\n"
-    )
+    assert heard is not None
+    assert heard.startswith("holdfast: SIGTERM: ")
+    assert "ends the process at once" in heard
     assert run.process.poll() is None, "the first one waits for the boundary"
     run.send(signal.SIGTERM)
     assert run.process.wait(60) == -signal.SIGTERM

@@ -16,13 +16,13 @@ from torch import nn
 from holdfast import Loss
 from holdfast.core.clock import SystemClock
 from holdfast.core.policy.policy import Policy
-from holdfast.guard.parts import gather_parts
+from holdfast.guard.arguments import gather_parts
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.split_safety import SplitSafety
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.splitting.weighting import SAMPLES, disagreement, find_weightings, shares
 from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.guard.step.passes import LossScale, Passed, Passes
+from holdfast.guard.step.passes import LossScale, Passes, PassResult
 from holdfast.loader.splitting import micro_batches
 
 _FAST = settings(deadline=None, max_examples=60)
@@ -97,7 +97,7 @@ class _Model(nn.Module):
 _KINDS = ["bare_mean", "frames", "pair", "weights", "terms", "named_terms", "two_pass"]
 
 
-def _passed(model: _Model, loss: Any, batch: Any, samples: int) -> Passed:
+def _passed(model: _Model, loss: Any, batch: Any, samples: int) -> PassResult:
     parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
     with tempfile.TemporaryDirectory() as folder:
         record = RunRecord(Path(folder), SystemClock())

@@ -1,11 +1,11 @@
-"""One optimizer step over batches that come one by one.
+"""One optimizer step over batches that arrive one at a time.
 
-Each is a transaction, and the last one commits them all.
+Each batch is a transaction, and the last one commits them all.
 
-For frameworks that show every batch while it is trained, so that a `Window` cannot wait for its
-last one. A batch that ran out of memory is made again or cut, without touching the gradients of
-those before it; one with NaN or Inf has the whole step skipped, or goes on without the samples that
-it came from, as the policy says.
+This is for frameworks that show every batch while it is trained, so that a `Window` cannot wait for
+its last one. A batch that ran out of memory is retried or split, without touching the gradients of
+the batches before it. If one yields NaN or Inf, the whole step is skipped, or continues without the
+samples that caused it, as the policy says.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from holdfast.loader.splitting import Split
 
 
 class Accumulation:
-    """Gradients that are kept between the batches of one step.
+    """Keep gradients between the batches of one step.
 
-    One more copy of them while there are some to keep.
+    It needs memory for one more copy of the gradients while there are some to keep.
 
-    `begins` is called at the beginning of each attempt, to put back what an earlier one has changed
-    outside. The guard should be stepped by this object from now on.
+    Args:
+        guard: The guard, which should be stepped only by this object from now on.
+        begins: Called at the beginning of each attempt, to restore what an earlier attempt has
+            changed outside the guard.
     """
 
     def __init__(self, guard: HostedGuard, begins: Callable[[], None] = lambda: None) -> None:
@@ -39,24 +41,25 @@ class Accumulation:
         self._engine = guard.steps.engine
         self._attempts = guard.steps.engine.attempts
         self._begins = begins
+        # The accumulated gradients of the batches before this one, unscaled.
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
-        # As they were before the first batch of a step
+        # Copies of the buffers as they were before the first batch of the step.
         self._buffers = self._attempts.safety.keeper()
-        self._begun: RandomState | None = None  # the random state of then
-        self._spoiled: str | None = None  # why the step will be skipped
+        # The random state before the first batch of the step; None between two steps.
+        self._begun: RandomState | None = None
+        # Why the step will be skipped, or None.
+        self._spoiled: str | None = None
+        # Whether an attempt is being made, as opposed to a trial of a split or a replay that
+        # searches for a cause.
+        self.attempting = False
         self._observing = self._attempts.observing
         self._attempts.observing = self._attempt
-        self.attempting = False
-        """Whether an attempt is being made.
-
-        Not a trial of a cut, and not a replay that looks for a cause.
-        """
 
     @property
     def pending(self) -> bool:
         """Return whether a step has begun.
 
-        A checkpoint taken now is whole only with `state_dict`.
+        A checkpoint that is saved now is complete only with `state_dict`.
         """
         return self._begun is not None
 
@@ -64,61 +67,56 @@ class Accumulation:
         """Return the parameters whose gradients are kept for the next step."""
         return list(self._kept)
 
+    def show(self) -> None:
+        """Set ``grad`` of the parameters to the kept gradients, for code that reads it."""
+        for parameter, gradient in self._kept.items():
+            parameter.grad = gradient
+
     def forget(self) -> None:
         """Drop what is kept: the next batch is the first of a step."""
-        self._kept, self._begun, self._spoiled = {}, None, None
+        self._kept = {}
+        self._begun = None
+        self._spoiled = None
+
+    # --- checkpoints
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what the batches of a step that is not made yet have left.
-
-        None between two steps.
-        """
+        """Return what the batches of an unfinished step have left, or None between two steps."""
         if self._begun is None:
             return None
+        gradients = {
+            name: self._kept[parameter]
+            for name, parameter in self._named_parameters()
+            if parameter in self._kept
+        }
         return {
-            "gradients": {name: self._kept[p] for name, p in self._named() if p in self._kept},
+            "gradients": gradients,
             "buffers": self._buffers.copies(),
             "random_state": self._begun.to_tree(),
             "spoiled": self._spoiled,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the middle of a step.
+        """Continue in the middle of a step.
 
-        Parameters and buffers are those of the moment it was left.
+        Parameters and buffers must be those of the moment at which the state was saved.
         """
-        found = state["gradients"]
-        self._kept = {p: found[name].to(p.device) for name, p in self._named() if name in found}
+        gradients = state["gradients"]
+        self._kept = {
+            parameter: gradients[name].to(parameter.device)
+            for name, parameter in self._named_parameters()
+            if name in gradients
+        }
         self._buffers.keep(state["buffers"])
-        self._begun, self._spoiled = RandomState.from_tree(state["random_state"]), state["spoiled"]
+        self._begun = RandomState.from_tree(state["random_state"])
+        self._spoiled = state["spoiled"]
 
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for model_name, model in self._steps.parts.models.items():
-            yield from ((f"{model_name}.{name}", each) for name, each in model.named_parameters())
+            for name, parameter in model.named_parameters():
+                yield f"{model_name}.{name}", parameter
 
-    def show(self) -> None:
-        """Let the parameters have the gradients that are kept, for whoever looks at them."""
-        for parameter, kept in self._kept.items():
-            parameter.grad = kept
-
-    @contextlib.contextmanager
-    def _attempt(self) -> Iterator[None]:
-        self._begins()
-        self.attempting = True
-        try:
-            with self._observing() or contextlib.nullcontext():
-                yield
-        finally:
-            self.attempting = False
-        for parameter, kept in self._kept.items():
-            # In fp16 the new gradients are scaled; else as it is
-            kept = self._attempts.loss_scale.scale(kept)
-            if parameter.grad is None:
-                parameter.grad = kept.clone()
-            elif parameter.grad.layout != kept.layout:
-                parameter.grad = parameter.grad + kept
-            else:
-                parameter.grad.add_(kept)
+    # --- batches
 
     def add(
         self,
@@ -130,31 +128,45 @@ class Accumulation:
     ) -> StepResult:
         """Add the gradient of a batch to those that are kept.
 
-        ``skipped`` if it is NaN or Inf, and so the whole step.
+        An error leaves what was kept before as it was.
 
-        What it raises is that of `Guard.step`; what was kept before stays.
+        Returns:
+            The result for this batch. ``skipped`` is True if its gradient holds NaN or Inf; the
+            whole step is then skipped.
+
+        Raises:
+            What `Guard.step` raises.
         """
-        session, engine, recovery = self._steps.session, self._engine, self._steps.recovery
         if self._begun is None:
-            self._guard.ready()
-            self._begun = capture(self._steps.parts.devices())
-            self._buffers.keep()
-        returns = session.counters.rollbacks
-        work = engine.begin(batch, loss_fn, self._steps.parts.optimizer_names(optimizer), split)
-        attempt = engine.attempt(work)
+            self._begin_step()
+        session = self._steps.session
+        recovery = self._steps.recovery
+        rollbacks = session.counters.rollbacks
+
+        names = self._steps.parts.optimizer_names(optimizer)
+        work = self._engine.begin(batch, loss_fn, names, split)
+        attempt = self._engine.attempt(work)
         session.counters.out_of_memory += work.out_of_memory
         if not attempt.facts.nonfinite:
-            self._kept, outcome = engine.keep(work, attempt)
+            self._kept, outcome = self._engine.keep(work, attempt)
             return outcome.result(None)
-        outcome = engine.skip(work, attempt)
-        less = engine.without_bad_samples(work, outcome)
-        if less is not None:
+
+        outcome = self._engine.skip(work, attempt)
+        sound_batch = self._engine.without_bad_samples(work, outcome)
+        if sound_batch is not None:
             recovery.dropped(outcome, batch)
-            return self.add(less, loss_fn, optimizer=optimizer, split=split)
+            return self.add(sound_batch, loss_fn, optimizer=optimizer, split=split)
         self._spoiled = recovery.after_refused_step(outcome, batch)
-        if session.counters.rollbacks != returns:
-            self._kept = {}  # they are gradients of other weights
+        if session.counters.rollbacks != rollbacks:
+            # The run has returned to other weights, to which these gradients do not belong.
+            self._kept = {}
         return outcome.result(self._spoiled)
+
+    def _begin_step(self) -> None:
+        """Keep what has to be restored if the step is skipped."""
+        self._guard.ready()
+        self._begun = capture(self._steps.parts.devices())
+        self._buffers.keep()
 
     def step(
         self,
@@ -166,8 +178,8 @@ class Accumulation:
     ) -> StepResult:
         """Make the step, with this batch as the last one; see `Guard.step`.
 
-        If it is skipped, or a batch before was, buffers and random state are as before the first of
-        them.
+        If the step is skipped because of this batch or an earlier one, buffers and random state are
+        restored to those before the first batch.
         """
         try:
             if self._spoiled is None:
@@ -176,18 +188,45 @@ class Accumulation:
                 result = self.add(batch, loss_fn, optimizer=optimizer, split=split)
                 result = replace(result, skipped=True, reason=result.reason or self._spoiled)
             if self._begun is not None:
-                if result.skipped:
-                    self._buffers.put_back()
-                    restore(self._begun)
-                else:
-                    self._buffers.learn()
+                self._end_step(self._begun, skipped=result.skipped)
         finally:
             self.forget()
         return result
 
+    def _end_step(self, begun: RandomState, *, skipped: bool) -> None:
+        if skipped:
+            self._buffers.put_back()
+            restore(begun)
+        else:
+            self._buffers.learn()
+
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """Surround an attempt, and add the kept gradients to those that it has computed."""
+        self._begins()
+        self.attempting = True
+        try:
+            with self._observing() or contextlib.nullcontext():
+                yield
+        finally:
+            self.attempting = False
+        self._add_kept_gradients()
+
+    def _add_kept_gradients(self) -> None:
+        for parameter, kept in self._kept.items():
+            # In fp16 the new gradients are scaled; otherwise `scale` returns the kept one itself.
+            gradient = self._attempts.loss_scale.scale(kept)
+            if parameter.grad is None:
+                parameter.grad = gradient.clone()
+            elif parameter.grad.layout != gradient.layout:
+                # A sparse and a dense gradient cannot be added in place.
+                parameter.grad = parameter.grad + gradient
+            else:
+                parameter.grad.add_(gradient)
+
 
 class _Divided(torch.autograd.Function):
-    """The identity, with its gradient divided."""
+    """The identity, with its gradient divided by a number."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, count: int) -> torch.Tensor:
@@ -200,10 +239,15 @@ class _Divided(torch.autograd.Function):
 
 
 def divided(loss: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a loss of the same value, shape ``()``, whose gradient is divided by the batches of a
-    step.
+    """Return a loss of the same value whose gradient is divided by the number of batches in a step.
 
-    So a guard sees the loss as it was returned.
+    A guard then sees the loss as the loss function returned it.
+
+    Args:
+        loss: The loss of one batch, shape ``()``.
+        count: The number of batches in a step.
     """
-    found: torch.Tensor = loss if count == 1 else _Divided.apply(loss, count)  # type: ignore[no-untyped-call]
-    return found
+    if count == 1:
+        return loss
+    result: torch.Tensor = _Divided.apply(loss, count)  # type: ignore[no-untyped-call]
+    return result

@@ -1,339 +1,261 @@
-"""Where the data is: epochs and batches that were *trained*, and how to get there again.
+"""Count the epochs and batches that were *trained*, and return to that position.
 
-a loader with state_dict  its own position (holdfast.DataLoader: exact, in no time)
-any other iterable        the random state at the start of the epoch is put back, the batches before
-                          the position are read and dropped, the last from the random state of then,
-                          since the next may be made with it. The random state of the moment
-                          follows. For torch's own DataLoader also its samplers' state_dict, and its
-                          workers are there or not as they were then
-an iterator               cannot be started again: its order is nobody's to restore
-
-What each can promise is in ``loader.foreign``.
+A batch counts once the loop body was finished with it. A batch that was fetched and not trained is
+fetched again after a resume or a rollback. How a loader is moved to a position depends on its kind,
+see ``loader_positions``. An iterator cannot be restarted: its position is not restored.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from holdfast.core.containers import count
-from holdfast.core.errors import LoaderError, PolicyError
+from holdfast.core.errors import LoaderError
 from holdfast.core.events.event import EventData
 from holdfast.guard.handed_out import HandedOut
+from holdfast.guard.loader_positions import (
+    Progress,
+    ReplayedLoader,
+    empty_state,
+    position_in,
+)
 from holdfast.guard.parts import Stateful
-from holdfast.guard.state.trees import copied, same
-from holdfast.loader.foreign import (
-    EXACT,
-    is_stateful,
-    keeps_by_state_dict,
-    resume_promise,
-    set_epoch,
-    sources_of_state,
-    torch_loader_of,
-)
-from holdfast.loader.given_order import order_of
+from holdfast.loader.foreign import EXACT, keeps_by_state_dict, resume_promise
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.random_state import RandomState, capture, restore
-from holdfast.loader.torch_workers import has_workers, match_workers
+from holdfast.loader.random_state import RandomState, capture
 
-_EXACT = (
+# What a resume promises for a holdfast.DataLoader.
+_EXACT_OF_HOLDFAST = (
     "bit-exact, if the dataset and collate_fn draw from the global generators of torch, numpy and"
-    " random only: order and augmentation depend on (seed, epoch, index) then"
+    " random only: order and augmentation then depend on (seed, epoch, index)"
 )
 
-_CHANGED_ORDER = (
-    "none, because the script has changed the list of batches, or what the sampler was given, such"
-    " as weights, since the epoch before: no checkpoint holds that. Give the sampler state_dict and"
-    " load_state_dict that hold it"
+_ORDER_WAS_CHANGED = (
+    "none, because since the previous epoch the script has changed the list of batches, or what it"
+    " passed to the sampler, such as weights. No checkpoint holds that. Give the sampler state_dict"
+    " and load_state_dict that hold it"
 )
 
 
 def check_position(state: dict[str, Any]) -> None:
-    """Raise a TypeError, LookupError or ValueError for a position that no `Cursor.state_dict`
-    has returned.
+    """Check a position before it is loaded.
+
+    Raises:
+        TypeError, LookupError or ValueError: If no `Cursor.state_dict` has returned it.
     """
     for name in ("epoch", "batches", "trained"):
         count(state[name])
-    _ = len(state["generators"]), len(state["generators_now"])
-    for each in (state["epoch_start"], state.get("before_last")):
-        _ = each and RandomState.from_tree(each)
+    for name in ("generators", "generators_now"):
+        if not isinstance(state[name], (list, tuple)):
+            raise TypeError(f"{name} is a {type(state[name]).__name__} and not a list")
+    for random_state in (state["epoch_start"], state.get("before_last")):
+        if random_state:
+            RandomState.from_tree(random_state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochFacts:
+    """What is known about an epoch that has ended."""
+
+    # Batches in the whole epoch.
+    batches: int
+    # Samples in a batch, or None if the loader does not say.
+    batch_size: int | None
 
 
 class Cursor:
-    """The position in a loader."""
+    """The position in a loader.
+
+    Args:
+        loader: An iterable of batches, which was checked by `check_loader`.
+        devices: The accelerators whose random state belongs to a position.
+    """
 
     def __init__(self, loader: Iterable[Any], devices: Sequence[torch.device]) -> None:
-        if not isinstance(loader, Iterable):
-            raise PolicyError(
-                f"loader is a {type(loader).__name__}",
-                limit="it is iterated for batches",
-                fix="pass a DataLoader or another iterable of batches.",
-                rule="H105",
-            )
         self._loader = loader
+        self._holdfast_loader = loader if isinstance(loader, DataLoader) else None
         self._devices = devices
-        self._stateful = isinstance(loader, Stateful)
-        # torch's DataLoader, or the one inside our wrapper, if a resume has to read and drop its
-        # batches.
-        self._torch_loader = None if self._stateful else torch_loader_of(loader)
-        # Whether persistent workers existed when this epoch began. None: not known, so the workers
-        # stay as they are.
-        self._had_workers: bool | None = None
-        self._changed_settings = ""
-        # What another number of ranks leaves of the promise, until the end of the epoch that was
-        # under way.
+        self._progress = Progress()
+        self._position = position_in(loader, devices, self._progress)
+        # Why a resume on another number of ranks promises less, until the end of the epoch in which
+        # the checkpoint was saved; else empty.
         self._changed_ranks = ""
-        # What the script has given the loader to take its order from, and whether it has changed
-        # that since.
-        self._order: bytes | None = None
-        self._order_was_changed = False
-        self.epoch = 0
-        self.batches = 0
-        self.trained = 0  # batches over all epochs
-        # The number of batches without a step since the last batch with one.
-        self.passed = 0
-        self._epoch_start: RandomState | None = None
-        self._generators: list[Any] = []
-        self._loader_state: Any = None
-        # Of a holdfast loader: where it stood when its last batch was handed out
-        self._state_after: Any = None
-        self._length: int | None = None  # of this epoch, once it was asked for; -1: it is not known
-        self._reload = False
-        self._under_way = False  # an iterator of this epoch is in use
-        # A batch is out, or being fetched, that does not count as trained yet
-        self._fetching = False
-        self.left_in_batch = False  # the loop was left with a batch that no step was made with
+        # Whether this epoch was begun after its first batch, by a resume or a rollback.
         self._begun_in_the_middle = False
-        # The batch that is out. The loop holds that batch too, until it has fetched the next one.
+        # Whether the loop was left with a batch that no step was made with.
+        self.left_in_batch = False
+        # The batch that the loop body is using. The loop holds that batch too, until it has fetched
+        # the next one.
         self._handed_out: HandedOut | None = None
+        # The random state before the batch that was fetched last.
         self._before_fetch: RandomState | None = None
-        self._before_last: RandomState | None = None  # as that, of the last batch that counts
+        # Batches in this epoch, once it was asked for; -1 if the loader does not say.
+        self._length: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of epochs completed."""
+        return self._progress.epoch
+
+    @property
+    def batches(self) -> int:
+        """Return the number of batches of this epoch that were trained."""
+        return self._progress.batches
+
+    @property
+    def trained(self) -> int:
+        """Return the number of batches over all epochs that were trained."""
+        return self._progress.trained
+
+    @property
+    def passed(self) -> int:
+        """Return the number of batches since the last one that a step was made with."""
+        return self._progress.batches_without_step
+
+    @property
+    def batch_size(self) -> int | None:
+        """Return how many samples the loader puts into a batch, or None if it does not say."""
+        size = getattr(self._loader, "batch_size", None)
+        return size if isinstance(size, int) else None
+
+    # --- what a resume promises
 
     @property
     def promise(self) -> str:
         """Return what a resume can promise for this loader."""
-        if isinstance(self._loader, DataLoader):
-            return _EXACT
+        if self._holdfast_loader is not None:
+            return _EXACT_OF_HOLDFAST
         if self._changed_ranks:
             return self._changed_ranks
-        if self._changed_settings:
-            return self._changed_settings
-        return _CHANGED_ORDER if self._order_was_changed else resume_promise(self._loader)
+        if isinstance(self._position, ReplayedLoader):
+            if self._position.changed_settings:
+                return _settings_were_changed(self._position.changed_settings)
+            if self._position.order_was_changed:
+                return _ORDER_WAS_CHANGED
+        return resume_promise(self._loader)
 
     @property
     def unkept(self) -> str | None:
-        """Return why a resumed run may read other batches, or None if there is nothing to warn
-        of before training.
-        """
+        """Return why a resumed run may read other batches, or None if no warning is needed."""
         promise = self.promise
-        if isinstance(self._loader, DataLoader) or promise == EXACT:
+        if self._holdfast_loader is not None or promise == EXACT:
             return None
-        if keeps_by_state_dict(self._loader) and not (
-            self._changed_ranks or self._changed_settings
-        ):
+        if keeps_by_state_dict(self._loader) and not self._resumes_differently():
             return None
         return promise
 
+    def _resumes_differently(self) -> bool:
+        """Return whether the checkpoint was written with other settings or on other ranks."""
+        if self._changed_ranks:
+            return True
+        return isinstance(self._position, ReplayedLoader) and bool(self._position.changed_settings)
+
     @property
     def goes_back(self) -> bool:
-        """Whether batches can be asked for again."""
-        return self._stateful or not isinstance(self._loader, Iterator)
+        """Return whether batches can be requested again."""
+        return isinstance(self._loader, Stateful) or not isinstance(self._loader, Iterator)
 
-    def begin(self, state: RandomState | None) -> Iterator[Any]:
+    def compare_ranks(self, before: int, now: int) -> None:
+        """Lower the promise if a position inside an epoch comes from another number of ranks.
+
+        Args:
+            before: The number of ranks that wrote the position that was loaded.
+            now: The number of ranks that continue from it.
+        """
+        if before == now or self._progress.batches == 0:
+            return
+        exception = "the number of ranks times the batch size is the same as before"
+        if isinstance(self._loader, Stateful):
+            exception = "the loader's own load_state_dict converts the position"
+        self._changed_ranks = (
+            f"none, because the checkpoint was made in the middle of an epoch on {_ranks(before)},"
+            f" and the run resumes on {_ranks(now)}: the position counts the batches of each rank,"
+            " so this epoch's samples are not those of an unbroken run (some are read twice or"
+            f" never), unless {exception}. Resume on {_ranks(before)}; holdfast.DataLoader reads"
+            " each sample once on any number of ranks"
+        )
+
+    # --- iterating
+
+    def begin(self, random_state: RandomState | None) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch.
 
-        The state of a resumed run is put back in time.
+        Args:
+            random_state: The random state of a resumed run, which is restored at the right moment;
+                None leaves the random state as it is.
         """
-        self._begun_in_the_middle, self.left_in_batch = self.batches > 0, False
+        self._begun_in_the_middle = self._progress.batches > 0
+        self.left_in_batch = False
         self._handed_out = None
-        self._under_way, self._state_after, self._length = True, None, None
-        set_epoch(self._loader, self.epoch)
-        self._notice_another_order()
-        if self._stateful:
-            if self._reload:
-                self._loader.load_state_dict(self._loader_state)  # type: ignore[attr-defined]
-                self._reload = False
-            elif isinstance(self._loader, DataLoader):
-                self._loader.go_to(self.epoch)  # whoever looked at a batch before has moved nothing
-            iterator = iter(self._loader)
-        elif self.batches == 0:
-            self._match_workers()
-            if state is not None:
-                restore(state)
-            self._epoch_start = capture(self._devices)
-            self._generators = self._generator_states()
-            return iter(self._loader)
-        else:
-            state = state or capture(self._devices)
-            iterator = self._replay()
-        if state is not None:
-            restore(state)
-        return iterator
-
-    def _notice_another_order(self) -> None:
-        """Notice that the script has changed since the last epoch what the order of the batches
-        comes from.
-        """
-        if self._stateful:
-            return
-        order = order_of(self._loader)
-        if self._order is not None and order != self._order:
-            self._order_was_changed = True
-        self._order = order
-
-    def _match_workers(self) -> None:
-        """Start or end the persistent workers of torch's loader, as they were when this epoch
-        began.
-        """
-        if self._torch_loader is None:
-            return
-        if self._had_workers is not None:
-            states = self._generator_states()
-            match_workers(self._torch_loader, started=self._had_workers)
-            self._set_generators(states)
-        self._had_workers = has_workers(self._torch_loader)
-
-    def _replay(self) -> Iterator[Any]:
-        self._match_workers()
-        now = self._generator_states()
-        if self._epoch_start is not None:
-            restore(self._epoch_start)
-        self._set_generators(self._generators)
-        iterator = iter(self._loader)
-        for left in range(self.batches, 0, -1):
-            if left == 1 < self.batches and self._before_last is not None:
-                restore(self._before_last)
-            if next(iterator, self) is self:
-                break
-        self._set_generators(now)
-        return iterator
+        self._length = None
+        self._progress.under_way = True
+        return self._position.begin(random_state)
 
     def fetch(self, iterator: Iterator[Any]) -> Any:
-        """Return the next batch; until `advance` it does not count as trained."""
-        if self._stateful:
-            self._loader_state = self._state_of_loader()
-        # Before the first batch, the place to return to is the beginning of the epoch, with its
-        # order still to draw.
-        self._before_fetch = (
-            self._epoch_start if self.batches == 0 and self._epoch_start else capture(self._devices)
-        )
-        self._fetching = True  # from here on a signal may interrupt
+        """Return the next batch; it does not count as trained until `advance`."""
+        self._before_fetch = self._position.before_fetch()
+        # A signal may interrupt from here on.
+        self._progress.fetching = True
         try:
             batch = next(iterator)
         except StopIteration:
-            self._fetching = False
+            self._progress.fetching = False
             self._handed_out = None
             raise
-        if isinstance(self._loader, DataLoader):
-            self._state_after = self._loader.position()
-            self._handed_out = HandedOut(batch, self._loader)
+        self._handed_out = self._position.after_fetch(batch)
         return batch
-
-    def _state_of_loader(self) -> Any:
-        """Return the loader's position.
-
-        That of our iterator, also if the loop body has looked at another one.
-        """
-        if self._state_after is not None:
-            return self._state_after
-        if isinstance(self._loader, DataLoader):
-            return self._loader.position()
-        return self._loader.state_dict()  # type: ignore[attr-defined]
 
     def advance(self, *, used: bool) -> None:
         """Count the batch that was fetched last as trained, unless it was counted before.
 
-        `used` says whether a step was made with it, and not only the rest of the loop body.
-        """
-        if self._fetching:
-            self.batches += 1
-            self.trained += 1
-            self.passed = 0 if used else self.passed + 1
-            self._fetching, self._before_last = False, self._before_fetch
-
-    @property
-    def seems_to_end(self) -> bool:
-        """Return whether no batch comes after this one, as far as the loader's length says.
-
-        A save can wait then.
-        """
-        if self._length is None:
-            try:
-                self._length = len(self._loader)  # type: ignore[arg-type]
-            except Exception:  # noqa: BLE001 - whatever a loader of the caller's says instead, it is only a guess
-                self._length = -1
-        return self._under_way and self.batches + self._fetching == self._length
-
-    def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:
-        """Return the dataset indices of the samples that a step was made with, or None if they are
-        not known.
-
-        They are known if it was made with the batch that is out, and not, for instance, with that
-        of a second loader.
-
         Args:
-            batch: What the step was made with.
-            size: The number of samples in it, None if unknown.
+            used: Whether a step was made with it, and not only the rest of the loop body run.
         """
-        return None if self._handed_out is None else self._handed_out.indices_of(batch, size)
-
-    def repeats(self) -> bool:
-        """Return whether the batch that is out is trained on by another rank too, and counts
-        there.
-        """
-        return self._fetching and isinstance(self._loader, DataLoader) and self._loader.repeats
-
-    def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
-        """Let a holdfast loader record what happens in it, and keep what it quarantines with the
-        run.
-        """
-        if isinstance(self._loader, DataLoader):
-            self._loader.attach(record, run_dir)
-
-    def quarantine(self, indices: Sequence[int], evidence: str) -> None:
-        """Let a holdfast loader replace samples from the next epoch on."""
-        if isinstance(self._loader, DataLoader):
-            for index in indices:
-                self._loader.quarantine(index, "provenance", evidence)
-
-    def random_state(self) -> RandomState:
-        """Return the random state that belongs to the position.
-
-        From before a fetch that does not count yet.
-        """
-        if self._fetching and self._before_fetch is not None:
-            return self._before_fetch
-        return capture(self._devices)
+        progress = self._progress
+        if not progress.fetching:
+            return
+        progress.batches += 1
+        progress.trained += 1
+        if used:
+            progress.batches_without_step = 0
+        else:
+            progress.batches_without_step += 1
+        progress.fetching = False
+        self._position.note_counted(self._before_fetch)
 
     def leave(self) -> None:
-        """Note that the iterator is given up, so that the next `begin` goes to this position
-        again.
-        """
-        if self._stateful:
-            self._loader_state = self.state_dict()["loader"]
-            self._reload = True
+        """Note that the iterator is given up, so that the next `begin` returns to this position."""
+        self._position.leave()
         self._handed_out = None
-        self.left_in_batch |= self._fetching
-        self._fetching = self._under_way = False
+        if self._progress.fetching:
+            self.left_in_batch = True
+        self._progress.fetching = False
+        self._progress.under_way = False
 
-    def end_epoch(self, *, needs_steps: bool, stepped: bool) -> tuple[int, int | None]:
-        """Go to the beginning of the next epoch.
+    def end_epoch(self, *, needs_steps: bool, stepped: bool) -> EpochFacts:
+        """Go to the beginning of the next epoch, and return what is known about the last one.
 
-        Return how many batches that was, of how many samples if known.
+        Args:
+            needs_steps: Whether the loop ends after a number of optimizer steps.
+            stepped: Whether any step was made in this epoch.
+
+        Raises:
+            LoaderError: H601 if the epoch had no batch; H602 if no step was made in it, so that the
+                loop would never end.
         """
-        if self.batches == 0:
+        if self._progress.batches == 0:
             raise LoaderError(
-                "the loader gave no batch in a whole epoch",
+                "the loader yielded no batch in a whole epoch",
                 limit="at least one is needed",
                 fix=(
-                    "check the path of the data, filters, and drop_last with a batch size above the"
-                    " number of samples; an iterator that was used up cannot be iterated again,"
-                    " pass the iterable itself."
+                    "check the path of the data, the filters, and drop_last with a batch size"
+                    " larger than the number of samples; an iterator that is exhausted cannot be"
+                    " iterated again, so pass the iterable itself."
                 ),
                 rule="H601",
             )
@@ -344,170 +266,115 @@ class Cursor:
                 fix="call guard.step(batch, loss_fn) in the loop, or pass max_epochs.",
                 rule="H602",
             )
-        facts = self.batches, self.batch_size
-        self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
-        self._had_workers = None
+        facts = EpochFacts(batches=self._progress.batches, batch_size=self.batch_size)
+        self._progress.epoch += 1
+        self._progress.batches = 0
+        self._progress.under_way = False
         self._changed_ranks = ""
-        self._under_way = False
+        self._position.end_epoch()
         return facts
 
+    # --- about the batch that is being trained
+
     @property
-    def batch_size(self) -> int | None:
-        """Return how many samples the loader puts into a batch, None if it does not say."""
-        size = getattr(self._loader, "batch_size", None)
-        return size if isinstance(size, int) else None
+    def seems_to_end(self) -> bool:
+        """Return whether this batch is the last one of the epoch, according to the loader's length.
+
+        A save can then wait for the end of the epoch.
+        """
+        if self._length is None:
+            self._length = self._measured_length()
+        return (
+            self._progress.under_way
+            and self._progress.batches + self._progress.fetching == self._length
+        )
+
+    def _measured_length(self) -> int:
+        try:
+            return len(self._loader)  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001 - a loader may raise anything, and the length is only a hint
+            return -1
+
+    def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:
+        """Return the dataset indices of the samples that a step was made with.
+
+        They are known if the step was made with the batch that the loop received, and not, for
+        instance, with that of a second loader.
+
+        Args:
+            batch: What the step was made with.
+            size: The number of samples in it, or None if unknown.
+
+        Returns:
+            The indices in the order of the samples, or None if they are not known.
+        """
+        if self._handed_out is None:
+            return None
+        return self._handed_out.indices_of(batch, size)
+
+    def repeats(self) -> bool:
+        """Return whether another rank trains on the current batch too, and counts it there."""
+        if not self._progress.fetching or self._holdfast_loader is None:
+            return False
+        return self._holdfast_loader.repeats
+
+    def random_state(self) -> RandomState:
+        """Return the random state that belongs to the position.
+
+        For a batch that does not count yet, it is the state before that batch was fetched.
+        """
+        if self._progress.fetching and self._before_fetch is not None:
+            return self._before_fetch
+        return capture(self._devices)
+
+    # --- what only a holdfast loader does
+
+    def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
+        """Let a holdfast loader record its events, and keep its quarantine in the run directory."""
+        if self._holdfast_loader is not None:
+            self._holdfast_loader.attach(record, run_dir)
+
+    def quarantine(self, indices: Sequence[int], evidence: str) -> None:
+        """Let a holdfast loader replace samples from the next epoch on."""
+        if self._holdfast_loader is None:
+            return
+        for index in indices:
+            self._holdfast_loader.quarantine(index, "provenance", evidence)
+
+    # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: batches that are fetched but not trained do not count."""
-        if isinstance(self._loader, DataLoader) and not self._under_way and not self._reload:
-            self._loader_state = self._loader.state_at(self.epoch)
-        elif self._stateful and not self._fetching and not self._reload:
-            self._loader_state = self._state_of_loader()
-        # Maybe the order of this epoch: return to before that
-        drawn = self._fetching and self.batches == 0
+        """Return the position. Batches that were fetched and not trained do not count."""
         return {
-            "epoch": self.epoch,
-            "batches": self.batches,
-            "trained": self.trained,
-            "loader": self._with_sampler(self._loader_state),
-            "epoch_start": None if self._epoch_start is None else self._epoch_start.to_tree(),
-            "before_last": (
-                None if self._before_last is None or self._stateful else self._before_last.to_tree()
-            ),
-            "generators": self._generators,
-            "generators_now": self._generators if drawn else self._generator_states(),
-            "had_workers": self._workers_at_begin(),
-            "settings": self._settings(),
-            "order_was_changed": self._order_was_changed,
+            "epoch": self._progress.epoch,
+            "batches": self._progress.batches,
+            "trained": self._progress.trained,
+            **empty_state(),
+            **self._position.state_dict(),
         }
-
-    def _with_sampler(self, loader_state: Any) -> Any:
-        """Return the state of a holdfast loader with that of its sampler, which is not added at
-        each batch.
-        """
-        if (
-            not isinstance(self._loader, DataLoader)
-            or loader_state is None
-            or "sampler" in loader_state
-        ):
-            return loader_state
-        return self._loader.with_sampler(loader_state)
-
-    def _workers_at_begin(self) -> bool | None:
-        """Return whether persistent workers existed at the beginning of the current epoch, or of
-        the next one.
-        """
-        if self._torch_loader is None or self._had_workers is not None:
-            return self._had_workers
-        return has_workers(self._torch_loader)
-
-    def _settings(self) -> dict[str, Any]:
-        """Return the settings of torch's loader on which the position and the random numbers of
-        workers depend.
-        """
-        loader = self._torch_loader
-        return (
-            {}
-            if loader is None
-            else {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
-        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; the next `begin` starts there."""
-        self.epoch, self.batches, self.trained = state["epoch"], state["batches"], state["trained"]
-        self.passed = 0
-        self._fetching = self._under_way = False
-        self._loader_state = state["loader"] if self._stateful else None
-        self._reload = self._loader_state is not None
-        if isinstance(self._loader, DataLoader) and self._loader_state is not None:
-            # Says at once if the order is another one
-            self._loader.load_state_dict(self._loader_state)
-        self._epoch_start, self._before_last = (
-            each and RandomState.from_tree(each)
-            for each in (state["epoch_start"], state.get("before_last"))
-        )
-        self._generators = state["generators"]
-        self._set_generators(state["generators_now"])
-        self._had_workers = state.get("had_workers")
-        self._order_was_changed = bool(state.get("order_was_changed"))
+        self._progress.epoch = state["epoch"]
+        self._progress.batches = state["batches"]
+        self._progress.trained = state["trained"]
+        self._progress.batches_without_step = 0
+        self._progress.fetching = False
+        self._progress.under_way = False
         self._changed_ranks = ""
-        self._compare_settings(state.get("settings", {}))
+        self._position.load_state_dict(state)
 
-    def compare_ranks(self, before: int, now: int) -> None:
-        """Lower the promise if another number of ranks wrote the position that was loaded, inside
-        an epoch.
 
-        Args:
-            before: The number of ranks that wrote it.
-            now: The number of ranks that continue from it.
-        """
-        if before == now or self.batches == 0:
-            return
-        exception = "the number of ranks times the batch size is the same as before"
-        if self._stateful:
-            exception = "the loader's own load_state_dict converts the position"
-        self._changed_ranks = (
-            f"none, because the checkpoint was made in the middle of an epoch on {_ranks(before)},"
-            f" and the run resumes on {_ranks(now)}: the position counts the batches of each rank,"
-            " so this epoch's samples are not those of an unbroken run (some are read twice or"
-            f" never), unless {exception}. Resume on {_ranks(before)}; holdfast.DataLoader reads"
-            " each sample once on any number of ranks"
-        )
-
-    def _compare_settings(self, before: dict[str, Any]) -> None:
-        """Lower the promise if torch's loader had other settings when the position was saved."""
-        now = self._settings()
-        changed = [
-            f"{name}={before[name]!r}"
-            for name in now
-            if name in before and now[name] != before[name]
-        ]
-        self._changed_settings = ""
-        if changed:
-            self._changed_settings = (
-                f"none, because the checkpoint was made with {', '.join(changed)}, and the loader"
-                " has other settings now: a resume drops batches of another size, or other workers"
-                " draw the random numbers. Use the settings of the checkpoint; holdfast.DataLoader"
-                " resumes exactly with any"
-            )
-
-    def _sources(self) -> list[Any]:
-        """Return the generators and stateful samplers of a loader without ``state_dict``."""
-        return [] if self._stateful else sources_of_state(self._loader)
-
-    def _generator_states(self) -> list[Any]:
-        return [_state_of(source) for source in self._sources()]
-
-    def _set_generators(self, states: Sequence[Any]) -> None:
-        for source, state in zip(self._sources(), states, strict=False):
-            _restore(source, state)
+def _settings_were_changed(settings: Sequence[str]) -> str:
+    """Return the promise for a checkpoint that was made with other settings of torch's loader."""
+    return (
+        f"none, because the checkpoint was made with {', '.join(settings)}, and the loader has"
+        " other settings now: a resume drops batches of another size, or other workers draw the"
+        " random numbers. Use the settings of the checkpoint; holdfast.DataLoader resumes exactly"
+        " with any"
+    )
 
 
 def _ranks(number: int) -> str:
     """Return a number of ranks in words, such as "2 ranks"."""
     return "1 rank" if number == 1 else f"{number} ranks"
-
-
-def _state_of(source: Any) -> Any:
-    """Return the state of a random generator or of a sampler."""
-    if isinstance(source, random.Random):
-        return source.getstate()
-    if isinstance(source, np.random.Generator):
-        return source.bit_generator.state
-    if is_stateful(source):
-        return copied(source.state_dict())
-    return source.get_state()
-
-
-def _restore(source: Any, state: Any) -> None:
-    """Restore a random generator or a sampler from the value of `_state_of`."""
-    if isinstance(source, random.Random):
-        source.setstate(state)
-    elif isinstance(source, np.random.Generator):
-        source.bit_generator.state = state
-    elif not is_stateful(source):
-        source.set_state(state)
-    elif not same(source.state_dict(), state):
-        # Loading moves some samplers to the middle of an epoch, so an equal state is not loaded
-        # again.
-        source.load_state_dict(copied(state))

@@ -19,7 +19,7 @@ from holdfast.learning.observer import Observer
 from holdfast.learning.subjects import Intent, Subjects
 
 if TYPE_CHECKING:
-    from holdfast.guard.result import Attempt, Outcome
+    from holdfast.guard.result import Outcome, StepAttempt
 
 
 class Diagnosis:
@@ -65,7 +65,7 @@ class Diagnosis:
             return None
         return self._observer.begin_step()
 
-    def before_step(self, name: str, attempt: Attempt) -> None:
+    def before_step(self, name: str, attempt: StepAttempt) -> None:
         """Observe that an optimizer is about to step with the gradients of an attempt."""
         if self._observer is not None:
             self._observer.before_step(name, norms=lambda: _gradient_norms(attempt))
@@ -146,7 +146,7 @@ def _is_traced(outcome: Outcome) -> bool:
     return outcome.provenance is not None and outcome.provenance.origin is not None
 
 
-def _gradient_norms(attempt: Attempt) -> dict[int, float]:
+def _gradient_norms(attempt: StepAttempt) -> dict[int, float]:
     """Return the norm of each gradient before clipping, by the id of its parameter; a host sync."""
     ids = [id(parameter) for group in attempt.groups for parameter in group.parameters]
     return dict(zip(ids, attempt.norms.tolist(), strict=True))

@@ -1,8 +1,8 @@
 """The run directory: its layout, its format, and the lock that keeps a second run out.
 
-run.json      format of the directory, which run this is, and where it has saved, once it has
-lock          held while a guard is open; lock.rank1 by the second of several ranks, and so on
-recorder/     the black boxes, of each rank one
+run.json      the format of the directory, the id of the run, and where it has saved, if it has
+lock          held while a guard is open; lock.rank1 is held by the second rank, and so on
+recorder/     the recordings, one for each rank
 checkpoints/  see ``checkpoint.store``
 images/       see ``images``
 """
@@ -13,8 +13,8 @@ import gc
 import json
 import os
 import uuid
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
@@ -26,9 +26,37 @@ FORMAT = 1
 CHECKPOINTS = "checkpoints"
 _RUN_FILE = "run.json"
 
+# What reading ``run.json`` raises if its contents are damaged.
+_DAMAGED = (ValueError, KeyError, TypeError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """The contents of ``run.json``."""
+
+    # Distinguishes this run from every other; None if the file was damaged.
+    run: str | None
+    # The folder in which the run has saved: ``"checkpoints"``, or the path of a framework's folder.
+    # None if it has not saved.
+    saved_in: str | None
+
+    def to_json(self) -> bytes:
+        """Return the contents of the file."""
+        return json.dumps({"format": FORMAT, "run": self.run, "saved_in": self.saved_in}).encode()
+
 
 class RunDirectory:
-    """One run directory, made if missing; `acquire` before writing into it."""
+    """One run directory, which is created if it is missing. Call `acquire` before writing into it.
+
+    Args:
+        path: The directory.
+        rank: The rank of this process.
+
+    Raises:
+        PolicyError: H105 if `path` is not a path.
+        RunDirectoryError: H302 if the directory cannot be written; H303 if a newer version of
+            holdfast wrote it.
+    """
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
         if not isinstance(path, (str, os.PathLike)):
@@ -43,9 +71,9 @@ class RunDirectory:
         try:
             make_run_directory(self.path)
             make_folder(self.path, "recorder")
-            self._says = self._read()
+            self._run_file = self._read()
             if rank == 0:
-                self._write()
+                self._write(self._run_file)
         except OSError as error:
             raise self._unusable(error) from error
         self._lock = FileLock(self.path / (f"lock.rank{rank}" if rank else "lock"))
@@ -60,18 +88,20 @@ class RunDirectory:
         """Return the folder of this process's recording."""
         return self.path / "recorder" / f"rank{self._rank}"
 
-    def _read(self) -> dict[str, Any]:
-        """Return what ``run.json`` says.
+    # --- which run this is, and where it has saved
 
-        Where it is damaged, the recording says where the run has saved.
+    def _read(self) -> RunFile:
+        """Return the contents of ``run.json``, or those of a new one if it is missing.
+
+        If the file is damaged, the recording shows whether the run has saved.
         """
         try:
-            found = json.loads(read_file(self.path / _RUN_FILE))
-            version = found["format"]
+            contents = json.loads(read_file(self.path / _RUN_FILE))
+            version = contents["format"]
         except FileNotFoundError:
-            return {"format": FORMAT, "run": uuid.uuid4().hex, "saved_in": None}
-        except (ValueError, KeyError, TypeError, RecursionError):
-            found, version = {}, FORMAT
+            return RunFile(run=uuid.uuid4().hex, saved_in=None)
+        except _DAMAGED:
+            return RunFile(run=None, saved_in=self._recorded_saves())
         if not isinstance(version, int) or version > FORMAT:
             raise RunDirectoryError(
                 f"run directory {self.path} has format {version!r}",
@@ -79,87 +109,135 @@ class RunDirectory:
                 fix="upgrade holdfast, or start in a new run directory.",
                 rule="H303",
             )
-        saved_in = found["saved_in"] if "saved_in" in found else self._recorded_saves()
-        return {"format": FORMAT, "run": found.get("run"), "saved_in": saved_in}
+        saved_in = contents["saved_in"] if "saved_in" in contents else self._recorded_saves()
+        return RunFile(run=contents.get("run"), saved_in=saved_in)
 
     def _recorded_saves(self) -> str | None:
+        """Return the folder of checkpoints if the recording says that one was saved."""
         try:
-            saved = any(event.kind == "checkpoint_saved" for event in read_events(self.recorder))
-        except RunDirectoryError:  # a damaged recording is no statement
-            saved = False
-        return CHECKPOINTS if saved else None
+            events = read_events(self.recorder)
+        except RunDirectoryError:
+            # A damaged recording proves nothing.
+            return None
+        if any(event.kind == "checkpoint_saved" for event in events):
+            return CHECKPOINTS
+        return None
 
-    def _write(self) -> None:
-        replace_file(self.path / _RUN_FILE, json.dumps(self._says).encode())
+    def _write(self, run_file: RunFile) -> None:
+        replace_file(self.path / _RUN_FILE, run_file.to_json())
 
     @property
     def run_id(self) -> str:
         """Return what distinguishes this run from every other.
 
-        A copy of the directory is the same run.
+        A copy of the directory has the same id.
         """
-        self._says["run"] = found = self._says["run"] or uuid.uuid4().hex
-        return str(found)
+        if not self._run_file.run:
+            self._run_file = replace(self._run_file, run=uuid.uuid4().hex)
+        return str(self._run_file.run)
 
     @property
     def saved_in(self) -> str | None:
-        """Return where this run has saved.
-
-        ``"checkpoints"``, or the path of a framework's folder; else None.
-        """
-        found: str | None = self._says["saved_in"]
-        return found
+        """Return ``"checkpoints"`` or the path of a framework's folder if this run has saved."""
+        return self._run_file.saved_in
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
-        """Keep for later restarts where there is a checkpoint, so that its loss is seen.
+        """Keep where there is a checkpoint, so that a later start notices its loss.
 
-        None: none is missed.
+        Args:
+            folder: The folder; None if no checkpoint is to be missed.
         """
-        if folder != self.saved_in and self._rank == 0:
-            before, self._says = self._says, {**self._says, "saved_in": folder, "run": self.run_id}
-            try:
-                self._write()
-            except OSError:  # a full disk: with the next save
-                self._says = before
+        if folder == self.saved_in or self._rank != 0:
+            return
+        run_file = RunFile(run=self.run_id, saved_in=folder)
+        try:
+            self._write(run_file)
+        except OSError:
+            # The disk may be full. The next save tries again.
+            return
+        self._run_file = run_file
 
     def check_not_lost(self) -> None:
-        """Raise H312 if a run that finds no checkpoint has made one."""
+        """Raise H312 if a run that finds no checkpoint has saved one."""
         if self.saved_in == CHECKPOINTS:
             raise self._lost("holds no checkpoint")
 
-    def resumed_from(self, run_id: str) -> None:
-        """Take note of the run whose checkpoint this one goes on from.
+    def note_resumed_from(self, run_id: str) -> None:
+        """Note the run whose checkpoint this one continues from, and take over its id.
 
-        One without its own takes another's.
+        Raises:
+            CheckpointError: H312, if this run has saved checkpoints of its own, which are gone.
         """
-        if run_id != self._says["run"]:
-            if self.saved_in == CHECKPOINTS and self._says["run"] is not None:
+        own_id = self._run_file.run
+        if run_id != own_id:
+            if self.saved_in == CHECKPOINTS and own_id is not None:
                 raise self._lost("holds those of another run")
-            self._says["run"] = run_id
+            self._run_file = replace(self._run_file, run=run_id)
         self.note_saved()
 
-    def _lost(self, what: str) -> CheckpointError:
-        return _lost(f", and {self.checkpoints} {what}", "choose another run directory ", self.path)
+    def _lost(self, problem: str) -> CheckpointError:
+        return _checkpoints_lost(
+            self.path,
+            where=f", and {self.checkpoints} {problem}",
+            new_start="choose another run directory ",
+        )
+
+    # --- the lock
 
     def acquire(self) -> None:
-        """Take the lock; it is released by `release` or by the end of the process, however it
-        ends.
+        """Take the lock. `release` or the end of the process, however it ends, releases it.
+
+        Raises:
+            RunDirectoryError: H301 if another run has it; H302 if it cannot be written.
         """
         if self._lock.is_held_here:
-            gc.collect()  # an abandoned guard may only wait to be collected
+            # A guard that is no longer referenced may only wait to be collected.
+            gc.collect()
         if self._lock.is_held_here:
             raise self._locked(f"this process ({os.getpid()}), by a guard that is still open")
         try:
             self._lock.acquire()
         except LockHeldError as error:
             raise self._locked(error.holder) from None
-        except OSError as error:  # a directory lies there, or files may not be made any more
+        except OSError as error:
+            # The lock file may be a directory, or no file may be created any more.
             raise self._unusable(error) from error
 
+    def hold(self) -> bool:
+        """Check that no other run has the lock, and take it again if it was lost.
+
+        Returns:
+            Whether the directory itself was gone and was created again.
+
+        Raises:
+            RunDirectoryError: H301, if another run has the lock now.
+            OSError: If the file system does not answer.
+        """
+        try:
+            return self._hold_or_make_again()
+        except LockHeldError as error:
+            raise self._locked(f"{error.holder}, or was while this run was under way") from None
+
+    def _hold_or_make_again(self) -> bool:
+        try:
+            self._lock.hold()
+        except FileNotFoundError:
+            # The directory was removed or moved. The trained weights are still worth saving.
+            make_run_directory(self.path)
+            self._lock.hold()
+            return True
+        return False
+
+    def release(self) -> None:
+        """Release the lock, if it is held."""
+        self._lock.release()
+
+    # --- errors
+
     def _unusable(self, error: OSError) -> RunDirectoryError:
-        at = f" at {error.filename}" if error.filename else ""
+        at_file = f" at {error.filename}" if error.filename else ""
         return RunDirectoryError(
-            f"run directory {self.path} cannot be written ({error.strerror or error}{at})",
+            f"run directory {self.path} cannot be written ({error.strerror or error}{at_file})",
             limit="holdfast keeps checkpoints and its recording there",
             fix="choose another directory, or make this one writable.",
             rule="H302",
@@ -168,58 +246,35 @@ class RunDirectory:
     def _locked(self, holder: str) -> RunDirectoryError:
         return RunDirectoryError(
             f"run directory {self.path} is in use by {holder}",
-            limit="one run at a time may write to it",
+            limit="only one run at a time may write to it",
             fix="stop that run, call close() on its guard, or choose another directory.",
             rule="H301",
         )
 
-    def hold(self) -> bool:
-        """Raise H301 if another run has the lock by now; take it again if it was lost.
-
-        Return whether the directory itself was gone, and had to be made again. OSError if the disk
-        does not say.
-        """
-        try:
-            return self._hold_or_make_again()
-        except LockHeldError as error:
-            raise self._locked(
-                f"{error.holder}, or has been since this run took its lock"
-            ) from None
-
-    def _hold_or_make_again(self) -> bool:
-        try:
-            self._lock.hold()
-        # The directory was removed or moved; what was trained is worth saving all the same
-        except FileNotFoundError:
-            make_run_directory(self.path)
-            self._lock.hold()
-            return True
-        return False
-
-    def release(self) -> None:
-        """Give the lock back. Without effect if it is not held."""
-        self._lock.release()
-
 
 def check_found(run_dir: Path, *, anew: str) -> None:
-    """Raise H312 if a run of a framework, which looked for its newest checkpoint and found none,
-    has made one.
+    """Raise H312 if a framework found no checkpoint although its run has saved one.
+
+    Args:
+        run_dir: The run directory.
+        anew: How to start again on purpose in this framework, such as ``"ask for a new start, "``.
+            The error adds another way.
     """
     try:
         saved_in = json.loads(read_file(run_dir / _RUN_FILE))["saved_in"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, *_DAMAGED):
         return
     if saved_in is not None:
-        raise _lost(f" in {saved_in}, and none is found", anew, run_dir)
+        raise _checkpoints_lost(run_dir, where=f" in {saved_in}, and none is found", new_start=anew)
 
 
-def _lost(what: str, anew: str, run_dir: Path) -> CheckpointError:
+def _checkpoints_lost(run_dir: Path, *, where: str, new_start: str) -> CheckpointError:
     return CheckpointError(
-        f"this run has saved checkpoints{what}",
-        limit="a new start without a word would hide the loss",
+        f"this run has saved checkpoints{where}",
+        limit="starting again without an error would hide the loss",
         fix=(
-            f"mount the disk or bring back a copy; to begin anew on purpose, {anew}or delete"
-            f" {run_dir / _RUN_FILE}."
+            "mount the disk or restore a copy; to start again on purpose,"
+            f" {new_start}or delete {run_dir / _RUN_FILE}."
         ),
         rule="H312",
     )

@@ -25,10 +25,10 @@ from holdfast.core.events import run_events
 from holdfast.core.events.event import Event, EventData
 from holdfast.core.policy.policy import Policy
 from holdfast.core.vector_functions import settle_vector_functions
+from holdfast.guard.arguments import check_loader, gather_parts
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.images import keep_image
-from holdfast.guard.parts import check_loader, gather_parts
 from holdfast.guard.ranks.recognise import ranks_of
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult

@@ -1,15 +1,16 @@
-"""Whether a step was made with the batch that the guard's loader handed out, so that its rows are
-known samples.
+"""Decide whether the rows of a step's batch are the samples that the guard's loader put there.
 
-A loop may move that batch to another device, take it apart, augment it, or combine it with a batch
-of a second loader. Only while each row is still the sample that the loader put there do its dataset
-indices name anything. Nothing is compared until a step has gone wrong.
+A loop may move the loader's batch to another device, take it apart, augment it, or combine it with
+a batch of a second loader. Dataset indices may be named, and samples quarantined, only while each
+row is still the sample that the loader put there. If in doubt, the answer is no.
+
+Nothing is compared until a step has gone wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -18,81 +19,86 @@ import torch
 from holdfast.loader.loader import DataLoader, batches_handed_out
 from holdfast.loader.splitting import leaves_of
 
+# Kinds of numpy arrays that torch can hold: bool, signed and unsigned integers, and floats.
+_NUMPY_KINDS = "biuf"
+
 
 class HandedOut:
-    """The batch that a `holdfast.DataLoader` handed out last, and the samples that it was made of.
+    """The batch that a `holdfast.DataLoader` yielded last, and the samples that are in it.
 
     Args:
         batch: The batch. It must not be kept for longer than the loop keeps it.
-        loader: The loader that has just handed it out.
+        loader: The loader that has just yielded it.
     """
 
     def __init__(self, batch: Any, loader: DataLoader) -> None:
         self._batch = batch
         self._entries = _entries_of(batch)
-        # Taken now: another iterator of the same loader may move it on while the step is made.
+        # Taken now, because another iterator of the same loader may move it during the step.
         self._place = loader.place
-        self._count = batches_handed_out()
+        self._batches_handed_out = batches_handed_out()
 
     def indices_of(self, batch: Any, size: int | None) -> list[int] | None:
         """Return the dataset indices of the rows of a batch, or None if they may be other samples.
 
         Args:
             batch: What the step was made with.
-            size: The number of samples in it, None if unknown.
+            size: The number of samples in it, or None if unknown.
         """
         indices = self._place.dataset_indices()
         if indices is None or size not in (None, len(indices)):
             return None
-        return indices if self._is_origin_of(batch, len(indices)) else None
+        if not self._has_same_rows(batch, len(indices)):
+            return None
+        return indices
 
-    def _is_origin_of(self, batch: Any, size: int) -> bool:
+    def _has_same_rows(self, batch: Any, size: int) -> bool:
         """Return whether each row of a batch is the sample that the loader put into this row."""
-        # The loop has put something else into the batch itself, such as the batch of a second
-        # loader.
         if _entries_of(self._batch) != self._entries:
+            # The loop has put something else into the batch, such as the batch of a second loader.
             return False
         if batch is self._batch:
             return True
 
-        originals = dict(_sample_leaves(self._batch, size))
-        leaves = dict(_sample_leaves(batch, size))
-        unchanged = [
-            leaf
-            for leaf in leaves.values()
-            if any(_equal(leaf, original) for original in originals.values())
-        ]
-        if not any(_is_one_of(leaf, originals) or _varies(leaf) for leaf in unchanged):
+        originals = _leaves_with_rows(self._batch, size)
+        leaves = _leaves_with_rows(batch, size)
+        unchanged = [leaf for leaf in leaves.values() if _equals_any(leaf, originals)]
+        if not any(_is_any(leaf, originals) or _varies(leaf) for leaf in unchanged):
+            # Nothing shows that this batch was made from the loader's. A mask that consists of ones
+            # only, for instance, equals the mask of any batch.
             return False
         if len(unchanged) == len(leaves):
             return True
-
-        # Part of it was changed, as by augmentation. In the same structure that is still the same
-        # batch, unless the part may have come from another loader, which was read since.
-        return batches_handed_out() == self._count and _sizes(leaves) == _sizes(originals)
+        # The other leaves may be augmented versions of the loader's. They may also come from
+        # another loader, unless none has yielded a batch since.
+        no_other_batch = batches_handed_out() == self._batches_handed_out
+        return no_other_batch and _sizes(leaves) == _sizes(originals)
 
 
 def _entries_of(batch: Any) -> Any:
-    """Return what changes when an entry is added to a batch.
-
-    The keys of a mapping, the length of a list.
-    """
+    """Return the keys of a mapping or the length of a list, which change if something is added."""
     if isinstance(batch, Mapping):
         return tuple(batch)
-    return len(batch) if isinstance(batch, list) else None
+    if isinstance(batch, list):
+        return len(batch)
+    return None
 
 
-def _sample_leaves(batch: Any, size: int) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves that may hold a row for each sample, with their paths.
+# --- leaves of a batch
 
-    Others, such as weights, are shared.
+
+def _leaves_with_rows(batch: Any, size: int) -> dict[str, Any]:
+    """Return the leaves that may hold a row for each sample, by their paths.
+
+    Other leaves, such as class weights, are shared by all samples.
     """
-    for path, leaf in leaves_of(batch):
-        if isinstance(leaf, (torch.Tensor, np.ndarray)):
-            if size in leaf.shape:
-                yield path, leaf
-        elif isinstance(leaf, (list, tuple)) and len(leaf) == size:
-            yield path, leaf
+    return {path: leaf for path, leaf in leaves_of(batch) if _may_have_rows(leaf, size)}
+
+
+def _may_have_rows(leaf: Any, size: int) -> bool:
+    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        return size in leaf.shape
+    return isinstance(leaf, (list, tuple)) and len(leaf) == size
 
 
 def _sizes(leaves: Mapping[str, Any]) -> dict[str, int]:
@@ -100,48 +106,60 @@ def _sizes(leaves: Mapping[str, Any]) -> dict[str, int]:
     return {path: len(leaf) for path, leaf in leaves.items() if isinstance(leaf, Sized)}
 
 
-def _equal(leaf: Any, original: Any) -> bool:
-    """Return whether a leaf is the original, or holds its values, on any device and in any type."""
+# --- comparing leaves
+
+
+def _is_any(leaf: Any, originals: Mapping[str, Any]) -> bool:
+    """Return whether a leaf is the same object as one of the loader's."""
+    return any(leaf is original for original in originals.values())
+
+
+def _equals_any(leaf: Any, originals: Mapping[str, Any]) -> bool:
+    """Return whether a leaf has the values of one of the loader's."""
+    return any(_has_equal_values(leaf, original) for original in originals.values())
+
+
+def _has_equal_values(leaf: Any, original: Any) -> bool:
+    """Return whether two leaves hold equal values, on any device and in any type."""
     if leaf is original:
         return True
     if isinstance(leaf, (list, tuple)) and isinstance(original, (list, tuple)):
         return list(leaf) == list(original)
-    values = _plain_tensor(leaf)
-    others = _plain_tensor(original)
-    if values is None or others is None or values.shape != others.shape:
+    values = _as_tensor(leaf)
+    original_values = _as_tensor(original)
+    if values is None or original_values is None:
         return False
-    if not torch.can_cast(others.dtype, values.dtype):
+    return _tensors_are_equal(values, original_values)
+
+
+def _tensors_are_equal(values: torch.Tensor, original: torch.Tensor) -> bool:
+    """Return whether a tensor holds the values of the original, maybe converted or moved."""
+    if values.shape != original.shape or not torch.can_cast(original.dtype, values.dtype):
         return False
-    # A few types cannot be compared, and memory may be short: that is no reason to end a run.
+    # A few types cannot be compared, and memory may be short. Neither is a reason to end the run.
     with contextlib.suppress(RuntimeError):
-        values = values.to(others.device)
-        others = others.to(values.dtype)
-        both_nan = (values != values) & (others != others)
-        return bool(((values == others) | both_nan).all())
+        values = values.to(original.device)
+        original = original.to(values.dtype)
+        both_are_nan = (values != values) & (original != original)
+        return bool(((values == original) | both_are_nan).all())
     return False
 
 
-def _is_one_of(leaf: Any, originals: Mapping[str, Any]) -> bool:
-    return any(leaf is original for original in originals.values())
-
-
 def _varies(leaf: Any) -> bool:
-    """Return whether a leaf holds different values.
-
-    One of ones only, such as a mask, equals that of any batch.
-    """
+    """Return whether a leaf holds at least two different values."""
     if isinstance(leaf, (list, tuple)):
         return any(item != leaf[0] for item in leaf)
-    values = _plain_tensor(leaf)
+    values = _as_tensor(leaf)
     return values is not None and bool((values != values.flatten()[0]).any())
 
 
-def _plain_tensor(leaf: Any) -> torch.Tensor | None:
-    """Return the values of a tensor or array, or None for kinds that cannot be compared on one
-    rank alone.
+def _as_tensor(leaf: Any) -> torch.Tensor | None:
+    """Return the values of a tensor or an array, or None if they cannot be compared.
+
+    Comparing a subclass such as DTensor may involve the other ranks, which do not take part here.
     """
     if isinstance(leaf, np.ndarray):
-        if leaf.dtype.kind not in "biuf":
+        if leaf.dtype.kind not in _NUMPY_KINDS:
             return None
         leaf = torch.as_tensor(leaf)
     if not isinstance(leaf, torch.Tensor) or type(leaf) not in (torch.Tensor, torch.nn.Parameter):

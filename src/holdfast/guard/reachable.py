@@ -1,6 +1,4 @@
-"""Find what an object holds through its attributes, such as the optimizer that a scheduler
-drives.
-"""
+"""Find objects through the attributes of another one, such as the optimizer inside a scheduler."""
 
 from __future__ import annotations
 
@@ -14,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-# An object that is more attributes away belongs to something else, such as a trainer in a closure.
+# The search ends this many attributes away from its root. An object that is further away belongs to
+# something else, such as a trainer in a closure.
 MOST_LEVELS = 4
-# Bounds the work for objects that refer to half of a program.
+# The search ends after this many objects, since some objects refer to half of a program.
 MOST_OBJECTS = 5_000
-# Objects of these types are not looked into.
-_LEAVES = (
+# Objects of these types are not searched.
+_LEAF_TYPES = (
     str,
     bytes,
     bytearray,
@@ -32,14 +31,14 @@ _LEAVES = (
     torch.Tensor,
     nn.Module,
 )
+# The items of these count as attributes of the object that holds them.
+_CONTAINER_TYPES = (list, tuple, set, frozenset, deque, Mapping)
 
 
 def levels_inside(
     root: Any, is_wanted: Callable[[Any], bool], *, most_levels: int = MOST_LEVELS
 ) -> Iterator[list[Any]]:
-    """Yield the wanted objects that an object refers to.
-
-    First those one attribute away, then two, and so on.
+    """Yield the wanted objects that an object refers to, nearest first.
 
     The search is breadth-first. It follows attributes, containers, closures, bound methods,
     `functools.partial` and weak references, but no tensors and modules, and it does not continue
@@ -51,7 +50,8 @@ def levels_inside(
         most_levels: How many attributes away the search ends.
 
     Yields:
-        For each distance a list, which may be empty.
+        A list for each distance: first the objects one attribute away, then those two attributes
+        away, and so on. A list may be empty.
     """
     visited = {id(root)}
     level = [root]
@@ -72,25 +72,27 @@ def levels_inside(
 
 
 def _values_of(holder: Any) -> Iterator[Any]:
-    """Yield the objects that an object refers to directly.
-
-    Items of a container count as its attributes.
-    """
+    """Yield the objects that an object refers to directly, or through containers only."""
     waiting = deque(_attributes_of(holder))
-    containers = set[int]()
+    visited_containers = set[int]()
     while waiting:
         value = waiting.popleft()
-        if isinstance(value, _LEAVES):
+        if isinstance(value, _LEAF_TYPES):
             continue
-        if not isinstance(value, (list, tuple, set, frozenset, deque, Mapping)):
+        if not isinstance(value, _CONTAINER_TYPES):
             yield value
-        elif id(value) not in containers and len(containers) < MOST_OBJECTS:
-            containers.add(id(value))
-            waiting.extend(value.values() if isinstance(value, Mapping) else value)
+            continue
+        if id(value) in visited_containers or len(visited_containers) >= MOST_OBJECTS:
+            continue
+        visited_containers.add(id(value))
+        if isinstance(value, Mapping):
+            waiting.extend(value.values())
+        else:
+            waiting.extend(value)
 
 
 def _attributes_of(holder: Any) -> list[Any]:
-    """Return the values of an object's attributes, or of a function's closure."""
+    """Return the values of an object's attributes, or what a function or a reference holds."""
     if isinstance(holder, functools.partial):
         return [holder.func, holder.args, holder.keywords]
     if isinstance(holder, types.MethodType):
@@ -99,27 +101,32 @@ def _attributes_of(holder: Any) -> list[Any]:
         return [getattr(holder, "__wrapped__", None), contents_of_closure(holder)]
     if isinstance(holder, weakref.ref):
         return [holder()]
-    # The hooks of an optimizer belong to the code that registered them, such as an observer of all
-    # optimizers.
-    own = getattr(holder, "__dict__", {})
-    attributes = [value for name, value in own.items() if not name.startswith("_optimizer_")]
-    slots = [name for kind in type(holder).__mro__ for name in _slots_of(kind)]
-    return attributes + [getattr(holder, name, None) for name in slots]
+    values = []
+    for name, value in getattr(holder, "__dict__", {}).items():
+        # The hooks of an optimizer belong to the code that registered them, such as an observer of
+        # all optimizers.
+        if not name.startswith("_optimizer_"):
+            values.append(value)
+    for kind in type(holder).__mro__:
+        for slot in _slots_of(kind):
+            values.append(getattr(holder, slot, None))
+    return values
 
 
 def _slots_of(kind: type) -> list[str]:
+    """Return the attributes that a class itself declares in ``__slots__``."""
     slots = vars(kind).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def contents_of_closure(function: types.FunctionType) -> list[Any]:
-    """Return the values of a function's free variables, as far as they have one."""
+    """Return the values of the free variables of a function that were assigned."""
     contents = []
     for cell in function.__closure__ or ():
         try:
             contents.append(cell.cell_contents)
         except ValueError:
-            # The variable was not assigned yet.
+            # This variable was not assigned yet.
             continue
     return contents

@@ -1,11 +1,11 @@
-"""What happens in a run, written into its black box and, where people should see it, into the log.
+"""Record what happens in a run, and log the events that people should see.
 
-Facts may come from any thread. A process that was forked from the one that records must not write:
-both would count the records by themselves, and a lock that another thread held at the fork is never
-given back there.
+Events may come from any thread. A process that was forked from the recording one must not write:
+each of the two would number its records on its own, and a lock that another thread held at the fork
+is never released in the child.
 
-The last words of a recording say how the run ended, as far as its own process can know it:
-``left_by_exception`` or ``closed``. One without either was cut off.
+The last event of a recording says how the run ended, as far as its own process can know:
+``left_by_exception`` or ``closed``. A recording without either was cut off.
 """
 
 from __future__ import annotations
@@ -34,103 +34,127 @@ from holdfast.recorder.scalars import Scalars
 from holdfast.recorder.start import START_FILE, facts_of_start
 
 _log = logging.getLogger("holdfast")
-_MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user's loop stands
-# People should see these although they did not ask; the others are for the record. First those that
-# all of several ranks record alike, and one shows; then those of one rank.
-_OF_ALL = (
-    SkipStep,
-    RollBack,
-    Stop,
-    run_events.SaveFailed,
-    run_events.SaveRefused,
-    run_events.LossScaleCollapsed,
-    run_events.StopRequested,
-    run_events.NotRestored,
-    run_events.DiagnosisLimited,
-    run_events.SplitStopped,
-    run_events.Spike,
-    run_events.Finding,
-    run_events.SplitNotTried,
-    run_events.SideEffects,
-    run_events.SchedulersWait,
-    run_events.RolledBack,
-    run_events.SavePostponed,
-    run_events.RanksNotDivided,
-    run_events.ChangesNotSaved,
-    run_events.NotSaved,
-    run_events.BeginsAnew,
-    run_events.SettingsKept,
-    run_events.PositionNotKept,
-    run_events.GroupsChanged,
-    run_events.OwnStateNotKept,
-    run_events.ResumeMayDiffer,
-    run_events.StepsLeftBehind,
+# An error is recorded with this many of the frames that called the guard, the innermost ones. They
+# show where the user's loop was.
+_MOST_CALLERS = 8
+# An error is one line of at most this many characters in an event.
+_MOST_CHARACTERS_OF_ERROR = 500
+
+# Events that people should see although they did not ask for them. All ranks record these alike, so
+# only rank 0 logs them.
+_LOGGED_ONCE: frozenset[type[EventData]] = frozenset(
+    {
+        SkipStep,
+        RollBack,
+        Stop,
+        run_events.SaveFailed,
+        run_events.SaveRefused,
+        run_events.LossScaleCollapsed,
+        run_events.StopRequested,
+        run_events.NotRestored,
+        run_events.DiagnosisLimited,
+        run_events.SplitStopped,
+        run_events.Spike,
+        run_events.Finding,
+        run_events.SplitNotTried,
+        run_events.SideEffects,
+        run_events.SchedulersWait,
+        run_events.RolledBack,
+        run_events.SavePostponed,
+        run_events.RanksNotDivided,
+        run_events.ChangesNotSaved,
+        run_events.NotSaved,
+        run_events.BeginsAnew,
+        run_events.SettingsKept,
+        run_events.PositionNotKept,
+        run_events.GroupsChanged,
+        run_events.OwnStateNotKept,
+        run_events.ResumeMayDiffer,
+        run_events.StepsLeftBehind,
+    }
 )
-_OF_ONE = (
-    Split,
-    Recompute,
-    run_events.OutOfMemory,
-    run_events.CheckpointDamaged,
-    run_events.RecomputeImpossible,
-    run_events.OnednnSwitchedOff,
-    run_events.SamplesDropped,
-    run_events.MicroBatchDropped,
-    run_events.SavesSynchronous,
-    run_events.LoaderHealed,
-    run_events.SampleQuarantined,
-    run_events.DescriptorLimitRaised,
-    run_events.SignalLeftAlone,
-    run_events.StreamReadOver,
-    run_events.Preflight,
-    run_events.QuarantineFull,
-    run_events.RecordingMovedAside,
-    run_events.RollbackFailed,
-    process_events.ScalarsNotRecorded,
+# These concern one rank, so each rank logs its own.
+_LOGGED_BY_EACH_RANK: frozenset[type[EventData]] = frozenset(
+    {
+        Split,
+        Recompute,
+        run_events.OutOfMemory,
+        run_events.CheckpointDamaged,
+        run_events.RecomputeImpossible,
+        run_events.OnednnSwitchedOff,
+        run_events.SamplesDropped,
+        run_events.MicroBatchDropped,
+        run_events.SavesSynchronous,
+        run_events.LoaderHealed,
+        run_events.SampleQuarantined,
+        run_events.DescriptorLimitRaised,
+        run_events.SignalLeftAlone,
+        run_events.StreamReadOver,
+        run_events.Preflight,
+        run_events.QuarantineFull,
+        run_events.RecordingMovedAside,
+        run_events.RollbackFailed,
+        process_events.ScalarsNotRecorded,
+    }
 )
 
-
+# How a run was closed:
+# "finished": it came to its end.
+# "stopped": a stop was requested.
+# "left": its loop was left early, by ``break`` or by an error that the guard did not see.
+# "failed": by an error that is recorded.
 End = Literal["finished", "stopped", "left", "failed"]
-"""How a run was closed: it came to its end; on request.
-
-Its loop was left early, by ``break`` or by an error that the
-guard did not see; by an error that is recorded.
-"""
 
 
 class RunRecord:
-    """The recording of one process of a run, and the step that it stands at.
+    """The recording of one process of a run, and the step that the run is at.
 
-    `rank` is that of one of several.
+    Args:
+        directory: The folder of the recording.
+        clock: The clock that dates the events.
+        rank: The rank of this process, or None if it trains alone.
     """
 
     def __init__(self, directory: Path, clock: Clock, rank: int | None = None) -> None:
-        self._directory, self._rank = directory, rank
+        self._directory = directory
+        self._rank = rank
         self.clock = clock
         self._box: BlackBox | None = None
-        self._lock = threading.RLock()  # reentrant, for a signal handler of the caller that records
+        # Reentrant, because a signal handler of the caller may record during another record.
+        self._lock = threading.RLock()
+        # The process that records.
         self._process = 0
+        # The type and message of the error that has left the run, if any, as far as it was recorded
+        # since the last step.
         self._left_by: tuple[str, str] | None = None
-        self.ended: End = "failed"  # as its last word says; without one it has failed
+        # How the recording ended, according to its last event.
+        self.ended: End = "failed"
         self.scalars = Scalars(lambda: directory, self.emit)
         self.global_step = 0
 
+    # --- opening and closing
+
     @property
     def is_open(self) -> bool:
-        """Return whether records are written; without that they are only logged."""
+        """Return whether events are recorded; otherwise they are only logged."""
         return self._box is not None
 
     def open(self) -> None:
-        """Continue the recording."""
+        """Continue the recording.
+
+        Raises:
+            RunDirectoryError: H302, if it cannot be created.
+            OSError: If memory is too short to map it.
+        """
         try:
             self._box = BlackBox(self._directory)
             self._process = os.getpid()
         except OSError as error:
             if error.errno == errno.ENOMEM:
-                # No room in memory, to which the recording is mapped: free space on the disk does
-                # not help
+                # The recording is mapped into memory, so freeing disk space would not help.
                 raise
             raise RunDirectoryError(
-                f"the recording in {self._directory} cannot be made ({error.strerror or error})",
+                f"the recording in {self._directory} cannot be created ({error.strerror or error})",
                 limit=(
                     "3 MiB are allocated when a run starts, so that a full disk cannot silence it"
                     " later"
@@ -138,11 +162,11 @@ class RunRecord:
                 fix="free some space, or choose another run directory.",
                 rule="H302",
             ) from error
-        for what in self._box.moved_aside:
-            self.emit(run_events.RecordingMovedAside(what=what))
+        for moved in self._box.moved_aside:
+            self.emit(run_events.RecordingMovedAside(what=moved))
 
     def describe(self, settings: Mapping[str, Any]) -> None:
-        """Keep what the run is set to, see `write_settings`, and what it was started with."""
+        """Write the settings of the run, see `write_settings`, and the command that started it."""
         write_settings(self._directory, settings)
         write_json(
             self._directory / START_FILE, facts_of_start(sys.orig_argv, self.clock.unix_seconds())
@@ -151,40 +175,63 @@ class RunRecord:
     def close(self, how: End | None = None) -> None:
         """End the recording with how the run ended.
 
-        None: "finished", unless an error is on its way out.
+        Args:
+            how: How the run ended. None means "finished", or "failed" if an exception is being
+                handled.
         """
         if self._box is not None:
-            error = sys.exception() if how is None else None
             self.ended = "failed"
-            if error is not None:
-                self.left_by(error)
-            elif how in ("finished", "stopped") or (how != "failed" and self._left_by is None):
-                self.ended = how or "finished"
-                self.emit(run_events.Closed(how=self.ended))
+            self.ended = self._record_end(how)
             self._box.close()
             self._box = None
         self.scalars.close()
 
+    def _record_end(self, how: End | None) -> End:
+        """Record how the run ended and return it; an error that was recorded is its own event."""
+        error = sys.exception()
+        if how is None and error is not None:
+            self.left_by(error)
+            return "failed"
+        if how == "failed":
+            return "failed"
+        if how not in ("finished", "stopped") and self._left_by is not None:
+            return "failed"
+        ended: End = how or "finished"
+        self.emit(run_events.Closed(how=ended))
+        return ended
+
+    # --- errors
+
     def left_by(self, error: BaseException | type[BaseException]) -> None:
-        """Record an error that leaves the run; one that passes several places is recorded once."""
+        """Record an error that leaves the run.
+
+        An error that passes several places is recorded once.
+
+        Args:
+            error: The error, or its type if nothing else is known of it.
+        """
         if isinstance(error, (GeneratorExit, Interrupted)):
-            return  # these end a loop in order
-        raised = sys.exception()
-        if isinstance(error, type) and isinstance(raised, error):
-            error = raised
-        if isinstance(error, type):
-            if self._left_by is None:
-                self.emit(run_events.LeftByException(exception=error.__name__))
+            # These end a loop without an error.
             return
+        if not isinstance(error, type):
+            self._record_error(error)
+            return
+        raised = sys.exception()
+        if isinstance(raised, error):
+            self._record_error(raised)
+        elif self._left_by is None:
+            self.emit(run_events.LeftByException(exception=error.__name__))
+
+    def _record_error(self, error: BaseException) -> None:
+        """Record an error with its frames, unless it was recorded just before."""
         facts = describe_exception(error, error.__traceback__)
-        seen = facts["type"], facts["message"]
-        if seen != self._left_by:
-            self._left_by = seen
-            facts["frames"] = [*_callers(), *facts["frames"]]
-            rule = error.rule if isinstance(error, HoldfastError) else None
-            self.emit(
-                run_events.LeftByException(exception=type(error).__name__, rule=rule, **facts)
-            )
+        type_and_message = (facts["type"], facts["message"])
+        if type_and_message == self._left_by:
+            return
+        self._left_by = type_and_message
+        facts["frames"] = [*_callers(), *facts["frames"]]
+        rule = error.rule if isinstance(error, HoldfastError) else None
+        self.emit(run_events.LeftByException(exception=type(error).__name__, rule=rule, **facts))
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -195,15 +242,19 @@ class RunRecord:
             self.left_by(error)
             raise
 
-    def emit(self, data: EventData, *, global_step: int | None = None) -> None:
-        """Record what happened at a step, such as that of a checkpoint finished now.
+    # --- events and steps
 
-        None: the present one.
+    def emit(self, data: EventData, *, global_step: int | None = None) -> None:
+        """Record an event, and log it if people should see it.
+
+        Args:
+            data: The event.
+            global_step: The step that it belongs to, such as that of a checkpoint which was
+                finished only now; None for the current step.
         """
-        step = self.global_step if global_step is None else global_step
         event = Event(
             kind=data.kind,
-            global_step=step,
+            global_step=self.global_step if global_step is None else global_step,
             unix_seconds=self.clock.unix_seconds(),
             data=data.facts(),
         )
@@ -211,9 +262,13 @@ class RunRecord:
             with self._lock:
                 if self._box is not None:
                     self._box.event(event)
-        if type(data) in _OF_ONE:
-            _log.warning("%s%s", "" if self._rank is None else f"rank {self._rank}: ", event)
-        elif type(data) in _OF_ALL and not self._rank:
+        self._log_event(data, event)
+
+    def _log_event(self, data: EventData, event: Event) -> None:
+        if type(data) in _LOGGED_BY_EACH_RANK:
+            prefix = "" if self._rank is None else f"rank {self._rank}: "
+            _log.warning("%s%s", prefix, event)
+        elif type(data) in _LOGGED_ONCE and not self._rank:
             _log.warning("%s", event)
 
     def step(
@@ -225,9 +280,19 @@ class RunRecord:
         seconds: float,
         optimizer: str = "",
     ) -> None:
-        """Record a mark of a step; None: that was not read. Cost: about 0.5 microseconds."""
+        """Record a mark of a step. This costs about 0.5 microseconds.
+
+        Args:
+            mark: Which moment of the step this is.
+            micro_batch_size: Samples in one forward/backward pass, or None if unknown.
+            loss: The loss, or None if it was not read.
+            norm: The gradient norm, or None if it was not read.
+            seconds: The duration that belongs to the mark.
+            optimizer: The name of the optimizer that was stepped, if it was a single one.
+        """
         assert self._box is not None
-        self._left_by = None  # whatever was raised before, it goes on
+        # Whatever was raised before, the run continues.
+        self._left_by = None
         number = self._box.optimizers[optimizer] if optimizer else 0
         self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds, number)
 
@@ -236,26 +301,18 @@ class RunRecord:
         return read_events(self._directory)
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error as one line for an event."""
-    return f"{type(error).__name__}: {error}"[:500]
+    return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS_OF_ERROR]
 
 
 def _callers() -> list[list[Any]]:
-    """Return the frames that called the function which records, without those of this file.
-
-    Innermost last.
-    """
+    """Return the file, line and function of the frames that called this module, innermost last."""
     frame: FrameType | None = sys._getframe()
-    found: list[list[Any]] = []
-    while frame is not None and len(found) < _MOST_CALLERS:
-        if frame.f_code.co_filename != __file__:
-            found.append(
-                [
-                    printable(frame.f_code.co_filename),
-                    frame.f_lineno,
-                    printable(frame.f_code.co_name),
-                ]
-            )
+    callers: list[list[Any]] = []
+    while frame is not None and len(callers) < _MOST_CALLERS:
+        code = frame.f_code
+        if code.co_filename != __file__:
+            callers.append([printable(code.co_filename), frame.f_lineno, printable(code.co_name)])
         frame = frame.f_back
-    return found[::-1]
+    return callers[::-1]

@@ -1,4 +1,4 @@
-"""How an attempt and a step ended, and the totals of a run."""
+"""The results of one attempt and one step, and the totals of a run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from holdfast.numerics.gradients import GradientFacts, Group
 from holdfast.numerics.provenance import Origin
 
 
-class Passed(NamedTuple):
-    """What a batch has given."""
+class PassResult(NamedTuple):
+    """What the forward and backward passes over a batch have returned."""
 
-    # Mean over the items, shape ``()``, detached; of several terms, the sum of their means
+    # Mean over the items, shape ``()``, detached. For a loss of several terms, the sum of their
+    # means.
     loss: torch.Tensor
-    items: float | torch.Tensor  # what it is over; of several terms, those of the first
-    # ``(start, end)`` of samples whose part had a loss of NaN or Inf
+    # The number of items that the mean is over. For a loss of several terms, that of the first.
+    items: float | torch.Tensor
+    # ``(start, end)`` of the samples whose micro-batch had a loss of NaN or Inf.
     dropped: tuple[tuple[int, int], ...] = ()
-    counted: bool = False  # whether the items must be whole
-    extra: Mapping[str, Any] | None = None  # what the loss function has returned beside the loss
+    # Whether the number of items must be whole.
+    counted: bool = False
+    # What the loss function has returned beside the loss.
+    extra: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +35,23 @@ class StepResult:
 
     Args:
         loss: Mean loss over the items of the batch, shape ``()``, detached, on the model's device.
-            Reading it with ``float(...)`` is the caller's sync, not ours.
-        items: Loss-bearing items that the mean is over: as returned by the loss function, else
-            samples.
+            Reading it with ``float(...)`` syncs with the device; the guard does not.
+        items: Loss-bearing items that the mean is over: the number that the loss function returned,
+            or else the number of samples.
         grad_norm: L2 norm by parameter group before clipping, under names such as
             ``"optimizer.0"``. Empty if the step was skipped before gradients were measured.
-        micro_batch_size: Most samples in one forward/backward; None if the batch has no batch
+        micro_batch_size: Most samples in one forward/backward pass; None if the batch has no batch
             dimension.
-        attempts: Attempts made, the successful one included.
+        attempts: How often the step was attempted, the successful attempt included.
         skipped: True if this batch is not in the weights: they were left as they were, or the run
             has returned to a checkpoint, as `reason` says.
-        reason: Why it was skipped, and what was done; else None.
-        dropped_samples: Positions in the batch of the samples that the step was made without, since
-            NaN or Inf came from them (``Policy.drop_nonfinite_samples``), or from the micro-batch
-            that they were in.
-        extra: What `Loss` was given as ``extra``, detached. Of a batch in parts: tensors with a row
-            for each sample are concatenated, numbers are averaged over the samples, of all else
-            there is a list.
+        reason: Why the step was skipped and what was done about it, or None.
+        dropped_samples: Positions in the batch of the samples that the step was made without,
+            because NaN or Inf came from them (``Policy.drop_nonfinite_samples``) or from the
+            micro-batch that they were in.
+        extra: What was passed to `Loss` as ``extra``, detached. If the batch was split, tensors
+            with a row for each sample are concatenated, numbers are averaged over the samples, and
+            anything else becomes a list.
     """
 
     loss: torch.Tensor
@@ -62,16 +66,22 @@ class StepResult:
 
 
 @dataclass(slots=True, kw_only=True)
-class Attempt:
-    """An attempt that came through, not yet committed."""
+class StepAttempt:
+    """An attempt of a step that ran to its end and is not committed yet."""
 
-    loss: torch.Tensor  # mean over the items, shape ``()``, detached
+    # Mean over the items, shape ``()``, detached.
+    loss: torch.Tensor
+    # The number of items that the mean is over.
     items: float | torch.Tensor
-    micro_batch_size: int | None  # most samples in one pass, None if unknown
-    groups: list[Group]  # with their gradients
+    # Most samples in one pass, or None if unknown.
+    micro_batch_size: int | None
+    # The parameter groups that have gradients, with them.
+    groups: list[Group]
     facts: GradientFacts
-    norms: torch.Tensor  # of each gradient
-    dropped: tuple[tuple[int, int], ...] = ()  # samples whose micro-batch had a loss of NaN or Inf
+    # The norm of each gradient.
+    norms: torch.Tensor
+    # ``(start, end)`` of the samples whose micro-batch had a loss of NaN or Inf.
+    dropped: tuple[tuple[int, int], ...] = ()
     extra: Mapping[str, Any] | None = None
 
 
@@ -79,51 +89,69 @@ class Attempt:
 class Provenance:
     """Where NaN or Inf came from, as far as a replay has shown."""
 
-    origin: Origin | None = None  # the operation, parameter or input; None if it is not known
-    # Positions in the batch without which the step is sound, if there are such
+    # The operation, parameter or input, or None if it is not known.
+    origin: Origin | None = None
+    # Positions in the batch of the samples without which the step is sound, if there are any.
     samples: tuple[int, ...] = ()
-    problem: str = ""  # why there is no origin; empty if there is one
-    where: str = ""  # the rank or ranks that it came up on; empty in a process that trains alone
+    # Why there is no origin; empty if there is one.
+    problem: str = ""
+    # The rank or ranks that it came up on; empty in a process that trains alone.
+    where: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """How a step ended."""
 
-    attempt: Attempt  # the attempt that was committed or skipped
+    # The attempt that was committed or skipped.
+    attempt: StepAttempt
     attempts: int
-    out_of_memory: int  # how many of them ran out of memory
-    size: int | None  # samples in the batch, None if unknown
-    committed: bool  # False if it left no trace
-    # Names of parameters with non-finite gradients, some of them
+    # How many of the attempts ran out of memory.
+    out_of_memory: int
+    # Samples in the batch, or None if unknown.
+    size: int | None
+    # False if the step left no trace.
+    committed: bool
+    # Names of some of the parameters with non-finite gradients.
     culprits: list[str] = field(default_factory=list)
-    culprit_count: int = 0  # how many there are
-    # Of fp16, what is tried next after a skip although the loss is finite
+    # The number of parameters with non-finite gradients.
+    culprit_count: int = 0
+    # In fp16, the scale that is tried next after a skip although the loss is finite.
     loss_scale: float | None = None
-    decision: Decision | None = None  # why finite values were not committed
-    provenance: Provenance | None = None  # where non-finite values came from
-    # Positions in the batch of the samples that the committed step was made without
+    # Why finite values were not committed.
+    decision: Decision | None = None
+    # Where non-finite values came from.
+    provenance: Provenance | None = None
+    # Positions in the batch of the samples that the committed step was made without.
     dropped: tuple[int, ...] = ()
 
     def result(self, reason: str | None) -> StepResult:
-        """Return what the caller of a step gets.
+        """Return the result for the caller of the step.
 
-        `reason` says why it was skipped, None that it was not.
+        Args:
+            reason: Why the step was skipped, or None if it was not.
         """
-        dropped = self.attempt.dropped
-        left_out = (
-            [place for first, end in dropped for place in range(first, end)] if dropped else ()
-        )
+        skipped = reason is not None
         return StepResult(
             loss=self.attempt.loss,
             items=self.attempt.items,
             grad_norm=self.attempt.facts.norms,
             micro_batch_size=self.attempt.micro_batch_size,
             attempts=self.attempts,
-            skipped=reason is not None,
+            skipped=skipped,
             reason=reason,
-            dropped_samples=() if reason is not None else self.dropped or tuple(left_out),
+            dropped_samples=() if skipped else self._dropped_samples(),
             extra=self.attempt.extra or {},
+        )
+
+    def _dropped_samples(self) -> tuple[int, ...]:
+        """Return the positions of the samples that the committed step was made without."""
+        if self.dropped:
+            return self.dropped
+        if not self.attempt.dropped:
+            return ()
+        return tuple(
+            position for start, end in self.attempt.dropped for position in range(start, end)
         )
 
 
@@ -147,35 +175,38 @@ class Counters:
     nonfinite_in_a_row: int = 0
     spikes_in_a_row: int = 0
     rollbacks_in_a_row: int = 0
-    row_ends_at: int = 0  # global step from which a row of rollbacks is over
-    epochs_validated: int = 0  # epochs that were completed when `Guard.validated` was called last
+    # The global step from which on a rollback begins a new row of them.
+    row_ends_at: int = 0
+    # Epochs that were completed when `Guard.validated` was called last.
+    epochs_validated: int = 0
 
     def note_good_step(self, global_step: int) -> None:
-        """Count a committed step.
-
-        Getting far enough beyond the last rollback ends a row of them.
-        """
+        """Count a committed step. One far enough after the last rollback ends a row of them."""
         self.steps += 1
-        self.nonfinite_in_a_row = self.spikes_in_a_row = 0
+        self.nonfinite_in_a_row = 0
+        self.spikes_in_a_row = 0
         if global_step >= self.row_ends_at:
             self.rollbacks_in_a_row = 0
 
     def note_rollback(self, from_step: int, beyond: int) -> None:
         """Count a return to an earlier state.
 
-        A row of them ends `beyond` steps after the step that failed.
+        Good steps up to the one that failed prove nothing: they were good the first time too.
 
-        Good steps before that place prove nothing: they were good the first time too.
+        Args:
+            from_step: The step that failed.
+            beyond: How many steps after it a row of rollbacks ends.
         """
         self.rollbacks += 1
         self.rollbacks_in_a_row += 1
         self.row_ends_at = max(self.row_ends_at, from_step + beyond)
-        self.nonfinite_in_a_row = self.spikes_in_a_row = 0
+        self.nonfinite_in_a_row = 0
+        self.spikes_in_a_row = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """A snapshot of a run.
+    """A snapshot of a run's totals.
 
     Args:
         global_step: Optimizer steps in the weights.
@@ -184,13 +215,13 @@ class Statistics:
         skipped_steps: Steps that left no trace because of NaN or Inf.
         out_of_memory: Attempts that ran out of memory.
         rollbacks: Returns to a checkpoint.
-        resumes: Times that the run was continued from a checkpoint by a new process.
-        checkpoints_saved: By this process.
-        checkpoints_failed: By this process.
-        micro_batch_size: Most samples in one forward/backward from the next step on; None: the
-            whole batch.
+        resumes: How often a new process continued the run from a checkpoint.
+        checkpoints_saved: Checkpoints saved by this process.
+        checkpoints_failed: Saves of this process that failed.
+        micro_batch_size: Most samples in one forward/backward pass from the next step on; None for
+            the whole batch.
         recompute: Whether activation checkpointing is on.
-        loss_scale: Of fp16 training, else None.
+        loss_scale: The loss scale in fp16 training, else None.
     """
 
     global_step: int

@@ -1,9 +1,19 @@
-"""A request to stop the run, by a signal or by a call, which the loop honours at its next boundary.
+"""What happens in the training process on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
 
-The signal handler only notes the request and prints a line on stderr. It saves nothing and does not
-talk to other ranks. It interrupts only what may last long and changes no state: waiting for data,
-and an evaluation. A second signal ends the process at once: the kernel's default action is in place
-by then, which needs no interpreter.
+`Policy.stop_signals` says which signals stop a run; a call can request it too. `StopRequest` holds
+the request and the signal handler:
+
+1. **The first signal** is noted and announced on stderr, and the script's own handler is called,
+   if there is one. Nothing is saved and no other rank is contacted in the handler. The loop reads
+   `StopRequest.reason` at its next boundary, saves a checkpoint and ends (``run/loop.py``). Only
+   code that may take long and changes no state is interrupted by `Interrupted`: waiting for data,
+   and an evaluation.
+2. **Signals in the next 0.1 s** belong to the same request and are ignored.
+3. **A later signal** ends the process at once, or goes to the script's own handler. The handler is
+   replaced in advance by the kernel's default action, which needs no interpreter.
+4. **In a forked child**, such as a loader worker, the first signal is ignored, since it was meant
+   for the parent. SIGTERM ends the child.
+5. **After `StopRequest.uninstall`** the previous handlers are back.
 
     stop = StopRequest(("SIGTERM", "SIGINT"))
     stop.install()
@@ -27,8 +37,8 @@ from typing import Any
 
 # Signals within this time are one request. `timeout` of coreutils signals the process and then its
 # group, a few microseconds apart. Slurm sends SIGTERM twice at the time limit, systemd sends SIGHUP
-# right after SIGTERM, and launchers forward signals that their whole group got. Otherwise the
-# second signal would end the process.
+# right after SIGTERM, and launchers forward signals that their whole group received. Without this
+# time, the second signal would end the process.
 _ONE_REQUEST_SECONDS = 0.1
 
 # A shell and `nohup` start a program with these ignored if it is to outlive the terminal or its
@@ -37,6 +47,8 @@ _STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 
 # These two are the usual way to stop a training run, so they replace even a handler in C.
 _TAKEN_FROM_NATIVE_CODE = frozenset({signal.SIGTERM, signal.SIGINT})
+
+_STDERR_DESCRIPTOR = 2
 
 
 class Interrupted(BaseException):
@@ -56,29 +68,33 @@ class StopRequest:
     """
 
     def __init__(self, names: Iterable[str] = ("SIGTERM",)) -> None:
+        # Why the run was asked to stop: the name of a signal, or the text that a call passed.
         self.reason: str | None = None
+        # The signal that asked the run to stop, or None if a call did.
         self.signal: signal.Signals | None = None
-        """The signal that asked the run to stop, or None if a call did."""
+        # The rank that was asked to stop, if the run has several.
         self.rank: int | None = None
-        """The rank that was asked to stop, if the run has several."""
+        # Whether a loop has ended because of the request.
         self.honoured = False
-        """Whether a loop has ended because of the request."""
+        # Names of the signals that keep a handler in C, such as that of ``faulthandler.register``.
         self.left_alone: list[str] = []
-        """Names of the signals that stay with a handler in C, such as that of
-        ``faulthandler.register``."""
+
         self._numbers = tuple(signal.Signals[name] for name in names)
-        # The handlers that were in place before ours, by signal.
+        # The handlers that were installed before ours, by signal.
         self._previous: dict[int, Any] = {}
         self._installed = False
+        # True while a signal may raise `Interrupted`.
         self._interruptible = False
-        # Asked when a signal comes whether it may interrupt what it comes into; None means that it
-        # may.
+        # Decides, when a signal arrives, whether it may interrupt the code that is running. None
+        # means that it may.
         self._may_interrupt: Callable[[], bool] | None = None
-        # True for a moment after the first signal, in which further signals belong to the same
+        # True for a moment after the first signal, while further signals belong to the same
         # request.
         self._settling = False
         # Forked children inherit the handlers, and must not act on them.
         self._process = os.getpid()
+
+    # --- the request
 
     @property
     def by_signal(self) -> bool:
@@ -88,47 +104,9 @@ class StopRequest:
     @property
     def signal_name(self) -> str | None:
         """Return the name of the signal that asked the run to stop, or None."""
-        return None if self.signal is None else self.signal.name
-
-    def install(self) -> None:
-        """Install the signal handlers.
-
-        Does nothing outside the main thread, where Python allows no handlers, and nothing after a
-        stop signal has come, since the next one must end the process. May be called again: a
-        notebook resets SIGINT after each cell.
-        """
-        if self.by_signal or threading.current_thread() is not threading.main_thread():
-            return
-        self.left_alone = []
-        for number in self._numbers:
-            handler = signal.getsignal(number)
-            if self._installed and handler is not signal.default_int_handler:
-                # The handler is ours, or one that was installed later and may call ours.
-                continue
-            if handler is signal.SIG_IGN and number in _STAY_IGNORED:
-                continue
-            if number not in _TAKEN_FROM_NATIVE_CODE and _is_handled_in_c(number, handler):
-                self.left_alone.append(number.name)
-                continue
-            self._previous[number] = _open_handler(number, handler)
-            signal.signal(number, self._on_signal)
-        self._installed = True
-
-    def uninstall(self) -> None:
-        """Put the previous handlers back."""
-        if not self._installed:
-            return
-        self._installed = False
-        if threading.current_thread() is not threading.main_thread():
-            # Python allows no change of handlers here. From now on `_on_signal` forwards to the
-            # previous ones.
-            return
-        for number, previous in self._previous.items():
-            handler = signal.getsignal(number)
-            if handler == self._on_signal or (
-                self.by_signal and handler == self._handler_of_second_signal(number)
-            ):
-                signal.signal(number, _open_handler(number, previous))
+        if self.signal is None:
+            return None
+        return self.signal.name
 
     def request(self, reason: str) -> None:
         """Ask the run to stop. The first reason is kept."""
@@ -138,7 +116,7 @@ class StopRequest:
         """Forget a request that has ended a loop, when another loop begins.
 
         A signal stops the whole script, so its request also ends the loops that follow. It is
-        forgotten only if the script begins another loop although it got an exception.
+        forgotten only if the script begins another loop after it received an exception.
 
         Args:
             raised: Whether an exception was raised because of the request.
@@ -149,11 +127,10 @@ class StopRequest:
             self.rank = None
         self.honoured = False
 
-    def __enter__(self) -> None:
-        """Let a signal raise `Interrupted` in the body.
+    # --- code that a signal may interrupt
 
-        Raise it at once if one has come already.
-        """
+    def __enter__(self) -> None:
+        """Let a signal raise `Interrupted` in the body; raise it now if one has arrived already."""
         if self.by_signal:
             raise Interrupted
         self._interruptible = True
@@ -163,8 +140,7 @@ class StopRequest:
 
     @contextmanager
     def interrupting_if(self, allowed: Callable[[], bool]) -> Iterator[None]:
-        """Let a signal raise `Interrupted` while the context lasts, if `allowed` returns True when
-        it comes.
+        """Let a signal raise `Interrupted` in the body if `allowed` returns True at that moment.
 
         Otherwise the request waits for the next boundary.
         """
@@ -178,9 +154,59 @@ class StopRequest:
         finally:
             self._may_interrupt = None
 
+    # --- installing the handlers
+
+    def install(self) -> None:
+        """Install the signal handlers.
+
+        Does nothing outside the main thread, where Python allows no handlers, and nothing after a
+        stop signal has arrived, since the next one must end the process. May be called again: a
+        notebook resets SIGINT after each cell.
+        """
+        if self.by_signal or threading.current_thread() is not threading.main_thread():
+            return
+        self.left_alone = []
+        for number in self._numbers:
+            self._take_over(number)
+        self._installed = True
+
+    def _take_over(self, number: signal.Signals) -> None:
+        """Install our handler for a signal, unless another one has a better claim to it."""
+        handler = signal.getsignal(number)
+        if self._installed and handler is not signal.default_int_handler:
+            # The handler is ours, or one that was installed later and may call ours.
+            return
+        if handler is signal.SIG_IGN and number in _STAY_IGNORED:
+            return
+        if number not in _TAKEN_FROM_NATIVE_CODE and _is_handled_in_c(number, handler):
+            self.left_alone.append(number.name)
+            return
+        self._previous[number] = _active_handler(number, handler)
+        signal.signal(number, self._on_signal)
+
+    def uninstall(self) -> None:
+        """Restore the previous handlers."""
+        if not self._installed:
+            return
+        self._installed = False
+        if threading.current_thread() is not threading.main_thread():
+            # Python allows no change of handlers here. From now on `_on_signal` forwards to the
+            # previous ones.
+            return
+        for number, previous in self._previous.items():
+            if self._has_installed(number, signal.getsignal(number)):
+                signal.signal(number, _active_handler(number, previous))
+
+    def _has_installed(self, number: int, handler: Any) -> bool:
+        """Return whether a handler is ours, or the one that we installed for a second signal."""
+        if handler == self._on_signal:
+            return True
+        return self.by_signal and handler == self._handler_of_second_signal(number)
+
     # --- in the handler
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; the module's docstring explains the cases."""
         if os.getpid() != self._process:
             _on_signal_in_a_fork(number)
         elif self._settling:
@@ -199,102 +225,121 @@ class StopRequest:
         self.signal = number
         self.request(number.name)
         _tolerate_dying_workers()
-        previous = _open_handler(number, self._previous[number])
-        belongs_to_guard = isinstance(_owner(previous), StopRequest)
+
+        previous = _active_handler(number, self._previous[number])
+        outer_guard = _guard_of(previous)
         second_handler = self._handler_of_second_signal(number)
         try:
-            if belongs_to_guard:
+            if outer_guard is not None:
                 # The outer guard waits for further signals and prints the line for both.
                 previous(number, frame)
             else:
-                self._settle(number.name, second_handler)
+                try:
+                    _wait_for_signals_of_the_same_request()
+                finally:
+                    _announce(number.name, second_handler)
         finally:
-            # While this handler waited, another one may have raised: loader workers got the same
-            # signal, and torch's SIGCHLD handler raises when one dies.
+            # In a finally block, because the handler of another signal may have raised during the
+            # wait: loader workers receive the same signal, and torch's SIGCHLD handler raises when
+            # one dies.
             self._settling = False
-            for handled in self._previous:
-                if signal.getsignal(handled) == self._on_signal:
-                    signal.signal(handled, self._handler_of_second_signal(handled))
-            if callable(second_handler) and not belongs_to_guard:
+            self._prepare_for_second_signal()
+            if outer_guard is None and callable(second_handler):
                 second_handler(number, frame)
             if self._interruptible and (self._may_interrupt is None or self._may_interrupt()):
                 self._interruptible = False
                 raise Interrupted
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Leave a signal to the previous handler, since the guard is closed."""
-        previous = _open_handler(number, self._previous.get(number))
-        if signal.getsignal(number) == self._on_signal:
-            _raise_again(number, previous)
-        elif callable(previous):
-            # A handler that was installed after ours has called us.
-            previous(number, frame)
+    def _prepare_for_second_signal(self) -> None:
+        """Replace our handlers by those of a second signal, whichever signal that will be."""
+        for number in self._previous:
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, self._handler_of_second_signal(number))
 
     def _handler_of_second_signal(self, number: int) -> Any:
-        """Return the handler of a second signal.
-
-        That of the script, or SIG_DFL, which ends the process.
+        """Return the script's own handler, or SIG_DFL, which ends the process.
 
         SIG_DFL also replaces the handler that raises KeyboardInterrupt, which would wait for the
         interpreter, and SIG_IGN: a parent may have ignored the signal only to survive it itself, as
         a shell does by ``trap '' USR1``.
         """
         previous = self._previous.get(number)
-        owner = _owner(previous)
-        if isinstance(owner, StopRequest):
-            return owner._handler_of_second_signal(number)
+        outer_guard = _guard_of(previous)
+        if outer_guard is not None:
+            return outer_guard._handler_of_second_signal(number)
         if not callable(previous) or previous is signal.default_int_handler:
             return signal.SIG_DFL
         return previous
 
-    def _settle(self, name: str, second_handler: Any) -> None:
-        """Wait for further signals of the same request, and then announce it on stderr.
-
-        An exception that another signal handler raises meanwhile is raised again at the end.
-        """
-        raised: BaseException | None = None
-        deadline = time.monotonic() + _ONE_REQUEST_SECONDS
-        try:
-            while (remaining := deadline - time.monotonic()) > 0:
-                try:
-                    time.sleep(remaining)
-                except BaseException as error:  # noqa: BLE001 - another handler may raise anything
-                    raised = error
-        finally:
-            # A terminal shows ^C or a progress bar on the current line.
-            new_line = "\n" if os.isatty(2) else ""
-            if callable(second_handler):
-                consequence = "goes to the previously installed handler"
-            else:
-                consequence = "ends the process at once"
-            text = (
-                f"{new_line}holdfast: {name}: stops at the next boundary; a second one"
-                f" {consequence}\n"
-            )
-            with suppress(OSError):
-                # Not through sys.stderr, which the signal may have interrupted in the middle of a
-                # write.
-                os.write(2, text.encode())
-        if raised is not None:
-            raise raised
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal to the previous handler, since this guard is closed."""
+        previous = _active_handler(number, self._previous.get(number))
+        if signal.getsignal(number) == self._on_signal:
+            _raise_again(number, previous)
+        elif callable(previous):
+            # A handler that was installed after ours has called us.
+            previous(number, frame)
 
 
-def _owner(handler: Any) -> Any:
-    """Return the object whose bound method a handler is, or None."""
-    return getattr(handler, "__self__", None)
+def _wait_for_signals_of_the_same_request() -> None:
+    """Sleep for `_ONE_REQUEST_SECONDS`, in which `StopRequest._on_signal` ignores signals.
 
-
-def _open_handler(number: int, handler: Any) -> Any:
-    """Return a handler, or the one behind it if it belongs to a closed guard or to the parent of
-    this process.
+    An exception that the handler of another signal raises meanwhile is raised again at the end.
     """
-    while isinstance(owner := _owner(handler), StopRequest):
-        if owner._process != os.getpid():
+    raised: BaseException | None = None
+    deadline = time.monotonic() + _ONE_REQUEST_SECONDS
+    remaining_seconds = _ONE_REQUEST_SECONDS
+    while remaining_seconds > 0:
+        try:
+            time.sleep(remaining_seconds)
+        except BaseException as error:  # noqa: BLE001 - another handler may raise anything
+            raised = error
+        remaining_seconds = deadline - time.monotonic()
+    if raised is not None:
+        raise raised
+
+
+def _announce(signal_name: str, second_handler: Any) -> None:
+    """Print on stderr that the run will stop, and what a second signal does."""
+    if callable(second_handler):
+        consequence = "goes to the previously installed handler"
+    else:
+        consequence = "ends the process at once"
+    text = (
+        f"holdfast: {signal_name}: stopping at the next boundary; a second signal {consequence}\n"
+    )
+    with suppress(OSError):
+        if os.isatty(_STDERR_DESCRIPTOR):
+            # The terminal shows ^C or a progress bar on the current line.
+            text = "\n" + text
+        # Not through sys.stderr, which the signal may have interrupted in the middle of a write.
+        os.write(_STDERR_DESCRIPTOR, text.encode())
+
+
+def _guard_of(handler: Any) -> StopRequest | None:
+    """Return the stop request of a guard whose method a handler is, or None for other handlers."""
+    owner = getattr(handler, "__self__", None)
+    if isinstance(owner, StopRequest):
+        return owner
+    return None
+
+
+def _active_handler(number: int, handler: Any) -> Any:
+    """Return a handler, or the one that it replaced if its guard is closed.
+
+    A handler that was inherited from the parent process counts as SIG_DFL.
+    """
+    guard = _guard_of(handler)
+    while guard is not None:
+        if guard._process != os.getpid():
             return signal.SIG_DFL
-        if owner._installed:
+        if guard._installed:
             return handler
-        handler = owner._previous.get(number)
-    return signal.SIG_DFL if handler is None else handler
+        handler = guard._previous.get(number)
+        guard = _guard_of(handler)
+    if handler is None:
+        return signal.SIG_DFL
+    return handler
 
 
 def _raise_again(number: int, handler: Any) -> None:
@@ -304,8 +349,7 @@ def _raise_again(number: int, handler: Any) -> None:
 
 
 def _on_signal_in_a_fork(number: int) -> None:
-    """Ignore the first signal in a forked child that inherited the handler, such as a loader
-    worker.
+    """Ignore the first signal in a forked child that inherited the handler, unless it is SIGTERM.
 
     A terminal, a scheduler or Slurm's ``--signal`` signals all processes, and means the parent. If
     its workers died, it could not finish its step. SIGTERM ends the child, since that is how a
@@ -318,11 +362,10 @@ def _on_signal_in_a_fork(number: int) -> None:
 
 
 def _is_handled_in_c(number: int, handler: Any) -> bool:
-    """Return whether native code, such as ``faulthandler.register``, handles a signal, which Python
-    does not know.
+    """Return whether native code that Python does not know of handles a signal.
 
-    The kernel lists the signals that a process handles as a mask in the line ``SigCgt`` of
-    ``/proc/self/status``.
+    ``faulthandler.register`` installs such a handler. The kernel lists the signals that a process
+    handles as a mask in the line ``SigCgt`` of ``/proc/self/status``.
     """
     if handler is None:
         return True
@@ -331,7 +374,8 @@ def _is_handled_in_c(number: int, handler: Any) -> bool:
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+                handled_signals = int(line.split()[1], 16)
+                return bool(handled_signals >> (number - 1) & 1)
     return False
 
 
@@ -344,8 +388,8 @@ def _tolerate_dying_workers() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "__module__", "").startswith("torch.utils.data"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Not imported here: importing it in a signal handler could take seconds, and without it there
-    # are no workers.
+    # Not imported here: importing it in a signal handler could take seconds. If it is not imported
+    # yet, there are no workers.
     workers = sys.modules.get("holdfast.loader.workers.processes")
     if workers is not None:
         # Its SIGCHLD handler wraps torch's.

@@ -14,7 +14,7 @@ from torch import nn
 import holdfast
 from holdfast.core.clock import SystemClock
 from holdfast.core.policy.policy import Policy
-from holdfast.guard.parts import gather_parts
+from holdfast.guard.arguments import gather_parts
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.split_safety import SplitSafety
 from holdfast.guard.state.buffers import BufferKeeper

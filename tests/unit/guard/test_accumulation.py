@@ -14,7 +14,7 @@ from tests.unit.guard.guarded import ask_for_too_much, guarded, passes_of, the_e
 from torch import nn
 
 import holdfast
-from holdfast.guard.step.passes import Passed
+from holdfast.guard.step.passes import PassResult
 from holdfast.loader.splitting import micro_batches
 
 LENGTHS = torch.tensor([4, 0, 1, 6, 2, 0, 5, 1])
@@ -108,7 +108,7 @@ def two_terms(model: nn.Module) -> Any:
 
 def parted(
     model: nn.Module, run_dir: Path, loss: Any, batch: Any, samples: int, **options: Any
-) -> Passed:
+) -> PassResult:
     """Return what `Passes.parted` says for a batch of 8."""
     pieces = micro_batches(batch, 8, samples)
     return passes_of(model, run_dir).parted(

@@ -15,7 +15,8 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
 import holdfast
 from holdfast.core.errors import PolicyError
-from holdfast.guard.schedules import Interface, Schedules, interface_of
+from holdfast.guard.scheduler_interface import Interface, interface_of
+from holdfast.guard.schedules import Schedules
 
 NAN = float("nan")
 

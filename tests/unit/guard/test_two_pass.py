@@ -17,7 +17,7 @@ from torch import nn
 
 import holdfast
 from holdfast.guard.splitting.two_pass import TwoPass
-from holdfast.guard.step.passes import Passed
+from holdfast.guard.step.passes import PassResult
 from holdfast.loader.splitting import micro_batches
 
 SIZES = (3, 4, 1, 4)  # of the parts of 12 samples
@@ -56,7 +56,7 @@ def run(
     batch: Any,
     inputs: Any = None,
     sizes: tuple[int, ...] = SIZES,
-) -> Passed:
+) -> PassResult:
     """Run forward and backward of a step in unequal parts, alone."""
     model.zero_grad()
     every = list(model.parameters())

@@ -20,7 +20,7 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.own_tensors import Kinds
 from holdfast.guard.ranks.row import Rows
-from holdfast.guard.result import Attempt, Passed, Provenance
+from holdfast.guard.result import PassResult, Provenance, StepAttempt
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 from holdfast.memory.ladder import StepPlan
@@ -56,7 +56,7 @@ class OneRank:
     """Corrects the gradients by the items of all ranks and returns what they said."""
     begin: Callable[[], None] | None = None
     """Begins an attempt, on all ranks."""
-    accepts: Callable[[Attempt], bool] | None = None
+    accepts: Callable[[StepAttempt], bool] | None = None
     """Says whether all ranks have made an attempt; False: one could not, and all begin anew."""
     plan: Callable[[StepPlan], StepPlan] | None = None
     """Returns the plan of the next attempt of a step, given that of this rank; None: each has its
@@ -120,8 +120,8 @@ class OneRank:
         """
 
     def shared(
-        self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False
-    ) -> Passed:
+        self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
+    ) -> PassResult:
         """Reduce the gradients of a batch that was run in parts.
 
         They count by its items, or alike if `added`.

@@ -37,7 +37,7 @@ from holdfast.guard.ranks.row import EPOCH_END, STEP, PendingRow, Place, Rows, S
 from holdfast.guard.ranks.sharded import Sharded
 from holdfast.guard.ranks.shared_state import healthy, take_state, without_help
 from holdfast.guard.ranks.tape import Tape
-from holdfast.guard.result import Attempt, Passed, Provenance
+from holdfast.guard.result import PassResult, Provenance, StepAttempt
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 from holdfast.loader.random_state import RandomState, of_another_rank
@@ -256,7 +256,7 @@ class Ranks(OneRank):
                 raise without_help(hindered)
             self._begin_anew(_BEHIND)
 
-    def accepts(self, attempt: Attempt) -> bool:
+    def accepts(self, attempt: StepAttempt) -> bool:
         """Say whether all ranks have made an attempt; False: one could not, and all begin anew."""
         rows = self._rows
         assert rows is not None
@@ -407,8 +407,8 @@ class Ranks(OneRank):
         )
 
     def shared(
-        self, passed: Passed, parameters: Sequence[torch.Tensor], *, added: bool = False
-    ) -> Passed:
+        self, passed: PassResult, parameters: Sequence[torch.Tensor], *, added: bool = False
+    ) -> PassResult:
         """Reduce the gradients of a batch that was run in parts.
 
         They count by its items, or alike if `added`.

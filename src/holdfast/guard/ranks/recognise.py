@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.core.errors import PolicyError
-from holdfast.guard.optimizers import has_torch_layout
+from holdfast.guard.optimizer_state import has_torch_layout
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.one import OneRank
 

@@ -12,7 +12,7 @@ from torch import distributed
 from torch.optim import Optimizer
 
 from holdfast.core.errors import OutOfMemoryError
-from holdfast.guard.optimizers import has_torch_layout
+from holdfast.guard.optimizer_state import has_torch_layout
 from holdfast.guard.ranks.messages import Messages
 
 

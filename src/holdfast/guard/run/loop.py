@@ -240,14 +240,15 @@ class Loop:
                 return
         if (slow := self._ranks.end_epoch()) is not None:
             self._record.emit(slow)
-        batches, size = cursor.end_epoch(
-            needs_steps=needs_steps, stepped=before != self._progress()
-        )
+        epoch = cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
         self._epochs += is_whole
         if cursor.epoch <= _EACH_EPOCH or (is_whole and self._epochs & (self._epochs - 1) == 0):
             made = self._record.global_step - steps if is_whole else None
             ended = run_events.EpochEnded(
-                epochs=cursor.epoch, steps=made, batches=batches, batch_size=size
+                epochs=cursor.epoch,
+                steps=made,
+                batches=epoch.batches,
+                batch_size=epoch.batch_size,
             )
             self._record.emit(ended)
         self._session.schedules.after_epoch(cursor.epoch)

@@ -32,9 +32,10 @@ from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.core.events import run_events
 from holdfast.guard.cursor import Cursor, check_position
 from holdfast.guard.directory import RunDirectory
-from holdfast.guard.optimizers import SPREAD_STATE, WHOLE_STATE, form_of_state, state_tensors
+from holdfast.guard.optimizer_state import describe_state, state_tensors
+from holdfast.guard.optimizers import SHARDED_STATE_FIX, SHARDED_STATE_LIMIT
 from holdfast.guard.phase import Phase
-from holdfast.guard.record import End, described
+from holdfast.guard.record import End, describe_error
 from holdfast.guard.result import Counters, Statistics
 from holdfast.guard.run.last_steps import last_step, note_last_step
 from holdfast.guard.saving.components import (
@@ -333,7 +334,7 @@ class Session:
                 and_then(entry)
             except OSError as error:
                 self.record.emit(
-                    run_events.SaveFailed(checkpoint=entry.path.name, error=described(error))
+                    run_events.SaveFailed(checkpoint=entry.path.name, error=describe_error(error))
                 )
                 return None
             return entry
@@ -363,14 +364,14 @@ class Session:
         """
         optimizers = self.parts.optimizers.items()
         forms = {
-            f"the state of optimizer {name!r}": form_of_state(optimizer)
+            f"the state of optimizer {name!r}": describe_state(optimizer)
             for name, optimizer in optimizers
         }
         try:
             self.ranks.agree("the state of optimizers", lambda: forms)
         except PolicyError as error:
             raise PolicyError(
-                error.what, limit=SPREAD_STATE, fix=WHOLE_STATE, rule="H108"
+                error.what, limit=SHARDED_STATE_LIMIT, fix=SHARDED_STATE_FIX, rule="H108"
             ) from None
 
     def own_state(self) -> dict[str, Any]:
@@ -381,7 +382,7 @@ class Session:
             "ladder": self.ladder.state_dict(),
             "busy": self.saving.is_busy,
             "form_of_optimizers": zlib.crc32(
-                repr(list(map(form_of_state, self.parts.optimizers.values()))).encode()
+                repr(list(map(describe_state, self.parts.optimizers.values()))).encode()
             ),
         }
 
@@ -449,7 +450,7 @@ class Session:
             except Exception as error:  # noqa: BLE001 - whatever a part of the caller's raises
                 let_through(error)
                 if self.ranks.rank:  # the first rank meets the same as it saves
-                    self.record.emit(run_events.SaveFailed(error=described(error)))
+                    self.record.emit(run_events.SaveFailed(error=describe_error(error)))
             else:
                 own[name] = tree
         return own
@@ -487,7 +488,7 @@ class Session:
             let_through(error)
             if self.saving.has_unsaved:
                 raise
-            self.record.emit(run_events.ChangesNotSaved(why=described(error)))
+            self.record.emit(run_events.ChangesNotSaved(why=describe_error(error)))
             return
         self.saving.save_again()
 
@@ -525,7 +526,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
             let_through(error)
             self.snapshots.failed(step)
-            self.record.emit(run_events.SnapshotFailed(error=described(error)))
+            self.record.emit(run_events.SnapshotFailed(error=describe_error(error)))
 
     def _good_state(self) -> dict[str, Any] | None:
         bad, _ = nonfinite_tensors(self.must_be_finite())
@@ -600,7 +601,7 @@ class Session:
                 SaveCost(stall_seconds=number(stall), seconds=number(whole))
                 for stall, whole in training["save_costs"]
             ]
-            self._directory.resumed_from(training["run"])
+            self._directory.note_resumed_from(training["run"])
         self._go_to_position_of(training)  # by the loader's own code, whose errors are no damage
         with reading(entry.path):
             restore(RandomState.from_tree(training["random_state"]))
@@ -715,7 +716,7 @@ class Session:
                 if rewind_data:
                     self._go_to_position_of(training)
         except BaseException as error:
-            self.record.emit(run_events.RollbackFailed(error=described(error)))
+            self.record.emit(run_events.RollbackFailed(error=describe_error(error)))
             raise
         if kept is not None and not trusted:
             self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older

@@ -21,7 +21,7 @@ from holdfast.core.errors import (
 )
 from holdfast.core.events import run_events
 from holdfast.core.events.event import Decision, Promise, RollBack, SkipStep, Stop
-from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Provenance, StepResult
+from holdfast.guard.result import Outcome, PartialOptimizerStep, Provenance, StepAttempt, StepResult
 from holdfast.guard.run.session import Session
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
@@ -48,7 +48,7 @@ class Recovery:
 
     # --- steps that left no trace
 
-    def judge(self, series: str, attempt: Attempt) -> Decision | None:
+    def judge(self, series: str, attempt: StepAttempt) -> Decision | None:
         """Return why an attempt with finite values must not be committed; None: it may."""
         policy, counters, spikes = self._policy, self._session.counters, self._session.spikes
         if policy.spike_action == "off":

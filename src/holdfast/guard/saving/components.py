@@ -25,9 +25,9 @@ from holdfast.checkpoint.loading import read_state, same_tensors, saved_names
 from holdfast.checkpoint.saver import encode
 from holdfast.checkpoint.store import Entry
 from holdfast.core.errors import CheckpointError, HoldfastError, PolicyError, RunDirectoryError
-from holdfast.guard.optimizers import has_torch_layout, load_optimizer
+from holdfast.guard.optimizer_state import has_torch_layout, load_optimizer
 from holdfast.guard.parts import Parts
-from holdfast.guard.schedules import load_state, state_of
+from holdfast.guard.scheduler_state import load_state, state_of
 from holdfast.guard.state.trees import copied
 from holdfast.loader.signalled import let_through
 from holdfast.memory.oom import find_out_of_memory

@@ -33,7 +33,7 @@ from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
-from holdfast.guard.record import RunRecord, described
+from holdfast.guard.record import RunRecord, describe_error
 from holdfast.guard.saving.unsaved import note_left_steps, note_saved, note_unsaved
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
@@ -324,7 +324,7 @@ class Saving:
     def _failed_at_once(self, error: Exception, started: float) -> None:
         self._tried()
         self.failed += 1
-        self._newest_failure = described(error)
+        self._newest_failure = describe_error(error)
         with contextlib.suppress(Exception):
             self._writers.all(partial(_raised, error))  # the others wait for what was found here
         self._record_failure(
@@ -429,7 +429,7 @@ class Saving:
         return save
 
     def _record_failure(self, global_step: int, error: Exception, seconds: float) -> None:
-        failed = run_events.SaveFailed(error=described(error), seconds=round(seconds, 4))
+        failed = run_events.SaveFailed(error=describe_error(error), seconds=round(seconds, 4))
         self._record.emit(failed, global_step=global_step)
 
     def _end(self, save: _Save) -> float:
@@ -476,7 +476,7 @@ class Saving:
             self._job = None
         except Exception as error:  # noqa: BLE001 - whatever it was, training goes on without a writer
             self._job = self._buffers = None
-            self._stop_background(f"the writer has failed: {described(error)}")
+            self._stop_background(f"the writer has failed: {describe_error(error)}")
         else:
             if save is not None:
                 self._take_in(save)
@@ -490,7 +490,9 @@ class Saving:
     def _take_in(self, save: _Save, *, first: bool = False) -> None:
         if save.entry is None:
             self.failed += 1
-            self._newest_failure = save.refused if save.error is None else described(save.error)
+            self._newest_failure = (
+                save.refused if save.error is None else describe_error(save.error)
+            )
             self._refused = save.refused or self._refused
             return
         self.saved += 1

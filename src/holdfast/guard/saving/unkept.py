@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from holdfast.guard.parts import Parts
-from holdfast.guard.schedules import state_of
+from holdfast.guard.scheduler_state import state_of
 
 # A number is looked for in the parameter groups, and not in the state of each of many parameters.
 _MOST_VALUES = 10_000

@@ -94,7 +94,7 @@ _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SplitCheckResult:
     """What a check has shown.
 
     ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not, or that could not be
@@ -151,7 +151,7 @@ class Verdict:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Verdict:
+    def from_json(cls, values: Mapping[str, Any]) -> SplitCheckResult:
         """Rebuild a verdict from ``asdict`` of it."""
         lists = {
             name: tuple(Weighting(**{**each, "keys": tuple(each["keys"])}) for each in values[name])
@@ -160,7 +160,7 @@ class Verdict:
         return cls(**{**values, **lists, "side_effects": tuple(values["side_effects"])})
 
 
-def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
+def merged(verdicts: Sequence[SplitCheckResult], **facts: Any) -> SplitCheckResult:
     """Return what verdicts promise together: the least. A weighting holds if it never failed."""
     chosen = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
     failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
@@ -224,7 +224,7 @@ class SplitCheck:
     # Found: states that the parts leave otherwise than the whole
     uneven: list[str] = field(default_factory=list)
 
-    def run(self, batch: Any, size: int, empty: int | None = None) -> Verdict:
+    def run(self, batch: Any, size: int, empty: int | None = None) -> SplitCheckResult:
         """Compare samples from the beginning and from all over a batch, and more where candidates
         disagree.
 
@@ -254,7 +254,7 @@ class SplitCheck:
             found, changed_buffer=changed_buffer, side_effects=side_effects, selects=selects
         )
 
-    def compare_halves(self, part: Any, size: int) -> Verdict:
+    def compare_halves(self, part: Any, size: int) -> SplitCheckResult:
         """Compare the gradient of a micro-batch, of a size that fits, with that of its two halves.
 
         A loss may begin to couple samples, or to choose among them, long after the trials of the
@@ -264,7 +264,7 @@ class SplitCheck:
         """
         self.states.keep()
         weightings = list(dict.fromkeys([*find_weightings(part, size), *self.known]))
-        compared: list[Verdict] = []
+        compared: list[SplitCheckResult] = []
         with self._trying():
             for share in (_HALVES, _QUARTERS) if size >= _SAMPLES else (_HALVES,):
                 self._first_share = share
@@ -289,7 +289,7 @@ class SplitCheck:
             yield
         self._begin(0)
 
-    def look(self, batch: Any, size: int | None, *, logs_too: bool = False) -> Verdict:
+    def look(self, batch: Any, size: int | None, *, logs_too: bool = False) -> SplitCheckResult:
         """Return only what a forward pass over some samples leaves behind.
 
         Over all, if they cannot be cut.
@@ -303,7 +303,9 @@ class SplitCheck:
             if size is None
             else micro_batches(batch, size, min(_SAMPLES, size), self.split)[0][0]
         )
-        return Verdict(outcome="trusted", side_effects=self._side_effects(few, logs_too=logs_too))
+        return SplitCheckResult(
+            outcome="trusted", side_effects=self._side_effects(few, logs_too=logs_too)
+        )
 
     def _side_effects(self, window: Any, *, logs_too: bool = False) -> tuple[str, ...]:
         buffers = BufferKeeper(dict(self.models), self.states)
@@ -318,10 +320,12 @@ class SplitCheck:
             self.models, self.loss_fn, forward, known=self.states.objects(), logs_too=logs_too
         )
 
-    def _through(self, windows: Sequence[Any], weightings: Sequence[Weighting]) -> list[Verdict]:
+    def _through(
+        self, windows: Sequence[Any], weightings: Sequence[Weighting]
+    ) -> list[SplitCheckResult]:
         left = [windows[0], *windows[1:][-1:]]
         others = list(windows[1:-1][:_LOOKED_THROUGH])
-        found: list[Verdict] = []
+        found: list[SplitCheckResult] = []
         while left:
             found.append(self._compare_if_it_fits(left.pop(0), weightings))
             failed = {weighting for verdict in found for weighting in verdict.failed}
@@ -340,7 +344,7 @@ class SplitCheck:
 
     def _with_an_empty_sample(
         self, batch: Any, size: int, weightings: Sequence[Weighting], empty: int | None
-    ) -> list[Verdict]:
+    ) -> list[SplitCheckResult]:
         """Compare three samples and one that holds nothing to count.
 
         It may have a loss all the same.
@@ -360,7 +364,7 @@ class SplitCheck:
 
     def _of_one_label(
         self, window: Any, batch: Any, weightings: Sequence[Weighting]
-    ) -> list[Verdict]:
+    ) -> list[SplitCheckResult]:
         """Compare these samples as if all had the rarest label of the batch, which 4 samples
         seldom show.
         """
@@ -406,7 +410,7 @@ class SplitCheck:
             first = min(first, math.ceil(self._first_share * few))
         return micro_batches(window, few, first, self.split)
 
-    def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> Verdict:
+    def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> SplitCheckResult:
         """Compare gradients of 4 samples, else of 2, else only their losses, which needs far
         less memory.
         """
@@ -425,7 +429,9 @@ class SplitCheck:
             clear_exception_frames(failure)
         raise AssertionError
 
-    def _compare(self, window: Any, weightings: Sequence[Weighting], compare: _Compared) -> Verdict:
+    def _compare(
+        self, window: Any, weightings: Sequence[Weighting], compare: _Compared
+    ) -> SplitCheckResult:
         """Compare these samples as a whole with all but one and the last one, by each weighting."""
         found = self._compare_as_it_is(window, weightings, compare)
         if found.draws != "unknown" or not found.declared:
@@ -442,11 +448,11 @@ class SplitCheck:
 
     def _compare_as_it_is(
         self, window: Any, weightings: Sequence[Weighting], compare: _Compared
-    ) -> Verdict:
+    ) -> SplitCheckResult:
         if isinstance(self.loss_fn, TwoPass):
             return self._compare_with(None, window, weightings, compare)
 
-        def drawn(*, in_order: bool = False) -> Verdict:
+        def drawn(*, in_order: bool = False) -> SplitCheckResult:
             draws = Draws(self._devices(), self._least_tolerance(), self._seed, in_order=in_order)
             try:
                 found = self._compare_with(draws, window, weightings, compare)
@@ -471,14 +477,16 @@ class SplitCheck:
 
     def _compare_with(
         self, draws: Draws | None, window: Any, weightings: Sequence[Weighting], compare: _Compared
-    ) -> Verdict:
+    ) -> SplitCheckResult:
         self._draws = draws
         whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
         by_samples = compare(self, whole, parts, SAMPLES, 0)
         declared, changes = self._seen
         if math.isnan(by_samples.of_gradients):
             why = "its gradient is zero, or not finite"
-            return Verdict(outcome="unknown", declared=declared, changes_batch=changes, why=why)
+            return SplitCheckResult(
+                outcome="unknown", declared=declared, changes_batch=changes, why=why
+            )
         found: dict[Any, _Difference] = {shares(SAMPLES, parts): by_samples}
         weights = {} if declared else {each: shares(each, parts) for each in weightings}
         for each, weight in weights.items():
@@ -499,7 +507,7 @@ class SplitCheck:
         elif outcome == "coupled" and self._is_unrepeatable(draws, whole, compare):
             drawn = "unknown"
             outcome, why = ("random", "") if declared else ("coupled", _NOT_REPEATABLE)
-        return Verdict(
+        return SplitCheckResult(
             outcome=outcome,
             difference=(found[weights[held[0]]] if held else by_samples).of_gradients,
             declared=declared,
@@ -765,7 +773,7 @@ class SplitCheck:
             parameter.grad = None
 
 
-def _why_apart(found: Verdict, size: int) -> str:
+def _why_apart(found: SplitCheckResult, size: int) -> str:
     """Return a sentence about the difference between a micro-batch and its parts if it is too
     large.
     """
@@ -823,7 +831,7 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def in_a_copy(run: Callable[[], Verdict]) -> Verdict:
+def in_a_copy(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Return the verdict of a copy of this process.
 
     If it was short of memory, that of another one without oneDNN.
@@ -834,7 +842,7 @@ def in_a_copy(run: Callable[[], Verdict]) -> Verdict:
     found = _asked(run)
     if found.short_of_memory and onednn.is_on():
 
-        def without_onednn() -> Verdict:
+        def without_onednn() -> SplitCheckResult:
             onednn.switch_off()  # in a copy, which is thrown away
             return run()
 
@@ -842,30 +850,30 @@ def in_a_copy(run: Callable[[], Verdict]) -> Verdict:
     return found
 
 
-def _asked(run: Callable[[], Verdict]) -> Verdict:
+def _asked(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     try:
-        return Verdict.from_json(run_in_forked_copy(lambda: asdict(run())))
+        return SplitCheckResult.from_json(run_in_forked_copy(lambda: asdict(run())))
     except NoAnswer as error:
-        return Verdict(
+        return SplitCheckResult(
             outcome="unknown", why=str(error), short_of_memory=error.died, not_made=error.not_made
         )
     except MemoryError as error:  # of this process, around the copy
-        return Verdict(
+        return SplitCheckResult(
             outcome="unknown", why=f"no memory for a copy of this process ({error})", not_made=True
         )
 
 
-def attempted(run: Callable[[], Verdict]) -> Verdict:
+def attempted(run: Callable[[], SplitCheckResult]) -> SplitCheckResult:
     """Return the verdict, or say why there is none."""
     try:
         # Its sizes would be compiled for, and a copy of this process has no threads that compile
         with eager():
             return run()
     except CalledInsideError as error:
-        return Verdict(outcome="unknown", called=error.called)
+        return SplitCheckResult(outcome="unknown", called=error.called)
     except Exception as error:  # noqa: BLE001 - whatever the caller's loss does with 3 samples is an answer
         first = (str(error).strip().splitlines() or [""])[0]
         short = find_out_of_memory(error) is not None
-        return Verdict(
+        return SplitCheckResult(
             outcome="unknown", why=f"{type(error).__name__}: {first}"[:300], short_of_memory=short
         )

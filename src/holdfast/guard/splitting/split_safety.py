@@ -34,13 +34,14 @@ from holdfast.core.events.event import Promise
 from holdfast.core.forked import NoAnswer, backward_works_in_a_copy
 from holdfast.core.policy.kinds import SplitHazard
 from holdfast.core.policy.policy import Policy
-from holdfast.guard.parts import Parts, autocast
+from holdfast.guard.parts import Parts
+from holdfast.guard.precision import autocast
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.loss_functions import ReturningALoss, called_inside, description_of
 from holdfast.guard.splitting.split_check import (
     TELLING,
     SplitCheck,
-    Verdict,
+    SplitCheckResult,
     attempted,
     in_a_copy,
     merged,
@@ -107,7 +108,7 @@ def steps_between_checks(check_seconds: float, step_seconds: float) -> int:
 class _Known:
     """What is known about one loss function. None: not yet."""
 
-    verdict: Verdict | None = None
+    verdict: SplitCheckResult | None = None
     changes_batch: bool | None = None
     steps: int = 0
     split_steps: int = 0
@@ -130,7 +131,7 @@ class _Known:
         """Return what parts are weighted by, as far as it is known."""
         return SAMPLES if self.verdict is None else self.verdict.weighting()
 
-    def take_in(self, comparison: Verdict) -> None:
+    def take_in(self, comparison: SplitCheckResult) -> None:
         """Take in what comparing a micro-batch with its halves has shown.
 
         Only a second failure in a row counts.
@@ -524,7 +525,7 @@ class SplitSafety:
             Whether side effects were checked too.
         """
         if not self._policy.check_split:
-            known.verdict = Verdict(outcome="trusted", why="check_split=False")
+            known.verdict = SplitCheckResult(outcome="trusted", why="check_split=False")
             return False
         assert work.size is not None
         batch, size = largest_of(work.batch, work.split), work.size
@@ -545,8 +546,13 @@ class SplitSafety:
         return looked
 
     def _verdict_of(
-        self, known: _Known, work: Work, run: Callable[[SplitCheck], Verdict], *, here: bool
-    ) -> Verdict:
+        self,
+        known: _Known,
+        work: Work,
+        run: Callable[[SplitCheck], SplitCheckResult],
+        *,
+        here: bool,
+    ) -> SplitCheckResult:
         """Run a check and return its verdict.
 
         The check runs in a copy of this process, or in this process if copies are not possible. If
@@ -701,7 +707,7 @@ def _is_power_of_two(count: int) -> bool:
     return count > 0 and count & (count - 1) == 0
 
 
-def _coupling(verdict: Verdict) -> str:
+def _coupling(verdict: SplitCheckResult) -> str:
     """Return by how much the parts miss the whole, and what was tried."""
     if verdict.why:
         return verdict.why

@@ -25,7 +25,7 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.ranks.one import OneRank
 from holdfast.guard.record import RunRecord
-from holdfast.guard.result import Attempt, Passed
+from holdfast.guard.result import PassResult, StepAttempt
 from holdfast.guard.splitting.loss_functions import FilledOutside
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
 from holdfast.guard.splitting.window import Window
@@ -147,7 +147,7 @@ class Attempts:
                 return [p for p in parameters if p.requires_grad]
         return None
 
-    def make(self, work: Work, plan: StepPlan) -> Attempt:
+    def make(self, work: Work, plan: StepPlan) -> StepAttempt:
         """Run forward and backward by a plan, and look at the gradients."""
         self._prepare(work.names)
         work.prepared = True
@@ -163,7 +163,7 @@ class Attempts:
         self._verified.update(plan.recompute)
         if self._ranks.gathered is not None:
             rows = self._ranks.gathered(work.parameters)
-            passed = Passed(
+            passed = PassResult(
                 passed.loss.new_tensor(rows.loss),
                 rows.items,
                 passed.dropped,
@@ -188,7 +188,7 @@ class Attempts:
         facts, norms = inspect(groups, passed.loss, *along, share=self._ranks.norms)
         for items in facts.along:
             check_count(items or math.nan, counted=passed.counted)  # none at all is no mean
-        return Attempt(
+        return StepAttempt(
             loss=passed.loss,
             items=passed.items,
             micro_batch_size=None if work.size is None else plan.samples(work.size),
@@ -270,7 +270,7 @@ class Attempts:
 
     def run(
         self, work: Work, plan: StepPlan, *, drops: bool = True, verify: bool = False
-    ) -> Passed:
+    ) -> PassResult:
         """Run forward and backward by a plan."""
         if not plan.recompute and not self._must_recompute:
             return self._passed(work, plan, drops=drops)
@@ -288,7 +288,7 @@ class Attempts:
         self._check_recompute()  # again: it may have been compiled just now
         return passed
 
-    def _passed(self, work: Work, plan: StepPlan, *, drops: bool) -> Passed:
+    def _passed(self, work: Work, plan: StepPlan, *, drops: bool) -> PassResult:
         if isinstance(work.batch, Window):
             return self._over_window(work, work.batch, plan)
         if (
@@ -321,7 +321,7 @@ class Attempts:
             batch, size, plan.samples(size), split, smallest=self.safety.smallest_part()
         )
 
-    def _over_window(self, work: Work, window: Window, plan: StepPlan) -> Passed:
+    def _over_window(self, work: Work, window: Window, plan: StepPlan) -> PassResult:
         """Run all batches of a window, each whole or cut as the plan says."""
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:

@@ -33,8 +33,8 @@ from holdfast.guard.optimizers import closure_missing, failed_without_closure
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks.one import OneRank
-from holdfast.guard.record import RunRecord, described
-from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep
+from holdfast.guard.record import RunRecord, describe_error
+from holdfast.guard.result import Outcome, PartialOptimizerStep, StepAttempt
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
@@ -101,7 +101,7 @@ class StepEngine:
         names: Sequence[str],
         *,
         split: Split | None,
-        judge: Callable[[Attempt], Decision | None],
+        judge: Callable[[StepAttempt], Decision | None],
     ) -> Outcome:
         """Make one step."""
         work = self.begin(batch, loss_fn, names, split)
@@ -119,7 +119,7 @@ class StepEngine:
             dropped=outcome.provenance.samples,
         )
 
-    def _try(self, work: Work, judge: Callable[[Attempt], Decision | None]) -> Outcome:
+    def _try(self, work: Work, judge: Callable[[StepAttempt], Decision | None]) -> Outcome:
         self._step_id += 1
         attempt = self.attempt(work)
         if attempt.facts.nonfinite:
@@ -144,7 +144,7 @@ class StepEngine:
         self.state.begin()
         return work
 
-    def attempt(self, work: Work) -> Attempt:
+    def attempt(self, work: Work) -> StepAttempt:
         """Make attempts until one fits into memory; its gradients are there.
 
         An error takes the step back.
@@ -161,7 +161,7 @@ class StepEngine:
         self.state.take_back()
 
     def keep(
-        self, work: Work, attempt: Attempt
+        self, work: Work, attempt: StepAttempt
     ) -> tuple[dict[torch.Tensor, torch.Tensor], Outcome]:
         """End a step without a commit, for one that is made of several batches.
 
@@ -175,7 +175,7 @@ class StepEngine:
         self.state.take_back()
         return gradients, self._outcome(work, attempt, committed=True)
 
-    def skip(self, work: Work, attempt: Attempt) -> Outcome:
+    def skip(self, work: Work, attempt: StepAttempt) -> Outcome:
         """Take a step back that is not finite, and find out where that came from."""
         mine = {id(p) for p in work.parameters}
         named = ((name, p) for name, p in self.parts.named_parameters() if id(p) in mine)
@@ -204,7 +204,7 @@ class StepEngine:
             else None
         )
 
-    def commit(self, work: Work, attempt: Attempt) -> Outcome:
+    def commit(self, work: Work, attempt: StepAttempt) -> Outcome:
         """Clip, and step every optimizer.
 
         The run is committing until whoever drives it says `state.committed`.
@@ -244,7 +244,7 @@ class StepEngine:
 
     # --- attempts
 
-    def _attempt_until_it_fits(self, work: Work) -> Attempt:
+    def _attempt_until_it_fits(self, work: Work) -> StepAttempt:
         ranks = self.ranks
         if ranks.begin is not None:
             ranks.begin()
@@ -273,7 +273,7 @@ class StepEngine:
             # Out of the handler: only now can the frames of the failed attempt be dropped.
             if failure is not None:
                 clear_exception_frames(failure)
-                ranks.pay(found or described(failure), work.parameters)
+                ranks.pay(found or describe_error(failure), work.parameters)
             self.attempts.take_back(work)
             if ranks.begin is not None:
                 ranks.begin()
@@ -309,7 +309,7 @@ class StepEngine:
             work.out_of_memory += 1
             self._decide(work, found)
 
-    def _timed_attempt(self, work: Work) -> Attempt:
+    def _timed_attempt(self, work: Work) -> StepAttempt:
         """Make an attempt; of one that splits its batch, note how long it has taken."""
         if self._samples_of_a_part(work) is None:
             return self.attempts.make(work, self.ladder.plan)
@@ -435,7 +435,7 @@ class StepEngine:
 
     # --- the end of a step
 
-    def _outcome(self, work: Work, attempt: Attempt, **facts: Any) -> Outcome:
+    def _outcome(self, work: Work, attempt: StepAttempt, **facts: Any) -> Outcome:
         return Outcome(
             attempt=attempt,
             attempts=work.attempts,

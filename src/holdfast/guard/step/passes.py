@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError
 from holdfast.core.policy.kinds import Precision
-from holdfast.guard.parts import autocast
+from holdfast.guard.precision import autocast
 from holdfast.guard.ranks.one import OneRank
-from holdfast.guard.result import Passed
+from holdfast.guard.result import PassResult
 from holdfast.guard.splitting.loss_functions import weights_stay
 from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
 from holdfast.guard.splitting.two_pass import Inputs, TwoPass, TwoPassRun
@@ -60,14 +60,16 @@ class Passes:
         # Parameters whose hooks are looked at in backward
         self.watched: Sequence[torch.Tensor] = ()
 
-    def whole(self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs) -> Passed:
+    def whole(
+        self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs
+    ) -> PassResult:
         """Run one pass, with no arithmetic of ours: bit-identical to a bare loop."""
         terms = self._forward(batch, size, loss_fn)
         if terms.declared:
             terms.check_items()
         loss = self._ranks.weighed(terms)
         self._backward(loss, inputs())
-        return Passed(loss.detach(), terms.items[0], (), terms.counted, terms.extra)
+        return PassResult(loss.detach(), terms.items[0], (), terms.counted, terms.extra)
 
     def parted(
         self,
@@ -79,7 +81,7 @@ class Passes:
         *,
         batch: Any = None,
         drops: bool = True,
-    ) -> Passed:
+    ) -> PassResult:
         """Run several passes, each weighted by its share of the items.
 
         Items are known only after each forward pass, so weights are relative to an estimate, and
@@ -93,7 +95,7 @@ class Passes:
         if isinstance(loss_fn, TwoPass):
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
             self._ranks.check_terms(terms)
-            return Passed(terms.total().detach(), terms.read()[1][0])
+            return PassResult(terms.total().detach(), terms.read()[1][0])
         tried = self._safety.empty_is_tried(loss_fn)
         extra: list[tuple[int | None, Any]] = []
         tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops, empty_is_tried=tried)
@@ -115,9 +117,9 @@ class Passes:
                 tally.add(loss.detach())
                 extra.append((samples, terms.extra))
                 self._backward(loss, inputs())
-        return Passed(*tally.finish(parameters)[:4], put_together(extra))
+        return PassResult(*tally.finish(parameters)[:4], put_together(extra))
 
-    def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
+    def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> PassResult:
         """Run several batches whose losses add up as they are.
 
         Parts of one batch by their share in its mean.
@@ -141,7 +143,7 @@ class Passes:
                     loss = terms.total() if weight == 1.0 else terms.total() * weight
                     losses.append(loss.detach())
                     self._backward(loss, inputs())
-        return Passed(sum(losses[1:], losses[0]), samples)
+        return PassResult(sum(losses[1:], losses[0]), samples)
 
     def _in_two_passes(self, loss_fn: TwoPass, batch: Any, parts: _Parts, inputs: Inputs) -> Terms:
         if batch is None:
@@ -331,7 +333,7 @@ class _Tally:
         """Add the weighted loss of a part."""
         self._loss = loss if self._loss is None else self._loss + loss
 
-    def finish(self, parameters: Sequence[torch.Tensor]) -> Passed:
+    def finish(self, parameters: Sequence[torch.Tensor]) -> PassResult:
         """Correct the gradients by what was really counted, and return the loss."""
         if self._loss is None:
             if self._bad is None:
@@ -339,7 +341,7 @@ class _Tally:
             for parameter in parameters:  # as backward of such a loss would leave them
                 if parameter.requires_grad:
                     parameter.grad = torch.full_like(parameter, math.nan)
-            return Passed(self._bad, self._size)
+            return PassResult(self._bad, self._size)
         factor = self._estimates[0] / self._items[0] if self._is_mean else 1.0
         if self._several and self._items != self._estimates:
             raise _uneven(
@@ -348,7 +350,7 @@ class _Tally:
         if factor != 1.0:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
         good = self._size - sum(end - start for start, end in self._dropped)
-        return Passed(
+        return PassResult(
             self._loss * factor, self._items[0] if self._declared else good, tuple(self._dropped)
         )
 

@@ -1,0 +1,317 @@
+"""Check and name what the caller passed to Guard, before a run directory is made.
+
+`gather_parts` takes the models, optimizers, schedulers and further state, `check_loader` the
+loader. A wrong argument is refused with H105. The checks of one optimizer are in ``optimizers``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from holdfast.core.errors import PolicyError
+from holdfast.guard.optimizers import check_optimizer, identities
+from holdfast.guard.parts import Parts, Stateful, named_tensors
+from holdfast.numerics.eager import as_written
+
+
+def gather_parts(
+    model: Any, optimizer: Any, scheduler: Any, state: Any, averaged: Any = None
+) -> Parts:
+    """Return the checked and named parts of a run.
+
+    Args:
+        model: A module, or modules by name.
+        optimizer: An optimizer, or optimizers by name.
+        scheduler: A scheduler, schedulers by name, or None.
+        state: An object with ``state_dict`` and ``load_state_dict``, such objects by name, or None.
+        averaged: An `AveragedModel`, averages by the names of their models, or None.
+
+    Raises:
+        PolicyError: H105 to H108, for the first argument that is wrong.
+    """
+    given_models: dict[str, nn.Module] = _named(model, "model", nn.Module)
+    optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
+    uncompiled_models, is_compiled = as_written(given_models)
+    wrappers = {
+        name: module
+        for name, module in uncompiled_models.items()
+        if isinstance(module, DistributedDataParallel)
+    }
+    models = _without_wrappers(uncompiled_models, wrappers)
+    _check_shapes("model", models)
+
+    averages = _averages(averaged, models)
+    schedulers = {}
+    if scheduler is not None:
+        schedulers = _named(scheduler, "scheduler", Stateful)
+    states = _states(state, averages)
+    _check_shapes("state", states)
+
+    parts = Parts(
+        models=models,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        states=states,
+        averages=averages,
+        wrappers=wrappers,
+        compiled=is_compiled,
+    )
+    _check_overlap(optimizers)
+    owned = {id(parameter) for _, parameter in parts.named_parameters()}
+    for name, named_optimizer in optimizers.items():
+        check_optimizer(name, named_optimizer, owned)
+    return parts
+
+
+# --- models, optimizers and state
+
+
+def _named(argument: Any, kind: str, needed_type: type) -> dict[str, Any]:
+    """Return the values of an argument by name, after checking them.
+
+    Args:
+        argument: One value, which is named after its kind, or values by name.
+        kind: What the argument is called, such as ``"model"``.
+        needed_type: The type of a value. `Stateful` requires methods that can be called.
+    """
+    values = dict(argument) if isinstance(argument, Mapping) else {kind: argument}
+    if not values:
+        raise _wrong_argument(f"{kind}={argument!r}", "at least one is needed")
+    names_by_id: dict[int, str] = {}
+    for name, value in values.items():
+        if not (_is_name(name) and _has_type(value, needed_type)):
+            needed = _describe_type(kind, needed_type, value)
+            raise _wrong_argument(
+                f"{kind} {name!r} is {_describe(value)}", f"{needed} is needed, or a dict of such"
+            )
+        if id(value) in names_by_id:
+            raise _wrong_argument(
+                f"{kind} {name!r} is the same object as {names_by_id[id(value)]!r}",
+                "it would be used twice",
+            )
+        names_by_id[id(value)] = name
+    return values
+
+
+def _is_name(name: Any) -> bool:
+    """Return whether a name can be part of the name of a file."""
+    return isinstance(name, str) and name != "" and "/" not in name
+
+
+def _has_type(value: Any, needed_type: type) -> bool:
+    if needed_type is Stateful:
+        return _can_save_and_load(value)
+    return isinstance(value, needed_type)
+
+
+def _can_save_and_load(value: Any) -> bool:
+    """Return whether ``state_dict()`` and ``load_state_dict(state)`` of an object can be called."""
+    if isinstance(value, type):
+        return False
+    saves = _accepts(getattr(value, "state_dict", None), argument_count=0)
+    return saves and _accepts(getattr(value, "load_state_dict", None), argument_count=1)
+
+
+def _accepts(method: Any, *, argument_count: int) -> bool:
+    """Return whether a method can be called with this number of arguments, if it has a signature.
+
+    A method without one, as some written in C, is assumed to accept them.
+    """
+    if not callable(method):
+        return False
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * argument_count)
+    except TypeError:
+        return False
+    return True
+
+
+def _describe_type(kind: str, needed_type: type, value: Any) -> str:
+    """Return what is needed instead of a value."""
+    if needed_type is not Stateful:
+        return f"a torch {kind}"
+    if isinstance(value, DataLoader):
+        return (
+            "something with state_dict() and load_state_dict(state), such as a holdfast.DataLoader"
+            " but not torch's DataLoader,"
+        )
+    return "something with state_dict() and load_state_dict(state)"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"a {type(value).__name__}"
+
+
+def _without_wrappers(
+    models: dict[str, nn.Module], wrappers: Mapping[str, DistributedDataParallel]
+) -> dict[str, nn.Module]:
+    """Return the bare models, so that names of parameters do not depend on how they are trained."""
+    if not wrappers:
+        return models
+    bare: dict[str, nn.Module] = dict(models)
+    for name, wrapper in wrappers.items():
+        bare[name] = wrapper.module
+    uncompiled, _ = as_written(bare)
+    return uncompiled
+
+
+def _states(state: Any, averages: Mapping[str, AveragedModel]) -> dict[str, Stateful]:
+    """Return the further state by name, with the averages among it."""
+    states: dict[str, Stateful] = {}
+    is_empty = isinstance(state, dict) and not state
+    if state is not None and not is_empty:
+        states = _named(state, "state", Stateful)
+    for model_name, average in averages.items():
+        name = "averaged" if model_name == "model" else f"averaged.{model_name}"
+        if name in states:
+            raise _wrong_argument(
+                f"state {name!r} and averaged= are saved under one name", "each needs its own"
+            )
+        states[name] = average
+    return states
+
+
+def _averages(averaged: Any, models: Mapping[str, nn.Module]) -> dict[str, AveragedModel]:
+    """Return the averages by the name of their model, after checking that they match it."""
+    if averaged is None:
+        return {}
+    averages = dict(averaged) if isinstance(averaged, Mapping) else {"model": averaged}
+    for name, average in averages.items():
+        if not _is_average_of(average, models.get(name)):
+            raise PolicyError(
+                f"averaged={type(average).__name__}(...) is no average of a model {name!r}",
+                limit=(
+                    "a torch.optim.swa_utils.AveragedModel is updated from a model, tensor by"
+                    " tensor, after each step"
+                ),
+                fix=(
+                    "create it from the bare module, AveragedModel(net), before that is compiled or"
+                    ' wrapped; if models have names, pass averaged={"generator": ...}. Pass another'
+                    " kind of average as state=, and update it in your loop after each"
+                    " guard.step(...) that is not skipped."
+                ),
+                rule="H105",
+            )
+    return averages
+
+
+def _is_average_of(average: Any, model: nn.Module | None) -> bool:
+    """Return whether an average has the same tensors as a model."""
+    if not isinstance(average, AveragedModel):
+        return False
+    return _names_and_shapes(average.module) == _names_and_shapes(model)
+
+
+def _names_and_shapes(module: nn.Module | None) -> list[tuple[str, torch.Size]]:
+    if module is None:
+        return []
+    return [(name, tensor.shape) for name, tensor in named_tensors(module)]
+
+
+def _check_overlap(optimizers: Mapping[str, Optimizer]) -> None:
+    """Raise H105 for an optimizer and a wrapper of it, which would both step it."""
+    owners: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        for identity in identities(optimizer):
+            owner = owners.setdefault(identity, name)
+            if owner != name:
+                raise _wrong_argument(
+                    f"optimizers {owner!r} and {name!r} are one, or one wraps the other",
+                    "each step would move the same weights twice",
+                )
+
+
+def _check_shapes(kind: str, values: Mapping[str, Any]) -> None:
+    """Raise H105 for modules with tensors that have no shape yet, such as those of LazyLinear."""
+    for name, value in values.items():
+        if not isinstance(value, nn.Module):
+            continue
+        lazy = [key for key, tensor in named_tensors(value) if is_lazy(tensor)]
+        if lazy:
+            raise PolicyError(
+                f"{kind} {name!r} has {len(lazy)} tensor(s) without a shape, the first is"
+                f" {lazy[0]}",
+                limit=(
+                    "a lazy layer creates them in its first forward pass, and a guard saves them"
+                    " before that"
+                ),
+                fix=(
+                    "run one batch through the model first, then create the optimizer and the"
+                    " Guard."
+                ),
+                rule="H105",
+            )
+
+
+def _wrong_argument(problem: str, limit: str) -> PolicyError:
+    return PolicyError(
+        problem,
+        limit=limit,
+        fix=(
+            "pass one object, or a dict of named ones such as"
+            ' {"generator": ..., "discriminator": ...}.'
+        ),
+        rule="H105",
+    )
+
+
+# --- the loader
+
+
+def check_loader(loader: Any) -> None:
+    """Raise H105 for a value that is not an iterable of batches, or has no batches left."""
+    limit = "it is iterated for batches"
+    fix = "pass a DataLoader or another iterable of batches."
+    if _is_dataset(loader):
+        limit = "it is a dataset, which yields samples and not batches"
+        fix = f"pass holdfast.DataLoader(dataset, batch_size=...) of this {type(loader).__name__}."
+    elif isinstance(loader, (torch.Tensor, np.ndarray)):
+        limit = "its rows are samples and not batches"
+        fix = (
+            "pass holdfast.DataLoader(tensor, batch_size=...); if its rows are batches,"
+            " list(tensor)."
+        )
+    elif isinstance(loader, Mapping):
+        limit = "iterating it yields its keys"
+        fix = (
+            "pass one loader; holdfast.DataLoader over a dataset of dicts yields batches that hold"
+            " several kinds of data."
+        )
+    elif isinstance(loader, (str, bytes)):
+        limit = "iterating it yields characters"
+    elif isinstance(loader, Generator) and inspect.getgeneratorstate(loader) == inspect.GEN_CLOSED:
+        limit = "it has ended, so no batch is left"
+        fix = "create it again; better, pass an object whose __iter__ begins an epoch."
+    elif isinstance(loader, Iterable) and not isinstance(loader, type):
+        return
+    elif callable(loader):
+        limit += ", and a function or a class has to be called first"
+        fix = "pass what it returns."
+    raise PolicyError(f"loader is {_describe(loader)}", limit=limit, fix=fix, rule="H105")
+
+
+def _is_dataset(loader: Any) -> bool:
+    """Return whether a value is a map-style dataset of torch or of the ``datasets`` package.
+
+    An iterable dataset is not one, since it may yield whole batches.
+    """
+    if isinstance(loader, Dataset):
+        return not isinstance(loader, IterableDataset)
+    return type(loader).__module__ == "datasets.arrow_dataset"

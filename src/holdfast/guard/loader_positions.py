@@ -1,0 +1,446 @@
+"""Return to a position in a loader, in a way that depends on the kind of loader.
+
+`StatefulLoader`   has ``state_dict`` and ``load_state_dict`` and moves itself
+`HoldfastLoader`   a `holdfast.DataLoader`: the same, exactly and without reading any data
+`ReplayedLoader`   any other iterable: the random state at the start of the epoch is restored, and
+                   the batches before the position are read and dropped
+
+`Cursor` counts the batches and calls these. What each kind of loader can promise for a resume is in
+``loader.foreign``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from holdfast.guard.handed_out import HandedOut
+from holdfast.guard.parts import Stateful
+from holdfast.guard.state.trees import copied, same
+from holdfast.loader.foreign import is_stateful, set_epoch, sources_of_state, torch_loader_of
+from holdfast.loader.given_order import order_of
+from holdfast.loader.loader import DataLoader
+from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.torch_workers import has_workers, match_workers
+
+# Marks that an iterator has ended.
+_END = object()
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far training has come in its loader.
+
+    A batch counts once the loop body was finished with it, or when the next one is requested.
+    """
+
+    # Epochs completed.
+    epoch: int = 0
+    # Batches of this epoch that count.
+    batches: int = 0
+    # Batches over all epochs that count.
+    trained: int = 0
+    # Batches since the last one that a step was made with.
+    batches_without_step: int = 0
+    # True while an iterator of this epoch is in use.
+    under_way: bool = False
+    # True while a batch is being fetched, or was fetched and does not count yet.
+    fetching: bool = False
+
+
+class LoaderPosition(Protocol):
+    """What a `Cursor` needs of each kind of loader."""
+
+    def begin(self, random_state: RandomState | None) -> Iterator[Any]:
+        """Return an iterator over the rest of the epoch.
+
+        Args:
+            random_state: The random state to restore before training continues, or None to leave
+                it as it is.
+        """
+
+    def before_fetch(self) -> RandomState:
+        """Note the position, and return the random state that belongs to it."""
+
+    def after_fetch(self, batch: Any) -> HandedOut | None:
+        """Note the position after a batch; return what is known about the batch's samples."""
+
+    def note_counted(self, before_fetch: RandomState | None) -> None:
+        """Note that the batch which was fetched last counts from now on.
+
+        Args:
+            before_fetch: The random state before that batch was fetched.
+        """
+
+    def leave(self) -> None:
+        """Note that the iterator is given up, so that `begin` has to return to this position."""
+
+    def end_epoch(self) -> None:
+        """Forget what belongs to the epoch that has ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries of `empty_state` that this kind of loader fills in."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make `begin` return to a saved position."""
+
+
+def empty_state() -> dict[str, Any]:
+    """Return the entries of a saved position that only some kinds of loaders fill in."""
+    return {
+        "loader": None,
+        "epoch_start": None,
+        "before_last": None,
+        "generators": [],
+        "generators_now": [],
+        "had_workers": None,
+        "settings": {},
+        "order_was_changed": False,
+    }
+
+
+def position_in(
+    loader: Iterable[Any], devices: Sequence[torch.device], progress: Progress
+) -> LoaderPosition:
+    """Return the position in a loader, which starts at the beginning.
+
+    Args:
+        loader: The loader.
+        devices: The accelerators whose random state belongs to a position.
+        progress: The counts of the cursor, which stay up to date.
+    """
+    if isinstance(loader, DataLoader):
+        return HoldfastLoader(loader, devices, progress)
+    if isinstance(loader, Stateful):
+        return StatefulLoader(loader, devices, progress)
+    return ReplayedLoader(loader, devices, progress)
+
+
+class StatefulLoader:
+    """A loader that saves and restores its position itself."""
+
+    def __init__(self, loader: Any, devices: Sequence[torch.device], progress: Progress) -> None:
+        self._loader = loader
+        self._devices = devices
+        self._progress = progress
+        # The loader's position before the batch that was fetched last.
+        self._state: Any = None
+        # True if the loader has to load this position before it is iterated.
+        self._must_load = False
+
+    def begin(self, random_state: RandomState | None) -> Iterator[Any]:
+        """Return an iterator over the rest of the epoch."""
+        set_epoch(self._loader, self._progress.epoch)
+        self._move_loader()
+        iterator: Iterator[Any] = iter(self._loader)
+        if random_state is not None:
+            restore(random_state)
+        return iterator
+
+    def _move_loader(self) -> None:
+        if self._must_load:
+            self._loader.load_state_dict(self._state)
+            self._must_load = False
+
+    def before_fetch(self) -> RandomState:
+        """Note the position, and return the random state that belongs to it."""
+        self._state = self._current_state()
+        return capture(self._devices)
+
+    def _current_state(self) -> Any:
+        return self._loader.state_dict()
+
+    def after_fetch(self, batch: Any) -> HandedOut | None:  # noqa: ARG002 - see the protocol
+        """Return None: the samples in a batch are not known."""
+        return None
+
+    def note_counted(self, before_fetch: RandomState | None) -> None:
+        """Do nothing: the loader knows its position."""
+
+    def leave(self) -> None:
+        """Keep the position for the next `begin`."""
+        self._state = self.state_dict()["loader"]
+        self._must_load = True
+
+    def end_epoch(self) -> None:
+        """Do nothing: the loader knows its position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position. A batch that was fetched and does not count is ahead."""
+        if not self._progress.fetching and not self._must_load:
+            self._state = self._current_state()
+        return {"loader": self._state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make `begin` return to a saved position."""
+        self._state = state["loader"]
+        self._must_load = self._state is not None
+
+
+class HoldfastLoader(StatefulLoader):
+    """A `holdfast.DataLoader`, which moves to any position without reading the batches before it.
+
+    The position is that of the guard's iterator, even if the loop body has iterated the loader too.
+    """
+
+    _loader: DataLoader
+
+    def __init__(
+        self, loader: DataLoader, devices: Sequence[torch.device], progress: Progress
+    ) -> None:
+        super().__init__(loader, devices, progress)
+        # The position after the batch that was fetched last, or None at the beginning of an
+        # iterator.
+        self._state_after_batch: Any = None
+
+    def _move_loader(self) -> None:
+        self._state_after_batch = None
+        if self._must_load:
+            super()._move_loader()
+        else:
+            # The script may have iterated the loader before, for instance to look at a batch.
+            self._loader.go_to(self._progress.epoch)
+
+    def _current_state(self) -> Any:
+        if self._state_after_batch is not None:
+            return self._state_after_batch
+        return self._loader.position()
+
+    def after_fetch(self, batch: Any) -> HandedOut | None:
+        """Note the position after a batch, and return the batch with its samples."""
+        self._state_after_batch = self._loader.position()
+        return HandedOut(batch, self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position with the state of its sampler.
+
+        The sampler's state may be large, so it is not noted at each batch.
+        """
+        if not self._progress.under_way and not self._must_load:
+            self._state = self._loader.state_at(self._progress.epoch)
+        else:
+            super().state_dict()
+        if self._state is None or "sampler" in self._state:
+            return {"loader": self._state}
+        return {"loader": self._loader.with_sampler(self._state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make `begin` return to a saved position, and refuse one of another order right away."""
+        super().load_state_dict(state)
+        if self._must_load:
+            self._loader.load_state_dict(self._state)
+
+
+class ReplayedLoader:
+    """A loader without ``state_dict``, whose batches are read and dropped up to the position.
+
+    The last of them is read from the random state in which it was read before, since the batch
+    after it may depend on that. For torch's own DataLoader, the samplers' ``state_dict`` and the
+    persistent workers are restored as well.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], devices: Sequence[torch.device], progress: Progress
+    ) -> None:
+        self._loader = loader
+        self._devices = devices
+        self._progress = progress
+        # torch's DataLoader, or the one inside our wrapper of it.
+        self._torch_loader = torch_loader_of(loader)
+        # The random state at the start of this epoch.
+        self._epoch_start: RandomState | None = None
+        # The random state before the last batch that counts was fetched.
+        self._before_last: RandomState | None = None
+        # The states of the loader's generators and samplers at the start of this epoch.
+        self._generators: list[Any] = []
+        # Whether persistent workers existed when this epoch began. None means not known; the
+        # workers then stay as they are.
+        self._had_workers: bool | None = None
+        # A digest of what the script has given the loader to take its order from.
+        self._order: bytes | None = None
+        # Whether the script has changed that between two epochs.
+        self.order_was_changed = False
+        # The settings of the checkpoint from which the loader's differ, such as "batch_size=8".
+        self.changed_settings: tuple[str, ...] = ()
+
+    def begin(self, random_state: RandomState | None) -> Iterator[Any]:
+        """Return an iterator over the rest of the epoch."""
+        set_epoch(self._loader, self._progress.epoch)
+        self._notice_changed_order()
+        if self._progress.batches == 0:
+            return self._begin_epoch(random_state)
+        return self._replay(random_state)
+
+    def _notice_changed_order(self) -> None:
+        """Notice that the script has changed what the order comes from since the last epoch."""
+        order = order_of(self._loader)
+        if self._order is not None and order != self._order:
+            self.order_was_changed = True
+        self._order = order
+
+    def _begin_epoch(self, random_state: RandomState | None) -> Iterator[Any]:
+        self._match_workers()
+        if random_state is not None:
+            restore(random_state)
+        self._epoch_start = capture(self._devices)
+        self._generators = self._generator_states()
+        return iter(self._loader)
+
+    def _replay(self, random_state: RandomState | None) -> Iterator[Any]:
+        """Start the epoch as it was started before, and drop the batches that count already."""
+        random_state_afterwards = random_state or capture(self._devices)
+        self._match_workers()
+        generators_afterwards = self._generator_states()
+        if self._epoch_start is not None:
+            restore(self._epoch_start)
+        self._set_generators(self._generators)
+        iterator = iter(self._loader)
+        self._drop_counted_batches(iterator)
+        self._set_generators(generators_afterwards)
+        restore(random_state_afterwards)
+        return iterator
+
+    def _drop_counted_batches(self, iterator: Iterator[Any]) -> None:
+        count = self._progress.batches
+        for number in range(1, count + 1):
+            # The first batch is read from the state at the start of the epoch in any case.
+            is_last = number == count and count > 1
+            if is_last and self._before_last is not None:
+                restore(self._before_last)
+            if next(iterator, _END) is _END:
+                return
+
+    def _match_workers(self) -> None:
+        """Start or end the persistent workers of torch's loader, as they were in this epoch."""
+        if self._torch_loader is None:
+            return
+        if self._had_workers is not None:
+            states = self._generator_states()
+            match_workers(self._torch_loader, started=self._had_workers)
+            self._set_generators(states)
+        self._had_workers = has_workers(self._torch_loader)
+
+    def before_fetch(self) -> RandomState:
+        """Return the random state that belongs to the position.
+
+        Before the first batch, it is that of the start of the epoch: its order is drawn again.
+        """
+        if self._progress.batches == 0 and self._epoch_start is not None:
+            return self._epoch_start
+        return capture(self._devices)
+
+    def after_fetch(self, batch: Any) -> HandedOut | None:  # noqa: ARG002 - see the protocol
+        """Return None: the samples in a batch are not known."""
+        return None
+
+    def note_counted(self, before_fetch: RandomState | None) -> None:
+        """Keep the random state from which the last batch of a replay has to be read."""
+        self._before_last = before_fetch
+
+    def leave(self) -> None:
+        """Do nothing: `begin` replays the epoch up to the position."""
+
+    def end_epoch(self) -> None:
+        """Forget what belongs to the epoch that has ended."""
+        self._epoch_start = None
+        self._generators = []
+        self._had_workers = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a replay needs."""
+        generators_now = self._generators
+        # Fetching the first batch may draw the order of the epoch, which is drawn again then.
+        order_is_drawn = self._progress.fetching and self._progress.batches == 0
+        if not order_is_drawn:
+            generators_now = self._generator_states()
+        return {
+            "epoch_start": _to_tree(self._epoch_start),
+            "before_last": _to_tree(self._before_last),
+            "generators": self._generators,
+            "generators_now": generators_now,
+            "had_workers": self._workers_at_begin(),
+            "settings": self._settings(),
+            "order_was_changed": self.order_was_changed,
+        }
+
+    def _workers_at_begin(self) -> bool | None:
+        """Return whether persistent workers existed when the current or next epoch began."""
+        if self._torch_loader is None or self._had_workers is not None:
+            return self._had_workers
+        return has_workers(self._torch_loader)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings on which the position and the workers' random numbers depend."""
+        loader = self._torch_loader
+        if loader is None:
+            return {}
+        return {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make `begin` return to a saved position."""
+        self._epoch_start = _from_tree(state["epoch_start"])
+        self._before_last = _from_tree(state.get("before_last"))
+        self._generators = state["generators"]
+        self._set_generators(state["generators_now"])
+        self._had_workers = state.get("had_workers")
+        self.order_was_changed = bool(state.get("order_was_changed"))
+        self._compare_settings(state.get("settings", {}))
+
+    def _compare_settings(self, saved: dict[str, Any]) -> None:
+        """Note with which other settings the position was saved."""
+        settings = self._settings()
+        self.changed_settings = tuple(
+            f"{name}={saved[name]!r}"
+            for name, value in settings.items()
+            if name in saved and saved[name] != value
+        )
+
+    def _generator_states(self) -> list[Any]:
+        """Return the states of the loader's random generators and stateful samplers."""
+        return [_state_of(source) for source in sources_of_state(self._loader)]
+
+    def _set_generators(self, states: Sequence[Any]) -> None:
+        for source, state in zip(sources_of_state(self._loader), states, strict=False):
+            _restore_source(source, state)
+
+
+def _to_tree(random_state: RandomState | None) -> Any:
+    if random_state is None:
+        return None
+    return random_state.to_tree()
+
+
+def _from_tree(tree: Any) -> RandomState | None:
+    if not tree:
+        return None
+    return RandomState.from_tree(tree)
+
+
+def _state_of(source: Any) -> Any:
+    """Return the state of a random generator or of a sampler."""
+    if isinstance(source, random.Random):
+        return source.getstate()
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    if is_stateful(source):
+        return copied(source.state_dict())
+    return source.get_state()
+
+
+def _restore_source(source: Any, state: Any) -> None:
+    """Restore a random generator or a sampler from the value of `_state_of`."""
+    if isinstance(source, random.Random):
+        source.setstate(state)
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif not is_stateful(source):
+        source.set_state(state)
+    elif not same(source.state_dict(), state):
+        # Loading moves some samplers to the middle of an epoch, so an equal state is not loaded
+        # again.
+        source.load_state_dict(copied(state))

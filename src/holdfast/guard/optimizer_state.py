@@ -1,0 +1,177 @@
+"""Load and describe the state of optimizers, through their own methods.
+
+An optimizer that wraps another one, such as Lookahead, may keep its state in any form. The guard
+reads the entries of a ``state_dict`` only if it has the layout of torch's own (`has_torch_layout`);
+any other ``state_dict`` is saved and loaded as one opaque value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.guard.optimizers import optimizers_inside
+
+
+def has_torch_layout(state: Any) -> bool:
+    """Return whether a ``state_dict`` has exactly the entries of a torch optimizer's."""
+    if not isinstance(state, Mapping) or set(state) != {"state", "param_groups"}:
+        return False
+    groups = state["param_groups"]
+    if not isinstance(state["state"], Mapping) or not isinstance(groups, list):
+        return False
+    return all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+
+
+# --- loading
+
+
+def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
+    """Load the value of ``state_dict`` through the optimizer's own ``load_state_dict``.
+
+    Tensors keep the dtypes with which they were saved, also in torch optimizers inside a wrapper. A
+    wrapper that shared its ``param_groups`` or ``state`` with an inner optimizer shares them again
+    afterwards.
+    """
+    inner_optimizers = [
+        inner for inner in optimizers_inside(optimizer) if isinstance(inner, Optimizer)
+    ]
+    own_attributes = vars(optimizer)
+    shared = [
+        (name, inner)
+        for name in ("param_groups", "state")
+        for inner in inner_optimizers
+        if name in own_attributes and _is_shared(own_attributes[name], getattr(inner, name))
+    ]
+
+    with contextlib.ExitStack() as stack:
+        for inner in inner_optimizers:
+            stack.enter_context(_keeping_dtypes(inner))
+        _load_and_keep_dtypes(optimizer, optimizer.load_state_dict, saved)
+
+    for name, inner in shared:
+        # torch's load_state_dict makes new groups. A scheduler of a wrapper that kept the old ones
+        # would change learning rates that no optimizer reads any more.
+        setattr(optimizer, name, getattr(inner, name))
+
+
+def _is_shared(first: Any, second: Any) -> bool:
+    """Return whether two attributes are one object, or lists of the same groups."""
+    if first is second:
+        return True
+    if not (isinstance(first, list) and isinstance(second, list)):
+        return False
+    return [id(group) for group in first] == [id(group) for group in second]
+
+
+@contextlib.contextmanager
+def _keeping_dtypes(optimizer: Optimizer) -> Iterator[None]:
+    """Let ``load_state_dict`` of a wrapped optimizer keep dtypes when its wrapper calls it."""
+    own_attributes = vars(optimizer)
+    was_replaced = "load_state_dict" in own_attributes
+    original = optimizer.load_state_dict
+    own_attributes["load_state_dict"] = functools.partial(
+        _load_and_keep_dtypes, optimizer, original
+    )
+    try:
+        yield
+    finally:
+        if was_replaced:
+            own_attributes["load_state_dict"] = original
+        else:
+            own_attributes.pop("load_state_dict", None)
+
+
+def _load_and_keep_dtypes(optimizer: Optimizer, load: Callable[[Any], Any], saved: Any) -> None:
+    """Load state with the given method, and restore the dtype with which each tensor was saved.
+
+    torch casts state to the dtype of its parameter, so fp32 moments of bf16 weights would lose
+    bits.
+    """
+    load(saved)
+    if not has_torch_layout(saved):
+        return
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=False):
+        loaded_state = optimizer.state.get(parameter)
+        saved_state = saved["state"].get(key)
+        if isinstance(loaded_state, dict) and isinstance(saved_state, Mapping):
+            _restore_dtypes(loaded_state, saved_state)
+
+
+def _restore_dtypes(loaded_state: dict[str, Any], saved_state: Mapping[str, Any]) -> None:
+    """Replace the tensors of one parameter's state that were cast when they were loaded."""
+    for entry, saved in saved_state.items():
+        loaded = loaded_state.get(entry)
+        if not (isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)):
+            continue
+        if loaded.dtype != saved.dtype:
+            loaded_state[entry] = saved.to(loaded.device)
+
+
+# --- describing
+
+
+def state_tensors(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in the state of an optimizer with their descriptions.
+
+    A description is such as ``"exp_avg of fc.weight"``. If the ``state_dict`` has another layout
+    than torch's, it is the path in it, such as ``"slow.0"``.
+
+    Args:
+        optimizer: The optimizer, which may be a wrapper.
+        names: The names of the parameters, by their ids.
+    """
+    saved = optimizer.state_dict()
+    if not has_torch_layout(saved):
+        yield from _tensors_in(saved, "")
+        return
+    for parameter, state in optimizer.state.items():
+        if not isinstance(state, Mapping):
+            continue
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{key} of {names.get(id(parameter), '?')}", value
+
+
+def _tensors_in(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested mappings and sequences with their paths, such as ``"slow.0"``."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+        return
+    if isinstance(tree, Mapping):
+        entries = list(tree.items())
+    elif isinstance(tree, (list, tuple)):
+        entries = list(enumerate(tree))
+    else:
+        return
+    for key, value in entries:
+        path_of_value = f"{path}.{key}" if path else str(key)
+        yield from _tensors_in(value, path_of_value)
+
+
+def describe_state(optimizer: Optimizer) -> list[tuple[str, list[int]]]:
+    """Return the description and shape of each tensor in the state of an optimizer, sorted.
+
+    Parameters are named by group and position, so replicas of one optimizer return equal lists on
+    all ranks.
+    """
+    positions = {
+        id(parameter): f"{index}.{position}"
+        for index, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+    }
+    return sorted(
+        (description, list(tensor.shape))
+        for description, tensor in state_tensors(optimizer, positions)
+    )
