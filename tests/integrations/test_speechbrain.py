@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from speechbrain.utils.checkpoints import Checkpointer
 
 from holdfast.integrations.speechbrain import HoldfastMixin
-from holdfast.integrations.speechbrain.brain import cut_padded
+from holdfast.integrations.speechbrain.padded_batches import split_padded
 
 logging.getLogger("speechbrain").setLevel(logging.ERROR)
 pytestmark = [pytest.mark.filterwarnings("ignore:.*recoverable is marked as optional")]
@@ -175,7 +175,7 @@ def test_parts_of_a_padded_batch_are_padded_batches():
     device as wholes do.
     """
     batch = next(iter(batches(1)))
-    parts = cut_padded(batch, 3)
+    parts = split_padded(batch, 3)
     assert [len(part) for part in parts] == [part.batchsize for part in parts] == [3, 3, 2]
     assert torch.equal(torch.cat([part.x.data for part in parts]), batch.x.data)
     assert torch.equal(torch.cat([part.x.lengths for part in parts]), batch.x.lengths)

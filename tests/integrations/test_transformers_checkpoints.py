@@ -199,9 +199,7 @@ def test_a_first_save_that_was_killed_is_not_resumed_from(
     with caplog.at_level(logging.WARNING, "holdfast"):
         trainer.train(resume_from_checkpoint=True)
     assert f"{torn}: manifest.json is missing, so the save was not finished" in caplog.text
-    assert (
-        f"no checkpoint in {tmp_path}: training starts anew" in caplog.text
-    ) is not begun_without
+    assert (f"no checkpoint in {tmp_path}" in caplog.text) is not begun_without
     assert (tmp_path / f"damaged-{torn}").is_dir()
     assert digest(trainer.model) == undisturbed
     verify(tmp_path / torn)
