@@ -94,11 +94,7 @@ def test_what_is_a_number(guard, tmp_path):
 @pytest.mark.parametrize(
     ("given", "named", "said"),
     [
-        (
-            {},
-            {"a": "0.5"},
-            "'a' = '0.5'; the value must be one real number, .* and this is none\\.\n",
-        ),
+        ({}, {"a": "0.5"}, "'a' = '0.5'; .* real number"),
         ({}, {"a": None}, "'a' = None"),
         ({}, {"a": 1j}, "'a' = 1j"),
         ({}, {"a": 10**400}, "'a' = 1000"),
@@ -109,7 +105,7 @@ def test_what_is_a_number(guard, tmp_path):
         ({"": 1.0}, {"split": "val"}, "'val/' = 1.0"),
         ({1: 1.0}, {}, "1 = 1.0"),
         ({"x" * 65: 1.0}, {}, "'x+' = 1.0; .* 1 to 64 bytes of UTF-8, .* has 65"),
-        ({"ä" * 30: 1.0}, {"split": "train"}, "'train/ä+' = .* split included, .* has 66"),
+        ({"ä" * 30: 1.0}, {"split": "train"}, "'train/ä+' = .* has 66"),
         (0.5, {}, "None = 0.5"),
         ({}, {"a": 1.0, "split": 3}, "'3/"),
     ],
