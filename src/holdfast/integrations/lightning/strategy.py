@@ -112,23 +112,11 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         guard = self._open_guard(module, carried)
         self.holdfast_guard = guard
         warn_of_persistent_workers(trainer.train_dataloader, guard.emit)
-        self._steps = TrainerSteps(
-            module, guard, self.optimizers, self._split, super().training_step
-        )
-        if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
-            self.checkpoint_io.emit = guard.emit
-        self._hold_schedulers_after_skips(module, self._steps)
-        self._delayed_saves = [
-            DelayedSaves(callback, trainer)
-            for callback in trainer.checkpoint_callbacks
-            if isinstance(callback, ModelCheckpoint)
-        ]
-        connector = trainer._logger_connector
-        connector.log_metrics = recorded_too(
-            connector.log_metrics, partial(read_lightning_log, connector)
-        )
+        steps = TrainerSteps(module, guard, self.optimizers, self._split, super().training_step)
+        self._steps = steps
+        self._connect(module, guard, steps)
         if carried is not None:
-            self._continue_from(carried, trainer, self._steps)
+            self._continue_from(carried, trainer, steps)
 
     def _open_guard(self, module: Any, carried: dict[str, Any] | None) -> HostedGuard:
         trainer = module.trainer
@@ -166,6 +154,34 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
         if limit <= 0 or lightning_clips(module):
             return None
         return limit
+
+    def _connect(self, module: Any, guard: HostedGuard, steps: TrainerSteps) -> None:
+        """Connect checkpoints, schedulers and logs of Lightning with the guard."""
+        trainer = module.trainer
+        if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
+            self.checkpoint_io.emit = guard.emit
+        self._delayed_saves = [
+            DelayedSaves(callback, trainer)
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+        ]
+        self._hold_schedulers_after_skips(module, steps)
+        connector = trainer._logger_connector
+        connector.log_metrics = recorded_too(
+            connector.log_metrics, partial(read_lightning_log, connector)
+        )
+
+    def _disconnect(self) -> None:
+        """Undo `_connect`."""
+        module: Any = self.lightning_module
+        if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
+            self.checkpoint_io.emit = None
+        for delayed_saves in self._delayed_saves:
+            delayed_saves.remove()
+        self._delayed_saves = []
+        # Attributes of the objects that hide the methods of their classes.
+        vars(module).pop("lr_scheduler_step", None)
+        vars(module.trainer._logger_connector).pop("log_metrics", None)
 
     def _hold_schedulers_after_skips(self, module: Any, steps: TrainerSteps) -> None:
         """Do not advance a scheduler that counts steps when a step was skipped."""
@@ -229,15 +245,7 @@ class GuardedStrategy(Framework):  # type: ignore[misc]
             steps.close()
         if guard is None:
             return
-        module: Any = self.lightning_module
-        # The attributes that `on_train_start` has put before the methods of the same names.
-        vars(module).pop("lr_scheduler_step", None)
-        vars(module.trainer._logger_connector).pop("log_metrics", None)
-        for delayed_saves in self._delayed_saves:
-            delayed_saves.remove()
-        self._delayed_saves = []
-        if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
-            self.checkpoint_io.emit = None
+        self._disconnect()
         guard.__exit__(None if error is None else type(error), error, None)
 
     # --- Batches and steps ---
