@@ -202,8 +202,8 @@ class LazySeeding:
             random.seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)
 
-    def stand(self) -> tuple[Any, Any]:
-        """Return where the two generators stand, for `was_drawn`."""
+    def generator_states(self) -> tuple[Any, Any]:
+        """Return the states of the two generators, for `was_drawn`."""
         return (None, None) if self.draws else (_python_state(), _numpy_state())
 
     def was_drawn(self, before: tuple[Any, Any]) -> bool:
@@ -213,7 +213,7 @@ class LazySeeding:
         """
         if self.draws:
             return False
-        python, numpy = self.stand()
+        python, numpy = self.generator_states()
         self.draws = python is not before[0] or numpy is not before[1]
         return self.draws
 

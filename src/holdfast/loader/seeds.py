@@ -69,11 +69,11 @@ class SampleSeeds:
         self._epoch: int | None = None
         self._key = 0
 
-    def of(self, epoch: int, index: Any) -> int:
+    def of_sample(self, epoch: int, index: Any) -> int:
         """Return the seed of a sample in an epoch, from 0 to 2**63 - 1."""
-        return self.all(epoch, (index,))[0]
+        return self.of_samples(epoch, (index,))[0]
 
-    def all(self, epoch: int, indices: Sequence[Any]) -> list[int]:
+    def of_samples(self, epoch: int, indices: Sequence[Any]) -> list[int]:
         """Return the seeds of samples in an epoch."""
         if epoch != self._epoch:
             self._epoch, self._key = epoch, derive_seed(self._seed, epoch, "samples")
@@ -83,7 +83,7 @@ class SampleSeeds:
         ):
             many = len(indices) > 1
             return [
-                self.of(epoch, each) if many else derive_seed(self._seed, epoch, each)
+                self.of_sample(epoch, each) if many else derive_seed(self._seed, epoch, each)
                 for each in indices
             ]
         counters = np.array([int(index) & _MASK for index in indices], dtype=np.uint64)
