@@ -27,18 +27,12 @@ from holdfast.core.events.event import EventData
 from holdfast.guard.handed_out import HandedOut
 from holdfast.guard.parts import Stateful
 from holdfast.guard.state.trees import copied, same
-from holdfast.loader.foreign import (
-    EXACT,
-    is_stateful,
-    keeps_by_state_dict,
-    resume_promise,
-    set_epoch,
-    sources_of_state,
-    torch_loader_of,
-)
-from holdfast.loader.given_order import order_of
+from holdfast.loader.foreign import EXACT, keeps_by_state_dict, resume_promise
+from holdfast.loader.generators import sources_of_state
+from holdfast.loader.given_order import digest_order
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.samplers import is_stateful, set_epoch, torch_loader_of
 from holdfast.loader.torch_workers import has_workers, match_workers
 
 _EXACT = (
@@ -181,7 +175,7 @@ class Cursor:
         """
         if self._stateful:
             return
-        order = order_of(self._loader)
+        order = digest_order(self._loader)
         if self._order is not None and order != self._order:
             self._order_was_changed = True
         self._order = order

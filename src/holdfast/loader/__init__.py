@@ -5,7 +5,9 @@ Entry points:
 - `loader.DataLoader`: a drop-in for torch's loader that resumes exactly.
 - `splitting`: cuts a batch into micro-batches.
 - `random_state`: captures and restores the random state of the process.
-- `foreign`: what a resume can promise for a loader that is not holdfast's.
+- `foreign`: what a resume can promise for a loader that is not holdfast's. `samplers`,
+  `generators`, `torch_workers` and `given_order` find what such a loader carries from epoch to
+  epoch.
 
 Where things are:
 
@@ -15,7 +17,7 @@ Where things are:
   `workers/recovery.py` notices the loss and starts new workers; what changes before that, such as
   fewer workers or a quarantined sample, is the table in `workers/remedies.py`.
 - `streams`: iterable datasets.
-- `quarantine`: the samples that cannot be read.
+- `quarantine`: the samples that are left out because they cannot be read.
 - `seeds`, `random_state`: where the random numbers of samples and batches come from.
 - `machine`, `device`, `signalled`: what the machine has room for, the copy to an accelerator, and
   exceptions of signal handlers.

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.foreign import has_no_state, is_stateful
 from holdfast.loader.order.host_epochs import sets_epoch
 from holdfast.loader.order.sampler_state import (
     Fingerprint,
@@ -35,6 +34,7 @@ from holdfast.loader.order.sampler_state import (
 )
 from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated, seed_cpu
+from holdfast.loader.samplers import has_no_state, is_stateful
 from holdfast.loader.seeds import derive_seed
 
 # Entries of an epoch: they are held in memory, at 40 bytes each.
