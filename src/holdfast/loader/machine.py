@@ -98,9 +98,7 @@ def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
 def _too_many_workers(load: Load, processors: float) -> Preflight:
     whole_processors = max(1, math.floor(processors))
     return Preflight(
-        what=(
-            f"num_workers={load.num_workers} on {processors:g} processors (affinity and quota)"
-        ),
+        what=(f"num_workers={load.num_workers} on {processors:g} processors (affinity and quota)"),
         limit=(
             "more workers than processors slow loading down if they compute, but not if they wait"
             " for a disk or a network"
