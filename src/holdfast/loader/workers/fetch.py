@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
@@ -50,6 +51,21 @@ class _Reading(NamedTuple):
     failure: Failure | None = None
     # What the machine was short of, if that was the reason.
     shortage: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _BadSamples:
+    """The samples of a batch that cannot be used, as far as they are known.
+
+    Args:
+        keys: Their keys, including those of quarantined samples.
+        failures: What happened to those that were not quarantined before.
+        tried_place: Place of a sample that was tried once already.
+    """
+
+    keys: set[Any]
+    failures: list[Failure]
+    tried_place: int | None
 
 
 class Fetcher(Dataset[Any]):
@@ -205,8 +221,7 @@ class Fetcher(Dataset[Any]):
     def _read_rest(self, request: BatchRequest, cells: Cells, samples: list[Any]) -> Report:
         """Read the samples from the first one on that failed or is quarantined.
 
-        A bad sample is replaced by the next of the epoch's order that can be read and is not in the
-        batch.
+        A bad sample is replaced by the next of the epoch's order that can be read.
 
         Args:
             request: The batch.
@@ -215,36 +230,51 @@ class Fetcher(Dataset[Any]):
         """
         first_place = len(samples)
         indices = list(request.indices[:first_place])
-        failures: list[Failure] = []
-        bad_keys = {key_of(index) for index in request.bad}
-        # `_read_samples` has tried the sample at this place once; or none, if some are known to be
-        # bad.
-        tried_place = None if request.bad else first_place
+        bad_samples = _BadSamples(
+            keys={key_of(index) for index in request.bad},
+            failures=[],
+            # `_read_samples` has tried the sample at this place once; or none, if some of the batch
+            # are known to be bad.
+            tried_place=None if request.bad else first_place,
+        )
         for place in range(first_place, len(request.indices)):
-            reading = _Reading(request.indices[place])
-            for candidate_place, candidate in self._candidates(request, place):
-                if key_of(candidate) in bad_keys:
-                    continue
-                if cells is not None:
-                    cells[PLACE] = candidate_place
-                tries = _TRIES if self.replaces and candidate_place != tried_place else 1
-                reading = self._try(request, candidate_place, candidate, tries)
-                if reading.failure is None:
-                    break
-                if reading.shortage is not None and cells is not None:
-                    # With fewer workers there may be enough.
-                    return Report(
-                        request.number, failures=tuple(failures), shortage=reading.shortage
-                    )
-                if self.replaces:
-                    failures.append(reading.failure)
-                    bad_keys.add(key_of(candidate))
-            else:
-                fatal = reading.failure or _no_replacement_for(reading.index)
-                return Report(request.number, request.indices, tuple(failures), fatal)
+            reading = self._read_place(request, cells, place, bad_samples)
+            failures = tuple(bad_samples.failures)
+            if reading.shortage is not None:
+                return Report(request.number, failures=failures, shortage=reading.shortage)
+            if reading.failure is not None:
+                return Report(request.number, request.indices, failures, fatal=reading.failure)
             indices.append(reading.index)
             samples.append(reading.sample)
-        return Report(request.number, tuple(indices), tuple(failures))
+        return Report(request.number, tuple(indices), tuple(bad_samples.failures))
+
+    def _read_place(
+        self, request: BatchRequest, cells: Cells, place: int, bad_samples: _BadSamples
+    ) -> _Reading:
+        """Return a sample for one place of a batch, or why there is none.
+
+        Samples that cannot be read are added to `bad_samples`.
+        """
+        failure = None
+        for candidate_place, candidate in self._candidates(request, place):
+            if key_of(candidate) in bad_samples.keys:
+                continue
+            if cells is not None:
+                cells[PLACE] = candidate_place
+            is_second_try = candidate_place == bad_samples.tried_place
+            tries = _TRIES if self.replaces and not is_second_try else 1
+            reading = self._try(request, candidate_place, candidate, tries)
+            if reading.failure is None:
+                return reading
+            if reading.shortage is not None and cells is not None:
+                # It is no fault of the sample: with fewer workers there may be enough.
+                return reading
+            failure = reading.failure
+            if self.replaces:
+                bad_samples.failures.append(failure)
+                bad_samples.keys.add(key_of(candidate))
+        index = request.indices[place]
+        return _Reading(index, failure=failure or _no_replacement_for(index))
 
     def _candidates(self, request: BatchRequest, place: int) -> Iterator[tuple[int, Any]]:
         """Yield the samples that may be used at a place of the batch, each with its own place."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -118,39 +119,88 @@ def as_error(failure: Failure, report: Report) -> Exception:
     return error
 
 
+# --- shortages ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ErrorFacts:
+    """What an error says.
+
+    Args:
+        error: The error.
+        number: Its ``errno``, if it has one.
+        path: Its file, or "".
+        system_text: Its text if the system or torch has written it, otherwise "". The text of any
+            other error may be anything, such as a key.
+        torch_text: Its text if torch may have written it, otherwise "". The text of an ``OSError``
+            may contain the path of a sample.
+    """
+
+    error: BaseException
+    number: int | None
+    path: str
+    system_text: str
+    torch_text: str
+
+
 def find_shortage(error: BaseException) -> str | None:
     """Return what the machine is short of if an error says so, or None.
 
     Such an error is not the fault of the sample that was being read.
     """
+    facts = _read_facts(error)
+    if facts is None:
+        return None
+    for shortage, applies in _SHORTAGES:
+        if applies(facts):
+            return shortage
+    return None
+
+
+def _read_facts(error: BaseException) -> _ErrorFacts | None:
     try:
         text = str(error)
         number = getattr(error, "errno", None)
         path = str(getattr(error, "filename", None) or "")
     except Exception:  # noqa: BLE001 - an exception class may do anything here
         return None
-    if not isinstance(number, int):
-        number = None
-    # Only the system and torch describe shortages in words. The text of another error may be
-    # anything, such as a key, and the text of an OSError may contain the path of a sample.
-    system_text = text if isinstance(error, (OSError, RuntimeError)) else ""
-    torch_text = text if isinstance(error, RuntimeError) else ""
-    if (
-        number in _OUT_OF_DESCRIPTORS
-        or "Too many open files" in system_text
-        or "ancdata" in torch_text
-    ):
-        return "file descriptors"
-    if "shared memory" in torch_text or "</torch_" in torch_text:
-        return "shared memory"
-    if number == errno.ENOSPC:
-        # With another path a disk is full, which fewer workers do not cure.
-        is_shared_memory = path == "" or path.startswith(_SHARED_MEMORY_FOLDER)
-        return "shared memory" if is_shared_memory else None
-    if (
-        isinstance(error, MemoryError)
-        or number == errno.ENOMEM
-        or "can't allocate memory" in torch_text
-    ):
-        return "memory"
-    return None
+    return _ErrorFacts(
+        error=error,
+        number=number if isinstance(number, int) else None,
+        path=path,
+        system_text=text if isinstance(error, (OSError, RuntimeError)) else "",
+        torch_text=text if isinstance(error, RuntimeError) else "",
+    )
+
+
+def _is_out_of_descriptors(facts: _ErrorFacts) -> bool:
+    return (
+        facts.number in _OUT_OF_DESCRIPTORS
+        or "Too many open files" in facts.system_text
+        # torch, when it receives a tensor without its descriptor.
+        or "ancdata" in facts.torch_text
+    )
+
+
+def _is_out_of_shared_memory(facts: _ErrorFacts) -> bool:
+    if "shared memory" in facts.torch_text or "</torch_" in facts.torch_text:
+        return True
+    if facts.number != errno.ENOSPC:
+        return False
+    # With another path a disk is full, which fewer workers do not cure.
+    return facts.path == "" or facts.path.startswith(_SHARED_MEMORY_FOLDER)
+
+
+def _is_out_of_memory(facts: _ErrorFacts) -> bool:
+    return (
+        isinstance(facts.error, MemoryError)
+        or facts.number == errno.ENOMEM
+        or "can't allocate memory" in facts.torch_text
+    )
+
+
+_SHORTAGES: tuple[tuple[str, Callable[[_ErrorFacts], bool]], ...] = (
+    ("file descriptors", _is_out_of_descriptors),
+    ("shared memory", _is_out_of_shared_memory),
+    ("memory", _is_out_of_memory),
+)
