@@ -38,10 +38,10 @@ def find_blocks(
     for name in names:
         if name not in modules:
             raise PolicyError(
-                f"recompute names {name!r}, which is no module of the models",
+                f"recompute names {name!r}, which is not a module of any model",
                 limit="only the activations of a module can be recomputed",
                 fix=did_you_mean(
-                    name, modules, otherwise="pass names as named_modules() has them."
+                    name, modules, otherwise="pass names as named_modules() returns them."
                 ),
                 rule="H102",
             )
@@ -59,7 +59,7 @@ def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     names: dict[int, str] = {}
     blocks: dict[int, nn.Module] = {}
     for name, block in _search(model, prefix=""):
-        # A block that is shared counts once, under its first name.
+        # A shared block counts once, under its first name.
         names.setdefault(id(block), name)
         blocks.setdefault(id(block), block)
     return [(names[key], block) for key, block in blocks.items()]
@@ -81,7 +81,7 @@ def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _kind_of(module: nn.Module) -> tuple[type, ...] | None:
-    """Return a key that is equal for blocks of one kind, or None for a module that is no block."""
+    """Return a key that all blocks of the same kind share, or None if the module is not a block."""
     if isinstance(module, nn.Sequential):
         if any(_search(module, prefix="")):
             return None

@@ -43,8 +43,8 @@ OUTSIDE = "loss function"
 
 # Arguments that native_batch_norm writes although its schema does not say so.
 _UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
-# Operations that return memory of an argument, or memory that was not written yet, although their
-# schemas do not say so. Either way there is nothing to look at.
+# Operations that return an argument's memory or uninitialized memory, although their schemas do not
+# say so. In both cases there is nothing to examine.
 _UNDECLARED_VIEWS = ("_unsafe_view", "_reshape_alias", "empty", "new_empty")
 # Operations that overwrite their first argument without reading it.
 _OVERWRITE_TARGET = frozenset(
@@ -126,7 +126,7 @@ class _Given:
 
 @dataclass(slots=True)
 class _Arguments:
-    """What an operation was called with."""
+    """The arguments of an operation."""
 
     given: list[_Given] = field(default_factory=list)
     # Tensors that the operation writes.
@@ -170,7 +170,7 @@ class _Operation:
     def _add_tensor(self, arguments: _Arguments, name: str, tensor: torch.Tensor) -> None:
         values = values_of(tensor)
         if values is None:
-            # Whole numbers are kept since a count of 0 explains a division.
+            # Integers are recorded too because a count of 0 explains a division.
             counts = whole_numbers_of(tensor)
             if counts is not None:
                 arguments.given.append(_Given(counts, counts))
@@ -192,13 +192,13 @@ def _is_alias(returned: Any) -> bool:
 
 
 def _leaves(argument: Any) -> Iterable[Any]:
-    # Most arguments are no containers, and flattening each would be slow.
+    # Most arguments are not containers, and flattening every one would be slow.
     return tree_leaves(argument) if isinstance(argument, (list, tuple)) else (argument,)
 
 
 @dataclass(frozen=True, slots=True)
 class _NamedTensor:
-    """A tensor that exists before the pass."""
+    """A tensor that existed before the pass."""
 
     kind: Kind
     name: str
@@ -239,7 +239,7 @@ class OriginTracer(TorchDispatchMode):
     Args:
         models: The models by name. Parts of a single model called ``"model"`` keep their bare
             paths.
-        tensors: Kind, name and tensor of everything that exists before the pass.
+        tensors: Kind, name and tensor of everything that existed before the pass.
         batch_size: Samples in the batch, or None if unknown.
     """
 
@@ -298,7 +298,7 @@ class OriginTracer(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def _begin_module(self, module: nn.Module, _args: Any) -> None:
-        # A module that is no part of the models has the path of the one that calls it.
+        # A module that does not belong to the models gets the path of its caller.
         path = self._paths.get(id(module), self._current_path())
         self._running.append(_RunningModule(module, path))
 
@@ -364,7 +364,7 @@ class OriginTracer(TorchDispatchMode):
         outputs = _nonfinite_outputs(result, arguments)
         if not outputs:
             return
-        # Of several outputs one that holds NaN says most.
+        # Among several outputs, one that holds NaN is the most informative.
         worst = max(outputs, key=_NonfiniteOutput.holds_nan)
         output_bad = worst.bad if operation.pointwise else None
         links = [self._link(given, output_bad) for given in arguments.given]
@@ -402,7 +402,7 @@ class OriginTracer(TorchDispatchMode):
         Args:
             given: The operand.
             output_bad: Where the output of a pointwise operation is bad. An operand that is bad
-                only elsewhere is not to blame. None for other operations.
+                only in other places is not to blame. None for other operations.
         """
         bad = nonfinite(given.values)
         if bad is None:
