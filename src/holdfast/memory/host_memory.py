@@ -60,7 +60,7 @@ def _left_by_process_limits(root: Path) -> Iterator[int]:
             yield soft - used_kib * 1024
 
 
-def may_be_refused(root: Path = Path("/")) -> bool:
+def allocation_can_fail(root: Path = Path("/")) -> bool:
     """Return whether an allocation can fail.
 
     It can if this process has a resource limit or if the kernel does not overcommit. A control
@@ -91,7 +91,7 @@ def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
         return False
     trim_bytes = _TRIM_UNDER_A_LIMIT_BYTES
     if threshold_bytes == "auto":
-        if may_be_refused():
+        if allocation_can_fail():
             threshold_bytes = UNDER_A_LIMIT_BYTES
         else:
             threshold_bytes = _UNLIMITED_BYTES

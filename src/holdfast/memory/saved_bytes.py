@@ -102,8 +102,9 @@ class Measurement:
         added = [0] * (len(self.saves) + 1)
         for call in recomputed:
             added[call.begin] += call.own_bytes
-        for storage, place in kept_from.items():
-            added[place] += self.sizes[storage]
+        for storage, first_save in kept_from.items():
+            added[first_save] += self.sizes[storage]
+        # The bytes kept at each save of the forward pass, and at its end.
         kept_until = list(accumulate(added))
 
         # At the end of the forward pass, and while each recomputed call exists a second time.
@@ -135,11 +136,19 @@ class Measurement:
         return owners
 
     def _kept_from(self, owners: Sequence[int], recomputed: Iterable[_Call]) -> dict[int, int]:
-        """Return the storages that are kept, each with the number of saves made before it."""
+        """Return the storages that the forward pass keeps, each with its first save.
+
+        Kept are storages that are saved outside of all recomputed calls, and the inputs of
+        recomputed calls. A save is given by its index in `saves`.
+
+        Args:
+            owners: The recomputed call that each call belongs to, or `_NO_CALL`.
+            recomputed: The recomputed calls.
+        """
         kept_from: dict[int, int] = {}
-        for place, save in enumerate(self.saves):
+        for index, save in enumerate(self.saves):
             if save.call == _NO_CALL or owners[save.call] == _NO_CALL:
-                kept_from.setdefault(save.storage, place)
+                kept_from.setdefault(save.storage, index)
         for call in recomputed:
             for storage in call.inputs:
                 kept_from[storage] = min(call.begin, kept_from.get(storage, call.begin))
@@ -159,8 +168,8 @@ class SavedBytes:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._refused: set[str] = set()
-        # Of modules that are recomputed: the bytes that one call needs the second time. They were
-        # measured before, since such a call no longer saves them in its forward pass.
+        # The bytes that one call of a recomputed module needs while it is recomputed. They were
+        # measured before the module was chosen: since then, its forward pass no longer saves them.
         self._bytes_of_call: dict[str, int] = {}
         self._measurement = Measurement()
 

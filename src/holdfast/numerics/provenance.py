@@ -272,27 +272,40 @@ def _find_culprit(failures: Sequence[_Nonfinite], suspects: Sequence[Suspect]) -
     """
     if suspects and all(failure.suspect.kind == "constant" for failure in failures):
         # The chain is broken, for instance by ``.item()``.
-        accidental = (suspect for suspect in suspects if not _is_on_purpose(suspect))
-        first = next(accidental, suspects[0])
-        failures = [_Nonfinite(first, by_nan=first.produced.nan > 0)]
-    queue = list(dict.fromkeys(failures))
-    # The link that was reached from each link, towards the failure.
-    successors: dict[_Nonfinite, _Nonfinite | None] = dict.fromkeys(queue)
+        failures = [_first_accidental(suspects)]
+    successors = _walk_back(failures)
     origins: list[Suspect] = []
-    # The queue grows while it is read.
-    for link in queue:
-        parents = link.parents()
-        for parent in parents:
-            if parent not in successors:
-                successors[parent] = link
-                queue.append(parent)
-        if parents:
+    for link in successors:
+        if link.parents():
             continue
         if _is_on_purpose(link.suspect):
             origins.append(_first_that_breaks(link, successors))
         else:
             origins.append(link.suspect)
     return min(origins, key=lambda suspect: suspect.index)
+
+
+def _first_accidental(suspects: Sequence[Suspect]) -> _Nonfinite:
+    """Return the first suspect that was not made on purpose, or else the first of all."""
+    accidental = (suspect for suspect in suspects if not _is_on_purpose(suspect))
+    first = next(accidental, suspects[0])
+    return _Nonfinite(first, by_nan=first.produced.nan > 0)
+
+
+def _walk_back(failures: Sequence[_Nonfinite]) -> dict[_Nonfinite, _Nonfinite | None]:
+    """Return all links that lead to the failures, each with its successor towards the failure.
+
+    The failures come first, without a successor; then their parents, breadth first.
+    """
+    queue = list(dict.fromkeys(failures))
+    successors: dict[_Nonfinite, _Nonfinite | None] = dict.fromkeys(queue)
+    # The queue grows while it is read.
+    for link in queue:
+        for parent in link.parents():
+            if parent not in successors:
+                successors[parent] = link
+                queue.append(parent)
+    return successors
 
 
 def _is_on_purpose(suspect: Suspect) -> bool:

@@ -16,7 +16,7 @@ from holdfast.core.events.event import Event
 from holdfast.core.files import close_descriptor, open_file
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import StepSample, sample_of
-from holdfast.recorder.reader import EventParts, mark_of
+from holdfast.recorder.reader import EventParts, step_record_in
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_ring, slot_struct
 
 # Records that are read in one system call.
@@ -136,7 +136,7 @@ class SampleFollower(RingFollower):
 
 
 def _sample_in(record: Record) -> StepSample | None:
-    mark = mark_of(record)
+    mark = step_record_in(record)
     if mark is None or mark.mark is StepMark.BEGUN:
         return sample_of(record)
     return StepSample(

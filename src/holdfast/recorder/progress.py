@@ -320,7 +320,7 @@ class SampleRing(RingWriter):
             flags |= RATE_IS_READ
         number = self._sequence + 1
         if number == self._next_half:
-            self._begin_half()
+            self._summarize_next_half()
         _pack_slot_into(
             self._map,
             HEADER_BYTES + (number % self._capacity) * self._slot_bytes,

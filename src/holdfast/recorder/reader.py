@@ -55,11 +55,11 @@ def read_steps(directory: Path) -> list[StepRecord]:
     Raises:
         RunDirectoryError: H305, as `read_ring`.
     """
-    marks = [mark_of(record) for record in read_ring(directory / STEPS_FILE)]
+    marks = [step_record_in(record) for record in read_ring(directory / STEPS_FILE)]
     return [mark for mark in marks if mark is not None]
 
 
-def mark_of(record: Record) -> StepRecord | None:
+def step_record_in(record: Record) -> StepRecord | None:
     """Decode a record of the ring of steps; return None if it belongs to another kind of ring."""
     if len(record.payload) != STEP.size:
         # The header is damaged.
@@ -110,7 +110,7 @@ def _step_of(record: Record) -> int:
     sample = sample_of(record)
     if sample is not None:
         return sample.step
-    mark = mark_of(record)
+    mark = step_record_in(record)
     return 0 if mark is None else mark.global_step
 
 

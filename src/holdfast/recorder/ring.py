@@ -122,12 +122,12 @@ class RingWriter:
         """
         sequence = self._sequence + 1
         if sequence == self._next_half:
-            self._begin_half()
+            self._summarize_next_half()
         offset = HEADER_BYTES + (sequence % self._capacity) * self._slot_bytes
         self._pack_into(self._map, offset, sequence, time_ns(), payload, sequence)
         self._sequence = sequence
 
-    def _begin_half(self) -> None:
+    def _summarize_next_half(self) -> None:
         """Summarize half of the ring before the next record begins to overwrite it."""
         first_new = self._next_half
         self._next_half += self._half

@@ -218,18 +218,21 @@ def folder_of_first_host(run: Path) -> Path:
     hosts = _hosts_of(run)
     if not hosts:
         return run
-    newest = max(hosts, key=_changed)
-    if _changed(run / SUPERVISED_FILE) > _changed(newest):
+    newest = max(hosts, key=_modified_at)
+    if _modified_at(run / SUPERVISED_FILE) > _modified_at(newest):
+        # The last attempt ran on this host alone.
         return run
     # Files of other hosts may be left over from an attempt with another number of hosts.
     count = hosts[newest].get("count")
     current = {path: host for path, host in hosts.items() if host.get("count") == count}
-    first = next(iter(current))
-    for path, host in current.items():
-        if host.get("cause") and not host.get("follows"):
-            first = path
-            break
-    return run / f"host-{first.stem}"
+    lowest = next(iter(current))
+    first_to_fail = next((path for path, host in current.items() if _failed_first(host)), lowest)
+    return run / f"host-{first_to_fail.stem}"
+
+
+def _failed_first(host: Mapping[str, Any]) -> bool:
+    """Return whether a host has a failure of its own, rather than one that follows another's."""
+    return bool(host.get("cause")) and not host.get("follows")
 
 
 def _hosts_of(run: Path) -> dict[Path, dict[str, Any]]:
@@ -243,7 +246,8 @@ def _hosts_of(run: Path) -> dict[Path, dict[str, Any]]:
     return hosts
 
 
-def _changed(path: Path) -> float:
+def _modified_at(path: Path) -> float:
+    """Return when a file was last modified, in Unix seconds; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -206,7 +206,7 @@ def recorded_too(
     """
 
     @wraps(original)
-    def logging_too(*args: Any, **kwargs: Any) -> Any:
+    def log_and_record(*args: Any, **kwargs: Any) -> Any:
         if getattr(_thread_state, "is_logging", False):
             return original(*args, **kwargs)
         _thread_state.is_logging = True
@@ -221,7 +221,7 @@ def recorded_too(
             report(error)
         return result
 
-    return logging_too
+    return log_and_record
 
 
 def _record(values: Mapping[Any, Any], step: Any) -> None:

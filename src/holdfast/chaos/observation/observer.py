@@ -1,4 +1,4 @@
-"""Observe each Python process of a command that is put to the test.
+"""Observe each Python process of a tested command.
 
 `start` is called by ``injected/sitecustomize.py`` of ``supervise`` when a process starts, before
 its script runs. The observer writes a trace of what the process does, and has the fault injected at
