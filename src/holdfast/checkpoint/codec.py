@@ -269,7 +269,7 @@ def _qualified_name(value: Any) -> str:
 
 
 def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
-    """Return the strides of a dense tensor that is not row-major, otherwise an empty list.
+    """Return the strides of a dense tensor as a JSON field, or nothing if it is row-major.
 
     They are saved because fused optimizers work by position in memory.
     """

@@ -111,7 +111,7 @@ class BlackBox:
         self.moved_aside: list[str] = []
         for name, ring in ((STEPS_FILE, self._steps), (EVENTS_FILE, self._events)):
             if ring.moved_aside:
-                self.moved_aside.append(f"{name} begins anew: {ring.moved_aside}")
+                self.moved_aside.append(f"{name} starts over: {ring.moved_aside}")
 
     def step(  # noqa: PLR0913
         self,
