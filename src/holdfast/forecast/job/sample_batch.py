@@ -36,10 +36,7 @@ _MOST_NAMED = 4
 # dict of an attribute.
 _SEARCH_DEPTH = 4
 _OWN_BATCH = "write the step as step(batch_size), so that it creates its own batch."
-_NAME_SIZE = (
-    'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it creates
-    one.'
-)
+_NAME_SIZE = 'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it creates one.'
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
