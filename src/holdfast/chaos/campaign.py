@@ -204,6 +204,11 @@ class Campaign:
                     row.detail = "interrupted"
 
     def _try_fault(self, fault: Fault, baseline: Baseline) -> FaultResult:
+        """Run one trial of a fault and return its result.
+
+        The trial is repeated if it damaged a file that no restart reads: it has shown which files
+        restarts do read.
+        """
         result = FaultResult(kind=fault.kind, fault=fault.description)
         if self._is_out_of_time():
             return result
@@ -214,7 +219,6 @@ class Campaign:
             return result
         trial = self._run_trial(fault, baseline)
         if self._damaged_unread_file(trial):
-            # By now we know which files restarts read.
             trial = self._run_trial(fault, baseline)
         errors = [attempt.observer_error for attempt in trial.attempts if attempt.observer_error]
         result.failed = "".join(errors[:1])
@@ -231,6 +235,7 @@ class Campaign:
         return result
 
     def _run_trial(self, fault: Fault, baseline: Baseline) -> Trial:
+        """Run one trial of a fault, and note which files restarts read."""
         damage = None
         if fault.damage is not None:
             damage = partial(

@@ -186,6 +186,7 @@ class FaultDraw:
         yield _in_step("memory", "out of memory in", injection)
 
     def _put_nan(self) -> Iterable[Fault]:
+        """Put a NaN into a batch of the loader or, without a loader, into inputs of the model."""
         step = self._draw_step()
         steps = self._segment.steps
         if any(batch is not None for step_record in steps for batch in step_record.batch):

@@ -133,6 +133,7 @@ class Workplace:
             _remove(path)
 
     def _copy_folder(self, source: Path, target: Path) -> None:
+        """Copy a folder, linking the parts that `_is_copied` excludes and leaving out caches."""
         target.mkdir()
         for entry in os.scandir(source):
             path = Path(entry.path)

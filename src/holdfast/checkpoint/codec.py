@@ -104,6 +104,7 @@ class Encoder:
     # --- tensors
 
     def _tensor(self, tensor: torch.Tensor, place: _Place) -> Any:
+        """Encode a tensor by its layout and dtype."""
         if tensor.layout == torch.sparse_coo:
             return self._sparse(tensor.detach(), place)
         if tensor.is_complex():
@@ -152,6 +153,7 @@ class Encoder:
         return name
 
     def _check_dense(self, tensor: torch.Tensor, place: _Place) -> None:
+        """Raise H310 for a tensor whose values are not in one dense block of memory."""
         if tensor.is_nested:
             raise self._unsupported("a nested tensor", place)
         if tensor.is_meta:
@@ -166,6 +168,7 @@ class Encoder:
     # --- containers
 
     def _mapping(self, value: Mapping[Any, Any], place: _Place) -> Any:
+        """Encode a dict with string keys as a JSON object, and any other mapping tagged."""
         items = [(key, self.encode(item, (*place, str(key)))) for key, item in value.items()]
         kind = type(value).__name__
         has_text_keys = all(isinstance(key, str) for key, _ in items)
@@ -191,6 +194,7 @@ class Encoder:
         return name
 
     def _sequence(self, value: Any, place: _Place) -> Any:
+        """Encode a list as a JSON list, and any other sequence or set as a tagged list."""
         items = self._items(value, place)
         if type(value) is list:
             return items
@@ -207,6 +211,7 @@ class Encoder:
         return {_TAG: kind, "items": items}
 
     def _items(self, value: Any, place: _Place) -> list[Any]:
+        """Return the encoded items of a sequence or set."""
         classes = set(map(type, value))
         # Lists may hold thousands of losses, or the words of a random generator, so they are
         # checked as a whole for speed.

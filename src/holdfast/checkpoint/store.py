@@ -181,10 +181,9 @@ class Store:
         if known_good not in entries[:keep]:
             while keep < len(entries) and not any(_verifies(entry) for entry in entries[:keep]):
                 keep += 1
-        kept = entries[:keep]
         surplus = entries[keep:] + replaced
-        if len(kept) == keep:
-            oldest_kept = kept[-1].save_id
+        if len(entries) >= keep:
+            oldest_kept = entries[keep - 1].save_id
             surplus += [entry for entry in self.damaged() if entry.save_id < oldest_kept]
         for entry in surplus:
             _delete(entry)

@@ -177,6 +177,14 @@ def read_tensors(
 def _read_tensor(
     name: str, parts: Sequence[_Rows], target: torch.Tensor | None, share_of: ShareOf
 ) -> torch.Tensor:
+    """Read one tensor from the files of its writers.
+
+    Args:
+        name: Its name.
+        parts: Its rows in each file, in order.
+        target: A live tensor, which is overwritten if it has the saved dtype and shape.
+        share_of: Returns the rows to read, None for all.
+    """
     dtype = parts[0].dtype
     shape = _full_shape(parts)
     first_byte = 0

@@ -58,7 +58,7 @@ def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     names: dict[int, str] = {}
     blocks: dict[int, nn.Module] = {}
-    for name, block in _search(model, prefix=""):
+    for name, block in _repeated_blocks(model, prefix=""):
         # A shared block counts once, under its first name.
         names.setdefault(id(block), name)
         blocks.setdefault(id(block), block)
@@ -69,7 +69,8 @@ def _full_name(key: str, name: str) -> str:
     return name if key == "model" else f"{key}.{name}"
 
 
-def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _repeated_blocks(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost repeated blocks below a module, by name."""
     children = list(parent.named_children())
     kinds = [_kind_of(child) for _, child in children]
     for (name, child), kind in zip(children, kinds, strict=True):
@@ -77,13 +78,13 @@ def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if is_repeated and _has_parameters(child):
             yield prefix + name, child
         else:
-            yield from _search(child, f"{prefix}{name}.")
+            yield from _repeated_blocks(child, f"{prefix}{name}.")
 
 
 def _kind_of(module: nn.Module) -> tuple[type, ...] | None:
     """Return a key that all blocks of the same kind share, or None if the module is not a block."""
     if isinstance(module, nn.Sequential):
-        if any(_search(module, prefix="")):
+        if any(_repeated_blocks(module, prefix="")):
             return None
         return tuple(type(layer) for layer in module.modules())
     has_children = next(module.children(), None) is not None

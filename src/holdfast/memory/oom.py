@@ -72,6 +72,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a single error, without its causes, reports a lack of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)

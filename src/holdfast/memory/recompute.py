@@ -356,6 +356,7 @@ class _SecondPass(contextlib.AbstractContextManager[None]):
         self.is_active = False
 
     def _snapshot(self) -> _BlockState:
+        """Copy the state that the block may change: random state, buffers, attributes."""
         modules = [
             _ModuleState(buffers=dict(module._buffers), attributes=_own_attributes(module))
             for module in self._modules
@@ -373,6 +374,7 @@ class _SecondPass(contextlib.AbstractContextManager[None]):
         )
 
     def _put_back(self, state: _BlockState) -> None:
+        """Restore a snapshot."""
         for module, module_state in zip(self._modules, state.modules, strict=True):
             module._buffers.update(module_state.buffers)
             for name in _own_attributes(module).keys() - module_state.attributes.keys():

@@ -247,6 +247,7 @@ class SavedBytes:
         return groups[peaks.index(lowest)], lowest
 
     def _remember_bytes(self, names: Collection[str]) -> None:
+        """Remember the bytes that one call of each newly chosen module needs when recomputed."""
         for call in self._measurement.calls:
             if call.name in names:
                 size = self._measurement.bytes_inside(call)
@@ -394,6 +395,7 @@ class _Recorder:
         return run
 
     def _begin_call(self, name: str, tensors: Sequence[torch.Tensor], own_bytes: int) -> int:
+        """Record the beginning of a call and return its number."""
         inputs = []
         for tensor in tensors:
             storage = _storage_of(tensor)

@@ -231,6 +231,7 @@ class _PartResult:
 
 
 def _joined(results: list[_PartResult]) -> Any:
+    """Return the results of all parts as one: concatenated, averaged, or as a list."""
     if len(results) == 1:
         return results[0].value
     if all(result.has_a_row_per_sample() for result in results):
@@ -258,6 +259,7 @@ def without_graph(run: Callable[[], _T]) -> _T:
 
 
 def _scalar(mean: Any) -> torch.Tensor:
+    """Return a mean loss with shape ``()``, or raise H201 if it is not a real scalar tensor."""
     if isinstance(mean, torch.Tensor) and mean.numel() == 1 and not mean.is_complex():
         return mean.reshape(()) if mean.dim() else mean
     if hasattr(mean, "loss") or (isinstance(mean, Mapping) and "loss" in mean):

@@ -204,6 +204,7 @@ def _by_arithmetic(operation: str, suspect: Suspect) -> str | None:
 
 
 def _overflow(suspect: Suspect) -> str | None:
+    """Explain a result by an overflow of its dtype, if the operands are large enough for one."""
     produced = suspect.produced
     if not (produced.inf or produced.nan):
         return None

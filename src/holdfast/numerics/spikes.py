@@ -448,6 +448,7 @@ class _Track:
         self._evaluate_window()
 
     def _evaluate_window(self) -> None:
+        """Compute the usual values and all bounds from the newest values, if there are enough."""
         self.new_values = 0
         del self.values[:-_KEPT_VALUES]
         window = [row for row in self.values[-_WINDOW - _LAG : -_LAG] if row[0] > self.start]
@@ -471,10 +472,12 @@ class _Track:
             self.bounds = _Bounds()
 
     def _update_drift(self, loss: float) -> None:
+        """Update the CUSUM: it rises with losses in the upper quarter and falls with others."""
         change = 1.0 if loss > self.bounds.odd else -_DRIFT_BACK
         self.drift = min(max(self.drift + change, 0.0), _DRIFT_FULL)
 
     def _note_sign(self, now: int) -> None:
+        """Begin a suspicion, or prolong the current one."""
         self.last_sign = self.age
         if self.suspected_since is None:
             self.suspected_since = now
@@ -493,6 +496,10 @@ class _Track:
         return distance > _TAIL * second_largest
 
     def _has_diverged(self, now: int) -> bool:
+        """Return whether the recent level has left the usual range, at once or for long.
+
+        This also notes signs of a suspicion, and ends one that has had no sign for long enough.
+        """
         if len(self.recent) < _RECENT:
             return False
         self._update_odd_since()
@@ -508,18 +515,21 @@ class _Track:
         return odd_for > _ODD_FOR and level > self.bounds.raised
 
     def _update_odd_since(self) -> None:
+        """Note when the level became odd: the CUSUM is full and has not fallen since."""
         if self.drift < _DRIFT_OVER:
             self.odd_since = None
         elif self.odd_since is None and self.drift > _DRIFT_FULL - 1.0:
             self.odd_since = self.age
 
     def _end_suspicion(self) -> None:
+        """Count the suspected values and spikes as harmless."""
         self.suspected_since = None
         self.harmless_spikes += self.suspected_spikes
         self.suspected_spikes = []
         self._merge_suspected()
 
     def _merge_suspected(self) -> None:
+        """Count the suspected values as usual."""
         self.values += self.suspected
         self.suspected = []
         self._evaluate_window()
@@ -547,6 +557,7 @@ class _Track:
         return 2 * self.first_loss_after_rollback < _median(self.recent) + self.loss.middle
 
     def _forget_level(self) -> None:
+        """Discard all knowledge about the current level of the losses."""
         self.suspected = []
         self.suspected_spikes = []
         self.odd_since = None

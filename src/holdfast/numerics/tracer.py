@@ -117,7 +117,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Operand:
     """A tensor argument, and its values before the call."""
 
     tensor: torch.Tensor
@@ -128,7 +128,7 @@ class _Given:
 class _Arguments:
     """The arguments of an operation."""
 
-    given: list[_Given] = field(default_factory=list)
+    operands: list[_Operand] = field(default_factory=list)
     # Tensors that the operation writes.
     written: list[torch.Tensor] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
@@ -168,19 +168,20 @@ class _Operation:
         return arguments
 
     def _add_tensor(self, arguments: _Arguments, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor argument: the values that the operation reads, and those that it writes."""
         values = values_of(tensor)
         if values is None:
             # Integers are recorded too because a count of 0 explains a division.
             counts = whole_numbers_of(tensor)
             if counts is not None:
-                arguments.given.append(_Given(counts, counts))
+                arguments.operands.append(_Operand(counts, counts))
             return
         is_written = name in self._written
         if is_written:
             arguments.written.append(values)
         if name not in self._written_unread:
             before = values.clone() if is_written else values
-            arguments.given.append(_Given(values, before))
+            arguments.operands.append(_Operand(values, before))
 
 
 def _is_write(argument: Any) -> bool:
@@ -361,13 +362,14 @@ class OriginTracer(TorchDispatchMode):
         )
 
     def _examine(self, operation: _Operation, arguments: _Arguments, result: Any) -> None:
+        """Add a suspect if the result of an operation holds NaN or Inf."""
         outputs = _nonfinite_outputs(result, arguments)
         if not outputs:
             return
         # Among several outputs, one that holds NaN is the most informative.
         worst = max(outputs, key=_NonfiniteOutput.holds_nan)
         output_bad = worst.bad if operation.pointwise else None
-        links = [self._link(given, output_bad) for given in arguments.given]
+        links = [self._link(operand, output_bad) for operand in arguments.operands]
         location = self._locate()
         suspect = Suspect(
             index=len(self.suspects),
@@ -384,37 +386,38 @@ class OriginTracer(TorchDispatchMode):
             pointwise=operation.pointwise,
         )
         if not suspect.took_nan:
-            suspect.operands = tuple(measure(given.values) for given in arguments.given)
+            suspect.operands = tuple(measure(operand.values) for operand in arguments.operands)
             suspect.rows = bad_rows(worst.bad, self._batch_size)
         self.suspects.append(suspect)
         for output in outputs:
             self._set_writer(output.values, suspect)
 
     def _set_writer(self, values: torch.Tensor, suspect: Suspect) -> None:
+        """Note the suspect that last wrote into the memory of some values."""
         storage = _storage_of(values)
         if storage not in self._writers:
             self._storages.append(StorageWeakRef(values.untyped_storage()))  # type: ignore[no-untyped-call]
         self._writers[storage] = suspect
 
-    def _link(self, given: _Given, output_bad: torch.Tensor | None) -> Link | None:
+    def _link(self, operand: _Operand, output_bad: torch.Tensor | None) -> Link | None:
         """Return the link to an operand, or None if it cannot have made the output bad.
 
         Args:
-            given: The operand.
+            operand: The operand.
             output_bad: Where the output of a pointwise operation is bad. An operand that is bad
                 only in other places is not to blame. None for other operations.
         """
-        bad = nonfinite(given.values)
+        bad = nonfinite(operand.values)
         if bad is None:
             return None
-        values = given.values
+        values = operand.values
         if output_bad is not None:
             bad, values, output_bad = torch.broadcast_tensors(bad, values, output_bad)  # type: ignore[no-untyped-call]
             bad = bad & output_bad
         if not bool(bad.any()):
             return None
         return Link(
-            suspect=self.find(given.tensor),
+            suspect=self.find(operand.tensor),
             nan=bool((torch.isnan(values) & bad).any()),
             inf=bool((torch.isinf(values) & bad).any()),
         )

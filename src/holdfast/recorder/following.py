@@ -56,6 +56,7 @@ class RingFollower:
             close_descriptor(descriptor)
 
     def _records_in(self, descriptor: int) -> list[Record]:
+        """Return the new records of an open ring, starting over if the file was replaced."""
         status = os.fstat(descriptor)
         if status.st_ino != self._inode:
             # This is the first call, or a writer with another layout has created a new file.
@@ -79,6 +80,7 @@ class RingFollower:
         return records
 
     def _read_new(self, descriptor: int, header: bytes, size_bytes: int) -> list[Record]:
+        """Read the slots after the last returned record, up to the first unwritten one."""
         _, _, payload_bytes, capacity = HEADER.unpack(header)
         slot = slot_struct(payload_bytes)
         records: list[Record] = []

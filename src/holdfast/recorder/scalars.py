@@ -123,16 +123,17 @@ def checked(values: Any, split: str, more: Mapping[str, Any]) -> Found:
     Raises:
         PolicyError: H117 for a name or a value that cannot be recorded.
     """
-    given: dict[Any, Any] = dict(more)
+    scalars: dict[Any, Any] = dict(more)
     if isinstance(values, Mapping):
-        given = {**values, **more}
+        scalars = {**values, **more}
     elif values is not None:
         # A bare value without a name, which is refused below.
-        given = {None: values}
-    return [_checked_entry(name, value, split) for name, value in given.items()]
+        scalars = {None: values}
+    return [_checked_entry(name, value, split) for name, value in scalars.items()]
 
 
 def _checked_entry(name: Any, value: Any, split: str) -> tuple[bytes, float]:
+    """Return the encoded name and the number of one scalar, or raise H117."""
     full_name = f"{split}/{name}" if split else name
     encoded = b""
     if isinstance(name, str) and isinstance(split, str):
@@ -183,10 +184,10 @@ def log(values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: 
     they go to the record of the process, at its current step. Otherwise they are checked, and
     nothing is recorded. Arguments and errors are those of `Guard.log`.
     """
-    found = checked(values, split, more)
+    scalars = checked(values, split, more)
     outlet = _newest_outlet()
     if outlet is not None:
-        outlet.log(found)
+        outlet.log(scalars)
 
 
 def _newest_outlet() -> Any:
@@ -225,6 +226,7 @@ def recorded_too(
 
 
 def _record(values: Mapping[Any, Any], step: Any) -> None:
+    """Record scalars in the newest outlet, if there is one."""
     outlet = _newest_outlet()
     if outlet is None:
         return

@@ -103,6 +103,7 @@ def _entries_of(name: str, saves: dict[str, Entries]) -> Entries | None:
 def _entries_that_differ(
     reference: Reference, file_name: str, entries: Entries, expected: Entries
 ) -> list[Difference]:
+    """Return one difference per entry of a file that is not the expected one."""
     differences = []
     for path, expected_value in expected.items():
         if path in reference.unsteady.entries or GUARD_COUNTERS in path:

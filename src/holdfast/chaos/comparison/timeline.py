@@ -212,6 +212,7 @@ class Timeline:
         self.comparison.differences.append(Difference(place + 1, OLDER, detail))
 
     def _add_saves(self, part: Segment, begin: int, place: int, *, may_be_cut: bool) -> None:
+        """Note the sorts of checkpoints that a record saved, by their place."""
         complete_saves = self._complete_saves.setdefault(begin, {})
         for save in part.saves:
             # It is unknown which step's state a thread saves.
@@ -225,6 +226,7 @@ class Timeline:
                 complete_saves.setdefault(after, set()).add(names)
 
     def _add_steps(self, part: Segment, place: int) -> None:
+        """Note the steps of a record, replacing those that they repeat."""
         steps = list(part.steps)
         if place < len(self._reference.steps):
             expected = remaining_parts(self._reference.steps[place], steps[0])

@@ -219,6 +219,7 @@ class Refuser:
         self._thread.join()
 
     def _serve(self) -> None:
+        """Answer suspended calls until `close` is called."""
         server = self._server.fileno()
         poll = select.poll()
         poll.register(server, select.POLLIN)

@@ -96,6 +96,7 @@ class DigestMaker:
     # --- any value ------------------------------------------------------------------------------
 
     def _add_value(self, digest: hashlib.blake2b, value: Any, *, depth: int) -> None:
+        """Add a value to a digest, following containers and attributes up to `MAX_DEPTH`."""
         if depth > MAX_DEPTH:
             return
         if isinstance(value, self._torch.Tensor):

@@ -284,6 +284,7 @@ class TorchObserver:
     # --- steps ----------------------------------------------------------------------------------
 
     def _begin_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the state before an optimizer step, and inject a fault that is due now."""
         self._progress.pending_step = None
         has_closure = any(callable(value) for value in (*args, *kwargs.values()))
         # A closure computes the gradients later, within the step.
@@ -351,6 +352,7 @@ class TorchObserver:
         return original(module)
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replace a function that saves: record the save, and inject faults around it."""
         arguments = [*args, *kwargs.values()]
         # A tensor that is pickled is saved as a storage.
         is_pickling = self._torch.is_storage(arguments[0])

@@ -230,12 +230,14 @@ class KnownValues:
         return Knowledge(expected=bool(compare(typical, other)), why=_ASSUMED_MIDDLE)
 
     def _negated(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
+        """Answer the negation of a question whose answer is known."""
         knowledge = self.of(args[0])
         if packet not in _NEGATIONS or knowledge.expected is None:
             return None
         return Knowledge(expected=not knowledge.expected, why=knowledge.why)
 
     def _combined(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
+        """Answer a conjunction or disjunction of questions whose answers are all known."""
         if packet in _CONJUNCTIONS:
             combine = all
         elif packet in _DISJUNCTIONS:

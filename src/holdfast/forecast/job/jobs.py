@@ -195,6 +195,7 @@ class Job:
             clear_exception_frames(failed)
 
     def _assumed_in_first_step(self) -> Iterator[str]:
+        """Yield the assumptions about how the user's function is run."""
         precision = self._device.precision
         if self._acts and not self._has_own_step:
             yield "the function runs backward and steps no optimizer: all were stepped after it"
@@ -333,6 +334,7 @@ class Job:
         self._stepped |= self._names_of(observer.stepped)
 
     def _step_optimizers(self, names: Sequence[str], *, unscale: bool) -> None:
+        """Step the named optimizers that the function did not step itself."""
         optimizers = [self.optimizers[name] for name in names]
         if not unscale or not self._scaler.is_enabled():
             for optimizer in optimizers:

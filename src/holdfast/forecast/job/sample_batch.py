@@ -36,7 +36,10 @@ _MOST_NAMED = 4
 # dict of an attribute.
 _SEARCH_DEPTH = 4
 _OWN_BATCH = "write the step as step(batch_size), so that it creates its own batch."
-_NAME_SIZE = 'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it creates one.'
+_NAME_SIZE = (
+    'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it creates'
+    " one."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +209,9 @@ class SampleBatch:
         return 0
 
     def _find_length(self) -> int | None:
-        """Return the length of the padded samples:
+        """Return the length of the padded samples, taken next to the sample dimension.
 
-        the dimension next to the sample dimension. Integer tensors, such as token ids, are more
+        Integer tensors, such as token ids, are more
         reliable than features.
         """
         of_integers: list[int] = []

@@ -213,6 +213,7 @@ def _may_be_fused(tensors: Tensors, mask: torch.Tensor | None) -> bool:
 
 
 def _flash_suits(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
+    """Return whether the flash kernel supports a call (can_use_flash_attention)."""
     query, key, value = tensors
     head = query.shape[-1]
     if query.dtype not in HALF_PRECISION:
@@ -225,6 +226,7 @@ def _flash_suits(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
 
 
 def _efficient_suits(tensors: Tensors, *, grouped: bool) -> bool:
+    """Return whether the efficient kernel supports a call (can_use_mem_efficient_attention)."""
     query, key, value = tensors
     # In elements (minimum_gemm_alignment).
     if query.dtype in HALF_PRECISION:

@@ -406,6 +406,7 @@ class _RecurrentLayers:
         weights: Sequence[torch.Tensor],
         options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run a layer as cuDNN does: cast for autocast, then allocate in cuDNN's order."""
         hidden = states[0]
         cell = states[1] if len(states) > 1 else None
         if torch.is_autocast_enabled(data.device.type) and data.dtype is not torch.float64:
@@ -435,6 +436,7 @@ def _size_of_call(
     weights: Sequence[torch.Tensor],
     options: _Options,
 ) -> RecurrentSize:
+    """Return the sizes of a layer, derived from the tensors of a call."""
     # With a projection, only the cell state has the hidden size.
     units = (hidden if cell is None else cell).shape[-1]
     has_projection = hidden.shape[-1] != units

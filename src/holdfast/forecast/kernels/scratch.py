@@ -119,6 +119,7 @@ _rules: dict[Any, Rule | None] = {}
 
 
 def _find_rule(op: Any) -> Rule | None:
+    """Return the rule for an operator, None if it is known to need no scratch memory."""
     if not isinstance(op, torch._ops.OpOverload):
         return _unknown
     rule = RULES.get(name_of(op)) if op.namespace == "aten" else None

@@ -66,10 +66,12 @@ class _Sequences:
     def pack(self, data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:  # noqa: FBT001
         """Replace `_pack_padded_sequence`."""
         time_dimension = 1 if batch_first else 0
-        known = self._known_lengths(lengths, data.shape[time_dimension], "pack_padded_sequence")
-        packed, batch_sizes = _Pack.apply(data, lengths, known)  # type: ignore[no-untyped-call]
-        steps = range(max(known, default=0))
-        _learn(batch_sizes, [sum(length > step for length in known) for step in steps])
+        known_lengths = self._known_lengths(
+            lengths, data.shape[time_dimension], "pack_padded_sequence"
+        )
+        packed, batch_sizes = _Pack.apply(data, lengths, known_lengths)  # type: ignore[no-untyped-call]
+        steps = range(max(known_lengths, default=0))
+        _learn(batch_sizes, [sum(length > step for length in known_lengths) for step in steps])
         return packed, batch_sizes
 
     def pad(
@@ -129,7 +131,7 @@ class _Sequences:
         values = self._value_of(lengths) if isinstance(lengths, FakeTensor) else lengths
         if values is not None:
             return [int(value) for value in values.reshape(-1).tolist()]
-        self._assume(f"all sequences given to {operator} were taken as {longest} long")
+        self._assume(f"all sequences passed to {operator} were assumed to have length {longest}")
         return [longest] * lengths.numel()
 
 

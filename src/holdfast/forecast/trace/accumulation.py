@@ -95,12 +95,13 @@ class _TwoPasses:
         freed_at = np.minimum(self._freed_at[self._others], self._end)
         self._left: Indices = self._others[~freed_in_first[freed_at]]
 
-        known = len(trace.size_bytes)
+        step_storages = len(trace.size_bytes)
         # The numbers of the step's storages in the first pass.
-        self._first_numbers = np.arange(known)
-        self._first_numbers[self._others] = known + np.arange(len(self._others))
+        self._first_numbers = np.arange(step_storages)
+        self._first_numbers[self._others] = step_storages + np.arange(len(self._others))
         # The numbers of the second pass's gradients.
-        self._second_gradients = known + len(self._others) + np.arange(len(self._gradients))
+        first_gradient = step_storages + len(self._others)
+        self._second_gradients = first_gradient + np.arange(len(self._gradients))
 
     def build(self, global_batch_size: int) -> Trace:
         """Return the trace of both passes."""
@@ -156,12 +157,12 @@ class _TwoPasses:
         """
         trace = self._trace
         sizes = trace.size_bytes[sources]
-        rest = global_batch_size - trace.micro_batch_size
+        other_samples = global_batch_size - trace.micro_batch_size
         is_batch = (trace.owner[self._others] == _BATCH) & np.isin(self._others, self._left)
         batch = len(trace.size_bytes) + np.flatnonzero(is_batch)
         # Computed with Python's integers, which cannot overflow.
-        whole = -(-sizes[batch].astype(object) * rest // trace.micro_batch_size)
-        sizes[batch] = np.minimum(whole, most_each(len(sizes))).astype(np.int64)
+        batch_bytes = -(-sizes[batch].astype(object) * other_samples // trace.micro_batch_size)
+        sizes[batch] = np.minimum(batch_bytes, most_each(len(sizes))).astype(np.int64)
         return sizes
 
     def _free_replacements(self, events: Indices) -> Indices:
@@ -175,7 +176,7 @@ class _TwoPasses:
         Returns:
             The storages that the first pass left behind and the second pass still does not free.
         """
-        replacements = {found: made for made, found in self._trace.carried}
+        replacements = {old: new for new, old in self._trace.carried}
         left = dict.fromkeys(self._left.tolist())
         is_resident = self._storage[: self._end] < len(self._trace.resident)
         frees_resident = (events[: self._end] < 0) & is_resident & self._in_first

@@ -162,24 +162,26 @@ def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDA
         Events as in `Trace.events`, with new storages in each step, and the sizes of all storages
         in bytes.
     """
-    found = len(trace.resident)
-    made = len(trace.size_bytes) - found
+    resident_count = len(trace.resident)
+    allocated_count = len(trace.size_bytes) - resident_count
     storage = np.abs(trace.events) - 1
     is_free = trace.events < 0
     carried = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
     # The storage that now replaces each resident one; -1 for none.
-    current = np.arange(found, dtype=np.int32)
+    current = np.arange(resident_count, dtype=np.int32)
     parts = [current + 1]
     for step in range(steps):
-        begin = found + step * made
-        own = np.arange(begin, begin + made, dtype=np.int32)
-        renamed = np.concatenate([current, own])
+        begin = resident_count + step * allocated_count
+        allocated = np.arange(begin, begin + allocated_count, dtype=np.int32)
+        renamed = np.concatenate([current, allocated])
         ids = renamed[storage] + 1
         parts.append(np.where(is_free, -ids, ids)[ids > 0])
         current = current.copy()
-        current[storage[is_free & (storage < found)]] = -1
+        current[storage[is_free & (storage < resident_count)]] = -1
         current[carried[:, 1]] = renamed[carried[:, 0]]
-    sizes = np.concatenate([trace.size_bytes[:found], *[trace.size_bytes[found:]] * steps])
+    resident_sizes = trace.size_bytes[:resident_count]
+    allocated_sizes = trace.size_bytes[resident_count:]
+    sizes = np.concatenate([resident_sizes, *[allocated_sizes] * steps])
     return np.concatenate(parts).astype(np.int32), sizes
 
 
