@@ -106,7 +106,7 @@ def makes_no_step(case: CommandCase) -> Refusal | None:
         " and scripts that update weights without an optimizer. If the working directory holds a"
         " finished run that the command resumes, start without that run."
     )
-    return Refusal("made no step of a torch optimizer", fix)
+    return Refusal("did not step any torch optimizer", fix)
 
 
 def makes_too_few_steps(case: CommandCase) -> Refusal | None:

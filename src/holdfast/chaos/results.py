@@ -47,7 +47,7 @@ class FaultResult:
         left_processes: Number of processes that outlived the command.
         left_files: Files that the undisturbed run does not leave.
         comparison: The fields of `timeline.TrialComparison`; empty if nothing was compared.
-        failed: The last line of an error of our own observer, empty if there was none.
+        failed: The last line of an error in the observer, empty if there was none.
     """
 
     kind: str

@@ -177,12 +177,12 @@ class Segment:
 
     @property
     def rank(self) -> int:
-        """Return the rank of the process, 0 if it made no step."""
+        """Return the rank of the process, 0 if it has no steps."""
         return self.steps[0].rank if self.steps else 0
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks, 1 if the process made no step."""
+        """Return the number of ranks, 1 if the process has no steps."""
         return self.steps[0].world_size if self.steps else 1
 
 

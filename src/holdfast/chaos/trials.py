@@ -63,7 +63,7 @@ class ObservedAttempt:
         leftover_processes: Number of processes that outlived the command.
         output: The end of its output.
         segments: The records of its Python processes, in the order of their first record.
-        observer_error: The last line of an error of our own observer, empty if there was none.
+        observer_error: The last line of an error in the observer, empty if there was none.
         refused_calls: Number of writes and reads that the campaign made fail.
     """
 
@@ -98,8 +98,8 @@ class Trial:
     Args:
         attempts: The attempts in order.
         files: Files that the workplace held at the end.
-        damaged: The file that was damaged between the first two attempts, or of which a read
-            failed in the second one.
+        damaged: The file that was damaged between the first two attempts, or whose read failed in
+            the second attempt.
         read: Files of this trial that restarts were observed reading before their first step.
     """
 

@@ -48,7 +48,7 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         write_tensors(temporary, tensors)
         temporary.replace(path)
     except OSError as error:
-        # The error must not name the temporary file, of which the user knows nothing.
+        # The error must not name the temporary file, which the user does not know.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -59,7 +59,7 @@ def _model_weights(entry: Entry) -> dict[str, torch.Tensor]:
 
 
 def _averaged_weights(entry: Entry) -> dict[str, torch.Tensor]:
-    # AveragedModel keeps the averaged module under this name, beside a counter.
+    # AveragedModel keeps the averaged module under this name, next to a counter.
     module = "module."
     tensors = _weights_of(entry, kind="state.averaged", inside=module)
     if not tensors:

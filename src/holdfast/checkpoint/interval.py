@@ -31,7 +31,7 @@ def optimal_interval_seconds(save_seconds: float, mean_seconds_between_failures:
     the interval shorter.
 
     Args:
-        save_seconds: C, the time for which a save holds up the loop.
+        save_seconds: C, the time for which a save blocks the loop.
         mean_seconds_between_failures: M.
     """
     return save_seconds + math.sqrt(save_seconds) * math.sqrt(

@@ -71,7 +71,7 @@ def read_components(
 
 
 def _tensor_files_of(entry: Entry, component: str) -> list[Path]:
-    """Return the files of a component in the order of the writers, and so of their rows."""
+    """Return the files of a component in the order of the writers, which is that of their rows."""
     rank_folders = sorted(
         entry.path.glob("rank*/"), key=lambda folder: int(folder.name.removeprefix("rank"))
     )
@@ -80,7 +80,7 @@ def _tensor_files_of(entry: Entry, component: str) -> list[Path]:
 
 
 def read_state(entry: Entry) -> dict[str, Any]:
-    """Return the JSON part of a checkpoint by component, as ``saver.encode`` made it.
+    """Return the JSON part of a checkpoint by component, as returned by ``saver.encode``.
 
     Raises:
         CheckpointError: H311 if it is not JSON.

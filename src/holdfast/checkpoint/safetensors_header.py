@@ -56,7 +56,7 @@ def tensor_places(path: Path) -> Iterator[TensorPlace]:
             continue
         begin, end = entry["data_offsets"]
         if not (type(begin) is int and type(end) is int and 0 <= begin <= end):
-            raise ValueError(f"{name!r:.80} has no place in {path.name}")
+            raise ValueError(f"{name!r:.80} has no valid position in {path.name}")
         yield TensorPlace(
             name=name,
             begin=start + begin,

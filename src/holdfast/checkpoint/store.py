@@ -173,8 +173,8 @@ class Store:
             RunDirectoryError: H307 if one cannot be read now. Then nothing is deleted.
         """
         entries = self.entries()
-        # A save of the same step (after a change without a step) replaces the one before it, and
-        # must not take the place of an earlier step.
+        # A save of the same step (after a change without a step) replaces the previous one, and
+        # must not displace the checkpoint of an earlier step.
         replaced = _replaced_by(known_good, entries)
         entries = [entry for entry in entries if entry not in replaced]
         keep = max(keep, 1)
@@ -191,7 +191,7 @@ class Store:
 
 
 def latest(run_dir: str | os.PathLike[str]) -> Entry | None:
-    """Return the checkpoint that a `Guard` made now would resume from, or None.
+    """Return the checkpoint from which a new `Guard` would resume, or None.
 
     Use its ``global_step`` and ``path`` for decisions that a script must make before it builds its
     objects, such as adding parameter groups that were added during training. Every byte is read;

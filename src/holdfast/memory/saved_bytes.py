@@ -52,7 +52,7 @@ class _Call:
     """One call of a module. It made the saves ``[begin, end)`` of the pass."""
 
     name: str
-    # Number of the call that this one was made in, or `_NO_CALL`.
+    # Number of the enclosing call, or `_NO_CALL`.
     parent: int
     begin: int
     # Storages of the inputs. They stay even if the call is recomputed.

@@ -200,7 +200,7 @@ def _by_arithmetic(operation: str, suspect: Suspect) -> str | None:
         return "Inf reached it, on purpose or not (a mask value in a sum or mean?)"
     if operation in ("add", "sub", "sum", "mean", "cumsum"):
         return "inf-inf"
-    return "NaN made of Inf (inf-inf, 0*inf or inf/inf)"
+    return "NaN from Inf (inf-inf, 0*inf or inf/inf)"
 
 
 def _overflow(suspect: Suspect) -> str | None:

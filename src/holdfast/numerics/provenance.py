@@ -286,7 +286,7 @@ def _find_culprit(failures: Sequence[_Nonfinite], suspects: Sequence[Suspect]) -
 
 
 def _first_accidental(suspects: Sequence[Suspect]) -> _Nonfinite:
-    """Return the first suspect that was not made on purpose, or else the first of all."""
+    """Return the first suspect not written on purpose, or the first of all if there is none."""
     accidental = (suspect for suspect in suspects if not _is_on_purpose(suspect))
     first = next(accidental, suspects[0])
     return _Nonfinite(first, by_nan=first.produced.nan > 0)
@@ -367,7 +367,7 @@ def _origin_of_operation(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
 
 
 def _is_fp16_overflow(culprit: Suspect) -> bool:
-    """Return whether the backward pass made an Inf in fp16 from finite operands."""
+    """Return whether the backward pass produced an Inf in fp16 from finite operands."""
     is_fp16_infinity = culprit.produced.dtype == "float16" and culprit.produced.inf > 0
     return culprit.phase == "backward" and is_fp16_infinity and not culprit.links
 

@@ -73,7 +73,7 @@ _FRAMES_BEYOND_USER = 6
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A non-finite operand: the suspect that made it, and whether it holds NaN and Inf."""
+    """A non-finite operand: the suspect that produced it, and whether it holds NaN and Inf."""
 
     suspect: Suspect
     nan: bool
@@ -135,7 +135,7 @@ class _Arguments:
 
 
 class _Operation:
-    """What the schema of an operator overload says."""
+    """The relevant parts of an operator overload's schema."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -334,7 +334,7 @@ class OriginTracer(TorchDispatchMode):
         return result
 
     def _note_node(self) -> None:
-        """Record the location of the operation whose autograd node was made just now."""
+        """Record the location of the operation whose autograd node was just created."""
         newest = torch._C._autograd._get_sequence_nr() - 1
         if newest != self._newest_node and newest not in self._forward_locations:
             self._forward_locations[newest] = self._locate()
@@ -400,7 +400,7 @@ class OriginTracer(TorchDispatchMode):
         self._writers[storage] = suspect
 
     def _link(self, operand: _Operand, output_bad: torch.Tensor | None) -> Link | None:
-        """Return the link to an operand, or None if it cannot have made the output bad.
+        """Return the link to an operand, or None if it cannot be the cause of the bad output.
 
         Args:
             operand: The operand.

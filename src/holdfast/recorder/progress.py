@@ -297,7 +297,7 @@ class SampleRing(RingWriter):
             step: As in `StepSample`, like the following.
             micro_steps: Number of backward calls in the step.
             loss: None if it was not read.
-            grad_norm: None if nobody computed it.
+            grad_norm: None if it was not computed.
             learning_rate: None if unknown.
             *others: The fields of `StepSample` from ``seconds`` to ``device_peak_bytes``.
             optimizer: As in `StepSample`.

@@ -30,7 +30,7 @@ _MARKS = frozenset(StepMark)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One mark of a step, as it is in the ring."""
+    """One recorded mark of a step."""
 
     mark: StepMark
     # Optimizer steps committed.
@@ -80,7 +80,7 @@ def step_record_in(record: Record) -> StepRecord | None:
 
 
 def not_recorded_any_more(directory: Path) -> str:
-    """Return which steps of a process are no longer recorded, as a clause.
+    """Describe in one clause which steps of a process are no longer recorded.
 
     Empty if all are recorded, at least in the history.
     """

@@ -18,7 +18,7 @@ from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
 from holdfast.core.version import __version__
 
-# Beside the recording of a guard.
+# The file beside the recording of a guard.
 START_FILE = "start.json"
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PACKAGES = ("torch", "numpy", "transformers", "accelerate", "lightning")

@@ -188,7 +188,7 @@ class Timeline:
             # Steps after the last save were lost although they are in the trace.
             first_unmatched = min(first_unmatched, max(self._saves, default=0))
             detail = (
-                f"the last attempt made no step although only {first_unmatched} of"
+                f"the last attempt did not train although only {first_unmatched} of"
                 f" {expected_count} steps were saved"
             )
         return Difference(first_unmatched + 1, END, detail)
@@ -265,7 +265,7 @@ def compare_undisturbed(
             reached += len(part.steps)
     step_counts = (len(reference.steps), len(second_steps))
     if min(step_counts) != max(step_counts):
-        detail = "only one of the two undisturbed runs made this step"
+        detail = "only one of the two undisturbed runs has this step"
         return reference, Difference(min(step_counts) + 1, END, detail)
     return reference, None
 

@@ -30,7 +30,7 @@ class FileAudit:
     """Records which files of this process matter to a trial.
 
     - ``outside``: a path outside of the workplace was written.
-    - ``read``: before the first step, a file was read that the script itself has made in this
+    - ``read``: before the first step, a file was read that the script itself had written in this
       trial, such as a checkpoint to resume from.
     - ``moved``: a file that was just saved was renamed.
 
@@ -38,7 +38,7 @@ class FileAudit:
 
     Args:
         writable_folders: Folders in which the script may write.
-        trial_began: Unix time: newer files were made in this trial.
+        trial_began: Unix time; newer files were written in this trial.
         trace: The trace of this process.
         shield: Runs our code.
     """

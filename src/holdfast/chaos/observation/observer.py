@@ -69,7 +69,7 @@ class ProcessObserver:
         self._torch_observer.install()
 
     def _restart(self) -> None:
-        """Begin a trace of its own in a process that was just forked."""
+        """Begin a separate trace in a process that was just forked."""
         self._trace.restart()
         self._files.restart()
         if self._torch_observer is not None:

@@ -30,7 +30,7 @@ class TraceWriter:
         self.steps_made = 0
 
     def restart(self) -> None:
-        """Begin a trace of its own in a process that was just forked."""
+        """Begin a separate trace in a process that was just forked."""
         self._file = None
         self.steps_made = 0
 

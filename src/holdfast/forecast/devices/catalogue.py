@@ -156,7 +156,7 @@ def _plain(name: str) -> str:
 
 
 def _unknown_device(size_bytes: int) -> Device:
-    """Return a device of which only the size is known.
+    """Return an unknown device with this much memory.
 
     It resembles the NVIDIA device since Ampere that is nearest in size, but has the largest context
     and the lowest capability of these devices. Older devices have no bf16 and half the context, and

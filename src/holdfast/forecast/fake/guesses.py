@@ -78,7 +78,7 @@ class Guesses:
         if self._questions[line] > _MOST_ANSWERS:
             raise _endless_loop(line)
         answer = line not in self.turned
-        self.assume(f"bool(tensor) was taken as {answer}; {not answer} was not tried", line)
+        self.assume(f"bool(tensor) was assumed to be {answer}; {not answer} was not tried", line)
         return answer
 
     def count(self, *, at_most: int | None) -> int:
@@ -88,9 +88,9 @@ class Guesses:
             at_most: Its upper bound (the worst case), if known.
         """
         if at_most is None:
-            self.assume("an integer read from a tensor was taken as 1 (it is unknown)")
+            self.assume("an integer read from a tensor was assumed to be 1 (it is unknown)")
             return 1
-        self.assume(f"an integer read from a tensor was taken as {at_most} (the worst case)")
+        self.assume(f"an integer read from a tensor was assumed to be {at_most} (the worst case)")
         return at_most
 
     def number(self, *, typical: float | None = None) -> float:
@@ -108,14 +108,14 @@ class Guesses:
         # An optimizer asks for its step count, so this is no assumption about the user's code.
         if not module.startswith("torch.optim"):
             self.assume(
-                f"a number read from a tensor was taken as {answer:g}: it matters only if the code"
-                " branches on it"
+                f"a number read from a tensor was assumed to be {answer:g}: it matters only if the"
+                " code branches on it"
             )
         return answer
 
     def rows(self, operator: str) -> None:
         """Record the assumption that a result has the largest possible number of elements."""
-        self.assume(f"{operator} was taken to keep every element (the worst case)")
+        self.assume(f"{operator} was assumed to keep every element (the worst case)")
 
 
 def _asking_module() -> str:

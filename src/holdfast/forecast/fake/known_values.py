@@ -3,7 +3,7 @@
 Lengths, masks and indices decide shapes, and the sample batch has their values. They are small, so
 they are computed along with the shapes whenever all inputs are known. Most other questions in
 training code are checks: is the loss finite, is a random number below a probability. For these,
-numbers are taken as finite, and a random number as the middle of its range.
+numbers are assumed to be finite, and a random number to be the middle of its range.
 
 Answers about unknown values are in `guesses`.
 """
@@ -27,8 +27,8 @@ aten = torch.ops.aten
 # The largest tensor whose values are computed: the token ids of 32 texts of 2048 tokens. That is
 # half a megabyte, and takes tens of microseconds per operation.
 _MOST_ELEMENTS = 65_536
-_ASSUMED_FINITE = "all numbers were taken as finite"
-_ASSUMED_MIDDLE = "a random number was taken as the middle of its range"
+_ASSUMED_FINITE = "all numbers were assumed to be finite"
+_ASSUMED_MIDDLE = "a random number was assumed to be the middle of its range"
 
 
 def _packets(names: str) -> frozenset[Any]:

@@ -86,7 +86,7 @@ class Job:
         self.optimizers = built.optimizers
         self.blocks = find_blocks(self.models)
         self.assumptions: list[Assumption] = []
-        # Whether the job has an autocast of its own. Known after `settle`.
+        # Whether the job has its own autocast. Known after `settle`.
         self.casts = False
         self._device = device
         self._claim_batch = claim_batch
@@ -224,7 +224,7 @@ class Job:
         }
         means = [f"parameters in {name}" for name in sorted(dtypes)]
         if self.casts:
-            means.append("an autocast of its own")
+            means.append("its own autocast")
         return means
 
     # One step.

@@ -124,7 +124,7 @@ class SampleBatch:
         """Yield the inferred properties of the batch."""
         yield Assumption(
             what=(
-                f"the sample batch was taken to have {self.size} samples:"
+                f"the sample batch was assumed to have {self.size} samples:"
                 f" {_describe_shapes(self._leaves)}; in a batch of another size all are like its"
                 " longest"
             )

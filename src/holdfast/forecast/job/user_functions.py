@@ -99,7 +99,7 @@ def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
-    """Return whether a hook gets the parameter's gradient, such as one that steps an optimizer."""
+    """Return whether a hook receives the parameter's gradient, for example to step an optimizer."""
     return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
 
 

@@ -25,7 +25,7 @@ _measured: dict[Any, Scratch] = {}
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return the scratch memory of a call on this CPU, or None for views and the like."""
+    """Return the scratch memory of a call on this CPU, None if it runs no kernel, like a view."""
     del out
     if not isinstance(op, torch._ops.OpOverload):
         return None

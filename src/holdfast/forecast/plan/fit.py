@@ -18,8 +18,8 @@ _MIB = 1 << 20
 # the scratch memory of kernels and the growth of the context. It is twice 4.9 %, the median by
 # which forecasts of 15 published peaks were too low.
 MARGIN_SHARE = 0.10
-# The same share on every other device, where it also covers the context of other drivers and
-# builds, cuDNN, and an allocator that fragments more. Of ten published peaks, on other people's
+# The same share on all other devices, where it also covers the context of other drivers and builds,
+# cuDNN, and an allocator that fragments more. Of ten published peaks, measured with other people's
 # software, 8 were above their forecast, by at most 21 % of the peak (BERT-large in fp32, 512
 # tokens, on a V100 with an older torch; the next were 17 % and 11 %).
 UNMEASURED_MARGIN_SHARE = 0.22

@@ -200,8 +200,8 @@ class Places:
         is_recomputed = records and self.in_module
         if not in_backward or is_recomputed:
             place = Place(self._running_module(), line)
-            # The node is made right before its operation is dispatched, so the first operation to
-            # see a sequence number is the node's own.
+            # The node is created right before its operation is dispatched, so a new sequence number
+            # belongs to the operation that is being dispatched.
             sequence = torch._C._autograd._get_sequence_nr() - 1
             self._by_sequence.setdefault(sequence, place)
             return place

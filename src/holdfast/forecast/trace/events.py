@@ -34,7 +34,7 @@ OWNERS = (
 )
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp64", "other")
 
-# The operators that call cuBLAS, and so allocate its workspace at their first call.
+# The operators that call cuBLAS and allocate its workspace at their first call.
 _MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 )

@@ -54,8 +54,8 @@ _DEFAULT_FIELDS = {"blocks": (), "precision": "fp32", "route": "cpu", "assumptio
 class Tracer(TorchDispatchMode):
     """Watches a device within the context. `recording` records one step.
 
-    It must be the innermost mode, entered before the tensors of the job are made. Existing tensors
-    are included if Python can find them.
+    It must be the innermost mode, entered before the tensors of the job are created. Existing
+    tensors are included if Python can find them.
 
     Args:
         device: The device to watch.
