@@ -23,7 +23,7 @@ from holdfast.cli.nvidia_smi import nvidia_smi
 from holdfast.cli.output import Json, print_json
 from holdfast.core.control_groups import cpu_quota, fields_of
 from holdfast.core.text import moment, sanitise, size
-from holdfast.memory.host_memory import available_bytes, may_be_refused
+from holdfast.memory.host_memory import allocation_can_fail, available_bytes
 from holdfast.supervise.watch.py_spy import find_py_spy
 
 _GIB = 1 << 30
@@ -112,7 +112,7 @@ def memory(_run_dir: Path) -> list[CheckResult]:
     total_bytes = 1024 * fields_of(Path("/proc/meminfo")).get("MemTotal", 0)
     value = f"{left} left for this container, of {size(total_bytes)} of the machine"
     fix = ""
-    if may_be_refused():
+    if allocation_can_fail():
         value += ", and allocations are refused before it is used up"
         fix = "ulimit -v unlimited; ulimit -d unlimited; sysctl vm.overcommit_memory=0"
     return [CheckResult(what="memory", value=value, fix=fix)]
