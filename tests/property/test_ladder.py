@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.events.event import Decision, Stop
-from holdfast.memory.ladder import MemoryLadder, Plan, Remedies
+from holdfast.memory.ladder import MemoryLadder, Remedies, StepPlan
 
 _SETTINGS = settings(deadline=None, max_examples=80)
 
@@ -24,7 +24,7 @@ class Device:
     blocks: bool
     smallest: int
 
-    def fits(self, plan: Plan, batch_size: int) -> bool:
+    def fits(self, plan: StepPlan, batch_size: int) -> bool:
         return plan.samples(batch_size) <= (self.recomputed if plan.recompute else self.plain)
 
     def remedies(self) -> Remedies:

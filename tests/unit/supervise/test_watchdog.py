@@ -23,6 +23,7 @@ from holdfast.recorder.run_files import BOARD_FILE, ProcessInfo, write_process
 from holdfast.supervise.process_tree import read_process
 from holdfast.supervise.watch.attempt_watch import AttemptWatch
 from holdfast.supervise.watch.limits import HangLimits
+from holdfast.supervise.watch.py_spy import PySpy
 from holdfast.supervise.watch.stacks import StackSampler
 from holdfast.supervise.watch.watchdog import Watchdog
 
@@ -246,7 +247,7 @@ def test_a_worker_that_is_stopped_is_to_go_on_and_only_then_to_be_ended(scene: S
         )
         scene.watchdog = scene.new_watchdog()
         # Without frames, the phase says that the trainer waits for its workers
-        scene.watchdog._stacks._py_spy = ""
+        scene.watchdog._stacks._py_spy = PySpy("")
         scene.look(2 * LIMIT + 2)
     finally:
         os.kill(worker.pid, signal.SIGKILL)
