@@ -198,7 +198,7 @@ def main() -> None:
             what = f"{name}, {how}: of these, with the result of the undisturbed run"
             result.add_count(what, equal, len(mine), expected=target)
             again = [row["lost_steps"] for row in mine if row["lost_steps"] is not None]
-            result.samples[f"{name}, {how}: steps made again"] = again
+            result.samples[f"{name}, {how}: repeated steps"] = again
     result.samples["table"] = rows
     assert all(math.isfinite(figure.value) for figure in result.figures)
     result.write()

@@ -104,7 +104,7 @@ def test_steps_names_and_processes_are_those_of_the_guard(tmp_path: Path) -> Non
         "4",
     )
     spent = goodput(picture)
-    assert list(spent)[:2] == ["steps", "steps made again"]
+    assert list(spent)[:2] == ["steps", "repeated steps"]
     assert {"saves", "start-up", "down"} <= set(spent)
     assert [info.role for _, info in read_processes(run)] == ["trainer", "trainer"]
     assert [each.path.name for each in Runs(tmp_path / "runs", SystemClock()).look()] == ["a"]

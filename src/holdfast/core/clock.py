@@ -1,4 +1,4 @@
-"""The clock, which is passed in, so that tests never sleep."""
+"""The clock interface. Code receives a clock as an argument, so that tests never sleep."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What holdfast needs to know about time."""
+    """The two kinds of time that holdfast needs."""
 
     def unix_seconds(self) -> float:
         """Return the wall-clock time in seconds since 1970, for people to read."""
 
     def monotonic_seconds(self) -> float:
-        """Return a time in seconds that never goes back, for durations."""
+        """Return a time in seconds that never goes backwards, for durations."""
 
 
 class SystemClock:

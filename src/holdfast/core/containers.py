@@ -1,7 +1,7 @@
-"""Take apart the containers that a batch is nested in, and rebuild them with other contents.
+"""Take nested batch containers apart, and rebuild them with different contents.
 
-Mappings, lists, tuples, named tuples and dataclasses are containers; everything else is a leaf.
-Tensors are not known here. `number` and `count` check leaves that somebody else has written.
+Mappings, lists, tuples, named tuples and dataclasses are containers; everything else, including a
+tensor, is a leaf. `number` and `count` validate values from untrusted files.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-# Larger integers do not fit the records and tensors that numbers are put into.
+# Larger integers do not fit into the 64-bit fields of records and tensors.
 _BELOW = 2**63
 _MAX_SHOWN_CHARACTERS = 50
 
 
 def number(value: Any, *, or_none: bool = False) -> Any:
-    """Return a number that somebody else may have written.
+    """Check that a value from an untrusted file is a number, and return it.
 
     Args:
-        value: What was written.
-        or_none: Whether it may be None.
+        value: The value.
+        or_none: Whether None is accepted too.
 
     Raises:
         TypeError: If it is not a number, or an integer of more than 64 bits.
@@ -32,17 +32,17 @@ def number(value: Any, *, or_none: bool = False) -> Any:
         return value
     if isinstance(value, int) and abs(value) < _BELOW:
         return value
-    raise TypeError(f"a {type(value).__name__} in place of a number, or a large one")
+    raise TypeError(f"expected a number of at most 64 bits, got a {type(value).__name__}")
 
 
 def count(value: Any, *, least: int = 0, below: int = _BELOW) -> int:
-    """Return a count that somebody else may have written.
+    """Check that a value from an untrusted file is a count, and return it.
 
     Raises:
         ValueError: If it is not an integer of at least `least` and less than `below`.
     """
     if type(value) is not int or not least <= value < below:
-        raise ValueError(f"{str(value)[:_MAX_SHOWN_CHARACTERS]!r} in place of a count")
+        raise ValueError(f"expected a count, got {str(value)[:_MAX_SHOWN_CHARACTERS]!r}")
     return value
 
 
@@ -62,16 +62,16 @@ def children_of(node: Any) -> dict[Any, Any] | None:
 
 
 def rebuilt(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any:
-    """Return a container like another one, with other children.
+    """Return a container of the same type with different children.
 
     Args:
-        node: The other container.
-        children: The children, by the keys of `children_of`.
-        checked: Whether a dataclass is made by its constructor, with its own checks. Otherwise it
-            is copied, and its fields are set past the checks.
+        node: The original container.
+        children: The new children, by the keys of `children_of`.
+        checked: Whether to rebuild a dataclass through its constructor, which may validate its
+            fields. Otherwise it is copied and its fields are set directly.
     """
     if isinstance(node, MutableMapping):
-        # A copy keeps the type, such as Hugging Face's BatchEncoding, which is a UserDict.
+        # Copying preserves the type, such as Hugging Face's BatchEncoding, which is a UserDict.
         mapping = copy.copy(node)
         mapping.update(children)
         return mapping
@@ -85,6 +85,6 @@ def rebuilt(node: Any, children: dict[Any, Any], *, checked: bool = True) -> Any
         return dataclasses.replace(node, **children)
     twin = copy.copy(node)
     for name, child in children.items():
-        # This sets the fields of a frozen class, too.
+        # Works for frozen classes too.
         object.__setattr__(twin, name, child)
     return twin

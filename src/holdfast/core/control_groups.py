@@ -1,7 +1,7 @@
-"""How much memory and how many processors the kernel's control groups leave to this process.
+"""Memory and CPU limits that Linux control groups (cgroups) impose on this process.
 
-Linux only. A limit that cannot be read counts as none. The functions take the root of the file
-system, so that tests can pass the files of other machines.
+A limit that cannot be read counts as no limit. The functions take the root of the file system as an
+argument, so that tests can use the files of other machines.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path("/")
-# From here on, a limit of version 1 means none: it is the largest multiple of a page below 2**63.
+# A version 1 limit of at least this means no limit: the kernel reports the largest multiple of a
+# page below 2**63.
 UNLIMITED_V1 = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class _MemoryFiles:
-    """The files of a group that say how much memory it may use and uses.
+    """The files in which a group reports its memory limit and usage.
 
     Args:
         limit: The limit in bytes; in version 2 it may be "max".
-        usage: The used bytes, including cached file pages.
-        cache: The field of ``memory.stat`` with the bytes of file pages that nobody has used for a
-            while. They count as available, as they do in ``MemAvailable``.
+        usage: The bytes in use, including cached file pages.
+        cache: The field of ``memory.stat`` with the bytes of inactive file pages. They count as
+            available, as in ``MemAvailable``.
     """
 
     limit: str
@@ -40,9 +41,9 @@ _MEMORY_FILES = (
 
 
 def memory_available_bytes(root: Path = _ROOT) -> int | None:
-    """Return how many bytes may still be allocated, or None if that is unknown.
+    """Return how many bytes may still be allocated, or None if unknown.
 
-    It is the least of what the machine and every group of this process leave.
+    This is the minimum over the machine and all groups of this process.
     """
     available = []
     machine_kib = fields_of(root / "proc/meminfo").get("MemAvailable")
@@ -56,10 +57,10 @@ def memory_available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def _group_memory(folder: Path) -> Iterator[int]:
-    """Yield what a group leaves, if it has a limit of either version."""
+    """Yield the bytes that a group still allows, if it has a limit of either version."""
     cached_bytes = fields_of(folder / "memory.stat")
     for files in _MEMORY_FILES:
-        # The files may be those of the other version, and the limit may be "max".
+        # The files may not exist in this version, and the limit may be "max".
         with contextlib.suppress(OSError, ValueError):
             limit = int((folder / files.limit).read_text())
             if limit < UNLIMITED_V1:
@@ -70,8 +71,8 @@ def _group_memory(folder: Path) -> Iterator[int]:
 def cpu_quota(root: Path = _ROOT) -> float:
     """Return how many processors this process may use at once.
 
-    It is the least of its affinity and the quota of every group. torch's own warning about workers
-    looks only at the affinity, and so misses the quota of ``docker --cpus``.
+    This is the minimum of its affinity and the quotas of its groups. torch's own warning about
+    workers considers only the affinity, so it misses the quota of ``docker --cpus``.
     """
     affinity = float(len(os.sched_getaffinity(0)))
     return min([affinity, *_group_quotas(root)])
@@ -80,7 +81,7 @@ def cpu_quota(root: Path = _ROOT) -> float:
 def _group_quotas(root: Path) -> Iterator[float]:
     """Yield the quota of each group that has one, as a number of processors."""
     for folder in group_folders(root, "cpu"):
-        # Version 2. There may be no such file, and the quota may be "max".
+        # Version 2. The file may not exist, and the quota may be "max".
         with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()
             yield int(quota) / int(period)
@@ -92,12 +93,12 @@ def _group_quotas(root: Path) -> Iterator[float]:
 
 
 def group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, and of those above them.
+    """Yield the folders of this process's control groups and of their ancestors.
 
     Args:
         root: The root of the file system.
-        controller: The controller of version 1, such as ``"memory"``; version 2 has one hierarchy
-            for all.
+        controller: The version 1 controller, such as ``"memory"``; version 2 has one hierarchy for
+            all controllers.
     """
     top = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
@@ -109,8 +110,8 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
                 mounts = [top / names, top / controller]
             else:
                 continue
-            # In a container this is often the path on the host, of which only the root is mounted,
-            # so the folders above it are tried as well.
+            # In a container, this is often the path on the host, while only the group's root is
+            # mounted. So its ancestors are tried as well.
             group = Path(path.lstrip("/"))
             for mount in dict.fromkeys(mounts):
                 for folder in (group, *group.parents):
@@ -118,7 +119,7 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def fields_of(path: Path) -> dict[str, int]:
-    """Return the ``name value`` lines of a file; no lines if it cannot be read."""
+    """Return the ``name value`` lines of a file as a dict; empty if it cannot be read."""
     values = {}
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():

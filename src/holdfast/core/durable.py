@@ -1,8 +1,8 @@
-"""Files that are either complete and on the disk, or not there.
+"""Write files that are either complete and on disk, or absent.
 
-The order is: a temporary file in the same directory, fsync, rename, fsync of the directory. Without
-it, a power cut or a kill leaves a truncated file under the final name (measured: 10 of 12 kills
-during ``torch.save``).
+The order is: write a temporary file in the same directory, fsync it, rename it, fsync the
+directory. Without this, a power cut or a kill leaves a truncated file under the final name
+(measured: in 10 of 12 kills during ``torch.save``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def fsync_path(path: Path) -> None:
     """Flush a file or a directory to the disk.
 
     Raises:
-        OSError: If the disk reports that the data did not arrive. It reports that only once, so the
-            caller must write a new file rather than call this again.
+        OSError: If the disk reports that the data was not written. The kernel reports this only
+            once, so the caller must write a new file instead of calling this again.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -50,7 +50,7 @@ def replace_file(path: Path, data: bytes, mode: int = PRIVATE) -> None:
         write_file(temporary, data, mode)
         temporary.replace(path)
     except OSError:
-        # A folder may be in the place of the temporary file.
+        # The temporary path may be a directory, which cannot be unlinked.
         with suppress(OSError):
             temporary.unlink()
         raise
@@ -72,6 +72,6 @@ def rename_directory(source: Path, target: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that this user can still write to the file system of ``path``."""
+    """Return how many bytes this user can still write to the file system of ``path``."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize

@@ -28,8 +28,8 @@ class HoldfastError(Exception):
     """The base of all errors that holdfast raises on purpose.
 
     Args:
-        what: What was found, with its value and unit.
-        limit: The rule or bound that it broke, as the rest of the sentence.
+        what: What is wrong, with its value and unit.
+        limit: The rule or bound that was violated, as the second half of the sentence.
         fix: One action to take now.
         rule: Rule id such as ``"H101"``, known to ``holdfast explain``.
     """
@@ -42,8 +42,8 @@ class HoldfastError(Exception):
         self.rule = rule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Default pickling cannot call a keyword-only constructor, and if an exception of a loader
-        # worker cannot be pickled, the parent waits forever (pytorch#142884).
+        # Default pickling cannot call a keyword-only constructor. If a loader worker's exception
+        # cannot be pickled, the parent waits forever (pytorch#142884).
         return _rebuild, (type(self), self.what, self.limit, self.fix, self.rule)
 
 
@@ -70,7 +70,7 @@ class CheckpointError(HoldfastError):
 
 
 class OutOfMemoryError(HoldfastError, MemoryError):
-    """Out of memory, and no remedy that keeps its promise is left."""
+    """Out of memory, and no remedy that keeps the promise is left."""
 
 
 class DeviceError(HoldfastError, RuntimeError):
@@ -78,15 +78,15 @@ class DeviceError(HoldfastError, RuntimeError):
 
 
 class NonFiniteError(HoldfastError, ArithmeticError):
-    """Non-finite values persist although steps were skipped and the state was rolled back."""
+    """Non-finite values persist even after skipping steps and rolling back."""
 
 
 class DivergenceError(HoldfastError, ArithmeticError):
-    """Training diverges, with finite values, although it was rolled back several times."""
+    """Training keeps diverging with finite values, even after several rollbacks."""
 
 
 class RankError(HoldfastError, RuntimeError):
-    """Another rank has failed, or the ranks are not at the same place."""
+    """Another rank has failed, or the ranks are not at the same point of the program."""
 
 
 class LoaderError(HoldfastError, ValueError):
@@ -95,20 +95,21 @@ class LoaderError(HoldfastError, ValueError):
 
 # --- the nearest name -----------------------------------------------------------------------------
 
-# Letters and the digits that look like them count as the same.
+# Letters count as equal to the digits that they look like.
 _LOOKALIKES = str.maketrans("oil|sbz", "0111582")
 
 
 def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | None:
-    """Return the known name that is most similar to another name, or None if none is.
+    """Return the known name that is most similar to a name, or None if none is similar enough.
 
     Args:
-        name: What somebody wrote.
-        known: The names that exist.
-        least: The least similarity: 1 for the same name, 0 for nothing in common. The default is
+        name: The name to look up.
+        known: The existing names.
+        least: The minimum similarity, from 0 (nothing in common) to 1 (identical). The default is
             that of `difflib.get_close_matches`.
     """
-    import difflib  # Every observed process imports this module, and few need a nearest name.
+    # Imported here, because every observed process imports this module but few need this.
+    import difflib
 
     known_by_folded = {_fold(known_name): known_name for known_name in known}
     matches = difflib.get_close_matches(_fold(str(name)), known_by_folded, n=1, cutoff=least)
@@ -116,7 +117,7 @@ def nearest(name: object, known: Iterable[str], *, least: float = 0.6) -> str | 
 
 
 def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
-    """Return the fix for an unknown name: the nearest known name, or `otherwise` without one."""
+    """Return the fix for an unknown name: the nearest known name or, without one, `otherwise`."""
     nearest_name = nearest(name, known)
     if nearest_name is None:
         return otherwise

@@ -1,8 +1,8 @@
-"""Open the files of a run directory, so that whatever is in their place can do no harm.
+"""Open files in a run directory safely, even if other users can write there.
 
-Others may be able to write there. So no symbolic link at the end of a path is followed, nothing but
-a regular file is opened, and a file that is read as a whole has a limit. New files that may hold
-command lines or output are readable for this user alone. Durable writes are in ``durable``.
+A symbolic link at the end of a path is not followed, only regular files are opened, and files that
+are read as a whole have a size limit. New files that may contain command lines or output are
+readable only by this user. Durable writes are in ``durable``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-# Modes of new files: for this user alone, or for everybody whom the user's umask permits.
+# Modes of new files: only for this user, or for everybody that the user's umask permits.
 PRIVATE = 0o600
 SHARED = 0o666
 
-# More than any file that is read as a whole.
+# Larger than any file that is read as a whole.
 _MAX_READ_BYTES = 64 << 20
-# What the errors of open(2) mean with the flags used here.
+# The meaning of errors of open(2) with the flags used here.
 _MEANINGS = {
     errno.ELOOP: "it is a link, and a file is needed",
     errno.ENXIO: "it is not a regular file",
@@ -59,13 +59,13 @@ def open_file(
 
 
 def _check_regular(descriptor: int, path: Path, most: int | None) -> None:
-    """Check that an open file is a regular one of at most this many bytes."""
+    """Check that an open file is a regular file of at most `most` bytes."""
     status = os.fstat(descriptor)
     if stat.S_ISDIR(status.st_mode):
         raise OSError(errno.EISDIR, "it is not a regular file", str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    # A sparse file of a terabyte takes no space on the disk.
+    # A sparse file can claim a terabyte without taking any space on disk.
     if most is not None and status.st_size > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
 
@@ -73,16 +73,16 @@ def _check_regular(descriptor: int, path: Path, most: int | None) -> None:
 def close_descriptor(descriptor: int) -> None:
     """Close a descriptor and ignore errors.
 
-    Use it only if nothing that must be on the disk was written through it. ``close`` may fail on a
-    network file system that could not write data which it had accepted. Linux frees the descriptor
-    even then, so it must not be closed again: its number may already belong to another file.
+    Use it only for descriptors through which nothing important was written: on a network file
+    system, ``close`` may fail because accepted data could not be written. Even then, Linux frees
+    the descriptor, so it must not be closed again: its number may already belong to another file.
     """
     with suppress(OSError):
         os.close(descriptor)
 
 
 def opened(path: Path, most: int | None = None) -> BufferedReader:
-    """Open a regular file to read.
+    """Open a regular file for reading.
 
     Raises:
         OSError: As `open_file` does.
@@ -91,7 +91,7 @@ def opened(path: Path, most: int | None = None) -> BufferedReader:
 
 
 def opened_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
-    """Open a regular file to write.
+    """Open a regular file for writing.
 
     Raises:
         OSError: As `open_file` does.
@@ -100,9 +100,9 @@ def opened_to_write(path: Path, how: Literal["rb+", "ab"]) -> BinaryIO:
 
 
 def created(path: Path, mode: int = PRIVATE) -> BinaryIO:
-    """Create a file, to write and read.
+    """Create a file for writing and reading.
 
-    A file of the same name is removed first, so that nothing is written through a link.
+    An existing file of that name is removed first, so that nothing is written through a link.
 
     Raises:
         OSError: If it cannot be removed or created.
@@ -112,7 +112,7 @@ def created(path: Path, mode: int = PRIVATE) -> BinaryIO:
 
 
 def _opener(mode: int = PRIVATE, most: int | None = None) -> Callable[[str, int], int]:
-    """Return `open_file` as `open` takes it."""
+    """Return `open_file` as an opener for `open`."""
     return lambda path, flags: open_file(Path(path), flags, mode, most)
 
 
@@ -136,7 +136,7 @@ def swap_in(path: Path, data: bytes) -> None:
 
 
 def make_folder(run: Path, *names: str) -> Path:
-    """Make a folder within a run directory, and the folders above it, and return it.
+    """Create a folder within a run directory, including its parents, and return its path.
 
     Raises:
         OSError: If one of them is a link, which may lead out of the run directory.
@@ -151,9 +151,9 @@ def make_folder(run: Path, *names: str) -> Path:
 
 
 def make_run_directory(path: Path) -> None:
-    """Make a run directory that only this user can enter.
+    """Create a run directory that only this user can enter.
 
-    An existing directory, or a link to one, stays as it is.
+    An existing directory, or a link to one, is left unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -180,7 +180,7 @@ def _remove_folder(name: str, parent: int | None) -> None:
         parent: A descriptor of the parent folder, or None.
     """
     # Another process may have replaced the folder meanwhile. With O_DIRECTORY, opening a pipe fails
-    # without waiting.
+    # immediately.
     folder = os.open(
         name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent
     )

@@ -1,9 +1,8 @@
 """Run a function in a forked copy of this process, so that it leaves no trace in this one.
 
-This works only as long as nothing but the CPU is used: the context of an accelerator does not
-survive a fork, and neither do the threads that autograd has for each accelerator (see
-`backward_works_in_a_copy`). What the function does is up to the caller; its result must be made of
-JSON values.
+This works only on the CPU: neither an accelerator's context nor autograd's threads for accelerators
+survive a fork (see `backward_works_in_a_copy`). The function may do anything, but its result must
+consist of JSON values.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ is_copying = False
 _TIMEOUT_SECONDS = 60.0
 # The option of prctl(2) that names the signal a process gets when its parent dies.
 _PR_SET_PDEATHSIG = 1
-# The highest value of oom_score_adj: the kernel kills this process first when memory is short.
+# The highest value of oom_score_adj: if memory runs out, the kernel kills this process first.
 _KILLED_FIRST = "1000"
-# The length of the answer is sent first. The end of the pipe cannot mark its end, because other
-# forks of the caller may hold the pipe open.
+# The length of the answer is sent first. The answer cannot simply end with the pipe, because other
+# forks of the caller may keep the pipe open.
 _LENGTH = struct.Struct("=Q")
 _MAX_FAILURE_CHARACTERS = 300
 
@@ -43,8 +42,8 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
 
     Attributes:
         died: Whether the copy ended without an answer.
-        not_made: Whether the copy could not be made, because the system refused a process, a
-            descriptor or memory.
+        not_made: Whether the copy could not be made, because the system had no process, descriptor
+            or memory for it.
     """
 
     def __init__(self, why: str, *, died: bool = False, not_made: bool = False) -> None:
@@ -56,7 +55,7 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
 def backward_works_in_a_copy() -> bool:
     """Return whether a copy of this process can run a backward pass.
 
-    torch refuses it if autograd has threads, one for each accelerator of the machine. It starts
+    torch refuses to do so if autograd has started its threads, one for each accelerator. It starts
     them in the first backward pass of a process, even for a model on the CPU.
 
     Raises:
@@ -66,7 +65,7 @@ def backward_works_in_a_copy() -> bool:
 
 
 def _thread_names() -> list[str]:
-    """Return the names of this process's threads, as the kernel has them.
+    """Return the names of this process's threads, according to the kernel.
 
     Raises:
         NoAnswer: If they cannot be read.
@@ -89,11 +88,11 @@ def run_in_forked_copy(
 ) -> Answer:
     """Run a function in a forked copy of this process and return its result.
 
-    The copy uses one thread, because OpenMP's others do not survive a fork. It prints nothing, is
-    the first process to be killed when memory is short, and dies with its parent.
+    The copy uses one thread, because OpenMP's worker threads do not survive a fork. It prints
+    nothing, is the first process to be killed if memory runs out, and dies with its parent.
 
     Args:
-        function: Its result must be made of JSON values; NaN and Inf are allowed.
+        function: The function; its result must consist of JSON values (NaN and Inf are allowed).
         timeout_seconds: How long the copy may be silent before it is killed.
 
     Raises:
@@ -102,7 +101,7 @@ def run_in_forked_copy(
     reading, writing = _open_pipe()
     child = _fork(reading, writing)
     if child == 0:
-        # The copy needs a descriptor, and this one may be the last.
+        # The copy will need a descriptor, and none may be left.
         os.close(reading)
         _be_the_copy(function, writing)
     os.close(writing)
@@ -130,7 +129,7 @@ def _open_pipe() -> tuple[int, int]:
 def _fork(reading: int, writing: int) -> int:
     """Fork and return the process id of the copy, or 0 in the copy itself."""
     global is_copying
-    # Python 3.12 warns of forking a process with threads.
+    # Python 3.12 warns about forking a process with threads.
     with ignoring(DeprecationWarning):
         try:
             is_copying = True
@@ -144,10 +143,10 @@ def _fork(reading: int, writing: int) -> int:
 
 
 def _read_message(reading: int, timeout_seconds: float) -> dict[str, Any]:
-    """Return what the copy sends.
+    """Return the message that the copy sends.
 
     Raises:
-        NoAnswer: If it dies, or sends nothing for this many seconds.
+        NoAnswer: If it dies, or sends nothing for `timeout_seconds`.
     """
     (length,) = _LENGTH.unpack(_read_bytes(reading, _LENGTH.size, timeout_seconds))
     message: dict[str, Any] = json.loads(_read_bytes(reading, length, timeout_seconds))
@@ -190,8 +189,8 @@ def _be_the_copy(function: Callable[[], Answer], writing: int) -> NoReturn:
 
 def _handle_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # A terminal or a scheduler signals all processes. The caller handles the signal, and still
-    # needs the answer.
+    # A terminal or a scheduler signals all processes. The caller handles the signal and still needs
+    # the answer, so the copy ignores it.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     libc = ctypes.CDLL(None)
@@ -211,7 +210,7 @@ def _print_nothing() -> None:
 
 
 def _run(function: Callable[[], Answer]) -> bytes:
-    """Return the message to send: the answer of a function, or why it failed."""
+    """Return the message to send: the function's answer, or why it failed."""
     try:
         return json.dumps({"answer": function()}).encode()
     except Exception as error:  # noqa: BLE001 - whatever it was, the parent continues training

@@ -1,8 +1,8 @@
-"""Do something when a module is imported by somebody else, without importing anything before.
+"""Run an action when the user's code imports a module, without importing the module ourselves.
 
-A finder of ours sees every import. It wraps the loader of the few modules that are waited for, once
-each. The module gets its own loader back before it runs, so neither the module nor the traceback of
-a failing import shows that we were involved.
+An import finder sees every import and wraps the loader of the few watched modules, once each. A
+module gets its own loader back before it runs, so neither the module nor the traceback of a failing
+import shows the wrapper.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ Action = Callable[[ModuleType], None]
 
 
 class ImportWatch:
-    """A finder of ``sys.meta_path`` that acts when modules have been imported.
+    """A finder on ``sys.meta_path`` that runs actions after modules were imported.
 
     Args:
-        failed: Called with the exception if an action fails; it never reaches the script.
+        failed: Called with the exception if an action fails; the exception never reaches the
+            script.
     """
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._actions: dict[str, Action] = {}
-        # The modules that `find_spec` is asking the other finders for.
+        # The modules for which `find_spec` is currently asking the other finders.
         self._searches: set[str] = set()
 
     def when_imported(self, name: str, action: Action) -> None:
-        """Call an action with a module once it is imported: now, if it is already."""
+        """Call an action with a module once it is imported; immediately if it already is."""
         self._actions[name] = action
         module = sys.modules.get(name)
         if module is not None and not _is_being_imported(module):
@@ -41,8 +42,8 @@ class ImportWatch:
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module as the other finders do, and wrap its loader if it is waited for."""
-        # Another finder may itself ask all finders, and so come back to this one.
+        """Find a watched module through the other finders, and wrap its loader."""
+        # Another finder may itself query all finders, including this one.
         if name not in self._actions or name in self._searches:
             return None
         self._searches.add(name)
@@ -65,7 +66,7 @@ class ImportWatch:
         return None
 
     def imported(self, module: ModuleType, name: str) -> None:
-        """Call the action of a module, once: it is not called when the module is loaded again."""
+        """Call a module's action, only once: not again if the module is reloaded."""
         action = self._actions.pop(name, None)
         if action is None:
             return
@@ -80,15 +81,15 @@ def _is_being_imported(module: ModuleType) -> bool:
 
 
 class _Loader:
-    """Stands in for a loader until it is used."""
+    """Wraps a loader until the loader is used."""
 
     def __init__(self, loader: Any, watch: ImportWatch) -> None:
         self._loader = loader
         self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
-        # While a copy is being made, it has no attributes yet, and `_loader` would be looked up
-        # here again and again.
+        # While an instance is being copied, it has no attributes yet, and looking up `_loader`
+        # would recurse endlessly.
         if name in ("_loader", "_watch"):
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -101,8 +102,8 @@ class _Loader:
         self._watch.imported(module, module.__name__)
 
 
-# Python removes frames of its own import system from a traceback, and recognises them by this file
-# name. Under it, a failing import reads as it would without us.
+# Python removes the frames of its import system from tracebacks and recognises them by this file
+# name. With it, the traceback of a failing import looks the same as without the wrapper.
 _Loader.exec_module.__code__ = _Loader.exec_module.__code__.replace(
     co_filename="<frozen importlib._bootstrap_external>"
 )

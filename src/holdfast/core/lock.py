@@ -1,8 +1,8 @@
 """Lock a file that only one process at a time may hold, and that names its holder.
 
-It is a POSIX record lock and not a ``flock``, which forked loader workers inherit: a stuck worker
-would keep the file locked after its trainer was killed. What the lock protects, and the errors for
-users, are up to the caller.
+It is a POSIX record lock rather than a ``flock``, which forked loader workers would inherit: a
+stuck worker would keep the file locked after its trainer was killed. What the lock protects, and
+the errors for users, are up to the caller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _held: set[str] = set()
 
 
 class LockHeldError(Exception):
-    """Another holder has the lock, for instance ``"process 4711 on node3"``."""
+    """The lock is already held, for instance by ``"process 4711 on node3"``."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(f"locked by {holder}")
@@ -34,8 +34,8 @@ class FileLock:
     """A lock on a file. The kernel releases it when the process ends, however it ends.
 
     Args:
-        path: The file, which is created if it is missing, in an existing directory. Its contents
-            are overwritten by the name of the holder.
+        path: The file, in an existing directory. It is created if missing, and its contents are
+            overwritten with the name of the holder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,9 +59,9 @@ class FileLock:
     def hold(self) -> None:
         """Check that the lock is still held and still protects its path; take it again if not.
 
-        A POSIX lock is lost when the process closes any descriptor of the file. It protects nothing
-        once the file was removed or its directory was moved, because another process would lock a
-        new file.
+        A POSIX lock is lost when the process closes any descriptor of the file. It also protects
+        nothing once the file was removed or its directory was moved, because another process would
+        lock a new file.
 
         Raises:
             LockHeldError: If another process has the lock, or had it meanwhile.
@@ -105,7 +105,7 @@ class FileLock:
         """Keep the descriptor of a file that was just locked, and write our name into the file."""
         self._descriptor = descriptor
         _held.add(str(self._path))
-        # The lock works without the name of its holder, which a full disk may not take.
+        # The lock also works without the holder's name, which may not fit on a full disk.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -115,8 +115,8 @@ class FileLock:
         """Lock a new file at the path, because the old one was removed, and release the old one."""
         path = _without_links(self._given_path)
         if path != self._path and str(path) in _held:
-            # A symbolic link in the path was changed, and leads to a file that this process has
-            # locked already.
+            # A symbolic link in the path has changed and now leads to a file that this process has
+            # already locked.
             raise LockHeldError(f"process {os.getpid()}")
         descriptor = _lock_file(path)
         self.release()
@@ -177,7 +177,7 @@ def _last_holder(path: Path) -> str:
 def find_holder(path: Path) -> str | None:
     """Return the name of the holder of a lock, or None if nobody holds it.
 
-    The lock is not taken to find out, so no other process is refused meanwhile.
+    The lock is not taken for this, so no other process is turned away meanwhile.
     """
     if str(_without_links(path)) in _held:
         # Opening and closing the file would release our own lock.
@@ -209,7 +209,7 @@ def is_locked(path: Path) -> bool | None:
 
 def _is_locked(descriptor: int) -> bool:
     """Return whether another process holds the lock of an open file, without taking it."""
-    # The kernel answers with the lock that would conflict with this one, if there is any.
+    # The kernel returns a lock that would conflict with this one, if there is any.
     whole_file = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     conflicting_type, *_ = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, whole_file))
     return bool(conflicting_type != fcntl.F_UNLCK)

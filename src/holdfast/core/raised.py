@@ -1,7 +1,7 @@
-"""An exception as facts: its type, message, frames, and what it was raised from.
+"""Describe an exception as JSON values: its type, message, frames and causes.
 
-Everything is bounded text that can be printed, and nothing here raises, whatever the exception's
-own methods do.
+All texts are bounded and printable, and nothing here raises, whatever the exception's own methods
+do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-# The facts of an exception go into a ring of the recorder, which has room for a few kilobytes.
+# The description goes into a ring of the recorder, whose records hold a few kilobytes.
 _MAX_MESSAGE_CHARACTERS = 2_000
 _MAX_FRAMES = 40
 _MAX_FRAMES_OF_CAUSE = 10
@@ -17,7 +17,7 @@ _MAX_CAUSES = 6
 
 
 def printable(text: str) -> str:
-    """Return text with lone surrogates spelt out, as in a file name that is not UTF-8."""
+    """Return text with lone surrogates escaped, such as those of a file name that is not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -36,11 +36,11 @@ def describe_exception(
     Args:
         error: The exception.
         traceback: Its traceback, or None.
-        without: Frames of files whose path begins with this are left out.
+        without: Frames in files whose path starts with this are left out.
 
     Returns:
-        Its ``type``, its ``message``, its ``frames`` as [file, line, function] with the innermost
-        last, and the ``chain`` of its causes, the nearest first.
+        A dict with ``type``, ``message``, ``frames`` (each [file, line, function], the innermost
+            last), and ``chain`` (its causes, the nearest first).
     """
     chain: list[dict[str, Any]] = []
     described = {id(error)}
@@ -85,7 +85,7 @@ def _message(error: BaseException) -> str:
             lines += map(str, notes)
         return "\n".join(lines)
     except Exception as second:  # noqa: BLE001 - the exception's own __str__ may do anything
-        return f"(its text cannot be read: {type(second).__name__})"
+        return f"(its message cannot be read: {type(second).__name__})"
 
 
 def _frames(
@@ -93,7 +93,7 @@ def _frames(
 ) -> list[list[Any]]:
     """Return the frames of a traceback, outermost first.
 
-    Of a deep traceback, a quarter of `max_frames` comes from the outer end and the rest from the
+    For a deep traceback, a quarter of `max_frames` comes from the outer end and the rest from the
     inner end.
     """
     frames: list[list[Any]] = []

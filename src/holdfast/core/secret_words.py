@@ -1,11 +1,11 @@
 """Find the secrets in the words of a command line.
 
-Read `hide_in_words` first. `OPTIONS` says by the name of an option which of its values are hidden;
-the patterns above it say what names, values and shapes count. What is a secret is described in
-``secrets``, which imports this module only for command lines that may contain one.
+Read `hide_in_words` first. `OPTIONS` decides by an option's name which of its values are hidden;
+the patterns above it define the names, values and shapes. ``secrets`` describes what counts as a
+secret and imports this module only for command lines that may contain one.
 
-Patterns are bounded (``{0,80}`` instead of ``*``), so that a word of 128 KiB, the longest that
-Linux passes on, is searched in linear time.
+Patterns are bounded (``{0,80}`` instead of ``*``), so that even a word of 128 KiB, the longest that
+Linux allows, is searched in linear time.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ HIDDEN = "***"
 
 # --- names ----------------------------------------------------------------------------------------
 
-# Words before "key" that make it a secret. Any other key names a column, a layer or a field.
+# Words before "key" that make it a secret. Other keys usually name a column, a layer or a field.
 _PRIVATE_KEYS = (
     "api|access|account|app|client|consumer|deploy|encryption|licen[cs]e|master|private|secret"
     "|service|shared|signing|ssh|storage|subscription|wandb"
 )
-# Words before "token" that make it an entry of a vocabulary, as in `--pad_token`.
+# Words before "token" that make it a vocabulary entry, as in `--pad_token`.
 _VOCABULARY_TOKENS = ("pad", "eos", "bos", "unk", "sep", "cls", "mask", "image")
 _TOKEN = "".join(f"(?<!{word}[-_])" for word in _VOCABULARY_TOKENS) + "token"
-# Ends of names whose values are always secrets.
+# Endings of names whose values are always secrets.
 _SECRET_NAMES = (
     rf"(?:{_PRIVATE_KEYS})[-_.]?key(?:[-_.]?id)?"
     r"|secret|passw(?:or)?d|passphrase|pwd|credentials?|jwt|otp"
     r"|(?:db|ftp|http|ldap|mail|my|mysql|pg|proxy|redis|root|smtp|sudo|user)[-_.]?pass"
     rf"|{_TOKEN}"
 )
-# The beginning of the name of an option, as argparse, Hydra and others write it.
+# The beginning of an option's name, in the styles of argparse, Hydra and others.
 _PREFIX = r"[-+]{0,3}[\w.-]{0,80}?"
 
 # An option whose value is always a secret.
@@ -48,12 +48,12 @@ AMBIGUOUS_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,80}_(?:KEY|PASS|PAT|PW|AUTH|S
 KEY_OPTION = re.compile(rf"{_PREFIX}key", re.IGNORECASE)
 # An option whose value may be ``name:password``.
 USER_OPTION = re.compile(r"-u|--(?:user|login|proxy-user)", re.IGNORECASE)
-# A password that directly follows its option, as in ``mysql -pS3cret``; not ``-preset``.
+# A password directly attached to its option, as in ``mysql -pS3cret``; not ``-preset``.
 ATTACHED_PASSWORD = re.compile(r"-p(?![a-z_-]*\Z)([^=\s]+)")
 
 # --- values ---------------------------------------------------------------------------------------
 
-# Values of an ambiguous option that are plainly no secrets.
+# Values of an ambiguous option that are plainly not secrets.
 HARMLESS_VALUE = re.compile(
     # Numbers, sizes, ports and addresses.
     r"[-+]?[\d.,:_x]*\d[\d.,:_x]*(?:e[-+]?\d+)?%?|[-+]?(?:nan|inf)"
@@ -69,10 +69,10 @@ HARMLESS_VALUE = re.compile(
     r"|[\w.-]+\.(?:py|json|ya?ml|toml|txt|csv|pem|key|crt|pt|ckpt|safetensors)",
     re.IGNORECASE,
 )
-# An entry of a vocabulary, such as ``<pad>``, which is the value of an option such as --stop-token.
+# A vocabulary entry such as ``<pad>``, as the value of an option such as --stop-token.
 VOCABULARY_ENTRY = re.compile(r"<[^<>]{0,40}>|\[[A-Z_]{1,20}\]")
-# A word that cannot be the value of an option: another option, or an operator of the shell. A word
-# such as ``-S3cr`` does not match, because it may be a password.
+# A word that cannot be the value of an option: another option, or a shell operator. A word such as
+# ``-S3cr`` does not match, because it may be a password.
 NO_VALUE = re.compile(
     r"(?s)--[a-zA-Z][\w.-]*(?:=.*)?|-[a-z][a-z_.-]*\d*(?:=.*)?|-[A-Z]\d?|-[\d.]+(?:e-?\d+)?"
     r"|[&|;<>]{1,2}"
@@ -126,13 +126,13 @@ def hide_in_words(words: Sequence[str], *, nested: bool) -> list[str]:
 
     Args:
         words: The words of a command line.
-        nested: Whether they are the words within one word, such as a command for ``sh -c``. They
-            may also be text, so only a word that begins with a dash counts as an option.
+        nested: Whether they come from inside a single word, such as a command for ``sh -c``. They
+            may also be plain text, so only words that start with a dash count as options.
     """
     shown = []
-    # The option before the current word, whose value the word may be.
+    # The option before the current word, which may be its value.
     option: Option | None = None
-    # Whether the options are those of Slurm, up to the name of the Python program.
+    # Whether the options belong to Slurm, which is the case up to the Python program's name.
     is_slurm = False
     for word in words:
         if option is not None and _may_be_value(word):
@@ -157,7 +157,7 @@ def hide_in_words(words: Sequence[str], *, nested: bool) -> list[str]:
 
 
 def hide_always(value: str) -> str:
-    """Hide the value of an option such as ``--password``, except an entry of a vocabulary."""
+    """Hide the value of an option such as ``--password``, unless it is a vocabulary entry."""
     if VOCABULARY_ENTRY.fullmatch(value):
         return value
     return HIDDEN
@@ -191,8 +191,8 @@ class Option:
 
     Args:
         name: The pattern that its whole name must match.
-        hide: Returns a value of it, hidden if it is a secret.
-        takes_next_word: Whether its value may be the next word, and not only follow ``=``.
+        hide: Returns the value, hidden if it is a secret.
+        takes_next_word: Whether its value may be the next word, instead of following ``=``.
     """
 
     name: re.Pattern[str]
@@ -218,7 +218,7 @@ def _find_option(name: str) -> Option | None:
 
 
 def _option_before_value(word: str) -> Option | None:
-    """Return the option that a word is, if its value may be the next word."""
+    """Return the option that a word names, if its value may be the next word."""
     option = _find_option(word)
     if option is None or not option.takes_next_word:
         return None
@@ -231,7 +231,7 @@ def _may_be_value(word: str) -> bool:
 
 
 def _is_random(word: str) -> bool:
-    """Return whether a word looks generated, such as 40 hexadecimal digits, and not like a name."""
+    """Return whether a word looks randomly generated, such as 40 hexadecimal digits."""
     return len(word) >= _LEAST_RANDOM_CHARACTERS and word.isalnum() and not word.isalpha()
 
 
@@ -239,9 +239,9 @@ def _is_random(word: str) -> bool:
 
 
 def _hide_own_value(word: str) -> str:
-    """Return an option with the value that follows it in the same word hidden, if it is secret.
+    """Return an option with a secret value in the same word hidden.
 
-    Such as ``--password=S3cret``, ``HF_TOKEN=S3cret`` or ``-pS3cret``.
+    Examples are ``--password=S3cret``, ``HF_TOKEN=S3cret`` and ``-pS3cret``.
     """
     name, _, value = word.partition("=")
     option = _find_option(name)

@@ -9,8 +9,8 @@ it:
     --sort-key                Other names that end in "key" mostly name a column: only a value that
                               looks random is a secret.
 
-Other secrets are not recognised, and neither are those that a program prints. How words are
-searched is in ``secret_words``.
+Other secrets are not recognised, and neither are secrets in a program's output. The search itself
+is in ``secret_words``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Text for people: untrusted text made harmless; sizes, durations and times with their units.
+"""Text for people: sanitise untrusted text; format sizes, durations and times with their units.
 
-Escaping for HTML is done by the page, once, where text enters it. Rich gets `Text` objects instead
-of markup, so nothing is escaped for it.
+HTML is escaped by the page, once, where text enters it. Rich gets `Text` objects instead of markup,
+so it needs no escaping.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 def sanitise(value: object, *, most: int = 2000, lines: bool = False) -> str:
-    """Return text that shows what it is and does nothing to the terminal that prints it.
+    """Return text without anything that could affect the terminal that prints it.
 
     Args:
-        value: A text; anything else is converted by ``str``.
-        most: Longer texts are cut to this many characters, the last of which is an ellipsis.
+        value: A text, or any object, which is converted by ``str``.
+        most: Longer texts are cut to this many characters, including an ellipsis at the end.
         lines: Whether line breaks are kept. Otherwise they become spaces.
     """
     text = value if isinstance(value, str) else str(value)
-    # Escape sequences are removed before the text is cut, but not from a gigabyte of text.
+    # Escape sequences are removed before the final cut; this first cut avoids processing a
+    # gigabyte.
     text = text[: 4 * most + 64]
     if not text.isascii() or not text.isprintable():
         text = _ESCAPES.sub("", text).expandtabs(4)
@@ -51,7 +52,7 @@ def sanitise(value: object, *, most: int = 2000, lines: bool = False) -> str:
 
 
 def _visible(character: str, *, lines: bool) -> str:
-    """Return a character, or what is shown in its place."""
+    """Return a character, or its visible replacement."""
     if character == "\n":
         return "\n" if lines else " "
     category = unicodedata.category(character)
@@ -65,9 +66,9 @@ def _visible(character: str, *, lines: bool) -> str:
 def as_json_value(value: Any, *, depth: int = 8) -> Any:
     """Return a value that every JSON parser accepts.
 
-    NaN and infinities become the texts "NaN", "Infinity" and "-Infinity", which are those of
-    protobuf's JSON mapping and can be read by ``float()`` and by JavaScript's ``Number()``. Keys
-    and objects of other types become text, and so do containers nested more than `depth` deep.
+    NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON
+    mapping; ``float()`` and JavaScript's ``Number()`` can read them. Keys and objects of other
+    types become text, and so do containers nested more than `depth` deep.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return _nonfinite_text(value)
@@ -124,10 +125,10 @@ def _short_duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     """Return a number of bytes with up to three digits and a binary unit, such as "1.25 GiB"."""
-    # Recordings of others may hold any integer, and larger ones do not fit a float.
+    # Untrusted recordings may contain any integer, and larger ones cannot be converted to a float.
     count = min(count, 2**100)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        # From here on, three digits would be rounded to "1e+03".
+        # Larger values would be rounded to "1e+03".
         if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1024

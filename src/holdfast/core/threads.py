@@ -9,14 +9,14 @@ _START_SECONDS = 30.0
 
 
 class _StartedEvent(threading.Event):
-    """What `threading.Thread.start` waits for, but not forever."""
+    """Replaces the event that `threading.Thread.start` waits for, but with a timeout."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait, and at most for the given seconds if there is no timeout."""
+        """Wait; without a timeout, wait at most for the seconds given to the constructor."""
         if timeout is None:
             timeout = self._seconds
         return super().wait(timeout)
@@ -26,15 +26,15 @@ def start_thread(thread: threading.Thread, seconds: float = _START_SECONDS) -> N
     """Start a thread.
 
     `threading.Thread.start` waits forever for a thread that dies before it can report that it runs,
-    which happens if memory is refused to its first lines.
+    which happens if its first lines run out of memory.
 
     Args:
-        thread: A thread that was not started yet.
+        thread: A thread that has not been started yet.
         seconds: How long to wait for it to begin.
 
     Raises:
         MemoryError: If it did not begin in time.
-        RuntimeError: If the system has no room for its stack.
+        RuntimeError: If the system has no memory for its stack.
     """
     started = _StartedEvent(seconds)
     thread._started = started  # type: ignore[attr-defined] # CPython has it since 3.2

@@ -1,7 +1,7 @@
-"""Import the modules and files of the user that a command is given by name.
+"""Import user modules and files that are named on the command line.
 
-They are imported as if the user ran them. Whatever is raised is the user's: errors of ours that say
-why an import failed are built by the commands.
+They are imported as if the user ran them, and their exceptions are passed on; the commands turn
+these into errors for the user.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _import_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # So that its classes and functions can be pickled for workers.
+    # Register the module, so that its classes and functions can be pickled for workers.
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Call torch's vector functions on the CPU once, before several threads call them at a time."""
+"""Call torch's CPU vector functions once, before several threads call them concurrently."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _FUNCTIONS = (
 
 
 def settle_vector_functions(torch: Any) -> None:
-    """Let MKL choose its kernels, which it does in the first call of each function.
+    """Make MKL choose its kernels, which it does in the first call of each function.
 
-    torch's threads each call a function for their part of a tensor. If their first calls coincide,
-    one thread may get a kernel of oneMKL 2024 that is exact to 4 digits only, for that call
-    (pytorch#188792). On a busy machine this happened in one of about sixty resumed processes: half
+    Each of torch's threads calls a function for its part of a tensor. If the first calls coincide,
+    oneMKL 2024 may give one thread a kernel with only 4 correct digits for that call
+    (pytorch#188792). On a busy machine, this happened in about one of sixty resumed processes: half
     of a matrix was wrong, in the square roots of Adam's first step.
 
     Args:

@@ -1,4 +1,4 @@
-"""Ignore warnings that concern nobody, without an effect on other warnings."""
+"""Ignore irrelevant warnings without affecting other warnings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ignoring(category: type[Warning], message: str = "") -> Iterator[None]:
-    """Ignore the warnings of a class whose text begins with `message`, a regular expression.
+    """Ignore warnings of a category whose text starts with a match of the regular expression.
 
-    `warnings.catch_warnings` marks the filters as changed, and then every module forgets which
-    warnings it has shown: those that are shown once would be shown again after each use. Therefore
-    the filter is inserted into the list directly.
+    `warnings.catch_warnings` marks the filters as changed, which makes every module forget the
+    warnings that it has already shown, so warnings meant to be shown once would be repeated.
+    Therefore the filter is inserted into the list directly.
     """
     pattern = re.compile(message, re.IGNORECASE) if message else None
     own_filter = ("ignore", pattern, category, None, 0)
@@ -22,6 +22,6 @@ def ignoring(category: type[Warning], message: str = "") -> Iterator[None]:
     try:
         yield
     finally:
-        # Somebody may have emptied the list meanwhile.
+        # Other code may have emptied the list meanwhile.
         with contextlib.suppress(ValueError):
             warnings.filters.remove(own_filter)  # type: ignore[attr-defined]

@@ -274,29 +274,32 @@ class _Collector:
         child can hide. A script that failed before its first step counts; helpers that the training
         script started, such as a compiler, do not.
         """
-        ended_by_exception = {
-            statement.pid
-            for statement in raised
-            if statement.fatal and statement.exception != "KeyboardInterrupt"
+        ended_by_exception = self._pids_ended_by_exception(raised)
+        failed = []
+        survivors = []
+        for process in self._training_processes():
+            if process.info.pid in ended_by_exception:
+                failed.append(process)
+            else:
+                survivors.append(process)
+        return {
+            process.info.pid
+            for process in failed
+            if process.since_seconds >= _newest_normal_end(process, survivors)
         }
-        ended_by_exception -= {
+
+    def _pids_ended_by_exception(self, raised: Iterable[Statement]) -> set[int | None]:
+        """Return the PIDs of processes with a fatal exception that was not an ordinary exit."""
+        called_sys_exit = {
             process.info.pid for process in self._processes if process.exit().call == "sys.exit"
         }
-        training = self._training_processes()
-        survivors = [process for process in training if process.info.pid not in ended_by_exception]
-        died = set()
-        for process in training:
-            if process.info.pid not in ended_by_exception:
-                continue
-            rivals = survivors
-            if process.is_trainer:
-                rivals = [survivor for survivor in survivors if survivor.is_trainer]
-            finished_at = max(
-                (rival.since_seconds for rival in rivals if rival.finished), default=0.0
-            )
-            if finished_at <= process.since_seconds:
-                died.add(process.info.pid)
-        return died
+        return {
+            statement.pid
+            for statement in raised
+            if statement.fatal
+            and statement.exception != "KeyboardInterrupt"
+            and statement.pid not in called_sys_exit
+        }
 
     def _training_processes(self) -> list[_Process]:
         """Return the trainers, and the other torch processes whose parent has not loaded torch."""
@@ -485,6 +488,20 @@ class _Collector:
         if not self._processes:
             missing.append("none of its processes were observed")
         return missing
+
+
+def _newest_normal_end(process: _Process, survivors: Iterable[_Process]) -> float:
+    """Return when the last survivor that could replace a failed process finished; 0 if none did.
+
+    Only a trainer can replace a trainer.
+    """
+    replacements = [
+        survivor for survivor in survivors if survivor.is_trainer or not process.is_trainer
+    ]
+    return max(
+        (replacement.since_seconds for replacement in replacements if replacement.finished),
+        default=0.0,
+    )
 
 
 # --- Events of the supervisor ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a page shows besides curves and events: checkpoints, stacks, and the end of the output."""
+"""Read what a page shows besides curves and events: checkpoints, stacks, and recent output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.report.problems import READING_ERRORS, reason
 from holdfast.report.run_snapshot import CheckpointSummary, StackDump
 from holdfast.report.sources import CHECKPOINTS_FOLDER
 
-# What a person reads on a page, and no more than fits on one.
+# Limits on what a page shows, so that it stays readable.
 _MOST_STACKS = 60
 _MOST_STACK_BYTES = 64 << 10
 _MOST_OUTPUT_BYTES = 32 << 10
@@ -68,9 +68,9 @@ def _summary(entry: Entry) -> CheckpointSummary:
 
 
 def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[StackDump]:
-    """Yield the newest stacks: those that the supervisor took, then those that processes wrote."""
+    """Yield the newest stack dumps: the supervisor's, then those of the processes."""
     taken = sorted((run / STACKS_FOLDER).glob("*.txt"))
-    # A process names its own folder, and might name one elsewhere.
+    # A process writes the name of its own folder, and a hostile one might point elsewhere.
     folders = [process.folder for process in processes if "/" not in process.folder]
     written = [run / PROCESSES_FOLDER / folder / FAULTHANDLER_FILE for folder in folders]
     for path in [*taken[-_MOST_STACKS:], *written[-_MOST_STACKS:]]:
@@ -81,12 +81,12 @@ def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[StackDu
 
 
 def read_output(run: Path) -> str:
-    """Return the end of what a run printed; OSError if it cannot be read."""
+    """Return the end of the run's output; raise OSError if it cannot be read."""
     return _read_end(run / OUTPUT_FILE, _MOST_OUTPUT_BYTES)
 
 
 def _read_end(path: Path, most_bytes: int) -> str:
-    """Return the end of a file as harmless text, from the start of a line; empty if missing."""
+    """Return the end of a file as sanitised text, from the start of a line; empty if missing."""
     try:
         with opened(path) as file:
             size = file.seek(0, 2)
@@ -101,9 +101,10 @@ def _read_end(path: Path, most_bytes: int) -> str:
 
 
 def _without_redrawn_lines(text: str) -> str:
-    """Return what a terminal would still show of progress bars.
+    """Return the text without overwritten progress bars.
 
-    A progress bar draws its line again after a carriage return, so the last part of a line counts.
+    A progress bar redraws its line after a carriage return, so only the last part of a line is
+    kept.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)

@@ -1,4 +1,4 @@
-"""Several runs side by side: their curves, what differs in their settings, and how they ended."""
+"""Compare runs side by side: their curves, the settings that differ, and how they ended."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from holdfast.report.run_snapshot import Lane, RunSnapshot
 from holdfast.report.step_figure import step_figure
 from holdfast.report.verdicts import how_sure
 
-# Values by the name of the row; each row has one for each run, in the order of the runs.
+# Rows by name; each row has one value per run, in the order of the runs.
 Table = Mapping[str, Sequence[str]]
-# Settings that differ between any two runs, so the difference is not worth showing.
+# Settings that always differ between runs, so the difference is not worth showing.
 _ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
 # Options such as ``--lr`` and ``-n``, but not negative numbers.
 _OPTION = re.compile(r"--?[A-Za-z]")
-# What may come before the "=" of a setting such as ``optimizer.lr=0.1``.
+# What may precede the "=" in a setting such as ``optimizer.lr=0.1``.
 _SETTING = re.compile(r"[\w+~./-]+")
 
 
@@ -32,12 +32,12 @@ class Comparison:
     """What `holdfast compare` shows.
 
     Args:
-        runs: What was gathered of each run.
+        runs: The gathered runs.
 
     Attributes:
-        names: Name of each run, as short as possible.
-        facts: How the runs went.
-        differs: Settings that are not the same in all runs.
+        names: A name for each run, as short as possible.
+        facts: The key figures of the runs, by row.
+        differs: The settings that are not the same in all runs, by row.
         problems: What could not be read, one sentence each.
     """
 
@@ -55,7 +55,7 @@ class Comparison:
         self.differs = {name: values for name, values in settings.items() if len(set(values)) > 1}
 
     def page(self) -> str:
-        """Return the comparison as a page; H742 if plotly is not installed."""
+        """Return the comparison as a page; raise H742 if plotly is not installed."""
         lanes: list[Lane] = []
         for run, name in zip(self.runs, self.names, strict=True):
             lanes += _joined_lanes(run, name)
@@ -86,7 +86,7 @@ class Comparison:
 
 
 def _table(columns: Sequence[Mapping[str, str]]) -> Table:
-    """Return columns as rows, in the order in which their names come first."""
+    """Turn one column of facts per run into rows, in order of first appearance."""
     names = dict.fromkeys(name for column in columns for name in column)
     return {name: [column.get(name, "") for column in columns] for name in names}
 
@@ -103,9 +103,9 @@ def _verdict(run: RunSnapshot) -> str:
 
 
 def _settings(run: RunSnapshot) -> dict[str, str]:
-    """Return everything that a run was started with, by "group: name"."""
+    """Return all settings of a run, by "group: name"."""
     groups = {title: dict(rows) for title, rows in environment(run).items()}
-    # Single arguments can be compared where whole commands would only be different.
+    # Arguments are compared one by one; whole commands would only be reported as different.
     other_rows = {name: value for name, value in groups[COMMAND].items() if name != "command"}
     groups[COMMAND] = {**_arguments(run.command), **other_rows}
     return {
@@ -117,10 +117,10 @@ def _settings(run: RunSnapshot) -> dict[str, str]:
 
 
 def _arguments(command: str) -> dict[str, str]:
-    """Return the options of a command and what follows each of them.
+    """Return the options of a command with their values.
 
-    Words before the first option are named by their places, such as "word 2". A command that was
-    given to a shell as one word is split too.
+    Words before the first option are named by position, such as "word 2". A command that was passed
+    to a shell as one word is split too.
     """
     values: dict[str, list[str]] = {}
     option = ""
@@ -137,7 +137,7 @@ def _arguments(command: str) -> dict[str, str]:
 
 
 def _newest_numbers(run: RunSnapshot) -> dict[str, str]:
-    """Return the newest loss, and the newest value of each name that was logged or validated."""
+    """Return the newest loss and the newest value of every logged or validated name."""
     newest = {}
     for lane in _joined_lanes(run, ""):
         for name, curve in lane.curves.items():
@@ -149,11 +149,11 @@ def _newest_numbers(run: RunSnapshot) -> dict[str, str]:
 
 
 def _joined_lanes(run: RunSnapshot, name: str) -> Iterator[Lane]:
-    """Yield the lane of the first rank, with its attempts one after the other, per optimizer.
+    """Yield one lane per optimizer of the first rank, with its attempts joined.
 
     Args:
         run: The run.
-        name: Label of the lanes; the optimizer is added to it if there are several.
+        name: The label of the lanes; the optimizer's name is appended if there are several.
     """
     of_first_rank = [lane for lane in run.lanes if not lane.rank]
     for optimizer in dict.fromkeys(lane.optimizer for lane in of_first_rank):

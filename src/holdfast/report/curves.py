@@ -1,8 +1,7 @@
 """Curves over steps, thinned to what a screen can show.
 
-A curve has the mean of each stretch of steps, and a band from the least to the greatest value in
-it, so that every peak stays visible however long the run was. How curves are drawn is the business
-of ``step_figure``.
+A curve has the mean of each stretch of steps and a band from its least to its greatest value, so
+that every peak stays visible however long the run was. ``step_figure`` draws the curves.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from holdfast.recorder.ring import read_ring, slot_struct
 from holdfast.recorder.scalars import Scalar
 
 Numbers = NDArray[np.float64]
-# How many values of each stretch: as 32-bit integers, or as booleans where there is one value.
+# How many values each stretch has, as 32-bit integers; or whether it has a value, as booleans.
 Counts = NDArray[Any]
 
-# A screen has about 4,000 columns of pixels at most. With a band from the least to the greatest
-# value of each stretch, this many points look like the whole curve.
+# Screens have at most about 4,000 pixel columns. With a band around each point, this many points
+# look like the whole curve.
 MOST_POINTS = 2000
-# Curves that mean nothing for several optimizers together: loss, gradient norm and learning rate.
+# Curves that must not be mixed across optimizers: loss, gradient norm and learning rate.
 CURVES_OF_AN_OPTIMIZER = NAMES[:3]
-# Prefix of the name of each curve that the script has named itself.
+# Prefix of the names of curves that the script logged.
 LOGGED = "logged: "
-# Further names are not drawn: each takes a panel of its own, and a page with more is unusable.
+# More logged names than this are not drawn: each takes a panel, and the page would be unusable.
 MOST_LOGGED = 24
-# Steps that a script gave are taken for optimizer steps if they are within a factor of 2, or within
-# this many steps, of the steps that were trained. Otherwise they count something else, such as
+# The steps that a script logs are assumed to be optimizer steps if they are within a factor of 2,
+# or this many steps, of the steps that were trained. Otherwise they count something else, such as
 # epochs or samples.
 _NEAR_STEPS = 10
 
-_PLACE = {name: place for place, name in enumerate(NAMES)}
-# A row of ``recorder.history`` that holds one number instead of one for each of `NAMES`.
+_INDEX_OF = {name: index for index, name in enumerate(NAMES)}
+# Like a row of ``recorder.history``, but with a single number instead of one for each of `NAMES`.
 _SCALAR_ROW = np.dtype(
     [
         ("number", "<u8"),
@@ -55,7 +54,7 @@ _SCALAR_ROW = np.dtype(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """The area from the least to the greatest value of each stretch of steps."""
+    """The area between the least and the greatest value of each stretch of steps."""
 
     steps: Numbers
     low: Numbers
@@ -72,7 +71,7 @@ class Curve:
         values: Mean of each stretch; NaN in a gap, and where no value is finite.
         nonfinite: Steps with a value that is infinite or NaN.
         band: The least and greatest values, if some value is the mean of several different ones.
-        own_scale: Whether `steps` count something other than optimizer steps, such as epochs.
+        own_scale: Whether `steps` counts something other than optimizer steps, such as epochs.
     """
 
     steps: Numbers
@@ -93,14 +92,14 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """When steps were made: one entry for each recorded stretch of steps, in the order of time.
+    """When steps were made: one entry for each recorded stretch of steps, in time order.
 
     Args:
         unix_seconds: When the stretch was recorded.
         steps: The number of its first step.
         counts: How many of its steps have a duration.
-        seconds: How long these took; the same as `counts` where a process was only observed, since
-            only the proportion of the stretches matters there.
+        seconds: How long these steps took. For a process that was only observed, this equals
+            `counts`, because only the proportions between stretches are used.
     """
 
     unix_seconds: Numbers
@@ -135,22 +134,22 @@ def rows_of_ring(path: Path) -> Rows:
 
 
 def thinned(history: Rows, ring: Rows, most: int = MOST_POINTS) -> Rows:
-    """Return at most `most` rows to draw: half of them from the ring, half from what came before.
+    """Return at most `most` rows to draw: half from the ring, half from the history before it.
 
     Args:
-        history: Rows of steps that the ring does not hold any more.
+        history: Rows of steps that were overwritten in the ring.
         ring: Rows of the newest steps.
-        most: Number of rows.
+        most: The maximum number of rows.
     """
     return np.concatenate([at_most(history, most // 2), at_most(ring, most // 2, finest=2)])
 
 
 def curves_of_steps(rows: Rows) -> dict[str, Curve]:
-    """Return the curves of a process by name; a number that was never recorded has none."""
+    """Return the curves of a process by name, without those that were never recorded."""
     curves = {}
-    for name, place in _PLACE.items():
+    for name, index in _INDEX_OF.items():
         if name != "wait_seconds":
-            curves[name] = _curve(_stretches_of(rows, place))
+            curves[name] = _curve(_stretches_of(rows, index))
     curves["wait_share"] = _curve(_wait_shares(rows))
     return {name: curve for name, curve in curves.items() if curve is not None}
 
@@ -164,7 +163,7 @@ def curves_of_scalars(
         scalars: The values, oldest first.
         times: When the same process made its steps, to tell whether the steps of a scalar are
             optimizer steps.
-        most: As in `thinned`; a curve gets half of it, as there is no history of scalars.
+        most: As in `thinned`; curves get half of it, because scalars have no history.
 
     Returns:
         Curves by name, each name prefixed by `LOGGED`.
@@ -184,7 +183,7 @@ def curves_of_scalars(
 
 
 def _counts_optimizer_steps(scalar: Scalar, times: StepTimes) -> bool:
-    """Return whether the step of a scalar is about the step that training had reached then."""
+    """Return whether a scalar's step is close to the step that training had reached by then."""
     if len(times) == 0:
         return True
     trained = np.interp(scalar.unix_seconds, times.unix_seconds, times.steps)
@@ -192,7 +191,7 @@ def _counts_optimizer_steps(scalar: Scalar, times: StepTimes) -> bool:
 
 
 def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
-    """Return one row for each value of one name."""
+    """Return the values logged under one name as rows."""
     values = np.array([scalar.value for scalar in scalars], np.float64)
     finite = np.isfinite(values)
     rows = np.zeros(len(values), _SCALAR_ROW)
@@ -213,8 +212,7 @@ class _Stretches:
 
     Args:
         steps: First step of each stretch.
-        finite: How many values are finite; `mean`, `low` and `high` mean something where there is
-            at least one.
+        finite: How many values are finite; where it is 0, `mean`, `low` and `high` are undefined.
         odd: How many values are infinite or NaN.
         mean: Mean of the finite values.
         low: The least of them.
@@ -229,12 +227,12 @@ class _Stretches:
     high: Numbers
 
 
-def _stretches_of(rows: Rows, place: int | None = None) -> _Stretches:
-    """Return the number at a place of `NAMES`, or the only number if rows have one (None)."""
+def _stretches_of(rows: Rows, index: int | None = None) -> _Stretches:
+    """Return one number of the rows: the one at this index in `NAMES`, or the only one (None)."""
 
     def column(name: str) -> NDArray[Any]:
         values: NDArray[Any] = rows[name]
-        return values if place is None else values[:, place]
+        return values if index is None else values[:, index]
 
     return _Stretches(
         steps=rows["step"].astype(np.float64),
@@ -247,11 +245,11 @@ def _stretches_of(rows: Rows, place: int | None = None) -> _Stretches:
 
 
 def _wait_shares(rows: Rows) -> _Stretches:
-    """Return which share of the time of each stretch was spent waiting for the loader."""
+    """Return the share of each stretch's time that was spent waiting for the loader."""
     totals = rows["mean"] * rows["finite"]
-    seconds = totals[:, _PLACE["seconds"]]
-    wait_seconds = totals[:, _PLACE["wait_seconds"]]
-    is_known = (seconds > 0) & (rows["finite"][:, _PLACE["wait_seconds"]] > 0)
+    seconds = totals[:, _INDEX_OF["seconds"]]
+    wait_seconds = totals[:, _INDEX_OF["wait_seconds"]]
+    is_known = (seconds > 0) & (rows["finite"][:, _INDEX_OF["wait_seconds"]] > 0)
     share = np.clip(wait_seconds / np.where(is_known, seconds, 1.0), 0.0, 1.0)
     return _Stretches(
         steps=rows["step"].astype(np.float64),
@@ -266,8 +264,8 @@ def _wait_shares(rows: Rows) -> _Stretches:
 def _curve(stretches: _Stretches) -> Curve | None:
     """Return the curve of a number, or None if it was never recorded."""
     has_finite = stretches.finite > 0
-    has_odd = stretches.odd > 0
-    is_recorded = has_finite | has_odd
+    has_nonfinite = stretches.odd > 0
+    is_recorded = has_finite | has_nonfinite
     if not is_recorded.any():
         return None
 
@@ -285,6 +283,6 @@ def _curve(stretches: _Stretches) -> Curve | None:
     return Curve(
         steps=np.insert(steps, returns, np.nan),
         values=np.insert(values, returns, np.nan),
-        nonfinite=stretches.steps[has_odd],
+        nonfinite=stretches.steps[has_nonfinite],
         band=band,
     )

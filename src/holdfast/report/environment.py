@@ -1,6 +1,6 @@
 """What a run was started with: machine, versions, code, policy and hyperparameters, as text.
 
-Nothing is found out here: the supervisor, each process and each guard wrote it down at their start.
+All of it was recorded by the supervisor, the processes and the guards when they started.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Environment = Mapping[str, Mapping[str, str]]
 COMMAND = "command"
 _MACHINE = ("hostname", "cpus", "memory_bytes", "gpus", "gpu_driver", "python")
 _POLICY_PREFIX = "policy."
-# Settings that people did not choose, or that are shown elsewhere: the policy, private values, and
-# the rates that schedulers keep for themselves.
+# Settings that are not hyperparameters: the policy (shown elsewhere), private values, and learning
+# rates that schedulers keep for internal use.
 _NO_HYPERPARAMETER = re.compile(r"^policy\.|\._|\.(initial_lr|base_lrs)$")
 # An optimizer may have many parameter groups, each with settings of its own.
 _MOST_ROWS = 200
@@ -79,8 +79,8 @@ def _hyperparameters(run: RunSnapshot) -> dict[str, Any]:
 def _rate_as_set(run: RunSnapshot, name: str, first_rate: float) -> object:
     """Return a learning rate as the script set it.
 
-    Only the rate of the first step was recorded, which may be that of a warm-up. The scheduler's
-    ``initial_lr`` is right; without one the largest rate comes nearest.
+    Only the first step's rate was recorded, which may belong to a warm-up. The scheduler's
+    ``initial_lr`` is exact; without one, the largest recorded rate is the best estimate.
     """
     initial_rate = run.settings.get(f"{name.removesuffix('lr')}initial_lr")
     if initial_rate:

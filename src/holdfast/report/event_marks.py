@@ -10,8 +10,7 @@ from holdfast.report.plotly_values import Figure, label
 from holdfast.report.severity import severity
 from holdfast.report.sources import RecordedEvent
 
-# Colour and symbol of each kind of mark, the same in both themes. The worst is drawn last, above
-# the others.
+# Colour and symbol of each kind of mark, in both themes. The most severe is drawn last, on top.
 _STYLES = {
     "info": ("#8c8c8c", "circle"),
     "resumed": ("#4e8fd0", "triangle-right"),
@@ -23,7 +22,7 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """An event and its place on a figure: coordinates are numbers, dates or names of rows."""
+    """An event and its position in a figure; coordinates are numbers, dates or row names."""
 
     recorded: RecordedEvent
     x: str | float
@@ -34,8 +33,8 @@ def mark_traces(marks: Iterable[Mark], **options: Any) -> list[Figure]:
     """Return marks as traces.
 
     Args:
-        marks: Events and their places.
-        **options: Further attributes of each trace.
+        marks: Events and their positions.
+        **options: Additional attributes of each trace.
     """
     by_style: dict[str, list[Mark]] = {style: [] for style in _STYLES}
     for mark in marks:

@@ -1,4 +1,4 @@
-"""From a run directory to one `RunSnapshot` of everything that was recorded, for the page.
+"""Gather everything that a run recorded into one `RunSnapshot`, for the page.
 
 Gathering tolerates damage: a damaged, missing or unreadable file adds a sentence to
 `RunSnapshot.problems`, and everything else is still shown. It is also bounded: events are limited
@@ -37,13 +37,13 @@ from holdfast.report.run_snapshot import (
 from holdfast.report.sources import RecordedEvent, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
-# Of a kind that is more frequent, half as many of the first and of the last events are shown.
+# If there are more events of a kind, only the first half and the last half of this many are shown.
 _MOST_EVENTS_OF_A_KIND = 100
 _MOST_KINDS = 100
 
 
 def gather(run: Path) -> RunSnapshot:
-    """Return everything that is known of a run, unfinished or damaged as it may be.
+    """Return everything that is known about a run, even if it is unfinished or damaged.
 
     Args:
         run: A run directory of `holdfast run` or of a guard.
@@ -89,9 +89,9 @@ def gather(run: Path) -> RunSnapshot:
 
 
 def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], list[Source]]:
-    """Return the events of a run by time, and the guards that recorded some of them.
+    """Return the events of a run in time order, and its guards.
 
-    A guard may have a run directory of its own, which events of its process name.
+    A guard may use a separate run directory, which its process names in an event.
     """
     follower = RunFollower(run, steps=False)
     events = [
@@ -106,7 +106,7 @@ def _read_events(run: Path, problems: Problems) -> tuple[list[RecordedEvent], li
 
 
 def _lanes_of_processes(observed: Sequence[Source], reader: LaneReader) -> dict[Path, list[Lane]]:
-    """Return the lanes of each process by its directory; that of the process itself is first."""
+    """Return the lanes of each process by directory; the process's own lane comes first."""
     most_points = points_per_lane(len(observed))
     return {source.directory: reader.lanes_of(source, most_points) for source in observed}
 
@@ -114,14 +114,14 @@ def _lanes_of_processes(observed: Sequence[Source], reader: LaneReader) -> dict[
 def _all_lanes(
     lanes_of_processes: Iterable[Sequence[Lane]], guards: Sequence[Source], reader: LaneReader
 ) -> list[Lane]:
-    """Return the lanes of processes, then those of guards that say more than these."""
+    """Return the lanes of processes, then lanes of guards with anything beyond them."""
     of_processes = [lane for lanes in lanes_of_processes for lane in lanes]
     of_guards = [lane for guard in guards for lane in reader.lanes_of(guard)]
     return [*of_processes, *without_observed_curves(of_guards, of_processes)]
 
 
 def _newest_lanes(lanes: Sequence[Lane], problems: Problems) -> Sequence[Lane]:
-    """Return as many lanes as are drawn."""
+    """Return the lanes to draw: the newest `MOST_LANES`."""
     if len(lanes) > MOST_LANES:
         problems.add(
             f"only the curves of the newest {MOST_LANES} of {len(lanes)} training processes are"
@@ -143,9 +143,9 @@ def _process(
 
     Args:
         source: The process.
-        lanes: Its steps; the lane of the process itself is the first.
-        newest_events: Unix time of the newest event, by the label of the source.
-        problems: Gets a sentence if its board cannot be read.
+        lanes: Its lanes; its own lane is the first.
+        newest_events: Unix time of the newest event, by source label.
+        problems: Receives a sentence if its board cannot be read.
     """
     assert source.info is not None
     lane = lanes[0] if lanes else None
@@ -165,10 +165,11 @@ def _process(
 def _ended_with_their_attempts(
     processes: Sequence[ProcessSnapshot], events: Sequence[RecordedEvent]
 ) -> Iterator[ProcessSnapshot]:
-    """Yield processes; trainers that exited normally end with their attempt.
+    """Yield the processes, with trainers that exited normally ending together with their attempt.
 
-    Nobody records when a process ends. What it recorded last is too early if all trainers of an
-    attempt exited normally, since the interpreter takes time to exit.
+    The end of a process is not recorded, and its last record is too early, because the interpreter
+    takes time to exit. So if all trainers of an attempt exited normally, the end of the attempt is
+    used instead.
     """
     ends = {
         str(recorded.event.data.get("attempt")): recorded.event.unix_seconds
@@ -192,11 +193,11 @@ def _attempt(process: ProcessSnapshot) -> str:
     return "" if process.info is None else str(process.info.attempt)
 
 
-# --- what it was started with
+# --- how it was started
 
 
 def _first_start(sources: Sequence[Source]) -> dict[str, Any]:
-    """Return what was recorded at the start of the first source that recorded its start."""
+    """Return the start record of the first source that has one."""
     for source in sources:
         start = read_json(source.directory / START_FILE)
         if start:
@@ -205,7 +206,7 @@ def _first_start(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def _settings(sources: Sequence[Source]) -> dict[str, Any]:
-    """Return the settings of all sources; of two with the same name the later one counts."""
+    """Return the settings of all sources; later sources override earlier ones."""
     settings: dict[str, Any] = {}
     for source in sources:
         settings |= read_json(source.directory / SETTINGS_FILE)
@@ -217,7 +218,7 @@ def _newest_attempt(
 ) -> int:
     """Return the number of the newest attempt; the first is 0.
 
-    Without a supervisor, the attempts of a guard are counted by the times that it has resumed.
+    Without a supervisor, the resumes of a guard are counted instead.
     """
     if is_supervised:
         return max((source.attempt for source in sources), default=0)
@@ -233,7 +234,8 @@ def _limit_events(
 ) -> tuple[list[RecordedEvent], dict[str, int]]:
     """Return the first and last events of each kind, and how many are left out by kind.
 
-    So a frequent kind does not hide a rare one. If there are too many kinds, the rarest are shown.
+    That way, frequent kinds do not crowd out rare ones. If there are too many kinds, the rarest are
+    shown.
     """
     places_by_kind: dict[str, list[int]] = {}
     for place, recorded in enumerate(events):

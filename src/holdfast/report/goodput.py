@@ -1,7 +1,7 @@
-"""Goodput: what the time of a run was spent on, and which share of it made steps.
+"""Goodput: what a run's time was spent on, and which share of it went into useful steps.
 
-The time is that of one process of each attempt, whose board has the seconds in each phase. Where no
-process was observed, it is that of a guard, as far back as its recording reaches.
+The times come from one process of each attempt, whose board has the seconds spent in each phase. If
+no process was observed, they come from a guard, as far back as its recording reaches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from holdfast.recorder.progress import Phase
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
 
-# What the time in each phase counts as.
+# The use that the time in each phase counts towards.
 _USES = {
     Phase.FORWARD_BACKWARD: "steps",
     Phase.OPTIMIZER: "steps",
@@ -26,10 +26,10 @@ _USES = {
     Phase.FIRST_STEP: "start-up",
     Phase.ENDING: "ending",
 }
-# Every use of time, in the order in which they are shown, with its colour.
+# Every use of time with its colour, in display order.
 COLOURS = {
     "steps": "#45a95a",
-    "steps made again": "#e15759",
+    "repeated steps": "#e15759",
     "waiting for data": "#f28e2b",
     "validation": "#2aa8a8",
     "saves": "#4e8fd0",
@@ -39,18 +39,18 @@ COLOURS = {
     "down": "#8c3b3b",
     "between steps": "#8c8c8c",
 }
-# Events that a guard records while it works. Other events may come before the run is resumed.
+# Events that only a working guard records. Other events may precede the resume of a run.
 _SIGNS_OF_WORK = frozenset(
     {"resumed", "loop", "checkpoint_saved", "validated", "closed", "left_by_exception"}
 )
 
 
 def goodput(run: RunSnapshot) -> dict[str, float]:
-    """Return seconds by what they were spent on, "steps" first; empty if no step was recorded."""
+    """Return the seconds spent on each use, "steps" first; empty if no step was recorded."""
     seconds = _seconds_of_attempts(run)
     if not seconds["steps"]:
         return _goodput_of_guard(run)
-    seconds["steps"] -= seconds["steps made again"]
+    seconds["steps"] -= seconds["repeated steps"]
     return {use: spent for use, spent in seconds.items() if spent > 0}
 
 
@@ -59,13 +59,13 @@ def goodput(run: RunSnapshot) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ObservedAttempt:
-    """The time of an attempt, as one of its trainers has spent it.
+    """The time of an attempt, as spent by one of its trainers.
 
     Args:
         process: The trainer.
         launched: Unix time at which the attempt was started.
-        started: Unix time at which the trainer began to observe itself, when Python had started.
-        lasted_seconds: Time from then until it ended.
+        started: Unix time at which the trainer's observer started, once Python was up.
+        lasted_seconds: Time from `started` until the trainer ended.
     """
 
     process: ProcessSnapshot
@@ -79,10 +79,10 @@ class _ObservedAttempt:
         return self.started + self.lasted_seconds
 
     def seconds_by_phase(self) -> list[float]:
-        """Return the seconds in each phase, by the number of the phase.
+        """Return the seconds in each phase, indexed by phase number.
 
-        The phase in which the process ended has no end on its board. It gets the rest of the time,
-        so a hang counts as the phase in which it happened.
+        The board does not record the end of the last phase. That phase gets the remaining time, so
+        a hang counts towards the phase in which it happened.
         """
         seconds = list(self.process.spent)
         if self.process.phase is not None:
@@ -91,26 +91,26 @@ class _ObservedAttempt:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds in steps that have ended."""
+        """Return the seconds spent in completed steps."""
         spent = self.process.spent
         return spent[Phase.FORWARD_BACKWARD] + spent[Phase.OPTIMIZER]
 
 
 def _seconds_of_attempts(run: RunSnapshot) -> dict[str, float]:
-    """Return the seconds of all observed attempts by use; "steps" has all steps."""
+    """Return the seconds of all observed attempts by use; "steps" still includes repeated steps."""
     attempts = _observed_attempts(run)
     lanes = [item.process.lane for item in attempts.values() if item.process.lane is not None]
-    shares_made_again = _shares_made_again(run, lanes)
+    repeated_shares = _shares_repeated(run, lanes)
 
     seconds = dict.fromkeys(COLOURS, 0.0)
-    # If the first attempt was not observed, the run was down since it began.
+    # If the first attempt was not observed, count the run as down since its beginning.
     previous_end = None if 0 in attempts else run.began
     for attempt in attempts.values():
         by_phase = attempt.seconds_by_phase()
         for phase, use in _USES.items():
             seconds[use] += by_phase[phase]
-        share_made_again = shares_made_again.get(attempt.process.label, 0.0)
-        seconds["steps made again"] += attempt.step_seconds * share_made_again
+        repeated_share = repeated_shares.get(attempt.process.label, 0.0)
+        seconds["repeated steps"] += attempt.step_seconds * repeated_share
         seconds["start-up"] += attempt.started - attempt.launched
         if previous_end:
             seconds["down"] += max(0.0, attempt.launched - previous_end)
@@ -119,9 +119,9 @@ def _seconds_of_attempts(run: RunSnapshot) -> dict[str, float]:
 
 
 def _observed_attempts(run: RunSnapshot) -> dict[int, _ObservedAttempt]:
-    """Return the attempts that can be accounted for, by number, oldest first.
+    """Return the attempts with a known breakdown of time, by number, oldest first.
 
-    Of the trainers of an attempt the one with the lowest rank represents it.
+    Each attempt is represented by its trainer with the lowest rank.
     """
     trainers: dict[int, ProcessSnapshot] = {}
     for process in sorted(run.processes, key=_rank):
@@ -149,13 +149,13 @@ def _observed_attempt(run: RunSnapshot, number: int, process: ProcessSnapshot) -
         process=process,
         launched=started if launched is None else min(launched, started),
         started=started,
-        # Phases that took longer than the recorded end allows are believed.
+        # If the phases add up to more than that, they are trusted over the recorded end.
         lasted_seconds=max(ended - started, sum(process.spent)),
     )
 
 
 def _time_of(run: RunSnapshot, kind: str, attempt: int) -> float | None:
-    """Return the Unix time of the newest event of a kind that is about an attempt, or None."""
+    """Return the Unix time of the newest event of a kind for an attempt, or None."""
     times = [
         recorded.event.unix_seconds
         for recorded in run.events
@@ -168,7 +168,7 @@ def _time_of(run: RunSnapshot, kind: str, attempt: int) -> float | None:
 
 
 def _goodput_of_guard(run: RunSnapshot) -> dict[str, float]:
-    """Return the seconds by use of a guard, which knows its steps and when the run was resumed."""
+    """Return the seconds by use from a guard's record of its steps and resumes."""
     lane = _lane_of_guard(run)
     if lane is None:
         return {}
@@ -180,20 +180,20 @@ def _goodput_of_guard(run: RunSnapshot) -> dict[str, float]:
         if recorded.event.data.get("how") == "finished"
     }
     idle_seconds = sum(resumed - last_sign for last_sign, resumed in gaps)
-    # A run that has finished is not down until it is started again.
+    # After finishing, a run is idle rather than down until it is started again.
     down_seconds = sum(
         resumed - last_sign for last_sign, resumed in gaps if last_sign not in finished
     )
     step_seconds = float(lane.times.seconds.sum())
     working_seconds = max(signs[-1] - signs[0] - idle_seconds, step_seconds)
-    again_seconds = step_seconds * _shares_made_again(run, [lane])[lane.label]
+    repeated_seconds = step_seconds * _shares_repeated(run, [lane])[lane.label]
     others = {
-        "steps made again": again_seconds,
+        "repeated steps": repeated_seconds,
         "between steps": working_seconds - step_seconds,
         "down": down_seconds,
     }
     return {
-        "steps": step_seconds - again_seconds,
+        "steps": step_seconds - repeated_seconds,
         **{use: seconds for use, seconds in others.items() if seconds > 0},
     }
 
@@ -207,7 +207,7 @@ def _lane_of_guard(run: RunSnapshot) -> Lane | None:
 
 
 def breaks(run: RunSnapshot, lane: Lane) -> list[tuple[float, float]]:
-    """Return when a guard's run was not trained, as pairs of Unix times.
+    """Return the breaks between a guard's processes, as pairs of Unix times.
 
     A break lasts from the last sign of one process until the next process has resumed the run.
     """
@@ -230,29 +230,29 @@ def _signs_of_work(run: RunSnapshot, lane: Lane) -> list[float]:
     return sorted(times)
 
 
-# --- steps that were made again
+# --- repeated steps
 
 
-def _shares_made_again(run: RunSnapshot, lanes: Sequence[Lane]) -> dict[str, float]:
-    """Return which share of the time of their steps lanes spent on steps that were made before.
+def _shares_repeated(run: RunSnapshot, lanes: Sequence[Lane]) -> dict[str, float]:
+    """Return the share of step time that each lane spent on repeating earlier steps.
 
     Args:
         run: The run.
         lanes: One lane for each attempt, oldest first.
 
     Returns:
-        Shares by the label of the lane.
+        Shares by lane label.
     """
-    returns = sorted(
+    rewinds = sorted(
         recorded.event.unix_seconds
         for recorded in run.events
         if recorded.event.kind in ("resumed", "rolled_back")
     )
-    progress = _Progress(returns, has_guard=bool(run.guards))
+    progress = _Progress(rewinds, has_guard=bool(run.guards))
     shares = {}
     for lane in lanes:
         progress.begin_lane()
-        again_seconds = 0.0
+        repeated_seconds = 0.0
         all_seconds = 0.0
         times = lane.times
         for time, step, count, seconds in zip(
@@ -262,52 +262,53 @@ def _shares_made_again(run: RunSnapshot, lanes: Sequence[Lane]) -> dict[str, flo
             times.seconds.tolist(),
             strict=True,
         ):
-            again_seconds += seconds * progress.add(time, step, max(count, 1.0))
+            repeated_seconds += seconds * progress.add(time, step, max(count, 1.0))
             all_seconds += seconds
-        shares[lane.label] = again_seconds / all_seconds if all_seconds else 0.0
+        shares[lane.label] = repeated_seconds / all_seconds if all_seconds else 0.0
     return shares
 
 
 class _Progress:
-    """How far a run had come, to tell which of its steps are made again.
+    """Tracks how far a run has got, to tell which of its steps are repeated.
 
     Args:
-        returns: Unix times, in order, of events after which the run may be at an earlier step.
-        has_guard: Whether a guard counts the steps over all attempts.
+        rewinds: Unix times, in order, of resumes and rollbacks, after which the run may be at an
+            earlier step.
+        has_guard: Whether a guard numbers the steps across all attempts.
     """
 
-    def __init__(self, returns: Sequence[float], *, has_guard: bool) -> None:
-        self._returns = returns
+    def __init__(self, rewinds: Sequence[float], *, has_guard: bool) -> None:
+        self._rewinds = rewinds
         self._has_guard = has_guard
-        # The last step that was ever made, and the same at the newest return.
+        # The highest step reached so far, and the highest one before the newest rewind.
         self._reached = 0.0
-        self._reached_before_return = 0.0
+        self._reached_before_rewind = 0.0
         self._last_step = 0.0
-        # How many returns have happened; None at the beginning of a lane, which is a return too.
-        self._returns_so_far: int | None = None
+        # How many rewinds have happened; None at the beginning of a lane, which counts as a rewind.
+        self._rewinds_so_far: int | None = None
 
     def begin_lane(self) -> None:
-        """Go on with the steps of the next attempt."""
-        self._returns_so_far = None
+        """Start with the steps of the next attempt."""
+        self._rewinds_so_far = None
 
     def add(self, time: float, step: float, count: float) -> float:
-        """Add a stretch of steps, and return which share of it was made before.
+        """Add a stretch of steps, and return which share of it repeats earlier steps.
 
         Args:
             time: Unix time of the stretch.
             step: Its first step.
             count: Its number of steps.
         """
-        returns_so_far = bisect_right(self._returns, time)
-        has_returned = self._returns_so_far is None or returns_so_far > self._returns_so_far
-        if has_returned or step < self._last_step:
-            # Without a guard, a script that starts again at step 1 may have loaded its own
-            # checkpoint and count its steps from there.
+        rewinds_so_far = bisect_right(self._rewinds, time)
+        was_rewound = self._rewinds_so_far is None or rewinds_so_far > self._rewinds_so_far
+        if was_rewound or step < self._last_step:
+            # Without a guard, a script that restarts at step 1 may have loaded its own checkpoint
+            # and be counting steps from there.
             if step <= 1 and not self._has_guard:
                 self._reached = 0.0
-            self._reached_before_return = self._reached
-        self._returns_so_far = returns_so_far
+            self._reached_before_rewind = self._reached
+        self._rewinds_so_far = rewinds_so_far
         self._last_step = step
         self._reached = max(self._reached, step + count - 1)
-        made_before = self._reached_before_return - step + 1
-        return min(max(made_before / count, 0.0), 1.0)
+        repeated_steps = self._reached_before_rewind - step + 1
+        return min(max(repeated_steps / count, 0.0), 1.0)

@@ -1,8 +1,8 @@
-"""The images of a run for its page: of each tag the newest and a few earlier ones.
+"""Read the images of a run for its page: the newest and a few earlier ones of each tag.
 
-Only regular files that are complete PNG files are embedded, whatever else lies in the folders; each
-file that is left out adds a sentence to the problems of the page. Images are not decoded here, so
-Pillow is not needed to read them. They are written by ``guard.images``.
+Only complete PNG files are embedded, whatever else is in the folders; every file that is left out
+adds a sentence to the page's problems. Images are not decoded here, so Pillow is not needed. They
+are written by ``guard.images``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from holdfast.core.text import sanitise
 from holdfast.guard.images import IMAGES_FOLDER, LONGEST_SIDE, MOST_FILE_BYTES, MOST_TAGS
 
 _SHOWN_OF_A_TAG = 5
-# Entries of a folder that are looked at; a guard writes at most 16 into each.
+# At most this many folder entries are examined; a guard writes at most 16 into each.
 _MOST_FILES = 1000
 # For scale: plotly's own script takes 4.5 MiB of a page.
 _MOST_BYTES_IN_ALL = 16 << 20
-# A file name with more digits is no step: it would not fit into 64 bits.
+# A file name with more digits is not a step: it would not fit into 64 bits.
 _MOST_DIGITS = 18
 
 # A PNG file begins with this signature and the chunk IHDR, whose first fields are width and height,
@@ -47,8 +47,8 @@ class PageImage:
 class _Candidate:
     """An image file that may be shown.
 
-    Candidates sort in the order in which they are read, by the place within their tag first: the
-    newest image of every tag comes before the second of any.
+    Candidates sort by their place within the tag first, so that the newest image of every tag is
+    read before the second of any.
     """
 
     place: int
@@ -58,11 +58,11 @@ class _Candidate:
 
 
 def read_images(runs: Iterable[Path], problems: list[str]) -> list[PageImage]:
-    """Return the images to show, by tag and then from the newest step to the oldest.
+    """Return the images to show, by tag, the newest step first.
 
     Args:
         runs: Run directories of guards.
-        problems: Gets a sentence about each file that is left out.
+        problems: Receives a sentence about each file that is left out.
     """
     images: list[PageImage] = []
     size = 0
@@ -94,7 +94,7 @@ def png_size(data: bytes) -> tuple[int, int]:
     """Return the width and height of a PNG file in pixels, without decoding it.
 
     Raises:
-        ValueError: If it is larger than a guard writes them, or not a complete PNG file.
+        ValueError: If it is larger than any image of a guard, or not a complete PNG file.
     """
     if len(data) > MOST_FILE_BYTES:
         raise ValueError(
@@ -113,7 +113,7 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 
 def _candidates(runs: Iterable[Path], problems: list[str]) -> Iterator[_Candidate]:
-    """Yield the image files that are worth showing; nothing is read yet."""
+    """Yield the image files that may be shown, without reading them."""
     runs_with_images = [run for run in runs if (run / IMAGES_FOLDER).is_dir()]
     for run in runs_with_images:
         try:
@@ -130,7 +130,7 @@ def _candidates(runs: Iterable[Path], problems: list[str]) -> Iterator[_Candidat
 
 
 def _tag_folders(folder: Path) -> list[Path]:
-    """Return the folders of the first tags by name; links are not followed."""
+    """Return the folders of the first tags in alphabetical order; links are not followed."""
     entries = islice(folder.iterdir(), _MOST_FILES)
     folders = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
     return sorted(folders)[:MOST_TAGS]
@@ -148,7 +148,7 @@ def _image_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _spread(files: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Return the first, the last, and a few evenly spread files between them."""
+    """Return the first, the last, and a few evenly spaced files between them."""
     if len(files) <= _SHOWN_OF_A_TAG:
         return files
     distance = (len(files) - 1) / (_SHOWN_OF_A_TAG - 1)

@@ -1,6 +1,6 @@
-"""From rings of steps and scalars to lanes: what each process and guard trained, with its curves.
+"""Turn rings of steps and scalars into lanes: the steps and curves of each process and guard.
 
-Curves are thinned one process after the other, so that a run of many processes fits into memory.
+Curves are thinned one process at a time, so that a run of many processes fits into memory.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from holdfast.report.sources import RecordedEvent, Source
 MOST_LANES = 48
 _MOST_POINTS_IN_ALL = MOST_LANES * MOST_POINTS // 2
 _FEWEST_POINTS = 200
-# A third of a year. A step that claims to have taken longer is damage.
+# A third of a year. A longer step duration can only be damage.
 _LONGEST_STEP_SECONDS = 1e7
 _SECONDS = NAMES.index("seconds")
 
 
 class LaneReader:
-    """Read the lanes of sources.
+    """Builds the lanes of sources.
 
     Args:
-        problems: Gets a sentence about what cannot be read or is not recorded any more.
-        validated: Results of validations by the label of their source; they are drawn like numbers
-            that the script logged.
+        problems: Receives a sentence about anything that cannot be read or was overwritten.
+        validated: Validation results by source label; they are drawn like values that the script
+            logged.
     """
 
     def __init__(self, problems: Problems, validated: Mapping[str, Sequence[Scalar]]) -> None:
@@ -54,14 +54,14 @@ class LaneReader:
         self._validated = validated
 
     def lanes_of(self, source: Source, most_points: int = MOST_POINTS) -> list[Lane]:
-        """Return the lane of a source, and one for each of its optimizers if there are several.
+        """Return the lane of a source, plus one per optimizer if it has several.
 
         Args:
             source: A process or a guard.
-            most_points: Number of points of a curve, at most.
+            most_points: The maximum number of points per curve.
 
         Returns:
-            The lane of the source itself first; nothing if nothing was recorded.
+            The lane of the source itself comes first. Empty if nothing was recorded.
         """
         path = source.steps_path
         ring = self._problems.read(rows_of_ring, path)
@@ -96,7 +96,7 @@ class LaneReader:
         return [lane, *lanes_of_optimizers]
 
     def _lanes_without_steps(self, source: Source, most_points: int) -> list[Lane]:
-        """Return the lane of a source that has logged numbers, or validated, but made no step."""
+        """Return the lane of a source that logged or validated something but made no step."""
         curves = self._logged_curves(source, StepTimes.none(), most_points)
         if not curves:
             return []
@@ -110,7 +110,7 @@ class LaneReader:
     def _logged_curves(
         self, source: Source, times: StepTimes, most_points: int
     ) -> dict[str, Curve]:
-        """Return the curves of what the script logged, and of the results of validations."""
+        """Return the curves of logged values and of validation results."""
         records = self._problems.read(read_ring, source.directory / SCALARS_FILE) or []
         logged = scalars_of(records)
         if logged and records[0].sequence > 1:
@@ -131,15 +131,15 @@ class LaneReader:
 
 
 def points_per_lane(processes: int) -> int:
-    """Return how many points a curve may have, given the number of processes with curves."""
+    """Return how many points each curve may have, given the number of processes with curves."""
     share = _MOST_POINTS_IN_ALL // max(processes, 1)
     return max(_FEWEST_POINTS, min(MOST_POINTS, share))
 
 
 def without_observed_curves(lanes: Sequence[Lane], observed: Sequence[Lane]) -> list[Lane]:
-    """Return the lanes of guards without the curves that observed processes have recorded too.
+    """Return guard lanes without the curves that observed processes recorded as well.
 
-    What a script has logged itself lies in one place only, so it is never recorded twice.
+    Values that the script logged are kept, because they are never recorded twice.
     """
     names = {name for lane in observed for name in lane.curves if not name.startswith(LOGGED)}
     reduced = []
@@ -151,7 +151,7 @@ def without_observed_curves(lanes: Sequence[Lane], observed: Sequence[Lane]) -> 
 
 
 def validations(events: Sequence[RecordedEvent]) -> dict[str, list[Scalar]]:
-    """Return the results of validations by the label of their source, as if they were logged."""
+    """Return validation results by source label, in the form of logged scalars."""
     by_source: dict[str, list[Scalar]] = {}
     for recorded in events:
         event = recorded.event
@@ -170,11 +170,11 @@ def validations(events: Sequence[RecordedEvent]) -> dict[str, list[Scalar]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RecordedSteps:
-    """Rows of ``recorder.history`` of all steps of a source.
+    """All recorded steps of a source, as rows of ``recorder.history``.
 
     Args:
-        history: Rows of many steps each, which the ring does not hold any more.
-        ring: A row for each of the newest steps; there is at least one.
+        history: Older rows, each covering many steps that were overwritten in the ring.
+        ring: One row for each of the newest steps; at least one.
     """
 
     history: Rows
@@ -189,7 +189,7 @@ class _RecordedSteps:
         return ended - seconds if 0 <= seconds < _LONGEST_STEP_SECONDS else ended
 
     def times(self, *, is_guard: bool) -> StepTimes:
-        """Return when the steps were made; see `StepTimes` about their seconds."""
+        """Return when the steps were made; `StepTimes` explains the difference for guards."""
         rows = np.concatenate([self.history, self.ring])
         counts = rows["finite"][:, _SECONDS].astype(np.float64)
         mean_seconds = rows["mean"][:, _SECONDS].astype(np.float64)
@@ -212,9 +212,9 @@ def _history_before(ring: Rows, path: Path) -> Rows:
 def _curves_by_optimizer(
     rows: Rows, optimizers: Sequence[str]
 ) -> tuple[dict[str, Curve], dict[str, dict[str, Curve]]]:
-    """Return the curves of a source, and those of each optimizer if there are several.
+    """Return the curves of a source, and those of each optimizer if it has several.
 
-    A curve that means nothing for several optimizers together is only among those of each.
+    Curves that must not be mixed across optimizers are only in the second group.
     """
     curves = curves_of_steps(rows)
     if len(optimizers) < 2:

@@ -1,7 +1,7 @@
 """The live view: a snapshot of a run, drawn in a terminal with Rich.
 
-Each text that a run chose is sanitised and put in as `Text`, never as markup, so that it cannot
-colour, link, clear or move anything.
+All text from a run is sanitised and inserted as `Text`, never as markup, so it cannot change
+colours, add links, clear the screen or move the cursor.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from holdfast.report.watching import Runs, Watched
 # One run, or several.
 Snapshots: TypeAlias = RunSnapshot | tuple[RunSnapshot, ...]
 
-# What keys switch between: "all" has a few rows of everything, the others all rows of one thing.
+# The panels that keys switch between: "all" shows a few rows of each kind, the others all rows of
+# one.
 PANELS = ("all", "processes", "training", "events")
 REFRESH_SECONDS = 0.5
 
-# Rows of each table, so that everything fits on a screen.
+# The maximum number of rows of each table, so that everything fits on a screen.
 _MOST_PROCESSES = 16
 _MOST_EVENTS = 8
 _MOST_SCALARS = 6
 _MOST_PROBLEMS = 3
-# From this many columns on there is room for long curves.
+# A terminal with at least this many columns has room for long curves.
 _WIDE = 110
 _LONG_CURVE = 30
 _SHORT_CURVE = 10
@@ -88,12 +89,12 @@ def _have_ended(snapshots: Snapshots) -> bool:
 
 
 def draw(snapshots: Snapshots, width: int, panel: str = "") -> RenderableType:
-    """Return a picture of one run, or a table of several, for a terminal.
+    """Return the view of one run, or a table of several runs, for a terminal.
 
     Args:
         snapshots: What to draw.
         width: Columns of the terminal.
-        panel: One of `PANELS`; empty for a picture that is printed once, without a hint about keys.
+        panel: One of `PANELS`; empty for a view that is printed once, without a hint about keys.
     """
     if isinstance(snapshots, tuple):
         return _table(snapshots, _RUN_COLUMNS)
@@ -103,21 +104,21 @@ def draw(snapshots: Snapshots, width: int, panel: str = "") -> RenderableType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What is drawn: the run, the columns of the terminal, and the panel that was chosen."""
+    """What to draw: the run, the width of the terminal, and the selected panel."""
 
     run: RunSnapshot
     width: int
     panel: str
 
     def shows(self, panel: str) -> bool:
-        """Return whether the rows of a panel are shown, all of them or a few."""
+        """Return whether any rows of a panel are shown."""
         return self.panel in ("", "all", panel)
 
     @property
     def present_processes(self) -> Sequence[ProcessSnapshot]:
-        """Return the processes without helpers that have ended; all if nothing would be left.
+        """Return the processes without helpers that have ended; all of them if none would be left.
 
-        A run of many epochs has many loader workers that have ended.
+        A run of many epochs has many finished loader workers.
         """
         processes = self.run.processes
         present = [
@@ -135,7 +136,7 @@ class _View:
         return self.present_processes
 
 
-# --- sections of the picture of one run
+# --- sections of the view of one run
 
 
 def _head(view: _View) -> list[RenderableType]:
@@ -162,7 +163,7 @@ def _head(view: _View) -> list[RenderableType]:
 
 
 def _elapsed(run: RunSnapshot) -> str:
-    """Return how long a run has lasted, or lasted until its newest record if it has ended."""
+    """Return how long a run has been going or, if it has ended, how long it lasted."""
     if run.began is None:
         return ""
     if run.state == "ended" and run.newest is not None:
@@ -206,7 +207,7 @@ def _event_table(view: _View) -> list[RenderableType]:
     events = [recorded for recorded in view.run.events if recorded.event.kind != "verdict"]
     if not events or not view.shows("events"):
         return []
-    # In a panel of their own, of which the screen may cut the end, the newest come first.
+    # In their own panel, whose end the screen may cut off, the newest events come first.
     shown = events[::-1] if view.panel == "events" else events[-_MOST_EVENTS:]
     return [_table(shown, _EVENT_COLUMNS)]
 
@@ -263,7 +264,7 @@ class _Column(Generic[_Row]):
         title: Its head.
         cell: Returns the cell of a row.
         is_number: Whether its cells are aligned to the right.
-        takes_space: Whether it takes the space that other columns leave.
+        takes_space: Whether it takes the space left over by other columns.
     """
 
     title: str
@@ -327,7 +328,7 @@ def _size(size_bytes: int) -> Text:
 
 
 def _number(value: float | None, digits: int) -> Text:
-    """Return a number; empty if it was not read, and red if it is not finite."""
+    """Return a number as text; empty if it was not read, and red if it is not finite."""
     if value is None:
         return Text("")
     return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")
@@ -403,7 +404,7 @@ _RUN_COLUMNS: tuple[_Column[RunSnapshot], ...] = (
 def _training_columns(
     trained: Sequence[ProcessSnapshot], width: int
 ) -> list[_Column[ProcessSnapshot]]:
-    """Return the columns of the table of training; memory of a device only if there is one."""
+    """Return the columns of the training table; device memory only if a device is used."""
     curve_width = _LONG_CURVE if width >= _WIDE else _SHORT_CURVE
     columns: list[_Column[ProcessSnapshot]] = [
         _Column("process", _label, takes_space=True),

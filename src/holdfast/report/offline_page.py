@@ -1,9 +1,9 @@
-"""A page that opens offline: its text is escaped, and it runs nothing but its own two scripts.
+"""Pages that open offline: all text is escaped, and only their own two scripts can run.
 
 Pages are Jinja2 templates in ``templates``. All text is sanitised and escaped where it enters the
-page. Figures enter a script as JSON in which ``<``, ``>`` and ``&`` are written as escapes. The
-page's own Content-Security-Policy names the two scripts by their digests and loads nothing.
-``page.css`` and ``page.js`` are inserted as they are.
+page. Figures are embedded as JSON with ``<``, ``>`` and ``&`` escaped. The page's
+Content-Security-Policy allows the two scripts by their digests and loads nothing else. ``page.css``
+and ``page.js`` are inserted verbatim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.core.text import as_json_value, duration, moment, sanitise, size
 from holdfast.core.version import __version__
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# Characters that would end a script or a line of it, whatever JSON string they are in.
+# Characters that could end a script element or a line, even inside a JSON string.
 _ESCAPES_IN_SCRIPT = str.maketrans(
     {
         "<": "\\u003c",
@@ -45,16 +45,16 @@ def fill_page(
     Args:
         template: Name of a file in ``templates``.
         figures: Figures for plotly.js, by the id of the element in which each is drawn.
-        now: The time to write at the foot of the page; None for the present time.
-        **values: What the template names.
+        now: The time shown at the foot of the page; None for the current time.
+        **values: The variables of the template.
 
     Raises:
         PolicyError: H742 if plotly is not installed.
     """
     plotly = plotly_script()
     script = _read("page.js")
-    # Inserted without escaping: nothing that a run has recorded is in these texts, except in the
-    # figures, which `_json_for_script` has made harmless.
+    # Inserted without escaping: these texts contain nothing from the run except the figures, which
+    # `_json_for_script` has escaped.
     trusted = {
         "style": _read("page.css"),
         "figures_json": _json_for_script(figures),
@@ -95,12 +95,12 @@ def _environment() -> Environment:
 
 
 def _sanitised(value: object) -> object:
-    """Return what stands between ``{{`` and ``}}`` as harmless text; Jinja2 then escapes it."""
+    """Sanitise the value of a ``{{ expression }}``; Jinja2 then escapes it."""
     return value if isinstance(value, Markup) else sanitise(value)
 
 
 def as_html(value: object, most: int = 2000, *, lines: bool = False) -> Markup:
-    """Return text as HTML that does nothing; see `sanitise` for the arguments."""
+    """Return sanitised and escaped HTML; see `sanitise` for the arguments."""
     return escape(sanitise(value, most=most, lines=lines))
 
 
@@ -112,7 +112,7 @@ def _prose(value: str) -> Markup:
 
 
 def plotly_script() -> str:
-    """Return the source of plotly.js; H742 if plotly is not installed."""
+    """Return the source of plotly.js; raise H742 if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -125,13 +125,13 @@ def plotly_script() -> str:
             ),
             rule="H742",
         ) from error
-    # A browser reads CR LF and CR as LF, and computes the digest of what it has read.
+    # Browsers normalise CR LF and CR to LF before they compute the digest.
     script: str = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
     return script.replace("</script", "<\\/script")
 
 
 def _security_policy(*scripts: str) -> str:
-    """Return a Content-Security-Policy that runs these scripts only, and loads nothing."""
+    """Return a Content-Security-Policy that runs only these scripts and loads nothing."""
     digests = [
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
     ]
@@ -147,7 +147,7 @@ def _read(name: str) -> str:
 
 
 def _json_for_script(value: object) -> str:
-    """Return JSON that cannot end the script element in which it is written."""
+    """Return JSON that cannot terminate the script element that contains it."""
     text = json.dumps(
         as_json_value(value, depth=12), ensure_ascii=True, allow_nan=False, separators=(",", ":")
     )

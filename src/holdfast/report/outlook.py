@@ -1,4 +1,4 @@
-"""How far a run is: epoch, step, time left and throughput, from the events of a guard's loop."""
+"""How far along a run is: epoch, step, time left and throughput, from a guard's loop events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoopProgress:
     Args:
         since: Unix time at which the loop began.
         step: Optimizer steps of the run at the newest event.
-        epochs: Epochs that were over at the newest event.
+        epochs: Epochs completed at the newest event.
         max_epochs: Epochs after which the loop ends; None without such a limit.
         max_steps: Optimizer steps after which it ends; None without such a limit.
         epoch_steps: Optimizer steps of a whole epoch; 0 until one has ended.
@@ -57,7 +57,7 @@ class LoopProgress:
 
 
 def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress | None:
-    """Return the progress after an event, or the previous one if the event is about something else.
+    """Return the progress after an event; unchanged if the event is about something else.
 
     Args:
         event: Any event of a guard.
@@ -74,7 +74,7 @@ def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress |
     if event.kind == "epoch_ended":
         if previous is None:
             previous = LoopProgress(since=int(event.unix_seconds), step=event.global_step)
-        # A number that the event does not know is that of the epoch before.
+        # Numbers that the event lacks are carried over from the previous epoch.
         return replace(
             previous,
             step=event.global_step,
@@ -87,7 +87,7 @@ def loop_progress(event: Event, previous: LoopProgress | None) -> LoopProgress |
 
 
 def _count(event: Event, name: str) -> int | None:
-    """Return a fact of an event if it is a count; a damaged recording may hold anything."""
+    """Return a field of an event if it is a count, else None: recordings may be damaged."""
     value = event.data.get(name)
     return value if type(value) is int and value >= 0 else None
 
@@ -99,7 +99,7 @@ def _or_previous(count: int | None, previous: int) -> int:
 def describe_outlook(
     progress: LoopProgress, samples: Sequence[StepSample], *, now: float, ranks: int
 ) -> str:
-    """Return how far a loop is, as a sentence that names what is unknown.
+    """Return how far along a loop is, as a sentence that also names what is unknown.
 
     Args:
         progress: What the loop recorded about its length.
@@ -120,7 +120,7 @@ def describe_outlook(
 
 
 def _steps_per_second(samples: Sequence[StepSample], now: float) -> float:
-    """Return the rate by the clock: what a guard calls the duration of a step has no waiting."""
+    """Return the wall-clock rate; a guard's step durations exclude waiting for data."""
     if not samples:
         return 0.0
     seconds = now - samples[0].unix_seconds

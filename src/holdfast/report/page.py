@@ -1,6 +1,6 @@
-"""The page: one HTML file that opens offline and says why a run ended and how it went.
+"""The page of a run: one HTML file that opens offline and shows why the run ended and how it went.
 
-This module says what the page shows; how it looks is in ``templates/page.html``.
+This module decides what the page shows; ``templates/page.html`` decides how it looks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.report.run_snapshot import RunSnapshot
 from holdfast.report.sources import RecordedEvent
 from holdfast.report.verdicts import how_sure, tone
 
-# Of the sentence of an event in the table of events.
+# The maximum length of an event's sentence in the table of events.
 _MOST_CHARACTERS = 2000
 
 
@@ -31,8 +31,8 @@ def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
     """Return the page of a run.
 
     Args:
-        run: What was gathered of it.
-        now: The time to write at the foot of the page; None for the present time.
+        run: The gathered run.
+        now: The time shown at the foot of the page; None for the current time.
 
     Raises:
         PolicyError: H742 if plotly is not installed.
@@ -57,7 +57,7 @@ def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
 
 
 def key_figures(run: RunSnapshot) -> dict[str, str]:
-    """Return the figures at the head of the page, by their titles."""
+    """Return the key figures at the top of the page, by title."""
     times = _recorded_times(run)
     facts = {
         "steps": f"{max((lane.last_step for lane in run.lanes), default=0):,}",
@@ -65,7 +65,7 @@ def key_figures(run: RunSnapshot) -> dict[str, str]:
         "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
         "attempts": str(run.attempt + 1),
     }
-    # Only checkpoints of a guard are counted: those that a script saves itself are unknown.
+    # Only a guard's checkpoints are counted; those that the script saves itself are unknown.
     if run.guards or run.checkpoints:
         complete = [item for item in run.checkpoints if item.status == "complete"]
         facts["checkpoints"] = str(len(complete))
@@ -85,7 +85,7 @@ def key_figures(run: RunSnapshot) -> dict[str, str]:
 
 
 def _recorded_times(run: RunSnapshot) -> list[float]:
-    """Return the Unix times of everything that was recorded of a run."""
+    """Return the Unix times of everything that a run recorded."""
     times = [recorded.event.unix_seconds for recorded in run.events]
     for lane in run.lanes:
         times += [time for time in (lane.begun, lane.ended) if time]
@@ -95,7 +95,7 @@ def _recorded_times(run: RunSnapshot) -> list[float]:
 
 
 def _largest_value(run: RunSnapshot, name: str) -> float | None:
-    """Return the largest value on all curves of a name, or None if there is no such curve."""
+    """Return the largest value of all curves with a name, or None without such a curve."""
     curves = [lane.curves[name] for lane in run.lanes if name in lane.curves]
     if not curves:
         return None
@@ -117,10 +117,10 @@ def _throughput(run: RunSnapshot) -> dict[str, str]:
 
 
 def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
-    """Return the median of the steps per second, which leaves out validation and breaks."""
+    """Return the median of the steps per second, which ignores validation and breaks."""
     rates: list[Numbers] = [np.array([])]
     for times in times_of_attempts:
-        # After a rollback a step is made again; its first time counts.
+        # A rollback repeats steps; the first time of each step counts.
         steps, first = np.unique(times.steps, return_index=True)
         seconds = np.diff(times.unix_seconds[first])
         is_later = seconds > 0
@@ -130,12 +130,12 @@ def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
 
 
 def _samples_per_step(run: RunSnapshot) -> float | None:
-    """Return the samples of an optimizer step on all ranks, from the newest whole epoch.
+    """Return the samples per optimizer step over all ranks, from the newest complete epoch.
 
     None if no epoch was recorded from its beginning to its end.
     """
     epochs = [item.event.data for item in run.events if item.event.kind == "epoch_ended"]
-    # An epoch that began before a restart does not know its steps.
+    # The number of steps is missing for an epoch that began before a restart.
     whole_epochs = [epoch for epoch in epochs if epoch.get("steps")]
     if not whole_epochs:
         return None

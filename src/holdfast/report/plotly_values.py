@@ -1,7 +1,7 @@
-"""Texts, numbers and dates as plotly.js takes them.
+"""Convert texts, numbers and dates to what plotly.js accepts.
 
-Each text that enters a figure passes through `label`: plotly.js draws some HTML in texts, and a run
-may have any name.
+Every text in a figure passes through `label`, because plotly.js renders some HTML in texts and a
+run may have any name.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Figure = dict[str, Any]
 
 
 def label(value: object, most: int = 120) -> str:
-    """Return text that plotly.js draws as it is: without tags, entities and control characters.
+    """Return text that plotly.js renders literally, without tags, entities or control characters.
 
     Args:
         value: Any text.
-        most: Number of characters after which it is cut.
+        most: The maximum number of characters.
     """
     text = sanitise(value, most=most)
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def json_numbers(numbers: Numbers) -> list[float | int | None]:
-    """Return numbers with seven digits, about as many as float32 has; None where not finite."""
+    """Round numbers to seven digits, about the precision of float32; None if not finite."""
     return [_json_number(number) for number in numbers.tolist()]
 
 
@@ -42,5 +42,5 @@ def _json_number(number: float) -> float | int | None:
 
 
 def date(unix_seconds: float) -> str:
-    """Return a time in UTC with milliseconds, as an axis of dates takes it."""
+    """Return a time in UTC with milliseconds, in the format of plotly's date axes."""
     return moment(unix_seconds, "%Y-%m-%d %H:%M:%S.%f")[:-3]

@@ -1,4 +1,4 @@
-"""What could not be read of a run, as sentences for the foot of a page."""
+"""Collect the parts of a run that could not be read, as sentences for the foot of a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.core.text import sanitise
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-# What a damaged, missing or foreign file raises when it is read.
+# What reading a damaged, missing or foreign file may raise.
 READING_ERRORS = (HoldfastError, OSError, ValueError, KeyError, TypeError, struct.error)
 _MOST_CHARACTERS = 300
 
@@ -36,7 +36,7 @@ class Problems:
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> _Result | None:
-        """Return what a function reads; if it fails, note the reason and return None."""
+        """Call a reading function and return its result; if it fails, note why and return None."""
         try:
             return function(*args, **kwargs)
         except READING_ERRORS as error:
@@ -45,5 +45,5 @@ class Problems:
 
 
 def reason(error: Exception, most: int = _MOST_CHARACTERS) -> str:
-    """Return why something could not be read, as one harmless sentence."""
+    """Return why something could not be read, as one sanitised sentence."""
     return sanitise(error.what if isinstance(error, HoldfastError) else error, most=most)

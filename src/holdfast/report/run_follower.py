@@ -1,8 +1,8 @@
-"""Follow a run: what each process has recorded since the previous look.
+"""Follow a run: return what each process has recorded since the previous look.
 
-Processes and guards may appear at any time. Most process folders of a run of many epochs belong to
-loader workers that ended long ago; these are read to their end and then forgotten. What the records
-mean for a view is decided by ``gathering`` and ``watching``.
+Processes and guards may appear at any time. In a run of many epochs, most process folders belong to
+loader workers that ended long ago; these are read to their end and then dropped. ``gathering`` and
+``watching`` turn the records into views.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class News:
 
     Args:
         source: Who recorded it.
-        samples: Steps. Those that were overwritten before they were read are replaced by the means
-            of many. A guard alone knows loss, gradient norm and duration only.
-        events: Events with a sound time and step.
+        samples: Steps. Steps that were overwritten before they could be read are replaced by means
+            over many steps. A guard records only loss, gradient norm and duration.
+        events: Events with a valid time and step.
         scalars: Numbers that the script logged.
     """
 
@@ -67,26 +67,26 @@ class RunFollower:
         steps: Whether steps and scalars are read, or only events.
 
     Attributes:
-        sources: The sources at the latest look, without loader workers that have ended.
+        sources: The sources at the latest look, without finished loader workers.
         problems: What cannot be read, as a sentence for each path.
-        lost_steps: Which steps were overwritten before they were read, as a sentence for each
+        lost_steps: Which steps were overwritten before they could be read, as a sentence per
             directory.
     """
 
     def __init__(self, run: Path, *, steps: bool = True) -> None:
         self._run = run
         self._steps = steps
-        # Names of the folders of loader workers that have ended and were read to their end.
+        # Folder names of finished loader workers that were read to their end.
         self._finished_workers: set[str] = set()
         self._followers: dict[Path, _SourceFollower] = {}
-        # Guards that processes of the run have opened elsewhere, by the directory of the recording.
+        # Guards that the run's processes opened elsewhere, by recording directory.
         self._guards: dict[Path, Source] = {}
         self.sources: list[Source] = []
         self.problems: dict[str, str] = {}
         self.lost_steps: dict[str, str] = {}
 
     def new(self, *, hold_back: bool = True) -> list[News]:
-        """Return the news of every source that has some.
+        """Return the news of every source that has any.
 
         What cannot be read is described in `problems`.
 
@@ -97,9 +97,9 @@ class RunFollower:
         runs_here = ran_here(read_json(self._run / SUPERVISED_FILE))
         all_news: list[News] = []
         finished: set[Path] = set()
-        # The list grows while it is read, by the guards that events name.
+        # The list grows during the loop, because events may name further guards.
         for source in self.sources:
-            # Ask before reading: a worker that has ended by now writes nothing after that.
+            # Check this before reading: a worker that has already ended will write nothing more.
             if runs_here and _is_finished_worker(source):
                 finished.add(source.directory)
             news = self._read(source, hold_back=hold_back and source.directory not in finished)
@@ -121,13 +121,14 @@ class RunFollower:
             self.problems[str(self._run)] = sanitise(error, most=200)
 
     def _processes(self) -> list[tuple[Path, ProcessInfo]]:
-        """Return the folders of processes and what these say about themselves, oldest first.
+        """Return the process folders with each process's self-description, oldest first.
 
-        It is read again at each look, as it changes: a process becomes a trainer at its first step.
+        They are read again at every look, because they change: a process becomes a trainer at its
+        first step.
         """
         folder = self._run / PROCESSES_FOLDER
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        # The supervisor removes the folders of most workers.
+        # The supervisor removes the folders of most finished workers.
         self._finished_workers &= names
         processes = []
         for name in sorted(names - self._finished_workers):
@@ -157,7 +158,7 @@ class RunFollower:
         return news
 
     def _add_guards(self, news: News) -> None:
-        """Add the guards whose run directories a process has named in its events."""
+        """Add the guards whose run directories a process names in its events."""
         if news.source.kind != "process":
             return
         for event in news.events:
@@ -180,7 +181,7 @@ class RunFollower:
 def _is_finished_worker(source: Source) -> bool:
     """Return whether a source is a loader worker that has ended.
 
-    Trainers that have ended stay, since views show them.
+    Finished trainers are kept, because views show them.
     """
     info = source.info
     if info is None or info.role != "loader worker":
@@ -208,7 +209,7 @@ class _SourceFollower:
         return 0 if self._samples is None else self._samples.lost
 
     def new(self, source: Source, *, hold_back: bool) -> News:
-        """Return what is new; H305 for a damaged ring of steps or events."""
+        """Return what is new; raise H305 for a damaged ring of steps or events."""
         samples = self._new_samples(hold_back=hold_back)
         events = [event for event in self._events.new() if is_sound_event(event)]
         return News(source=source, samples=samples, events=events, scalars=self._new_scalars())
@@ -229,16 +230,16 @@ class _SourceFollower:
     def _new_scalars(self) -> list[Scalar]:
         if self._samples is None:
             return []
-        # A damaged file costs its own values only. The page reports the damage.
+        # Damage to this file only loses its own values. The page reports the damage.
         with suppress(RunDirectoryError):
             return scalars_of(self._scalars.records())
         return []
 
 
 def _means_between(path: Path, after: float, before: float) -> Iterator[StepSample]:
-    """Yield the steps between two Unix times that a ring does not hold any more.
+    """Yield the steps between two Unix times that were overwritten in a ring.
 
-    Each sample is the mean of many steps, at the time and step of the first of them.
+    Each sample is the mean of many steps, with the time and step of the first one.
     """
     # Imported here because numpy takes a tenth of a second.
     from holdfast.recorder.history import read_history
@@ -253,7 +254,7 @@ def _sample_of_means(row: Any) -> StepSample:
     from holdfast.recorder.history import NAMES
 
     def mean(name: str) -> float | None:
-        """Return the mean of the finite values, NaN if there are others only, None without any."""
+        """Return the mean of the finite values; NaN if none is finite, None if there are none."""
         place = NAMES.index(name)
         if row["finite"][place]:
             return float(row["mean"][place])

@@ -1,7 +1,7 @@
-"""What is known of a run at one moment, as `holdfast report`, `watch` and `metrics` show it.
+"""Records of what is known about a run at one moment, for `holdfast report`, `watch` and `metrics`.
 
 ``gathering.gather`` fills in a `RunSnapshot` from everything that was recorded, for the page;
-``watching.Watched`` from what is new, for the live view and for metrics. Nothing is read here.
+``watching.Watched`` does so incrementally, for the live view and for metrics. Nothing is read here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ State = Literal["running", "waits to restart", "ended"]
 
 
 def visible_phase(standing: Standing | None, role: str) -> Phase | None:
-    """Return the phase of a process, or None if its board says nothing about it.
+    """Return the phase of a process, or None if its board says nothing useful.
 
-    Launchers and loader workers never leave the phase in which every process starts.
+    Launchers and loader workers never leave the initial phase of every process.
     """
     if standing is None:
         return None
@@ -45,14 +45,14 @@ class Lane:
     """The steps of one process, or of one of its optimizers if there are several.
 
     Args:
-        label: Name for people, such as "rank 3" or "rank 3, generator".
+        label: Display name, such as "rank 3" or "rank 3, generator".
         last_step: Number of the newest step.
         begun: Unix time at which the first recorded step began; None for one of several
             optimizers, and for a process that only logged numbers.
         ended: Unix time at which the newest step ended.
         curves: Curves by name.
         times: When the steps were made.
-        of_guard: Whether a guard recorded them; otherwise they were observed from hooks.
+        of_guard: Whether a guard recorded the steps; otherwise they were observed through hooks.
         rank: None if the run has no ranks.
         optimizer: Name of the optimizer; empty unless there are several.
     """
@@ -72,23 +72,23 @@ class Lane:
 class ProcessSnapshot:
     """One process. Numbers are None, NaN or 0 where they are unknown.
 
-    The names of the fields are those of `holdfast watch --json`.
+    The field names are those of `holdfast watch --json`.
 
     Args:
-        label: Name for people, no two the same in a run.
+        label: Display name, unique within the run.
         role: A role of ``recorder.run_files``, or "guard".
-        info: What the process says about itself.
+        info: The process's self-description.
         alive: None if that cannot be determined on this machine.
         stopped: Whether a signal such as SIGSTOP suspends it.
         phase: What it is doing.
-        since_seconds: For how long.
+        since_seconds: How long it has been in this phase.
         step: Number of its newest step.
-        ended: Unix time of the last thing that it recorded.
-        spent: On the page: seconds in each phase, by the number of the phase.
+        ended: Unix time of its last record.
+        spent: On the page: seconds in each phase, indexed by phase number.
         lane: On the page: its steps.
-        optimizers: In the live view: the same for each optimizer, if there are several.
+        optimizers: In the live view: one snapshot per optimizer, if there are several.
         steps_per_second: In the live view: over the newest 50 steps.
-        loss: In the live view, as all that follow: the newest loss.
+        loss: In the live view, like all following fields: the newest loss.
         losses: Losses of the newest 600 steps, oldest first.
         grad_norm: The newest gradient norm.
         learning_rate: The newest learning rate.
@@ -140,11 +140,11 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackDump:
-    """The stacks of a process as a text.
+    """The stacks of a process as text.
 
     Args:
         name: Path of the file within the run directory.
-        text: Its end.
+        text: The end of the file.
     """
 
     name: str
@@ -153,25 +153,24 @@ class StackDump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """Everything that is known of a run. Some fields are filled in for one kind of view only.
+    """Everything known about a run. Some fields are filled in only for one kind of view.
 
     Args:
         path: The run directory.
-        start: What the supervisor, or else the guard, recorded when it began.
+        start: What the supervisor or, without one, the guard recorded at the start.
         settings: On the page: see ``recorder.run_files.write_settings``.
         state: Whether the run is still running.
         attempt: Number of the newest attempt; the first is 0.
         now: Unix time of the snapshot.
         newest: Unix time of the newest record.
-        processes: On the page by their start; in the live view those of the newest attempt,
+        processes: On the page, by attempt and rank; in the live view, those of the newest attempt,
             trainers first.
-        events: Oldest first. Of a frequent kind the page has the first and the last ones; the live
-            view has the newest.
+        events: Oldest first. The page has the first and last events of frequent kinds; the live
+            view has the newest events.
         left_out_events: On the page: how many more events there are, by kind.
         verdict: Why the run ended.
-        outlook: In the live view: how far the run is, as a sentence.
-        scalars: In the live view: the newest value of each name that the script logged, newest
-            last.
+        outlook: In the live view: how far along the run is, as a sentence.
+        scalars: In the live view: the newest value of each logged name, newest last.
         guards: Run directories of guards that the run has opened. The live view resolves links and
             leaves out the directory of the run itself.
         news: In the live view: what each source has recorded since the previous snapshot.
@@ -179,7 +178,7 @@ class RunSnapshot:
         checkpoints: On the page: newest first, damaged ones last.
         images: On the page.
         stacks: On the page.
-        output: On the page: the end of what the run printed.
+        output: On the page: the end of the run's output.
         problems: What could not be read, one sentence each.
     """
 
@@ -221,7 +220,7 @@ class RunSnapshot:
 
     @property
     def command(self) -> str:
-        """Return the command line that was started, without secrets; empty if it is unknown."""
+        """Return the command line without secrets; empty if unknown."""
         argv = self.start.get("argv")
         if not isinstance(argv, list):
             return ""
@@ -229,7 +228,7 @@ class RunSnapshot:
 
     @property
     def began(self) -> float | None:
-        """Return the Unix time at which the supervisor, or the newest process of a guard, began."""
+        """Return the Unix time at which the supervisor or the guard's newest process started."""
         began = self.start.get("started")
         return float(began) if isinstance(began, (int, float)) else None
 

@@ -1,4 +1,4 @@
-"""Decide whether a run is running, waits to be restarted, or has ended, from outside the run.
+"""Decide from the outside whether a run is running, waiting to restart, or ended.
 
 The signs are collected by ``watching``; the decision here is a table of rules.
 """
@@ -18,15 +18,15 @@ SILENT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """What can be seen of a run from outside.
+    """What can be observed about a run from the outside.
 
     Args:
         supervisor_event: Kind of the newest event of the supervisor; empty without one.
         lock_is_held: Whether a supervisor holds the lock of the run; None if that is unknown.
         supervisor_is_lost: Whether the supervisor was killed.
-        processes_alive: For each process whether it is alive; None if that is unknown.
-        closed: Whether the newest event says that a guard has closed the run.
-        silent_seconds: Time since the last sign of life, or since we began to watch.
+        processes_alive: Whether each process is alive; None if unknown.
+        closed: Whether the newest event shows that a guard closed the run.
+        silent_seconds: Time since the last sign of life, or since watching began.
     """
 
     supervisor_event: str
@@ -55,19 +55,19 @@ Rule: TypeAlias = Callable[[Signs], State | None]
 
 
 def supervisor_waits_to_restart(signs: Signs) -> State | None:
-    """Between two attempts no process runs, but the supervisor has announced the next attempt."""
+    """Between two attempts, no process runs, but the supervisor has announced the next one."""
     if signs.supervisor_event == "restart" and signs.lock_is_held is not False:
         return "waits to restart"
     return None
 
 
 def supervisor_or_process_is_alive(signs: Signs) -> State | None:
-    """A supervisor that is alive holds its lock, and processes show whether they are alive."""
+    """A live supervisor holds its lock, and live processes can be observed directly."""
     return "running" if signs.of_life else None
 
 
 def processes_are_elsewhere(signs: Signs) -> State | None:
-    """Processes on another machine cannot be seen from here, so they may be alive."""
+    """Processes on another machine cannot be observed, so they may be alive."""
     if None in signs.processes_alive and not signs.supervisor_is_lost:
         return "running"
     return None
@@ -81,13 +81,13 @@ def end_was_recorded(signs: Signs) -> State | None:
 
 
 def silent_for_too_long(signs: Signs) -> State | None:
-    """If all processes of a run are killed, its end is not recorded."""
+    """If all processes of a run were killed, its end was not recorded."""
     was_seen = bool(signs.processes_alive or signs.supervisor_event)
     return "ended" if was_seen and signs.silent_seconds >= SILENT_SECONDS else None
 
 
-# The first rule that has an answer wins. What is certain now comes before what was recorded, and
-# that before what is inferred from silence.
+# The first rule that has an answer wins. What can be observed now takes precedence over what was
+# recorded, and that over what is inferred from silence.
 RULES: tuple[Rule, ...] = (
     supervisor_waits_to_restart,
     supervisor_or_process_is_alive,

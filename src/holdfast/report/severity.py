@@ -1,4 +1,4 @@
-"""How bad an event is, so that curves, the timeline and the live view agree."""
+"""How severe an event is, in one place, so that curves, timeline and live view agree."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _WARNINGS = frozenset(
 
 
 def severity(event: Event) -> Severity:
-    """Return how bad an event is; a finding says so itself."""
+    """Return how severe an event is; findings state it themselves."""
     stated = event.data.get("severity")
     if event.kind in _ERRORS or stated == "error":
         return "error"

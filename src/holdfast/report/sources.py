@@ -1,6 +1,6 @@
-"""Where the recordings of a run lie: those of the supervisor, of each process, and of guards.
+"""Find the recordings of a run: those of the supervisor, of each process, and of guards.
 
-This module finds directories and names them for people. What lies in them is read by
+This module finds the directories and gives them display names. Their contents are read by
 ``run_follower``, ``gathering`` and ``lanes``.
 """
 
@@ -31,13 +31,13 @@ from holdfast.recorder.run_files import (
 
 RECORDER_FOLDER = "recorder"
 CHECKPOINTS_FOLDER = "checkpoints"
-# A directory with one of these is a run.
+# A directory that contains one of these is a run directory.
 _NAMES_IN_A_RUN = frozenset(
     {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}
 )
-# JSON files of a run have some KiB; a larger one is not ours.
+# A run's JSON files have a few KiB; a larger file is not holdfast's.
 _MOST_JSON_BYTES = 4 << 20
-# The year 5138. A later time is damage.
+# The year 5138. A later time can only be damage.
 _LATEST_UNIX_SECONDS = 1e11
 
 
@@ -46,12 +46,12 @@ class Source:
     """One directory with recordings.
 
     Args:
-        kind: Who recorded them.
-        directory: Where they lie.
-        label: Name for people, such as "rank 3"; no two the same in a run.
+        kind: Who recorded it.
+        directory: Where the recordings are.
+        label: Display name, such as "rank 3"; unique within the run.
         rank: Rank of the process, if it has one.
         attempt: Number of the attempt that it belongs to.
-        info: What the process says about itself; None unless `kind` is "process".
+        info: The process's self-description; None unless `kind` is "process".
     """
 
     kind: Literal["supervisor", "process", "guard"]
@@ -91,7 +91,7 @@ def check_run(run: Path) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether something was recorded in a directory; OSError if it cannot be read."""
+    """Return whether a directory contains recordings; raise OSError if it cannot be read."""
     return any(entry.name in _NAMES_IN_A_RUN for entry in path.iterdir())
 
 
@@ -112,7 +112,7 @@ def find_sources(
 
     Args:
         run: The run directory.
-        processes: What `read_processes` returns, if it is known already.
+        processes: The result of `read_processes`, if already available.
     """
     if processes is None:
         processes = read_processes(run)
@@ -161,12 +161,12 @@ def _process_sources(processes: Sequence[tuple[Path, ProcessInfo]]) -> list[Sour
 
 
 def _attempt_and_rank(info: ProcessInfo) -> tuple[int, int]:
-    """Return a key that sorts processes; those without a rank come first in their attempt."""
+    """Return a sort key; processes without a rank come first in their attempt."""
     return info.attempt, -1 if info.rank is None else info.rank
 
 
 def _unique_labels(infos: Sequence[ProcessInfo]) -> list[str]:
-    """Return a name for each process, no two the same."""
+    """Return a unique display name for each process."""
     labels = [_label(info) for info in infos]
     if len({info.attempt for info in infos}) > 1:
         labels = [
@@ -191,7 +191,7 @@ def _label(info: ProcessInfo) -> str:
 
 
 def is_sound_event(event: Event) -> bool:
-    """Return whether an event has a time and a step that can be drawn."""
+    """Return whether an event has a valid time and step."""
     return (
         isinstance(event.unix_seconds, (int, float))
         and 0 <= event.unix_seconds < _LATEST_UNIX_SECONDS
@@ -216,14 +216,14 @@ def ran_here(supervised: Mapping[str, Any]) -> bool:
     """Return whether the processes of a run belong to this machine.
 
     Args:
-        supervised: What the supervisor wrote; a run without a supervisor is taken to be local.
+        supervised: What the supervisor wrote; a run without a supervisor is assumed to be local.
     """
     host = socket.gethostname()
     return bool(supervised.get("hostname", host) == host)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if it is missing, huge, damaged or no object."""
+    """Return the object in a JSON file; empty if it is missing, huge, damaged or not an object."""
     try:
         value = json.loads(read_file(path, _MOST_JSON_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Curves over steps: panels below each other that share one axis, so a zoom holds for all.
+"""The figure of curves over steps: stacked panels that share one axis, so they zoom together.
 
-Each number has a panel, and each lane a colour. Panels whose steps are not optimizer steps come
-last and have axes of their own. Events are marks at the top of the first panel.
+Each quantity has a panel, and each lane a colour. Panels whose steps are not optimizer steps come
+last and have their own axes. Events are marked at the top of the first panel.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ _PANEL_PIXELS = 170
 _TOP_PIXELS = 50
 _BOTTOM_PIXELS = 44
 _LEGEND_PIXELS = 84
-# Share of the height of the figure that lies between panels, all gaps together.
+# The total share of the figure's height that is used for gaps between panels.
 _GAPS_SHARE = 0.22
-# Panels with an axis of their own leave room for the numbers of the axis above them.
+# Panels with their own axis are this much lower, to leave room for the tick labels above them.
 _SHARE_BELOW_AN_AXIS = 0.72
 
-# Beyond this factor between the least and greatest value, a linear axis shows only the large ones.
+# If values differ by more than this factor, a linear axis would show only the large ones.
 _FACTOR_FOR_LOGARITHMIC_AXIS = 100.0
-# Beyond this one, a logarithmic axis has too many powers of ten to mark each of them.
+# If values differ by more than this factor, a logarithmic axis has too many decades to mark each
+# one.
 _FACTOR_FOR_FEW_TICKS = 1e8
-# Values that differ by less than this share of them are a constant.
+# Values with a smaller relative difference count as constant.
 _CONSTANT = 1e-9
 _MOST_MARKS = 200
-# A line through fewer points than this can hardly be seen.
+# A line through fewer points than this is hardly visible, so its points are marked.
 _FEWEST_POINTS_OF_A_LINE = 3
 
 _EVENTS_AXIS = "y99"
-# Kinds of events that are marked although they are no trouble.
+# Kinds of harmless events that are marked nevertheless.
 _MILESTONES = frozenset(
     {"checkpoint_saved", "saved", "resumed", "attempt_started", "validated", "note"}
 )
@@ -70,8 +71,8 @@ class _Panel:
         curves: Names of the curves in it.
         title: Text above it, as `label` returns it.
         unit: "" for a plain number, "B" for bytes, "%" for a share between 0 and 1.
-        may_be_logarithmic: Whether its axis is logarithmic if values differ by orders of magnitude.
-        own_scale: Whether its steps are not optimizer steps, so that it needs an axis of its own.
+        may_be_logarithmic: Whether to use a logarithmic axis if values span orders of magnitude.
+        own_scale: Whether its steps are not optimizer steps, so that it needs its own axis.
     """
 
     curves: tuple[str, ...]
@@ -95,7 +96,7 @@ _PANELS = (
     _Panel(curves=("wait_share",), title="waiting for data", unit="%"),
     _Panel(curves=("seconds",), title="seconds per step", may_be_logarithmic=True),
 )
-# A number that the script logs under one of these names is drawn in the same way.
+# Values that the script logs under one of these names are drawn in the same way.
 _LOGARITHMIC_TITLES = frozenset(panel.title for panel in _PANELS if panel.may_be_logarithmic)
 # Names of curves that share a panel, and how their lines are told apart.
 _NAMES_IN_PANEL = {"device_allocated_bytes": "allocated", "device_reserved_bytes": "reserved"}
@@ -107,7 +108,7 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
 
     Args:
         lanes: Lanes in the order of their colours.
-        events: Events to mark; those that are neither trouble nor a milestone are left out.
+        events: Events to mark; only warnings, errors and milestones are drawn.
     """
     panels = [*_present_panels(lanes), *_logged_panels(lanes)]
     if not panels:
@@ -132,9 +133,9 @@ def step_figure(lanes: Sequence[Lane], events: Sequence[RecordedEvent] = ()) -> 
 
 
 def share_equal_curves(lanes: Sequence[Lane]) -> Sequence[Lane]:
-    """Return lanes in which a curve that is the same in all lanes that have it is drawn once.
+    """Return lanes in which curves that are identical in all lanes are drawn only once.
 
-    A number such as the learning rate is often the same on all ranks. Such curves move to one more
+    For example, the learning rate is often the same on all ranks. Such curves move to an additional
     lane, labelled "all alike".
     """
     curves_by_name: dict[str, list[Curve]] = {}
@@ -168,7 +169,7 @@ def _is_equal(curve: Curve, other: Curve) -> bool:
 
 
 def _present_panels(lanes: Sequence[Lane]) -> list[_Panel]:
-    """Return the panels of which some lane has a curve."""
+    """Return the panels for which at least one lane has a curve."""
     names = {name for lane in lanes for name in lane.curves}
     return [panel for panel in _PANELS if not names.isdisjoint(panel.curves)]
 
@@ -199,12 +200,12 @@ def _logged_panels(lanes: Sequence[Lane]) -> list[_Panel]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a panel lies.
+    """The position of a panel.
 
     Args:
         axis: Suffix of its axes in plotly's layout: "", "2", "3", ...
         bottom: Its lower edge, as a share of the height of all panels.
-        height: Its height, as a share of the same.
+        height: Its height, as a share of the height of all panels.
     """
 
     axis: str
@@ -273,7 +274,7 @@ class _PanelDrawing:
     Args:
         panel: What it shows.
         lanes: All lanes, in the order of their colours.
-        place: Where it lies.
+        place: Its position.
 
     Attributes:
         y_axis: The axis of its values, as traces name it.
@@ -336,7 +337,7 @@ class _PanelDrawing:
         return axes
 
     def _value_range(self) -> Figure:
-        """Return the attributes of the axis of values that depend on unit and values."""
+        """Return the attributes of the value axis that depend on the unit and the values."""
         finite = self._finite
         if self._unit == "%":
             return {"tickformat": ".0%", "range": [-0.02, 1.02]}
@@ -352,7 +353,7 @@ class _PanelDrawing:
         return {}
 
     def traces(self) -> list[Figure]:
-        """Return the curves of the panel with their bands and their marks of non-finite values."""
+        """Return the curves of the panel, with bands and marks for non-finite values."""
         traces: list[Figure] = []
         for drawn in self._curves:
             line = self._line(drawn)
@@ -398,7 +399,7 @@ class _PanelDrawing:
         return " ".join(part for part in parts if part)
 
     def _nonfinite_marks(self, drawn: _DrawnCurve) -> Figure:
-        """Return crosses at the least finite value of the panel: NaN has no place of its own."""
+        """Return crosses at the panel's least finite value, since an axis has no place for NaN."""
         steps = drawn.curve.nonfinite
         steps = steps[:: len(steps) // _MOST_MARKS + 1]
         least = float(self._finite.min()) if len(self._finite) else 0.0
@@ -421,21 +422,21 @@ class _PanelDrawing:
 
 
 def _byte_unit(finite: Numbers) -> tuple[str, float]:
-    """Return the binary unit for the values of a panel, and its number of bytes."""
+    """Return the binary unit for the values of a panel, and its size in bytes."""
     if finite.max(initial=0.0) >= 2**30:
         return "GiB", 2.0**30
     return "MiB", 2.0**20
 
 
 def _spans_decades(finite: Numbers) -> bool:
-    """Return whether positive values differ so much that a linear axis hides the small ones."""
+    """Return whether a linear axis would hide the smaller ones of positive values."""
     return bool(0 < finite.min() < finite.max() / _FACTOR_FOR_LOGARITHMIC_AXIS)
 
 
 def _range_around(value: float) -> list[float]:
-    """Return the range of an axis for a constant.
+    """Return the axis range for a constant.
 
-    Plotly would make it 2 wide, and any learning rate would look like 0.
+    Plotly's default range is 2 wide, which would make any learning rate look like 0.
     """
     if value == 0:
         return [-1.0, 1.0]
@@ -472,7 +473,7 @@ def _curve_in_legend(lane: Lane) -> str:
 
 
 def _event_traces(lanes: Sequence[Lane], events: Sequence[RecordedEvent]) -> list[Figure]:
-    """Return events as marks at the top of the first panel, each with a line down to its foot."""
+    """Return events as marks at the top of the first panel, each with a vertical line below it."""
     marks = []
     for recorded in events:
         is_shown = severity(recorded.event) != "info" or recorded.event.kind in _MILESTONES
@@ -498,7 +499,7 @@ def _step_at(lanes: Sequence[Lane], recorded: RecordedEvent) -> float | None:
 
 
 def _with_line_down(trace: Figure) -> Figure:
-    """Return marks on the axis of events, with error bars as lines over the height of the panel."""
+    """Return marks on the event axis, with error bars that draw lines over the panel's height."""
     line = {
         "type": "data",
         "symmetric": False,

@@ -1,4 +1,4 @@
-"""The timeline: when each process started, trained and ended, with events as marks, in UTC."""
+"""The timeline figure: when each process started, trained and ended, with event marks, in UTC."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from holdfast.report.goodput import breaks
 from holdfast.report.plotly_values import Figure, date, label
 from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
 
-# What a process did in a bar: one colour each, the same in both themes.
+# The colour of each kind of bar, the same in both themes.
 _COLOURS = {"starting": "#8fa3b8", "training": "#45a95a", "ending": "#b8a26b"}
 # Order of processes from top to bottom.
 _ROLES = ("trainer", "launcher", "other", "loader worker")
 _MOST_ROWS = 40
 _ROW_PIXELS = 34
 _MARGIN_PIXELS = 144
-# Space for the names of rows: that of a character, and the most.
+# Space for row names: per character, and the maximum.
 _CHARACTER_PIXELS = 8
 _MOST_NAME_PIXELS = 230
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bar:
-    """What a process did between two Unix times: a key of `_COLOURS`, and a text about it."""
+    """What a process did between two Unix times; `kind` is a key of `_COLOURS`."""
 
     kind: str
     row: str
@@ -48,10 +48,10 @@ def timeline_figure(run: RunSnapshot) -> Figure | None:
 
 
 def _rows(run: RunSnapshot) -> list[str]:
-    """Return the names of the rows, from top to bottom, as many as can be read.
+    """Return the names of the rows, from top to bottom, at most `_MOST_ROWS`.
 
-    Loader workers have a row only if they recorded an event: each epoch has its own workers, and
-    when they ended is unknown.
+    Loader workers get a row only if they recorded an event: each epoch has its own workers, and
+    their ends are unknown.
     """
     sources = dict.fromkeys(recorded.source for recorded in run.events)
     processes = sorted(run.processes, key=_order_of_roles)
@@ -110,7 +110,7 @@ def _last_phase(process: ProcessSnapshot) -> str:
 
 
 def _bars_of_guard(run: RunSnapshot, lane: Lane) -> Iterator[_Bar]:
-    """Yield when a guard trained; each process that continued the run has a bar."""
+    """Yield when a guard trained, with one bar for each process that continued the run."""
     if lane.begun is None or lane.ended is None:
         return
     gaps = breaks(run, lane)

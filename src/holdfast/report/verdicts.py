@@ -1,6 +1,6 @@
-"""The verdict of a run as reports show it: read from ``verdict.json``, or judged now.
+"""The verdict of a run for reports: read from ``verdict.json``, or judged on demand.
 
-Verdicts are made by ``explain``; here they are read and put into words for people.
+Verdicts are made by ``explain``; this module reads them and describes their confidence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.report.sources import read_json
 
 Tone: TypeAlias = Literal["well", "unjudged", "unknown", "failed"]
 
-# Words for a confidence of at least this share.
+# Words for confidences, each with the least confidence it applies to.
 _CONFIDENCE_WORDS = (
     (0.9, "almost certain"),
     (0.75, "very likely"),
@@ -34,7 +34,7 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
 
     Args:
         run: The run directory.
-        problems: Gets a sentence that says why it cannot be judged.
+        problems: Receives a sentence if the run cannot be judged.
     """
     values = read_json(run / VERDICT_FILE)
     if values:
@@ -50,9 +50,9 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
 
 
 def verdict_from(values: Mapping[str, Any]) -> Verdict:
-    """Return a verdict from JSON values, whatever they are.
+    """Return a verdict from JSON values, even malformed ones.
 
-    A value of the wrong type is shown as text or left out.
+    A value of the wrong type is converted to text or left out.
     """
     confidence = values.get("confidence")
     return Verdict(
@@ -112,7 +112,7 @@ def _items(values: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def _share(value: object) -> float:
-    """Return a number between 0 and 1; 0 if there is none."""
+    """Return a value clipped to the range 0 to 1; 0 if it is not a number."""
     is_nan = value != value
     if not isinstance(value, (int, float)) or is_nan:
         return 0.0
@@ -120,10 +120,9 @@ def _share(value: object) -> float:
 
 
 def how_sure(verdict: Verdict) -> str:
-    """Return how sure a verdict is of its cause, and of its class if it is surer of that.
+    """Return how certain a verdict is of its cause, and of the cause's class if that differs.
 
-    Empty if the verdict names neither, or if the cause is an exception that was seen, which is a
-    fact.
+    Empty if the verdict names no cause, or if the cause is an observed exception, which is a fact.
     """
     if not verdict.confidence or verdict.names_an_exception:
         return ""
@@ -147,9 +146,9 @@ def tone(verdict: Verdict) -> Tone:
     """Return how a run should be presented.
 
     Returns:
-        "well" if it ended well without a doubt; "unjudged" if it cannot be determined whether it
-        was over; "unknown" if something speaks against a good end, or if the run was ended from
-        outside, such as by a preemption; "failed" otherwise.
+        "well" if it ended well without a doubt; "unjudged" if learning could not be judged;
+        "unknown" if a good end is in doubt, if the cause is unknown, or if the run was preempted;
+        "failed" otherwise.
     """
     if verdict.cause == NOT_JUDGED:
         return "unjudged"

@@ -1,8 +1,8 @@
-"""Look at runs again and again: a `RunSnapshot` of what can be seen at each look.
+"""Poll runs: every look returns a `RunSnapshot` of what can be seen.
 
-Works on a directory that is half written, that a killed run left behind, or that another machine
-writes. Records are read by ``run_follower``; ``run_state`` decides whether a run has ended, and
-``outlook`` describes how far it is.
+This works on directories that are half written, that a killed run left behind, or that another
+machine writes. ``run_follower`` reads the records, ``run_state`` decides whether a run has ended,
+and ``outlook`` describes how far along it is.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from holdfast.report.run_state import SILENT_SECONDS, Signs, decide_state
 from holdfast.report.sources import RecordedEvent, Source, ran_here, read_json, runs_in
 from holdfast.report.verdicts import verdict_from, verdict_of
 
-# Bounds of what is kept for the views: more would not fit on a screen.
+# Limits on what is kept for the views; more would not fit on a screen.
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
 _KEPT_SCALARS = 50
 _MOST_RUNS = 40
-# In the folder of a supervisor, and in the run directory of a guard.
+# The lock file in a supervisor's folder, and in a guard's run directory.
 LOCK_FILE = "lock"
 # Order of processes in the view.
 _ROLES = ("trainer", "launcher", "other", "loader worker")
 
 
 class Watched:
-    """One run directory, to look at again and again.
+    """One run directory to poll.
 
     Args:
         run: The run directory, with links resolved.
-        clock: The time.
+        clock: The clock.
     """
 
     def __init__(self, run: Path, clock: Clock) -> None:
@@ -67,11 +67,10 @@ class Watched:
         self._clock = clock
         self._follower = RunFollower(run)
         self._recent = _RecentRecords()
-        # What was wrong with the board of a process, by the directory of the process.
+        # Problems with the boards of processes, by process directory.
         self._board_problems: dict[str, str] = {}
         self._judged: Verdict | None = None
-        # On the monotonic clock: when this began to watch, and when the run last gave a sign of
-        # life.
+        # Monotonic times at which watching began and at which the run last gave a sign of life.
         self._began_to_watch = clock.monotonic_seconds()
         self._last_sign_of_life = -math.inf
 
@@ -82,7 +81,7 @@ class Watched:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Return which steps were overwritten before they were read, a sentence per process."""
+        """Return which steps were overwritten before being read, one sentence per process."""
         return tuple(self._follower.lost_steps.values())
 
     def look(self, *, hold_back: bool = True) -> RunSnapshot:
@@ -97,7 +96,9 @@ class Watched:
         supervised = read_json(self._run / SUPERVISED_FILE)
         is_here = ran_here(supervised)
         sources = self._follower.sources
-        processes = [self._process(source, is_here=is_here) for source in self._shown(sources)]
+        processes = [
+            self._process(source, is_here=is_here) for source in self._sources_to_show(sources)
+        ]
         supervisor_is_lost = self._supervisor_is_lost(
             supervised.get("supervisor_pid"), is_here=is_here
         )
@@ -122,7 +123,7 @@ class Watched:
     def _note_signs_of_life(self, all_news: Sequence[News]) -> None:
         if not all_news:
             return
-        # What is new to us may have been recorded last week.
+        # Records that are new to us may have been written last week.
         newest = max(_newest_time(news) for news in all_news)
         age = max(0.0, self._clock.unix_seconds() - newest)
         recorded_at = self._clock.monotonic_seconds() - age
@@ -130,10 +131,10 @@ class Watched:
 
     # --- processes
 
-    def _shown(self, sources: Sequence[Source]) -> list[Source]:
-        """Return the processes of the newest attempt, trainers first.
+    def _sources_to_show(self, sources: Sequence[Source]) -> list[Source]:
+        """Return the sources of processes in the newest attempt, trainers first.
 
-        Guards follow where no process was observed to train.
+        Guards follow if no process was observed to train.
         """
         processes = [
             source
@@ -167,7 +168,7 @@ class Watched:
         return replace(process, optimizers=_by_optimizer(process, source, samples))
 
     def _read_board(self, source: Source) -> Standing | None:
-        """Return what the board of a process shows; guards have none."""
+        """Return the progress on a process's board, or None; guards have no board."""
         if source.info is None:
             return None
         try:
@@ -209,10 +210,10 @@ class Watched:
     def _supervisor_is_lost(self, pid: object, *, is_here: bool) -> bool:
         """Return whether the supervisor was killed.
 
-        Either its sentinel has recorded that, or its process is gone.
+        Either its sentinel has recorded that, or its process no longer exists.
 
         Args:
-            pid: What the supervisor wrote as its PID, if it did.
+            pid: The PID that the supervisor wrote, if any.
             is_here: Whether it ran on this machine.
         """
         if self._recent.supervisor_event in ("", "stopped"):
@@ -225,7 +226,7 @@ class Watched:
         return not Path(f"/proc/{pid}").exists()
 
     def _verdict(self, state: State, *, supervisor_is_lost: bool) -> Verdict | None:
-        """Return the verdict that was written; without one, judge what a lost supervisor left."""
+        """Return the written verdict; without one, judge the run if its supervisor was killed."""
         if state == "running":
             return self._judged
         values = read_json(self._run / VERDICT_FILE)
@@ -256,13 +257,13 @@ class Watched:
 
 
 class _RecentRecords:
-    """The newest records of a run, as many as the views show.
+    """The newest records of a run, limited to what the views show.
 
     Attributes:
-        samples: Steps, oldest first, by the directory of the source.
+        samples: Steps, oldest first, by source directory.
         events: Events of all sources, oldest first.
         scalars: The newest value of each name, newest last.
-        loops: How far the loop of each guard is, by the directory of the guard.
+        loops: The progress of each guard's loop, by guard directory.
         supervisor_event: Kind of the newest event of the supervisor; empty without one.
         attempt: Number of the newest attempt.
         newest: Unix time of the newest record; 0 without one.
@@ -290,7 +291,7 @@ class _RecentRecords:
         """Add what was recorded since the previous look.
 
         Args:
-            all_news: The news of each source that has some.
+            all_news: The news of each source that has any.
             sources: All sources, with and without news.
         """
         for source in sources:
@@ -316,7 +317,7 @@ class _RecentRecords:
 
     def _add_scalars(self, scalars: Sequence[Scalar]) -> None:
         for scalar in scalars:
-            # Removed first, so that the newest is the last.
+            # Remove it first, so that the newest value ends up last.
             self.scalars.pop(scalar.name, None)
             self.scalars[scalar.name] = scalar
         self.scalars = dict(list(self.scalars.items())[-_KEPT_SCALARS:])
@@ -332,7 +333,7 @@ class _RecentRecords:
         for event in news.events:
             self.supervisor_event = event.kind
             attempt = event.data.get("attempt")
-            # A restart only announces its attempt.
+            # A restart event only announces the attempt.
             if isinstance(attempt, int) and event.kind != "restart":
                 self.attempt = max(self.attempt, attempt)
 
@@ -359,7 +360,7 @@ def _order_of_roles(source: Source) -> int:
 
 
 def _is_alive(source: Source, *, is_here: bool) -> bool | None:
-    """Return whether the process of a source is alive; None if that cannot be seen from here."""
+    """Return whether the process of a source is alive; None if it runs on another machine."""
     if not is_here:
         return None
     if source.info is not None:
@@ -383,7 +384,7 @@ def _newest_step(standing: Standing | None, samples: Sequence[StepSample]) -> in
 def _steps_per_second(samples: Sequence[StepSample], now: float | None) -> float:
     """Return the rate of the newest steps; NaN if it is unknown.
 
-    The rate of a process that runs decreases once it has been silent for longer than two steps.
+    The rate of a live process decreases once it has been silent for longer than two steps.
 
     Args:
         samples: Steps of a process, oldest first.
@@ -418,7 +419,7 @@ def _with_numbers(process: ProcessSnapshot, samples: Sequence[StepSample]) -> Pr
 def _by_optimizer(
     process: ProcessSnapshot, source: Source, samples: Sequence[StepSample]
 ) -> tuple[ProcessSnapshot, ...]:
-    """Return the process once for each optimizer that has stepped, if there are several."""
+    """Return one snapshot per optimizer that has stepped, if there are several optimizers."""
     names = read_optimizers(source.directory)
     if len(names) < 2:
         return ()
@@ -432,7 +433,7 @@ def _by_optimizer(
 
 
 def _newest_number(samples: Sequence[StepSample], name: str) -> float | None:
-    """Return the newest value of a number that is read at some steps only, or None."""
+    """Return the newest value of a number that is not read at every step, or None."""
     for sample in reversed(samples):
         value: float | None = getattr(sample, name)
         if value is not None:
@@ -441,7 +442,7 @@ def _newest_number(samples: Sequence[StepSample], name: str) -> float | None:
 
 
 def _newest_size(samples: Sequence[StepSample], name: str) -> int:
-    """Return the newest value of a size, which is 0 at steps at which it was not read."""
+    """Return the newest value of a size; it is 0 at steps where it was not read."""
     for sample in reversed(samples):
         size: int = getattr(sample, name)
         if size:
@@ -450,7 +451,7 @@ def _newest_size(samples: Sequence[StepSample], name: str) -> int:
 
 
 def _wait_share(samples: Sequence[StepSample]) -> float:
-    """Return the share of the time of steps that was spent waiting for data; NaN if unknown."""
+    """Return the share of step time that was spent waiting for data; NaN if unknown."""
     timed = [sample for sample in samples if sample.seconds > 0 and sample.wait_seconds >= 0]
     seconds = math.fsum(sample.seconds for sample in timed)
     if not seconds > 0:
@@ -459,22 +460,22 @@ def _wait_share(samples: Sequence[StepSample]) -> float:
 
 
 class Runs:
-    """The newest runs in a directory, to look at again and again.
+    """The newest runs in a directory, to poll.
 
     Args:
         folder: A directory of run directories, such as ``runs``.
-        clock: The time.
+        clock: The clock.
     """
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._folder = folder
         self._clock = clock
-        # Runs that have not ended. A run that has ended is dropped with all that was read of it.
+        # Runs that have not ended. Once a run has ended, its reader is dropped to free memory.
         self._watched: dict[Path, Watched] = {}
         self._snapshots: dict[Path, RunSnapshot] = {}
 
     def look(self) -> tuple[RunSnapshot, ...]:
-        """Return the runs, newest first; those that have ended follow those that have not."""
+        """Return the runs that have not ended, then those that have, each newest first."""
         paths = runs_in(self._folder)[:_MOST_RUNS]
         for path in paths:
             if self._may_have_changed(path):
@@ -488,7 +489,7 @@ class Runs:
         return tuple(sorted(shown, key=lambda run: run.state == "ended"))
 
     def _may_have_changed(self, path: Path) -> bool:
-        """Return whether a run has not ended, is new to us, or was started again after its end."""
+        """Return whether a run has not ended, is new, or was restarted after its end."""
         if path in self._watched or path not in self._snapshots:
             return True
         return bool(is_locked(path / SUPERVISOR_FOLDER / LOCK_FILE))
@@ -502,9 +503,9 @@ class Runs:
 
 
 def _contains_guard(run: RunSnapshot, guard: RunSnapshot) -> bool:
-    """Return whether one snapshot shows all that another one does, which is that of its guard.
+    """Return whether a run's snapshot makes the separate snapshot of its guard redundant.
 
-    That is so unless the guard's directory was used again after the run had ended.
+    It does unless the guard's directory was used again after the run had ended.
     """
     if guard.path.resolve() not in run.guards:
         return False

@@ -299,7 +299,7 @@ EXAMPLES: list[tuple[EventData, tuple[str, ...]]] = [
         process.Restart(
             attempt=2, cause="H901", why="worth a try", delay_seconds=5.0, changes={"NCCL": "1"}
         ),
-        ("attempt 2", "H901", "worth a try", "5.0 s", "NCCL is '1'"),
+        ("attempt 2", "H901", "worth a try", "5.0 s", "NCCL='1'"),
     ),
     (process.Stopped(why="all restarts are used"), ("all restarts are used",)),
     (process.Signal(number=15), ("SIGTERM",)),

@@ -159,7 +159,7 @@ def test_a_guard_alone_has_its_pace_and_its_goodput(
     # once more.
     assert goodput(gather(run)) == {
         "steps": 7.5,
-        "steps made again": 3.0,
+        "repeated steps": 3.0,
         "between steps": 11.0,
         "down": 87.0,
     }
@@ -179,7 +179,7 @@ def test_of_a_long_run_the_steps_made_again_are_counted(
     """The ring holds the newest 32,768 steps; of those before, 64 are one row."""
     steps = [(0.6 * number, number - 970 * (number > 1000)) for number in range(1, 40_000)]
     run = guarded(tmp_path, monkeypatch, steps, happened("resumed", 600.3, 30))
-    assert goodput(gather(run))["steps made again"] == pytest.approx(0.5 * 970)
+    assert goodput(gather(run))["repeated steps"] == pytest.approx(0.5 * 970)
 
 
 def test_attempts_are_one_curve_of_the_first_rank(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_goodput_is_the_time_of_phases_without_what_was_lost(tmp_path: Path) -> 
     # s on: 15 s in 200 steps, 50 of them made again. The supervisor began 1 s before the first.
     expected = {
         "steps": 26.25,
-        "steps made again": 3.75,
+        "repeated steps": 3.75,
         "waiting for data": 15,
         "saves": 2,
         "start-up": 9,

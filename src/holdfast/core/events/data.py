@@ -1,7 +1,7 @@
-"""What an event says: the base class of all kinds of events, and the table of the kinds.
+"""The base class of all kinds of events, and the table of kinds.
 
 The kinds themselves are in ``decisions``, ``run_events`` (training) and ``process_events``
-(processes). Written down with its step and time, the data becomes an `Event` (in ``event``).
+(processes). Together with a step and a time, the data forms an `Event` (in ``event``).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ KINDS: dict[str, type[EventData]] = {}
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class EventData:
-    """What events of one kind say.
+    """The content of one kind of event.
 
-    A subclass lists its facts as annotated fields, which become keyword arguments, and says them
-    as a sentence in ``__str__``. It is registered in `KINDS` under its `kind`: the name of the
+    A subclass declares its facts as annotated fields, which become keyword arguments, and puts them
+    into a sentence in ``__str__``. It is registered in `KINDS` under its `kind`: the name of the
     class in snake case, such as ``"roll_back"``, unless it sets another one. An empty `kind` makes
     a class a base of other kinds.
 
-    Instances behave like frozen dataclasses. The methods that `dataclass` would generate for each
-    class are written once, here, because generating them for 100 classes takes ten times as long.
-    A default must be immutable, since all instances share it.
+    Instances behave like frozen dataclasses. The methods that `dataclass` would generate are
+    written once here, because generating them for 100 classes takes ten times as long. A default
+    must be immutable, since all instances share it.
     """
 
     kind: ClassVar[str] = ""
@@ -52,7 +52,7 @@ class EventData:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the data that was recorded as these facts, without the facts this class lacks.
+        """Return the data with these recorded facts, ignoring facts that this class lacks.
 
         Raises:
             TypeError: If a fact without a default is missing.
@@ -83,7 +83,7 @@ class EventData:
 
 
 def key_value_text(kind: str, facts: Mapping[str, Any]) -> str:
-    """Return ``kind: key=value, ...``, the text of an event for which there is no sentence."""
+    """Return ``kind: key=value, ...``, the fallback text of an event without a sentence."""
     pairs = [f"{key}={value!r}" for key, value in facts.items() if value is not None]
     if not pairs:
         return kind

@@ -1,4 +1,4 @@
-"""What a part of holdfast proposes and only the guard carries out."""
+"""Decisions about a failure, which parts of holdfast propose and only the guard carries out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.core.text import counted, listed
 
 
 class Decision(EventData):
-    """What a part proposes and only the guard carries out: why, and what the result is equal to."""
+    """A proposal that only the guard carries out: its reason, and the promise that it keeps."""
 
     kind: ClassVar[str] = ""
     reason: str
@@ -17,7 +17,7 @@ class Decision(EventData):
 
 
 class Retry(Decision):
-    """Run the same attempt again, now that memory was freed."""
+    """Run the same attempt again after freeing memory."""
 
     def __str__(self) -> str:
         return f"retrying the step: {self.reason} ({self.promise})"
@@ -26,7 +26,7 @@ class Retry(Decision):
 class Recompute(Decision):
     """Run the attempt again with activation checkpointing of these modules.
 
-    Without modules, activation checkpointing is switched off.
+    An empty tuple switches activation checkpointing off.
     """
 
     modules: tuple[str, ...]
@@ -51,7 +51,7 @@ class Split(Decision):
 
 
 class Grow(Decision):
-    """From the next step on, try this many samples in one forward/backward, or the whole batch.
+    """From the next step on, try more samples in one forward/backward.
 
     `micro_batch_size` is None for the whole batch.
     """
@@ -66,7 +66,10 @@ class Grow(Decision):
 
 
 class SkipStep(Decision):
-    """Leave no trace of this batch. `epoch` and `batch` say which one, if the guard counts them."""
+    """Skip this batch without a trace.
+
+    `epoch` and `batch` identify it, if the guard counts batches.
+    """
 
     epoch: int | None = None
     batch: int | None = None
@@ -81,7 +84,7 @@ class SkipStep(Decision):
 class RollBack(Decision):
     """Return to the last good state.
 
-    With `rewind_data` the batches since then are replayed; otherwise they are passed over.
+    With `rewind_data`, the batches since then are replayed; otherwise they are skipped.
     """
 
     rewind_data: bool
@@ -92,14 +95,14 @@ class RollBack(Decision):
         start = "rolling back"
         if self.batch is not None:
             start += f" from {name_of_batch(self.epoch, self.batch)}"
-        data = "passing over the batches since then"
+        data = "skipping the batches since then"
         if self.rewind_data:
             data = "replaying the batches since then"
         return f"{start} to the last good state, {data}: {self.reason} ({self.promise})"
 
 
 class Stop(Decision):
-    """End the run, because no remedy is left. `rule` is that of the error."""
+    """End the run, because no remedy is left. `rule` is the error's rule id."""
 
     epoch: int | None = None
     batch: int | None = None

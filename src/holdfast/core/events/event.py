@@ -1,6 +1,6 @@
-"""The record of one thing that happened in a run, as readers get it and as people read it.
+"""`Event`: one thing that happened in a run, as it is read from a recording.
 
-What an event of each kind says is in ``decisions``, ``run_events`` and ``process_events``.
+The sentence for each kind of event is in ``decisions``, ``run_events`` and ``process_events``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 class Event:
     """One thing that happened in a run.
 
-    ``str(event)`` is its step and what happened, as a sentence.
+    ``str(event)`` is its step and its sentence.
 
     Args:
         kind: Short name such as ``"out_of_memory"``, ``"skip_step"``, ``"checkpoint_saved"``.
@@ -61,8 +61,8 @@ class Event:
     def sentence(self) -> str:
         """Return what happened on one line, without the step.
 
-        An event that this version cannot say, because a newer version has written it or its facts
-        are damaged, reads ``kind: key=value``.
+        An event that this version cannot put into a sentence, because a newer version wrote it or
+        its facts are damaged, reads ``kind: key=value``.
         """
         data_class = event_kinds().get(self.kind)
         if data_class is not None:

@@ -1,8 +1,7 @@
-"""What happens to processes: the supervisor, its watchdog and the observer in each process record
-these.
+"""Events of processes, recorded by the supervisor, its watchdog and the observer in each process.
 
-In all of them, `attempt` counts from 0, `step` is that of the process that the event is about, and
-`why` is prose for people. What happens within a training run is in ``run_events``.
+In all of them, `attempt` counts from 0, `step` is the step of the process that the event is about,
+and `why` is prose for people. Events within a training run are in ``run_events``.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class AttemptStarted(EventData):
 class AttemptEnded(EventData):
     """The command ended.
 
-    `status` is its exit code, or minus the number of the signal that killed it. `signal_sent_by_us`
-    is the last signal that the supervisor sent it, and `asked_by` is the signal by which the
-    supervisor was asked to stop.
+    `status` is its exit code, or the negated number of the signal that killed it.
+    `signal_sent_by_us` is the last signal that the supervisor sent to it, and `asked_by` is the
+    signal that asked the supervisor to stop.
     """
 
     attempt: int
@@ -59,8 +58,8 @@ class AttemptEnded(EventData):
 class ProcessEnded(EventData):
     """A process ended.
 
-    `status` is its exit code, or minus the number of the signal that killed it. `oom_kills` counts
-    the kernel's kills for memory.
+    `status` is its exit code, or the negated number of the signal that killed it. `oom_kills`
+    counts the kernel's out-of-memory kills.
     """
 
     pid: int
@@ -72,7 +71,7 @@ class ProcessEnded(EventData):
 
 
 class Restart(EventData):
-    """The command will be started again, with changes of its environment."""
+    """The command will be restarted, with changes to its environment."""
 
     attempt: int
     cause: str
@@ -84,13 +83,13 @@ class Restart(EventData):
         text = f"restarting as attempt {self.attempt} in {duration(self.delay_seconds)}: {self.why}"
         text += f" ({self.cause})"
         if self.changes:
-            variables = [f"{name} is {value!r}" for name, value in self.changes.items()]
-            text += f"; in its environment {listed(variables)}"
+            variables = [f"{name}={value!r}" for name, value in self.changes.items()]
+            text += f", with {listed(variables)} in its environment"
         return text
 
 
 class Stopped(EventData):
-    """The supervisor ended, and why the command is not started again."""
+    """The supervisor ended; `why` says why the command is not restarted."""
 
     why: str
 
@@ -108,7 +107,10 @@ class Signal(EventData):
 
 
 class VerdictReached(EventData):
-    """Why an attempt ended, with all of ``verdict.json``, which a full disk may have refused."""
+    """Why an attempt ended.
+
+    Contains all of ``verdict.json``, because a full disk may have rejected that file.
+    """
 
     kind: ClassVar[str] = "verdict"
     attempt: int
@@ -139,7 +141,7 @@ class OutputLost(EventData):
 
 
 class Leftovers(EventData):
-    """Processes of the command were left when it ended, and were killed."""
+    """The command left processes behind when it ended; they were killed."""
 
     pids: tuple[int, ...]
 
@@ -148,12 +150,12 @@ class Leftovers(EventData):
 
 
 class NotKillable(EventData):
-    """Processes could not be killed, because they hang in the kernel."""
+    """Processes could not be killed, because they are stuck in the kernel."""
 
     pids: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{_processes(self.pids)} could not be killed: hanging in the kernel"
+        return f"{_processes(self.pids)} could not be killed: stuck in the kernel"
 
 
 class EndedElsewhere(EventData):
@@ -180,18 +182,18 @@ class HangSuspected(EventData):
 
     def __str__(self) -> str:
         return (
-            f"{_process(self.pid, self.rank)} may hang: no progress for {duration(self.seconds)}"
-            f" in phase {self.phase!r} (limit {duration(self.limit)})"
+            f"{_process(self.pid, self.rank)} may be hanging: no progress for"
+            f" {duration(self.seconds)} in phase {self.phase!r} (limit {duration(self.limit)})"
         )
 
 
 class Hang(HangSuspected):
     """A process hangs.
 
-    `hang_kind`, with its `signature`, is how. `blamed_pid` is the process to blame, such as a
-    worker or another rank, and `frame` is its innermost frame of user code, or an empty text.
-    `odd_one_out` is the rank that others wait for. `remedy` is that of ``explain.hangs.blame``.
-    `files` are the stack traces that were taken.
+    `hang_kind` and `signature` say how. `blamed_pid` is the process to blame, such as a worker or
+    another rank, and `frame` is its innermost frame of user code, or an empty text. `odd_one_out`
+    is the rank that the others wait for. `remedy` is a remedy of ``explain.hangs.blame``. `files`
+    contain the stack traces.
     """
 
     hang_kind: str
@@ -210,7 +212,7 @@ class Hang(HangSuspected):
 
 
 class HangOver(EventData):
-    """A process that hung continues, or has ended."""
+    """A hang is over: the process makes progress again, or has ended."""
 
     pid: int
     phase: str
@@ -218,7 +220,7 @@ class HangOver(EventData):
     why: str
 
     def __str__(self) -> str:
-        return f"process {self.pid} does not hang in phase {self.phase!r} any more: {self.why}"
+        return f"process {self.pid} no longer hangs in phase {self.phase!r}: {self.why}"
 
 
 class Stacks(EventData):
@@ -259,16 +261,18 @@ class ProcessContinued(EventData):
 
 
 class WatchdogSuspended(EventData):
-    """Nothing ran on this machine for a while; no limit counts that time."""
+    """The machine was suspended; that time does not count towards any limit."""
 
     seconds: float
 
     def __str__(self) -> str:
-        return f"the machine was suspended for {duration(self.seconds)}, which no limit counts"
+        return (
+            f"the machine was suspended for {duration(self.seconds)}; no limit includes that time"
+        )
 
 
 class WatchingFailed(EventData):
-    """A watcher of processes failed and is off, or the watchdog or the verdict (`what`) failed."""
+    """`what` failed: the watchdog, the verdict, or a process watcher, which was switched off."""
 
     what: str
     error: str
@@ -278,10 +282,10 @@ class WatchingFailed(EventData):
 
 
 class MemoryTrend(EventData):
-    """The memory of a process grows with its steps, or no longer does (0 bytes per step).
+    """The memory of a process grows from step to step, or no longer does (0 bytes per step).
 
-    `what` is ``"host"`` or the device, `between` is an interval of confidence for the bytes per
-    step, and `minutes_left` is the time until memory runs out at this rate.
+    `what` is ``"host"`` or the device, `between` is a confidence interval for the bytes per step,
+    and `minutes_left` is the time until memory runs out at this rate.
     """
 
     pid: int
@@ -330,14 +334,14 @@ class TorchImported(EventData):
 
 
 class EnvironmentsImported(EventData):
-    """A package of environments for reinforcement learning was imported, so a loss need not
-    measure progress.
+    """A reinforcement-learning environment package was imported, so the loss need not measure
+    progress.
     """
 
     package: str
 
     def __str__(self) -> str:
-        return f"{self.package} imported: this is reinforcement learning"
+        return f"{self.package} imported, so this is reinforcement learning"
 
 
 class ExceptionRaised(EventData):
@@ -357,7 +361,7 @@ class ExceptionRaised(EventData):
 
 
 class Exiting(EventData):
-    """The process ends: how, its exit status, and what it said to `sys.exit`."""
+    """The process exits: how, with which status, and with which message for `sys.exit`."""
 
     how: str
     status: int | None
@@ -366,7 +370,7 @@ class Exiting(EventData):
     def __str__(self) -> str:
         sentences = {
             "returned": "process exits at the end of its script",
-            "sys.exit": "process exits by sys.exit",
+            "sys.exit": "process exits through sys.exit",
             "exception": "process exits after an exception",
         }
         text = sentences[self.how]
@@ -420,7 +424,7 @@ class Leak(EventData):
 class LeakTrace(EventData):
     """A search for leaks over this many steps ended.
 
-    `request` is the number of the request that asked for it, and `why` says why it was given up.
+    `request` is the number of the request for it, and `why` says why it was abandoned.
     """
 
     found: int
@@ -430,7 +434,9 @@ class LeakTrace(EventData):
     why: str = ""
 
     def __str__(self) -> str:
-        text = f"search over {counted(self.steps, 'step')} found {counted(self.found, 'leak')}"
+        text = (
+            f"leak search over {counted(self.steps, 'step')}: {counted(self.found, 'leak')} found"
+        )
         if self.seconds is not None:
             text += f" in {duration(self.seconds)}"
         if self.why:
@@ -462,7 +468,7 @@ def _processes(pids: Sequence[int]) -> str:
 
 
 def _end(status: int, oom_kills: int | None) -> str:
-    """Return how a process ended, from its exit code or minus the signal that killed it."""
+    """Return how a process ended, given its exit code or the negated number of a signal."""
     text = f"exit code {status}"
     if status < 0:
         text = f"killed by {signal_name(-status)}"

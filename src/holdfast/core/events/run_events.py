@@ -1,9 +1,9 @@
-"""What happens in a training process: the guard, the loader and the frameworks record these.
+"""Events in a training process, recorded by the guard, the loader and the framework integrations.
 
 In all of them, `why` is prose for people, `error` is the type and text of an exception, and
-`promise` is what the rest of the run is equal to. Steps are optimizer steps; the step at which an
-event happened is not repeated in its fields. Decisions are in ``decisions``, and what happens to
-processes is in ``process_events``.
+`promise` says what the rest of the run is equal to. Steps are optimizer steps; the step at which an
+event happened is not repeated in its fields. Decisions are in ``decisions``, and events of
+processes are in ``process_events``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Failure(EventData):
 
 
 class Loop(EventData):
-    """An iteration over batches began: who drives it (`by`), and what a resume promises."""
+    """A training loop started: who drives it (`by`), and what a resume promises."""
 
     by: str = "guard"
     resume_promise: str | None = None
@@ -63,9 +63,8 @@ class Loop(EventData):
 class EpochEnded(EventData):
     """This many epochs are over; the last one had this many batches and steps.
 
-    `steps` is None if the epoch began before a restart or a rollback. Each of the first 100 epochs
-    is recorded, and of later ones those after which a process has completed 1, 2, 4, 8, ... whole
-    epochs.
+    `steps` is None if the epoch began before a restart or a rollback. The first 100 epochs are all
+    recorded; later ones only when a process has completed 1, 2, 4, 8, ... whole epochs.
     """
 
     epochs: int
@@ -86,7 +85,7 @@ class EpochEnded(EventData):
 class Resumed(EventData):
     """The run resumed from a checkpoint, or from what a framework loaded.
 
-    `trained_batches` counts the batches of its epoch that were trained before.
+    `trained_batches` counts the batches of the epoch that were already trained.
     """
 
     checkpoint: str | None = None
@@ -105,9 +104,9 @@ class Resumed(EventData):
 
 
 class SettingsKept(EventData):
-    """The script sets up an optimizer or a scheduler differently from how the run began.
+    """The script configures an optimizer or a scheduler differently from when the run began.
 
-    The run keeps the settings it began with.
+    The run keeps its original settings.
     """
 
     changed: tuple[str, ...]
@@ -117,14 +116,13 @@ class SettingsKept(EventData):
     )
 
     def __str__(self) -> str:
-        return (
-            f"settings of the script ignored: {'; '.join(self.changed)}. {_capitalised(self.why)}"
-        )
+        changes = "; ".join(self.changed)
+        return f"settings in the script are ignored: {changes}. {_capitalised(self.why)}"
 
 
 class GroupsChanged(EventData):
-    """Parameter groups were added since the run began, so the script will lack them when it starts
-    again.
+    """Parameter groups were added during the run, so the script will lack them when it is
+    restarted.
     """
 
     why: str = (
@@ -134,7 +132,7 @@ class GroupsChanged(EventData):
     )
 
     def __str__(self) -> str:
-        return f"parameter groups were added since the run began: {self.why}"
+        return f"parameter groups were added during the run: {self.why}"
 
 
 class PositionNotKept(EventData):
@@ -164,7 +162,7 @@ class ResumeMayDiffer(_Why):
 
 
 class OwnStateNotKept(EventData):
-    """The run resumed on another number of ranks, so the state in which ranks differed could not be
+    """The run resumed on a different number of ranks, so state that differs by rank was not
     restored.
 
     The buffers and ``state=`` with these names now have the values of rank 0 on all ranks.
@@ -174,7 +172,7 @@ class OwnStateNotKept(EventData):
     ranks_before: int
     ranks_now: int
     why: str = (
-        "these values differed between ranks, and can only be restored on the same number of ranks;"
+        "these values differed between ranks and can only be restored on the same number of ranks;"
         " all ranks continue with those of rank 0"
     )
 
@@ -206,12 +204,12 @@ class StepsLeftBehind(EventData):
 
 
 class BeginsAnew(EventData):
-    """A framework began at step 0, although this directory holds checkpoints."""
+    """A framework started at step 0, although this directory contains checkpoints."""
 
     though_saved_in: str
 
     def __str__(self) -> str:
-        return f"training starts from scratch, although {self.though_saved_in} holds checkpoints"
+        return f"training starts from scratch, although {self.though_saved_in} contains checkpoints"
 
 
 class StopRequested(EventData):
@@ -264,7 +262,7 @@ class LeftByException(EventData):
 
 
 class Closed(EventData):
-    """The run was closed. If the last event is neither this nor an exception, it was cut off."""
+    """The run was closed. If its last event is neither this nor an exception, it was cut off."""
 
     how: Literal["finished", "stopped", "left", "failed"]
 
@@ -279,10 +277,9 @@ class Closed(EventData):
 
 
 class Validated(EventData):
-    """The loss of an evaluation or another metric (`name`), and the schedulers that changed a
-    learning rate because of it.
+    """An evaluation loss or another metric (`name`), and schedulers that reacted to it.
 
-    `kept_as` is the checkpoint that was kept for it.
+    `kept_as` is the checkpoint that was kept because of it.
     """
 
     loss: float
@@ -300,11 +297,11 @@ class Validated(EventData):
 
 
 class RankIsSlow(EventData):
-    """The other ranks waited for this one in the steps of an epoch, because of its time before the
-    loss.
+    """During an epoch, the other ranks waited for this one, which took longer to reach the loss.
 
-    `share` is of the time of a step; `of_others` are the seconds of the other ranks, and items and
-    memory (since each process began) are those of all ranks. Time lost in backward does not show.
+    `share` is the waiting time as a share of the step time, and `of_others` is the time of the
+    other ranks in seconds. Items and peak memory (since each process started) are those of all
+    ranks. Time lost in backward is not detected.
     """
 
     rank: int
@@ -324,9 +321,9 @@ class RankIsSlow(EventData):
 
 
 class OwnCollectives(EventData):
-    """The loss or the model began collectives itself, for the first time in this run.
+    """The loss or the model issued collectives itself, for the first time in this run.
 
-    `count` is how many.
+    `count` says how many.
     """
 
     count: int
@@ -337,13 +334,13 @@ class OwnCollectives(EventData):
 
     def __str__(self) -> str:
         collectives = counted(self.count, "collective")
-        return f"the loss or the model began {collectives} of its own: {self.why}"
+        return f"the loss or the model issued {collectives} of its own: {self.why}"
 
 
 class ImageAdded(EventData):
     """An image was written (`path`, relative to the run directory).
 
-    `nonfinite` and `outside_0_to_1` count its invalid values.
+    `nonfinite` and `outside_0_to_1` count invalid values.
     """
 
     tag: str
@@ -371,7 +368,7 @@ class ImageLeftOut(EventData):
 
 
 class RecordingMovedAside(EventData):
-    """A recording could not be continued, so a new one was begun.
+    """A recording could not be continued, so a new one was started.
 
     `what` says where the old one is.
     """
@@ -379,11 +376,11 @@ class RecordingMovedAside(EventData):
     what: str
 
     def __str__(self) -> str:
-        return f"a new recording was begun: {self.what}"
+        return f"a new recording was started: {self.what}"
 
 
 class SchedulersWait(EventData):
-    """These schedulers need a validation loss, and an epoch passed without one."""
+    """These schedulers need a validation loss, but an epoch passed without one."""
 
     schedulers: tuple[str, ...]
     fix: str
@@ -437,10 +434,10 @@ class SaveFailed(_Failure):
 
 
 class SaveRefused(_Why):
-    """A state was not saved, or not kept as a checkpoint, because it is damaged.
+    """A state was not saved, or not kept as a checkpoint, because it is bad.
 
-    `kept` is its name from now on. `nonfinite` lists tensors with NaN or Inf, and `count` says how
-    many there are.
+    `kept` is its new name. `nonfinite` lists tensors with NaN or Inf, and `count` says how many
+    there are.
     """
 
     checkpoint: str | None = None
@@ -474,7 +471,7 @@ class PruneFailed(_Failure):
 
 
 class NotSaved(EventData):
-    """The run ended with steps that are in no checkpoint; `error` is why the newest save failed."""
+    """The run ended with unsaved steps; `error` says why the newest save failed."""
 
     newest_checkpoint: int | None
     failed_saves: int
@@ -483,7 +480,7 @@ class NotSaved(EventData):
     def __str__(self) -> str:
         newest = "there is no checkpoint"
         if self.newest_checkpoint is not None:
-            newest = f"the newest checkpoint is of step {self.newest_checkpoint}"
+            newest = f"the newest checkpoint is from step {self.newest_checkpoint}"
         text = f"the run ended with unsaved steps: {newest}"
         if self.failed_saves:
             text += f", and {counted(self.failed_saves, 'save')} failed"
@@ -493,10 +490,7 @@ class NotSaved(EventData):
 
 
 class StepsNotSaved(EventData):
-    """The loop was left, or the process ended, with steps that no checkpoint held then.
-
-    Both steps are included.
-    """
+    """The loop was left, or the process ended, with these steps (inclusive) in no checkpoint."""
 
     from_step: int
     to_step: int
@@ -508,14 +502,14 @@ class StepsNotSaved(EventData):
 
 
 class ChangesNotSaved(_Why):
-    """Something changes that no checkpoint holds."""
+    """Something changes that is not part of any checkpoint."""
 
     def __str__(self) -> str:
         return f"changes are in no checkpoint: {self.why}"
 
 
 class CheckpointDamaged(_Why):
-    """A checkpoint failed verification and was moved aside; `kept` is its name from now on."""
+    """A checkpoint failed verification and was moved aside; `kept` is its new name."""
 
     checkpoint: str | None = None
     kept: str | None = None
@@ -563,9 +557,7 @@ class OutOfMemory(_Failure):
 
 
 class StateTaken(_Failure):
-    """The optimizer of this rank ran out of memory halfway; it takes the state of a rank that has
-    stepped.
-    """
+    """This rank's optimizer ran out of memory halfway and takes over the state of another rank."""
 
     def __str__(self) -> str:
         return (
@@ -575,10 +567,9 @@ class StateTaken(_Failure):
 
 
 class Promises(EventData):
-    """What splitting a batch of this loss function would be equal to, and how that was determined.
+    """What splitting a batch would be equal to for this loss function, and how that was determined.
 
-    `split_check` has the facts of the check, and `side_effects` is None if they were not looked
-    for.
+    `split_check` has the details of the check, and `side_effects` is None if not examined.
     """
 
     batch_size: int | None
@@ -612,17 +603,17 @@ class SideEffects(_Why):
 
 
 class SplitNotTried(_Why):
-    """This process could not be forked to try whether batches can be split.
+    """This process could not be forked to test whether batches can be split.
 
-    It is tried before the first split.
+    The test is repeated before the first split.
     """
 
     def __str__(self) -> str:
-        return f"splitting was not tried yet, and will be before the first split: {self.why}"
+        return f"splitting could not be tested yet; it will be before the first split: {self.why}"
 
 
 class SplitRefused(_Why):
-    """Batches of this loss function are not split, unless the hazard is allowed by name."""
+    """Batches are not split for this loss function, unless the hazard is allowed by name."""
 
     allow_split_with: str
 
@@ -631,10 +622,10 @@ class SplitRefused(_Why):
 
 
 class SplitStopped(_Why):
-    """Batches of this loss function are no longer split, because a later check has failed.
+    """Batches are no longer split for this loss function, because a later check failed.
 
-    `equal_until_step` is the last step at which a check passed, or None if none did. Steps that
-    were split after it may have had another gradient than that of the whole batch.
+    `equal_until_step` is the last step at which a check passed, or None. The gradients of steps
+    that were split after it may differ from those of the whole batch.
     """
 
     allow_split_with: str
@@ -647,13 +638,13 @@ class SplitStopped(_Why):
             checked = f"the last check passed at step {self.equal_until_step}"
         return (
             f"batches are no longer split: {self.why}; {checked}, and steps split after that may"
-            f" have had another gradient ({self.promise});"
+            f" have had a different gradient ({self.promise});"
             f" {_how_to_allow(self.allow_split_with)}"
         )
 
 
 class CannotSplit(_Why):
-    """A batch could not be cut."""
+    """A batch cannot be split."""
 
     fix: str
 
@@ -686,7 +677,7 @@ class NotRestored(EventData):
 
 
 class OnednnSwitchedOff(EventData):
-    """oneDNN keeps memory of its own; it is off from now on."""
+    """oneDNN, which keeps its own memory, is switched off from now on."""
 
     promise: Promise = "equal up to rounding"
 
@@ -698,8 +689,9 @@ class OnednnSwitchedOff(EventData):
 
 
 class NonfiniteOrigin(EventData):
-    """Where NaN or Inf came from, with the facts of `numerics.provenance.Origin`, and the samples
-    that cause it.
+    """Where NaN or Inf came from, and the samples that cause it.
+
+    `origin` has the facts of `numerics.provenance.Origin`.
     """
 
     origin: Mapping[str, Any]
@@ -708,7 +700,7 @@ class NonfiniteOrigin(EventData):
 
     def __str__(self) -> str:
         text = f"origin of NaN or Inf: {self.origin['mechanism']}"
-        # Otherwise it was there before the step, and the mechanism names the tensor.
+        # In the other cases, it existed before the step, and the mechanism names the tensor.
         if self.origin["kind"] in ("operation", "finite_overflow"):
             text = f"origin of NaN or Inf: {self._operation()}: {self.origin['mechanism']}"
         if self.bad_samples:
@@ -766,7 +758,7 @@ class MicroBatchDropped(EventData):
 
 
 class Spike(EventData):
-    """Loss and gradient norm are far from what is usual, and the step was made all the same."""
+    """Loss and gradient norm are far above their usual level; the step was made nevertheless."""
 
     loss: float
     grad_norm: float
@@ -793,7 +785,7 @@ class NormOverflowed(EventData):
 
 
 class LossScaleLowered(EventData):
-    """A step was skipped and the fp16 loss scale lowered, as happens while the scale is found."""
+    """A step was skipped and the fp16 loss scale lowered, as is normal while the scale adapts."""
 
     loss_scale: float
     reason: str
@@ -834,17 +826,17 @@ class SnapshotFailed(_Failure):
 
 
 class SnapshotsDoNotFit(EventData):
-    """No copies of the state are kept in host memory: a rollback returns to a checkpoint."""
+    """Snapshots do not fit into host memory, so a rollback returns to a checkpoint."""
 
     def __str__(self) -> str:
         return "snapshots do not fit into host memory; a rollback returns to a checkpoint"
 
 
-# --- why it does not learn ------------------------------------------------------------------------
+# --- diagnosis of learning ------------------------------------------------------------------------
 
 
 class Finding(EventData):
-    """A rule of the diagnosis applies; `about` says whether it names a cause or a symptom."""
+    """A diagnosis rule applies; `about` says whether it names a cause or a symptom."""
 
     rule: str
     severity: str
@@ -865,11 +857,11 @@ class Finding(EventData):
 
 
 class Note(Finding):
-    """A rule reports what is worth knowing and often intended."""
+    """A diagnosis rule reports something worth knowing that is often intended."""
 
 
 class DiagnosisLimited(_Why):
-    """The diagnosis sees less than it could."""
+    """The diagnosis cannot check everything."""
 
     def __str__(self) -> str:
         return f"diagnosis limited: {self.why}"
@@ -900,7 +892,7 @@ class Aligned(EventData):
 
 
 class LoaderHealed(EventData):
-    """Workers were lost or stuck, and new ones continue after the last batch that was delivered."""
+    """Workers died or got stuck; new ones continue after the last batch that was delivered."""
 
     cause: str
     remedy: str
@@ -922,7 +914,8 @@ class LoaderHealed(EventData):
 class SampleQuarantined(_Why):
     """A sample is replaced by another one from now on.
 
-    `quarantined` is how many samples are, and `not_written` is why the list could not be written.
+    `quarantined` is the number of quarantined samples, and `not_written` says why the list could
+    not be written.
     """
 
     sample: int | str
@@ -958,7 +951,7 @@ class DescriptorLimitRaised(_Why):
 
 
 class StreamReadOver(_Why):
-    """Items before the position are read again and dropped."""
+    """Items before the resume position are read again and discarded."""
 
     items: int
 
@@ -974,7 +967,7 @@ class RanksNotDivided(_Why):
 
 
 class NothingLeft(_Why):
-    """An iteration had no batches, because the loaded position is the end of its epoch."""
+    """An iteration had no batches, because the restored position is the end of its epoch."""
 
     epoch: int
 
@@ -983,7 +976,7 @@ class NothingLeft(_Why):
 
 
 class EpochSetBack(_Why):
-    """The loop has set an earlier epoch than that of the loader."""
+    """The loop set the loader back to an earlier epoch."""
 
     before: int
     now: int
@@ -995,7 +988,7 @@ class EpochSetBack(_Why):
 class Preflight(EventData):
     """Loading will probably fail or be slow.
 
-    It is `certain` to fail if a single batch is too large.
+    Failure is `certain` if a single batch is too large.
     """
 
     rule: str
@@ -1012,7 +1005,7 @@ class Preflight(EventData):
 
 
 class OwnSteps(_Why):
-    """A Lightning module optimizes by itself, without the guard."""
+    """A Lightning module uses manual optimization, without the guard."""
 
     def __str__(self) -> str:
         return f"steps are not guarded: {self.why}"
@@ -1038,7 +1031,7 @@ class ItemsIgnored(_Why):
 
 
 def _capitalised(clause: str) -> str:
-    """Return a clause with a capital letter, as the beginning of a sentence."""
+    """Return a clause with a capital first letter, to begin a sentence."""
     return clause[:1].upper() + clause[1:]
 
 
@@ -1065,7 +1058,7 @@ def _of_batch(epoch: int | None, batch: int | None) -> str:
 
 
 def _samples(rows: tuple[int, ...], dataset_indices: tuple[int, ...] | None) -> str:
-    """Return samples of a batch, by their places in it and in the dataset."""
+    """Return a phrase for samples, with their indices in the batch and in the dataset."""
     is_one = len(rows) == 1
     text = f"{'sample' if is_one else 'samples'} {listed(rows)} of the batch"
     if dataset_indices:

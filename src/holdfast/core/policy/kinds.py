@@ -1,7 +1,7 @@
-"""What each policy field may be: types that pydantic checks.
+"""The types of policy fields, which pydantic checks.
 
-The last text in the metadata of a type says what is allowed, as the rest of the sentence "it must
-be ...". Where values come from is in ``sources``.
+The text in a type's metadata describes the allowed values and completes the sentence "it must be
+...". Where values come from is handled in ``sources``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.core.text import sanitise
 
 
 def _some_of(choices: Any) -> str:
-    """Return what is allowed of a list of some of these choices."""
+    """Return the description of a list of some of these choices."""
     return f"a list of some of {', '.join(map(repr, get_args(choices)))}"
 
 
@@ -34,7 +34,8 @@ Objective = Literal["minimize", "adversarial", "reinforcement"]
 SchedulerInterval = Literal["step", "epoch"]
 StopSignal = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGQUIT"]
 
-# Counts are written into records and converted to floats, which hold whole numbers up to 2**53.
+# Counts are stored in records and converted to floats, which represent whole numbers exactly up to
+# 2**53.
 _BELOW = Lt(2**53)
 _WHOLE = "a whole number >= 1 and below 2**53"
 _Rule = Annotated[str, Predicate(re.compile(r"H8[0-9]{2}").fullmatch)]
@@ -73,12 +74,13 @@ def check(name: str, kind: Any, value: Any) -> Any:
 
     Args:
         name: The field.
-        kind: What it may be: one of the types above.
-        value: An argument, which must be of the type itself (a list counts as a tuple), or a
+        kind: The type of the field: one of the types above.
+        value: An argument, which must already have that type (a list counts as a tuple), or a
             `SourcedValue`, whose text is converted.
 
     Raises:
-        PolicyError: H102, naming the field, its value, where that came from, and what is allowed.
+        PolicyError: H102, naming the field, its value, the source of the value, and what is
+            allowed.
     """
     is_argument = not isinstance(value, SourcedValue)
     for reading in _readings(value):
@@ -88,7 +90,7 @@ def check(name: str, kind: Any, value: Any) -> Any:
 
 
 def _readings(value: Any) -> Iterable[Any]:
-    """Return what a given value can mean, in the order in which to try."""
+    """Return the possible interpretations of a value, in the order in which to try them."""
     if isinstance(value, SourcedValue):
         return value.readings()
     if isinstance(value, list):
@@ -98,14 +100,14 @@ def _readings(value: Any) -> Iterable[Any]:
 
 @functools.cache
 def _type_adapter(kind: Any) -> Any:
-    # Imported here, because it takes 0.1 s, and a policy of defaults needs no checks.
+    # Imported here, because it takes 0.1 s, and a default policy needs no checks.
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
 def _allowed(kind: Any) -> str:
-    """Return what values a type allows, for "it must be ..."."""
+    """Return the description of a type's allowed values, for "it must be ..."."""
     for metadata in getattr(kind, "__metadata__", ()):
         if isinstance(metadata, str):
             return metadata
@@ -123,7 +125,7 @@ def _wrong_value(name: str, value: Any, allowed: str) -> PolicyError:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as its source has it: text as it is, other values as Python writes them."""
+    """Return a value as its source spells it: text verbatim, arguments as Python literals."""
     is_argument = not isinstance(value, SourcedValue)
     raw_value = value if is_argument else value.value
     text = raw_value if isinstance(raw_value, str) and not is_argument else repr(raw_value)
@@ -132,7 +134,7 @@ def _shown(value: Any) -> str:
 
 
 def _fix_of_wrong_value(shown: str, allowed: str) -> str:
-    """Propose the allowed word that is most similar to one of the value, if there is any."""
+    """Suggest the allowed word that is most similar to a word in the value, if there is one."""
     allowed_words = re.findall(r"['\"](\w+)['\"]", allowed)
     for word in re.findall(r"[\w-]+", shown):
         if word in allowed_words:
@@ -140,4 +142,4 @@ def _fix_of_wrong_value(shown: str, allowed: str) -> str:
         meant = nearest(word, allowed_words)
         if meant is not None:
             return f"did you mean {meant!r}?"
-    return "pass such a value, or omit it for the default."
+    return "pass an allowed value, or omit it to use the default."

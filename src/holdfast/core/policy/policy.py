@@ -1,8 +1,8 @@
-"""The settings of a run: frozen, validated, each with its meaning, default and where that is from.
+"""`Policy`: the settings of a run, frozen and validated, each with its meaning and default.
 
-A value comes from, strongest first: a keyword argument or an option of the command line, a
-``HOLDFAST_*`` variable, a YAML file, a preset, or the default here. The sources are read in
-``sources``, and what each field may be is defined in ``kinds``.
+Sources of a value, the strongest first: a keyword argument or command-line option, a ``HOLDFAST_*``
+variable, a YAML file, a preset, the default here. ``sources`` reads the sources, and ``kinds``
+defines the allowed values of each field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Class = TypeVar("_Class")
 def _layered(cls: type[_Class]) -> type[_Class]:
     """Make a frozen dataclass whose fields are also filled from a preset and the environment.
 
-    Every value that is given is checked; the defaults are known to be right.
+    All given values are checked; the defaults are trusted.
     """
     layered_class = dataclass(frozen=True, slots=True, kw_only=True)(cls)
     plain_init: Callable[..., None] = layered_class.__init__
@@ -55,12 +55,12 @@ def _with_meanings(cls: type[Any]) -> str:
 
 @functools.cache
 def fields() -> dict[str, Any]:
-    """Return what each field may be, as `kinds.check` takes it."""
+    """Return the type of each field, for `kinds.check`."""
     return get_type_hints(Policy, include_extras=True)
 
 
 def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by field, with the values of the preset that they name below them.
+    """Return values by field, merged over the values of the preset that they name.
 
     Raises:
         PolicyError: H101 for a key that is neither a field nor ``"preset"``, H110 for an unknown
@@ -330,7 +330,7 @@ class Contradiction:
     """Two fields that exclude each other.
 
     Args:
-        fields: Their names. The first asks for something, and the second rules it out.
+        fields: Their names. The first asks for something that the second rules out.
         applies: Whether a policy has the contradiction.
         because: Why they exclude each other.
         fix: What to do.
@@ -360,8 +360,8 @@ CONTRADICTIONS = (
     Contradiction(
         fields=("drop_nonfinite_samples", "provenance"),
         applies=lambda policy: policy.drop_nonfinite_samples and not policy.provenance,
-        because="the samples are not looked for",
-        fix="leave provenance on, because it finds the samples.",
+        because="without provenance, the bad samples are not searched for",
+        fix="turn provenance on; it finds the samples.",
     ),
     Contradiction(
         fields=("allow_split_with", "micro_batch_size"),
@@ -374,7 +374,7 @@ CONTRADICTIONS = (
         applies=lambda policy: (
             policy.forecast_micro_batch_size is not None and policy.micro_batch_size != "auto"
         ),
-        because="a size that is given is not forecast",
+        because="a fixed micro-batch size leaves nothing to forecast",
         fix="use micro_batch_size='auto', or omit the forecast.",
     ),
 )
@@ -385,10 +385,10 @@ def _check_contradictions(policy: Policy, values: Mapping[str, Any]) -> None:
 
     Args:
         policy: The policy.
-        values: What was given for it, by field, with the sources.
+        values: The given values by field, with their sources.
 
     Raises:
-        PolicyError: H109, naming both fields with their values, and where these came from.
+        PolicyError: H109, naming both fields with their values and sources.
     """
     for contradiction in CONTRADICTIONS:
         if contradiction.applies(policy):

@@ -1,7 +1,7 @@
-"""Presets: what published recipes of a domain set, each value with the recipe that it comes from.
+"""Presets: the settings of published recipes, each value with the recipe that it comes from.
 
 A preset is the weakest layer above the defaults: anything that you set yourself overrides it. It
-contains only what a recipe decides. What a field means is documented in ``policy``.
+contains only what the recipes specify. The fields are documented in ``policy``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Setting:
 class Preset:
     """The settings of a domain, by field.
 
-    A value may equal the default, because the recipes chose it too.
+    A value may equal the default, if the recipes chose the same value.
     """
 
     name: str
@@ -66,7 +66,7 @@ def find_preset(name: object, source: str = "") -> Preset:
     """Return a preset by its name.
 
     Args:
-        name: The name; anything that is not the name of a preset is an error.
+        name: The name; anything but the name of a preset is an error.
         source: Where the name came from, for the error.
 
     Raises:

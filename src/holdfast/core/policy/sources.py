@@ -1,7 +1,7 @@
 """Where the values of a policy come from: YAML files, ``HOLDFAST_*`` variables and options.
 
-All three give texts by field, each with its source. What a text means is decided in ``kinds`` by
-the type of the field, in the same way for all sources; which source wins is decided in ``policy``.
+All three yield texts by field, each with its source. ``kinds`` interprets the texts by the type of
+the field, in the same way for all sources; ``policy`` decides which source wins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import yaml
 
 PREFIX = "HOLDFAST_"
-# A key beside the fields: the name of the preset, whose values all others override.
+# The key that names the preset, whose values all other sources override.
 PRESET = "preset"
 
 # More than any policy file needs.
@@ -32,20 +32,20 @@ _MAX_FILE_BYTES = 64 << 10
 _MAX_DEPTH = 8
 # Longer messages of the YAML parser are cut.
 _MAX_MESSAGE_CHARACTERS = 400
-# What may surround a text: white space and quotes.
+# Characters that may surround a text: white space and quotes.
 _AROUND = " \t\n'\""
 # Texts that mean None, in lower case.
 _NONE_TEXTS = ("", "~", "null", "none")
-# The names of our options in a namespace, which they share with the program's own options.
+# The prefix of our options in a namespace, which they share with the program's own options.
 _OPTION_PREFIX = "holdfast_"
 
 
 @dataclass(frozen=True, slots=True)
 class SourcedValue:
-    """A value that is not an argument, and where it came from.
+    """A value that did not come from a Python argument, and its source.
 
     Args:
-        value: A text or a list of texts from a file, a variable or an option; or any value of a
+        value: A text or a list of texts from a file, a variable or an option; or any value from a
             preset.
         source: Such as ``"policy.yaml, line 2"``.
     """
@@ -54,10 +54,10 @@ class SourcedValue:
     source: str
 
     def readings(self) -> tuple[Any, ...]:
-        """Return what the value can mean, in the order in which to try.
+        """Return the possible interpretations of the value, in the order in which to try them.
 
-        A text is either itself (or None), or a list of the parts between its commas. As in YAML,
-        there may be brackets around a list and quotes around a part.
+        A text stands for itself (or None), or for a list of its comma-separated parts. As in YAML,
+        a list may have brackets and its parts may be quoted.
         """
         if not isinstance(self.value, str):
             return (self.value,)
@@ -75,7 +75,7 @@ def _is_none(text: str) -> bool:
 
 
 def describe_sources(*values: Any) -> str:
-    """Return in brackets where values came from, for the end of what an error says of them."""
+    """Return the sources of values in parentheses, to append to an error message."""
     sources = [value.source if isinstance(value, SourcedValue) else "argument" for value in values]
     return f" ({' and '.join(dict.fromkeys(sources))})"
 
@@ -133,7 +133,7 @@ def from_yaml(path: Path) -> dict[str, SourcedValue]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise PolicyError(
             f"policy file {path} cannot be read ({str(error)[:_MAX_MESSAGE_CHARACTERS]})",
-            limit="a YAML mapping of field names to values is needed, each name once",
+            limit="it must be a YAML mapping of field names to values, each name once",
             fix=(
                 "check the path, and write one `field: value` per line, for instance"
                 " `max_grad_norm: 1.0`."
@@ -143,22 +143,23 @@ def from_yaml(path: Path) -> dict[str, SourcedValue]:
 
 
 def _read_mapping(text: str, path: Path) -> dict[str, SourcedValue]:
-    """Return what a YAML mapping says, each scalar as its text.
+    """Return the contents of a YAML mapping, with each scalar as text.
 
     Raises:
-        ValueError: If it is not a mapping, has a key twice, or has more than a policy needs.
+        ValueError: If it is not a mapping, repeats a key, or uses features that a policy does not
+            need.
     """
     import yaml
 
     _check_is_simple(text)
-    # The base loader makes nothing but texts, lists and dicts.
+    # The base loader creates only texts, lists and dicts.
     loader = yaml.BaseLoader(text)
     root = loader.get_single_node()
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise ValueError("it is not a mapping")  # noqa: TRY004 - the content of the file is wrong
-    # This refuses keys that are no texts.
+    # This rejects keys that are not texts.
     values = loader.construct_document(root)
     lines = _lines_of_keys(root)
     return {key: SourcedValue(values[key], f"{path}, line {line}") for key, line in lines.items()}
@@ -167,8 +168,8 @@ def _read_mapping(text: str, path: Path) -> dict[str, SourcedValue]:
 def _check_is_simple(text: str) -> None:
     """Refuse YAML that is dangerous to load.
 
-    An alias within aliases makes gigabytes from a few lines, deep nesting takes seconds, and a tag
-    asks for a type of its own.
+    Nested aliases can expand a few lines to gigabytes, deep nesting takes seconds to parse, and
+    tags request custom types.
 
     Raises:
         ValueError: If the text has any of these.
@@ -207,10 +208,10 @@ def _lines_of_keys(root: yaml.MappingNode) -> dict[str, int]:
 
 @functools.cache
 def meanings_of(file: Path, name: str) -> dict[str, str]:
-    """Return the text under each field of a class, by field.
+    """Return the docstring below each field of a class, by field.
 
-    Help and documentation are made from these texts, so they cannot disagree with the source. If
-    the source of the module is not installed, there are no texts.
+    Help and documentation are generated from these texts, so they cannot disagree with the source.
+    If the module's source is not installed, the result is empty.
     """
     try:
         module = ast.parse(file.read_text(encoding="utf-8"))
@@ -236,7 +237,7 @@ def _field_name(statement: ast.stmt) -> str | None:
 
 
 def _text(statement: ast.stmt) -> str | None:
-    """Return the text that a statement consists of, as a docstring does."""
+    """Return the text of a statement that consists only of a string, as a docstring does."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return str(statement.value.value)
     return None
@@ -248,7 +249,7 @@ def add_options(
     """Add ``--preset``, ``--policy`` and one option for each field to a program's parser.
 
     Args:
-        parser: The parser. An option that is not given puts nothing into its namespace.
+        parser: The parser. Options that are not given do not appear in its namespace.
         defaults: The default of each field, which is shown in the help.
         meanings: The meaning of each field, as `meanings_of` returns it.
     """

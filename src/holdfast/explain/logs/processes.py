@@ -333,20 +333,33 @@ class _ProcessReader:
         logged = self._is_logged(first)
         if self._is_said_to_be_caught(first):
             return _Fate(fatal=False, logged=logged)
-        left_the_script = bool(raised.frames) and raised.frames[0].function == "<module>"
+
+        left_main_module = bool(raised.frames) and raised.frames[0].function == "<module>"
+        looks_uncaught = left_main_module and not logged
         last_index = self._index_after(raised.number, next_index) - 1
         # A shell script may print that it is done although the program that it started has failed.
         # Such lines are no progress after an uncaught exception.
-        only_end_follows = (
-            left_the_script and not logged and self._progress.only_completion_after(last_index)
-        )
+        only_end_follows = looks_uncaught and self._progress.only_completion_after(last_index)
         progress = 0 if only_end_follows else self._progress.count_after(next_index - 1)
-        if progress >= (1 if logged else _CONTINUED):
-            may_be_buffered = progress < _BUFFERED or not self._progress.any_before(first)
-            is_uncaught = left_the_script and not logged and not self._context.says_done
-            return _Fate(fatal=False, logged=logged, overtaken=is_uncaught and may_be_buffered)
+
+        # Code that logs an exception has caught it, so one line of progress is convincing.
+        progress_needed = 1 if logged else _CONTINUED
+        if progress >= progress_needed:
+            overtaken = looks_uncaught and self._progress_may_be_buffered(first, progress)
+            return _Fate(fatal=False, logged=logged, overtaken=overtaken)
         nothing_follows = last_index > self._newest_sign or only_end_follows
         return _Fate(fatal=None, logged=logged, last=bool(raised.frames) and nothing_follows)
+
+    def _progress_may_be_buffered(self, first: int, progress: int) -> bool:
+        """Return whether the progress after an exception may have been made before it.
+
+        Args:
+            first: The index of the first line of the exception.
+            progress: The number of progress lines after it.
+        """
+        if self._context.says_done:
+            return False
+        return progress < _BUFFERED or not self._progress.any_before(first)
 
     def _is_logged(self, first: int) -> bool:
         """Return whether a logger printed the traceback that begins at a line."""

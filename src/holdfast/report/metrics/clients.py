@@ -1,6 +1,6 @@
 """Sinks for JSON lines, TensorBoard and Weights & Biases.
 
-JSON lines need no client; the others are written by the clients that their projects maintain.
+JSON lines need no client; the others use the client libraries of the respective projects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.core.text import as_json_value, sanitise
 from holdfast.report.metrics.copying import CopiedEvent, Point
 
-# Names of values in TensorBoard, which groups them by what stands before the slash.
+# TensorBoard tags of the values; TensorBoard groups tags by the part before the slash.
 _TAGS = {
     "step_seconds": "time/step_seconds",
     "wait_share": "time/wait_share",
@@ -26,8 +26,8 @@ _TAGS = {
     "device_peak_bytes": "memory/device_peak_bytes",
 }
 # Settings of wandb since 0.19; those that begin with x_ are not part of its public interface. They
-# keep back what the command prints, code, the state of git, packages, and facts about the machine.
-# The name of the host, and the versions of wandb and Python, are uploaded.
+# prevent the upload of console output, code, git state, package lists and machine information. The
+# host name and the versions of wandb and Python are still uploaded.
 _UPLOAD_NUMBERS_ONLY = {
     "console": "off",
     "disable_code": True,
@@ -42,7 +42,7 @@ _UPLOAD_NUMBERS_ONLY = {
 class JsonLines:
     """Append one JSON object for each step and event to a file, or print it.
 
-    A number that is not finite is written as a text such as "NaN".
+    Non-finite numbers are written as strings such as "NaN".
 
     Args:
         target: Path of the file, or "-" for stdout.
@@ -106,10 +106,11 @@ def _event_as_json(copied: CopiedEvent) -> dict[str, Any]:
 class TensorBoard:
     """Write values as scalars and events as texts.
 
-    Each process and attempt has a folder, so TensorBoard shows their curves side by side.
+    Each process of each attempt gets its own folder, so TensorBoard shows their curves side by
+    side.
 
     Args:
-        directory: Where the folders are made.
+        directory: Where to create the folders.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -120,7 +121,8 @@ class TensorBoard:
         self._directory = directory
         self._make_writer = tensorboardX.SummaryWriter
         self._writers: dict[str, Any] = {}
-        # It warns about each NaN and infinity. Here they are measurements, written on purpose.
+        # tensorboardX warns about every NaN and infinity. Here they are measurements, written on
+        # purpose.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
     def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
@@ -156,7 +158,7 @@ class TensorBoard:
 
 
 def _event_text(copied: CopiedEvent) -> str:
-    """Return an event as Markdown; indented lines are shown as they are."""
+    """Return an event as Markdown; indented lines are shown verbatim."""
     sentence = f"    {sanitise(copied.event.sentence())}\n"
     source = f"    by: {sanitise(copied.process)}, attempt {copied.attempt}\n"
     facts = [
@@ -181,8 +183,8 @@ class WandbRun:
         self._run: Any = wandb.init(
             project=project, name=name, job_type="holdfast", settings=settings
         )
-        # The step that wandb counts must not decrease, which it would at a rollback or a restart.
-        # So the step of the training is a value of its own.
+        # wandb's own step must not decrease, but a rollback or restart does decrease the training
+        # step. So the training step is logged as a separate value.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -1,6 +1,6 @@
-"""Copy what a run records to sinks, while it runs or after its end.
+"""Copy a run's metrics and events to sinks, while it runs or after its end.
 
-The names of processes stay the same over restarts, so a curve continues in the next attempt.
+Process names stay the same across restarts, so curves continue in the next attempt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Point:
         unix_seconds: When it was recorded.
         values: What was measured, by name. If there are several optimizers, names such
             as "loss/critic" end with the optimizer.
-        scalar: The value that the script logged, if it is one; its name in `values` begins with
+        scalar: The logged value, if the script logged this point; its name in `values` starts with
             "logged/".
     """
 
@@ -68,13 +68,13 @@ class Sink(Protocol):
     Every method may raise; the sink is then closed, and the others continue.
 
     Attributes:
-        name: Name for people.
+        name: The display name.
     """
 
     name: str
 
     def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
-        """Write what is new, oldest first for each process."""
+        """Write new points and events, oldest first for each process."""
 
     def close(self) -> None:
         """Finish what was written."""
@@ -82,9 +82,9 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySummary:
-    """What sinks were given.
+    """What was copied to the sinks.
 
-    The names of the fields are those of `holdfast metrics --json`.
+    The field names are those of `holdfast metrics --json`.
 
     Args:
         points: Number of steps.
@@ -102,14 +102,14 @@ class CopySummary:
 def follow(
     run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS
 ) -> CopySummary:
-    """Copy everything recorded so far, then what is new, until the run ends; close the sinks.
+    """Copy everything recorded so far, then follow the run until it ends; close the sinks.
 
-    Nothing that a sink raises is raised here: a sink that fails is closed and reported.
+    Exceptions of sinks are not propagated: a sink that fails is closed and reported.
 
     Args:
         run: The run directory.
         sinks: Where to copy to.
-        stop: Ends copying after one more look; if it is set already, one copy is made.
+        stop: When set, copying ends after one more look; if already set, everything is copied once.
         poll_seconds: Time between two looks.
     """
     watched = Watched(run, SystemClock())
@@ -138,7 +138,7 @@ def follow(
 
 
 def _look(watched: Watched, output: _Output, *, is_last_look: bool) -> RunSnapshot:
-    """Return what is new; nothing if the run directory cannot be read, which may pass."""
+    """Return what is new; empty if the run directory cannot be read at the moment."""
     try:
         return watched.look(hold_back=not is_last_look)
     except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
@@ -207,19 +207,19 @@ def _describe(error: Exception) -> str:
 
 
 class _Naming:
-    """Turns the news of a run into points, whose processes have names that outlive restarts."""
+    """Turns the news of a run into points, with process names that survive restarts."""
 
     def __init__(self) -> None:
         self._names: dict[Path, str] = {}
-        # How many sources of an attempt and a kind have a name.
+        # How many sources share a name, by attempt, kind and name.
         self._uses: dict[tuple[int, str, str], int] = {}
         self._steps_were_observed = False
 
     def points(self, news: News) -> Iterator[Point]:
         """Yield the points of a source.
 
-        Steps of a guard are left out once a process was observed to make steps: they are the same,
-        and an observed process says more about them.
+        A guard's steps are skipped once an observed process has made steps: they are the same
+        steps, and the process recorded more about them.
         """
         source = news.source
         if source.kind == "process" and news.samples:
@@ -248,7 +248,7 @@ class _Naming:
             )
 
     def _name(self, source: Source) -> str:
-        """Return a name that is unique in its attempt; a guard has that of its process."""
+        """Return a name that is unique within the attempt; a guard shares that of its process."""
         if source.directory not in self._names:
             name = "trainer" if source.rank is None else f"rank {source.rank}"
             key = (source.attempt, source.kind, name)
@@ -266,7 +266,7 @@ def _optimizer(sample: StepSample, optimizers: Sequence[str]) -> str | None:
 
 
 def _values(sample: StepSample, optimizer: str | None) -> dict[str, float]:
-    """Return what was measured at a step; what was not read is left out.
+    """Return the values measured at a step, without those that were not read.
 
     Args:
         sample: The step.

@@ -1,4 +1,4 @@
-"""Open sinks from what a user typed, such as ``--tensorboard DIR`` or ``--jsonl FILE``."""
+"""Open sinks for command-line options such as ``--tensorboard DIR`` or ``--jsonl FILE``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.core.text import sanitise
 from holdfast.report.metrics.clients import JsonLines, TensorBoard, WandbRun
 from holdfast.report.metrics.copying import Sink
 
-# From a target and a run directory to a sink.
+# Functions that open a sink, given a target and a run directory.
 _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "tensorboard": lambda target, _run: TensorBoard(Path(target)),
     "jsonl": lambda target, _run: JsonLines(target),
