@@ -9,6 +9,14 @@ Read it in this order: `finding` (what is reported), `observations` (what is mea
 `sampling` (which steps are looked at), `rules` (what the numbers mean), `explanations` (which
 findings explain others).
 
+Where to make a change:
+
+- When a rule reports, and its sentence: the module of its subject in ``rules``. The page that
+  ``holdfast explain`` shows is in ``explain/learning_rules.md``.
+- Which findings are hidden behind others: `explanations.EXPLAINED_BY`.
+- How densely steps are observed, and when a run is judged: `sampling`.
+- A new measurement: a field in `observations`, filled in by the observer of its subject.
+
 Not here: tracing NaN to its origin, clipping and loss spikes (`numerics`), and anything that acts
 on a run (`guard`).
 """
