@@ -184,7 +184,9 @@ def _read_margin(text: str | None) -> int | None:
     margin_bytes = bytes_in(text)
     if margin_bytes is None:
         raise _invalid_option(
-            f"--margin {text!r}", "it is a number with GiB, GB, MiB or MB", "write --margin 1GiB."
+            f"--margin {text!r}",
+            "a margin is a number with GiB, GB, MiB or MB",
+            "write --margin 1GiB.",
         )
     return margin_bytes
 
@@ -303,23 +305,23 @@ def _about_margin(plan: DeviceForecast) -> str:
     covered = []
     if not plan.target.device.is_measured:
         covered.append(
-            "no forecast was measured on this device: its margin covers the context of other"
-            " drivers and builds, cuDNN, and fragmentation, up to a forecast that is"
-            f" {UNMEASURED_MARGIN_SHARE:.0%} too low"
+            "no forecast was measured on this device, so its margin also covers the CUDA context"
+            " of other drivers and builds, cuDNN and fragmentation: a forecast that is up to"
+            f" {UNMEASURED_MARGIN_SHARE:.0%} too low still fits"
         )
     if plan.trace.uncalibrated_bytes:
         covered.append(
-            f"{_size(plan.trace.uncalibrated_bytes)} of its margin are for scratch memory of"
-            " operators that is not known exactly"
+            f"{_size(plan.trace.uncalibrated_bytes)} of its margin is for scratch memory of"
+            " operators whose need is not known exactly"
         )
     if not covered:
         return ""
-    return "; ".join([*covered, "--margin SIZE sets another"])
+    return "; ".join([*covered, "change it with --margin SIZE"])
 
 
 def _about_verification(verification: Verification) -> str:
     return (
-        f"traced again with these settings: tensors hold {_size(verification.live_bytes)}, the"
+        f"traced again with these settings: tensors hold {_size(verification.live_bytes)}; the"
         f" forecast was {_size(verification.forecast_bytes)} ({verification.error:+.2%})"
     )
 

@@ -153,7 +153,7 @@ def _write_page(path: Path, data: bytes) -> Path:
     """Write a page and return its absolute path; an OSError says how to solve the problem."""
     page = path.absolute()
     if page.exists() and not page.is_file():
-        reason = "it is a device, a pipe or a directory; choose another path with --out FILE"
+        reason = "it is not a regular file; choose another path with --out FILE"
         raise OSError(errno.EINVAL, reason, str(page))
     try:
         replace_file(page, data)

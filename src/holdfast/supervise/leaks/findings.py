@@ -112,8 +112,8 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
 def _choose_largest(leaks: Sequence[_RankedLeak]) -> list[Leak]:
     """Return the leaks that are worth reporting, largest last; `leaks` is in descending order."""
     largest = max((ranked.rank for ranked in leaks), default=0.0)
-    least = max(_MIN_SHARE * largest, min(_MIN_BYTES, largest))
-    chosen = [ranked.leak for ranked in leaks if ranked.rank >= least]
+    threshold = max(_MIN_SHARE * largest, min(_MIN_BYTES, largest))
+    chosen = [ranked.leak for ranked in leaks if ranked.rank >= threshold]
     return chosen[:_MAX_LEAKS][::-1]
 
 
