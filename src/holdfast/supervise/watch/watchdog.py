@@ -328,7 +328,7 @@ class Watchdog:
             seems = "seems to loop"
         where = f" at {hang.frame}" if hang.frame else ""
         text = (
-            f"process {hang.pid} {seems}{where} and has for {hang.seconds:.0f} s; it is left alone"
+            f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s so far; it is left alone"
         )
         if not is_starting:
             seconds = self._watch.limits.moving_seconds
