@@ -1,6 +1,6 @@
 """`holdfast attach PID`: inspect a training process that was started without holdfast.
 
-Prints and serialises what ``supervise.watch.inspection`` finds.
+This module prints and serialises the result of ``supervise.watch.inspection``.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _raise_keyboard_interrupt(received: list[int]) -> dict[int, Any]:
 
 
 def _check_page(page: Path) -> None:
-    """Raise an error now if the page cannot be written at the end of the campaign."""
+    """Raise an error now if the page could not be written at the end of the campaign."""
     if page.exists() and not page.is_file():
         raise PolicyError(
             f"--page {str(page)!r} is not a regular file",

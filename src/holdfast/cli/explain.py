@@ -165,7 +165,7 @@ def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
         fix = f"did you mean {near}?"
     raise PolicyError(
         f"{topic!r} does not exist",
-        limit="`holdfast explain` takes the id of a rule, a run directory or a log file",
+        limit="`holdfast explain` accepts a rule id, a run directory or a log file",
         fix=fix,
         rule="H732",
     )

@@ -204,7 +204,7 @@ def print_forecast(forecast: Forecast) -> None:
         _print_table(plan)
     shown = set()
     for plan in forecast.plans:
-        # Several devices often show the same step.
+        # The step is often the same for several devices.
         step = (_settings(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
         if step not in shown:
             _print_owners(plan)
@@ -398,7 +398,7 @@ def _samples(count: int) -> str:
 
 
 def _size(size_bytes: float) -> str:
-    """Return a number of bytes in GiB, a small one in MiB."""
+    """Return a number of bytes as text in GiB, or in MiB if it is small."""
     if size_bytes >= GIB / 10:
         return f"{size_bytes / GIB:.2f} GiB"
     return f"{size_bytes / _MIB:.1f} MiB"

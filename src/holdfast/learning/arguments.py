@@ -165,7 +165,7 @@ def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentCheck:
-    """One check of the arguments of some loss functions."""
+    """A check of the arguments of certain loss functions."""
 
     flag: str
     functions: tuple[str, ...]

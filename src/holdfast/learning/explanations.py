@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# What reaches the optimizer is not the gradient of the loss, or the optimizer climbs.
+# The optimizer does not receive the gradient of the loss, or it maximises the loss.
 WRONG_GRADIENT = frozenset({"H811", "H817", "H831", "H840", "H859"})
 # The loss receives arguments that it does not accept.
 WRONG_ARGUMENTS = frozenset({"H836", "H837", "H838", "H839", "H855"})

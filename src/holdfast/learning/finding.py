@@ -73,8 +73,8 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
 def _importance(finding: Finding) -> tuple[bool, str, int, float]:
     """Return the sort key of a finding.
 
-    A symptom of severity error still comes after a cause of severity advice, since the cause is
-    what can be fixed.
+    A symptom with severity "error" still comes after a cause with severity "advice", since only a
+    cause can be fixed.
     """
     return (
         finding.severity == "note",

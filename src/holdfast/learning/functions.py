@@ -122,7 +122,7 @@ class FunctionMode(TorchFunctionMode):
         return name in names and not is_symbolic()
 
     def _note_clipping(self, reader: FrameType) -> None:
-        """Note that a gradient was read, if one of torch's functions that clip reads it."""
+        """Record a clipping call if one of torch's clipping functions reads a gradient."""
         callers = {reader.f_code.co_name}
         # Before Python 3.12 a list comprehension has a frame of its own.
         if reader.f_code.co_name == "<listcomp>" and reader.f_back is not None:

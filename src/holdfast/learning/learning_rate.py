@@ -165,6 +165,6 @@ def _check_by(by: object) -> None:
         raise PolicyError(
             f"by={by!r}",
             limit=f"it must be one of {get_args(By)}",
-            fix="say what the two numbers count.",
+            fix="pass what the two sizes count.",
             rule="H105",
         )

@@ -118,7 +118,7 @@ class LossSites:
         self._calls_in_pass.clear()
 
     def enter(self, function: str, *, examine: bool = True) -> LossSite:
-        """Return the site of this call and count the call."""
+        """Return the loss site of this call, and count the call."""
         self._calls_in_pass[function] += 1
         position = min(self._calls_in_pass[function], MAX_SITES)
         site = self._sites.setdefault(f"{function}#{position}", LossSite(function))

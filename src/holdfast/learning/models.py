@@ -202,7 +202,8 @@ def has_equal_rows(weight: nn.Parameter) -> bool:
     """Return whether all rows of a matrix are equal; False for a single row or a single column."""
     if weight.dim() < 2 or weight.shape[0] < 2 or weight.numel() == weight.shape[0]:
         return False
-    # The first and the last row nearly always differ, which is faster than comparing all of them.
+    # Compare the first and last row first: they nearly always differ, and it is faster than
+    # comparing all.
     if not torch.equal(weight[0], weight[-1]):
         return False
     return bool((weight.detach() == weight.detach()[:1]).all())

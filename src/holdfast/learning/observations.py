@@ -46,7 +46,7 @@ class ObservedOptimizer:
     weight_decay: float = 0.0
     maximize: bool = False
 
-    # Sampled steps in which a parameter had a gradient.
+    # Sampled steps in which any parameter had a gradient.
     with_gradient_steps: int = 0
     # Consecutive sampled steps, up to the newest, in which no parameter had a gradient.
     no_gradient_steps: int = 0
@@ -55,7 +55,7 @@ class ObservedOptimizer:
     nonfinite_gradients: int = 0
     nonfinite_names: list[str] = field(default_factory=list)
     first_nonfinite_gradient: int | None = None
-    # Sampled steps that changed a weight.
+    # Sampled steps that changed any weight.
     moved: int = 0
 
     # Steps in which the check saw gradients arrive; the three counts below refer to these.
@@ -224,7 +224,7 @@ class Observations:
     inputs: dict[str, ObservedInput] = field(default_factory=dict)
     # Step, training loss and validation loss of each evaluation.
     validations: list[tuple[int, float | None, float]] = field(default_factory=list)
-    # Of a speech synthesiser's attention, see `alignment.alignment_facts`.
+    # Alignment of a speech synthesiser's attention, see `alignment.alignment_facts`.
     alignment: dict[str, float] | None = None
 
     @property

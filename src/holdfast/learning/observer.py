@@ -72,7 +72,9 @@ def _contain_errors(
             if find_out_of_memory(error) is not None:
                 return
             self.failure = f"{type(error).__name__}: {error}"
-            _log.warning("the diagnosis has switched itself off: %s", self.failure, exc_info=error)
+            _log.warning(
+                "the diagnosis has failed and is now off: %s", self.failure, exc_info=error
+            )
 
     return guarded  # type: ignore[return-value]
 

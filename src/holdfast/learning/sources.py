@@ -99,7 +99,7 @@ def _operation_of(node: Any) -> str:
 
 
 def _adds_a_number(node: Any) -> bool:
-    """Return whether only one of the two terms has a graph."""
+    """Return whether only one of the two terms has an autograd graph."""
     parents = [parent for parent, _ in node.next_functions if parent is not None]
     return len(parents) == 1
 

@@ -205,7 +205,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each process, except those that have ended or that we may not signal."""
+    """Send a signal to each process; skip those that have ended or that we may not signal."""
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, number)

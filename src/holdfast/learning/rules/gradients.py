@@ -169,9 +169,9 @@ def signal_vanishes_or_explodes(run: Observations, rule: Rule) -> Iterator[Findi
 
 
 def find_exploding(run: Observations) -> LostSignal | None:
-    """Return where a signal explodes, in the first loss or in the gradient norms."""
+    """Return where a signal explodes, judged by the first loss and the gradient norms."""
     if any(is_far_from_unit_scale(inputs) for inputs in run.inputs.values()):
-        return None  # large signals have another reason
+        return None  # the scale of the inputs explains it
     for name, loss in run.losses.items():
         usual = usual_first_loss(loss)
         if loss.first is not None and usual and loss.first > EXPLODING_LOSS * usual:

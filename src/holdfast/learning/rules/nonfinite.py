@@ -27,7 +27,7 @@ def nonfinite_loss(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 @rule("H802", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def nonfinite_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """A step was made with NaN or Inf in a gradient."""
+    """The optimizer stepped with NaN or Inf in a gradient."""
     for name, optimizer in run.optimizers.items():
         if not optimizer.nonfinite_gradients:
             continue

@@ -88,7 +88,7 @@ def only_frozen_parameters(run: Observations, rule: Rule) -> Iterator[Finding]:
         if _has_never_learnt(optimizer, run):
             yield rule.finding(
                 f"all {optimizer.tensors} tensors of the optimizer have requires_grad=False",
-                "call requires_grad_(True) on what should learn before making the optimizer.",
+                "call requires_grad_(True) on what should learn before creating the optimizer.",
                 name,
             )
 
@@ -106,7 +106,7 @@ def parameters_without_gradient(run: Observations, rule: Rule) -> Iterator[Findi
     if any(
         optimizer.no_gradient_steps >= NO_GRADIENT_STEPS for optimizer in run.optimizers.values()
     ):
-        return  # nothing gets a gradient, which H813 reports
+        return  # H813 reports that nothing gets a gradient
     for name, model in run.models.items():
         if not model.never_gradient_count:
             continue

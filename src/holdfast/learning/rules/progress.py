@@ -38,12 +38,12 @@ LOST_RISE = 3
 
 @rule("H828", tier="window", severity="advice", kind="symptom", confidence=0.85, on_request=True)
 def no_better_than_constant(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """The model is no better than predicting the same for every sample."""
+    """The model is no better than a constant prediction."""
     progress = measure_progress(run)
     if progress.state == "constant" and run.steps >= MIN_STEPS:
         yield rule.finding(
-            f"after {run.steps} steps the loss is {progress.best:.4g}; predicting the same for"
-            f" every sample gives {progress.baseline:.4g}",
+            f"after {run.steps} steps the loss is {progress.best:.4g}; a constant"
+            f" prediction reaches {progress.baseline:.4g}",
             "check whether a fresh Adam can overfit eight samples, and whether the loss changes"
             " when their inputs are swapped.",
         )

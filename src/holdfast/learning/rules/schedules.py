@@ -64,7 +64,7 @@ def _was_gone_at_end(run: Observations, optimizer: ObservedOptimizer) -> bool:
 
 @rule("H820", tier="contract", severity="advice", kind="cause", confidence=0.8)
 def scheduler_out_of_step(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """A scheduler is advanced at the wrong times."""
+    """A scheduler is stepped at the wrong times."""
     for name, scheduler in run.schedulers.items():
         if scheduler.kind == "ReduceLROnPlateau":
             # H854 judges this one.

@@ -193,6 +193,6 @@ class Sentinel:
         self._process.wait()
 
     def _write(self, line: bytes) -> None:
-        # Somebody may have killed the sentinel.
+        # The sentinel may have been killed.
         with suppress(OSError):
             os.write(self._pipe, line)

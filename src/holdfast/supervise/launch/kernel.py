@@ -10,7 +10,7 @@ from holdfast.core.control_groups import fields_of, group_folders
 
 # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
-# The counters of control groups of version 2 and version 1.
+# The files with the counters of control groups, version 2 and version 1.
 _MEMORY_EVENT_FILES = ("memory.events", "memory.oom_control")
 
 

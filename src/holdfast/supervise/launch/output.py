@@ -33,7 +33,7 @@ _REST_SECONDS = 0.02
 _MAX_PENDING_BYTES = 1 << 20
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 _STDERR = 2
-# Descriptors, each with a mask of events of `select.poll`.
+# Descriptors, each with an event mask of `select.poll`.
 PollEvents: TypeAlias = list[tuple[int, int]]
 
 
@@ -195,7 +195,7 @@ class OutputCopier:
         except BlockingIOError:
             return
         except OSError:
-            # EIO: no process holds the other side of the terminal any more.
+            # EIO: no process has the other side of the terminal open any more.
             data = b""
         if not data:
             del self._targets[source]
@@ -217,7 +217,7 @@ def poll_once(wanted: PollEvents, seconds: float) -> PollEvents:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A descriptor to read the command's output from, and the one of ours that it is copied to."""
+    """A descriptor to read the command's output from, and our own descriptor to copy it to."""
 
     descriptor: int
     copied_to: int

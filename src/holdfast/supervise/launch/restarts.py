@@ -18,7 +18,7 @@ from holdfast.explain.signature import Restart as RestartKind
 from holdfast.explain.verdict import Verdict
 from holdfast.supervise.launch.attempt_end import AttemptEnd
 
-# An attempt that ran this long made progress. The kubelet resets its back-off after 10 minutes
+# An attempt that ran this long counts as progress. The kubelet resets its back-off after 10 minutes
 # without a crash.
 LONG_ATTEMPT_SECONDS = 600.0
 # 2.0 ** 32 times any first delay is far above the longest delay.

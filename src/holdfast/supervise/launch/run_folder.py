@@ -61,8 +61,8 @@ def choose_folder(
     """Return a path for a new run directory, which does not exist yet.
 
     Args:
-        command: The command; its script, module or program gives the name.
-        started: Unix time in seconds, which follows in the name, in UTC.
+        command: The command, whose script, module or program gives the folder its name.
+        started: Unix time in seconds; appended to the name, in UTC.
         parent: The directory of all runs.
     """
     name = re.sub(r"[^\w.-]", "_", _name_of_command(command))[:_MAX_NAME_LENGTH] or "run"

@@ -96,14 +96,14 @@ class Signals:
 
     def wake_up(self) -> None:
         """Wake the main thread; may be called from any thread."""
-        # A full pipe wakes the main thread as well.
+        # If the pipe is full, the main thread will wake up anyway.
         with suppress(OSError):
             os.write(self._wake_writer, b"\0")
 
     def take(self) -> list[int]:
         """Return the signals that have arrived since the last call, in order."""
         with suppress(BlockingIOError):
-            # A read that fills the buffer may have left some.
+            # A read that fills the buffer may have left more to read.
             while len(os.read(self.wake, _READ_BYTES)) == _READ_BYTES:
                 continue
         self._waiting.clear()

@@ -403,7 +403,7 @@ class Supervisor:
         raise RunDirectoryError(
             f"this host did not begin: {obstacle}",
             limit=(
-                "the hosts of one training begin together, and exchange files in the run directory"
+                "the hosts of a run begin together, and exchange files in the run directory"
             ),
             fix=(
                 "start the command on every host, with the same --run-dir on a disk that all of"

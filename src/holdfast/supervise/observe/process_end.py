@@ -145,7 +145,7 @@ class ProcessEnd:
     def _leave(self) -> None:
         """Report the exit at every sign of it, since Python may still wait afterwards."""
         last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # The script's own hook has replaced ours.
+        # This is still unrecorded if the script's own hook has replaced ours.
         if isinstance(last_error, BaseException):
             self._record_fatal(last_error, last_error.__traceback__, _MAIN_THREAD)
         self._on_exit(self._how, self._status, self._exit_text)

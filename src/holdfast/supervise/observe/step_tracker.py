@@ -73,7 +73,7 @@ class ObservedProcess(Protocol):
         """The board on which the process shows its progress."""
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Record what the training is set to."""
+        """Record the settings of the training."""
 
     def open_samples(self) -> SampleRing:
         """Open the ring buffer in which steps are recorded."""
@@ -211,7 +211,7 @@ class StepTracker:
     # --- loader ---
 
     def wait_begins(self) -> None:
-        """The loop asks a loader for a batch."""
+        """The training loop has requested a batch from a loader."""
         try:
             now = (self._board or self._use_board()).enter(_DATA_WAIT)
             self._wait_began_at = now
@@ -221,7 +221,7 @@ class StepTracker:
             self.observer.note_error(error)
 
     def wait_ends(self, phase: Phase | None) -> None:
-        """The loop has a batch, or there is none.
+        """The loader has returned a batch, or is exhausted.
 
         Args:
             phase: The phase that follows; None for training.

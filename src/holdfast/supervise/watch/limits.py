@@ -103,7 +103,7 @@ def _parse_setting(setting: str) -> tuple[str, float]:
         raise PolicyError(
             f"{setting!r} is not a limit",
             limit="a limit is written PHASE=SECONDS",
-            fix="for instance --hang-limit 'data wait=120', or 'saving=off'.",
+            fix="for example --hang-limit 'data wait=120' or 'saving=off'.",
             rule="H726",
         )
     name = " ".join(left.lower().replace("_", " ").replace("-", " ").split())

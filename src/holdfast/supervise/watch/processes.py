@@ -155,7 +155,7 @@ class WatchedProcess:
         return self._learned_limits.limit(self.standing.phase)
 
     def is_moving(self, now: float) -> bool:
-        """Return whether it is known to be within its limit."""
+        """Return whether the process is known to be within its limit."""
         return self.standing is not _UNKNOWN and self.age(now) <= self.limit()
 
     def seconds_until_examination(self, now: float) -> float:
@@ -229,7 +229,7 @@ class WatchedProcesses:
         self._refreshed_at = float("-inf")
 
     def look(self, now: float) -> None:
-        """Read the boards of the processes that count; now and then, list the processes again."""
+        """Read the boards of the judged processes; at intervals, list the processes again."""
         is_refresh_due = now - self._refreshed_at >= _REFRESH_SECONDS
         # A clock that jumps backwards must not stop the refreshes.
         if is_refresh_due or now < self._refreshed_at:

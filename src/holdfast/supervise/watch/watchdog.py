@@ -46,7 +46,7 @@ _SUSPENDED_SECONDS = 5.0
 # so far. Do not interfere before that.
 _WORKER_RECOVERY_SECONDS = 180.0
 _MAX_EXAMINED = 64
-# After this many errors in a row the watchdog gives up.
+# After this many consecutive errors the watchdog gives up.
 _MAX_ERRORS = 20
 _ERROR_PAUSE_SECONDS = 1.0
 _MAX_ERROR_LENGTH = 500
@@ -132,7 +132,7 @@ class Watchdog:
             self._watch.say(text[:_MAX_MESSAGE_LENGTH])
 
     def _pause_seconds(self) -> float:
-        """Return how long no process can exceed its limit, within bounds."""
+        """Return how long to sleep: no process can exceed its limit earlier, within bounds."""
         now = self._clock()
         pause = _REST_SECONDS
         for process in self._processes.judged:
