@@ -1,6 +1,6 @@
 """`holdfast attach PID`: inspect a training process that was started without holdfast.
 
-Prints and serialises what ``supervise.watch.inspection`` finds.
+This module prints and serialises the result of ``supervise.watch.inspection``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast.supervise.watch.inspection import (
 )
 from holdfast.supervise.watch.stacks import describe
 
-# Frames of Python's own import system, of which a stack may have dozens.
+# Matches frames of Python's own import system, of which a stack may have dozens.
 _IMPORT_FRAMES = re.compile(rf'(?:  File "{IMPORT_FILE}.*\n)+')
 
 _Pid = Annotated[
@@ -59,7 +59,7 @@ def run(pid: _Pid, seconds: _Seconds = 3.0, as_json: Json = False) -> None:
 
 
 def _rows(inspection: Inspection) -> list[dict[str, Any]]:
-    """Return the facts about each process that are printed, in the order of the processes."""
+    """Return the facts to print about each process, in the order of the processes."""
     device_bytes = _read_device_bytes()
     return [
         {
@@ -82,7 +82,7 @@ def _read_resident_bytes(pid: int) -> int:
 
 
 def _read_device_bytes() -> dict[int, int]:
-    """Return the memory of each process on NVIDIA devices, as far as ``nvidia-smi`` knows it."""
+    """Return the memory in bytes that each process uses on NVIDIA devices, by PID."""
     device_bytes = Counter[int]()
     for line in nvidia_smi("--query-compute-apps=pid,used_memory", ",nounits"):
         # In a container the driver says "[N/A]".
@@ -132,7 +132,7 @@ def _print_conclusion(inspection: Inspection, seconds: float) -> None:
 
 
 def _print_processes(inspection: Inspection, rows: list[dict[str, Any]]) -> None:
-    """Print all stacks of a process that is judged or to blame, and one line about each other."""
+    """Print full stacks of judged and blamed processes, and one line for every other process."""
     for process, row in zip(inspection.processes, rows, strict=True):
         facts = _describe_facts(row)
         if process.judged or _is_to_blame(process, inspection):

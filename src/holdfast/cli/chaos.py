@@ -1,4 +1,4 @@
-"""`holdfast chaos -- COMMAND`: does this training run survive, and is it still the same run?"""
+"""`holdfast chaos -- COMMAND`: does a training run survive faults, and is it still the same run?"""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from holdfast.core.text import sanitise
 
 SECONDS_PER_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600}
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Exit code of a process that a signal has ended, without the number of the signal.
+# Exit code of a process ended by signal n is this + n.
 SIGNAL_EXIT_CODE = 128
-# Files left behind that are shown per fault.
+# How many left-behind files are shown per fault.
 MAX_SHOWN_FILES = 3
 
 
 def run(
     command: Annotated[
-        list[str], typer.Argument(help="What trains, such as: -- python train.py --lr 0.1")
+        list[str], typer.Argument(help="The training command, such as: -- python train.py --lr 0.1")
     ],
     writes: Annotated[
         list[Path] | None,
         typer.Option(
             help=(
-                "What the script writes, if the working directory is too large to be copied. May"
+                "What the script writes, if the working directory is too large to copy. May"
                 " be repeated."
             )
         ),
     ] = None,
     only: Annotated[
         str,
-        typer.Option(metavar="KINDS", help=f"Kinds of faults to try, of {','.join(KINDS)}."),
+        typer.Option(metavar="KINDS", help=f"Kinds of faults to try: any of {','.join(KINDS)}."),
     ] = "",
-    seed: Annotated[int, typer.Option(help="Decides the steps and bits of the faults.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the steps and bits of the faults.")] = 0,
     budget: Annotated[
         str, typer.Option(help="Time limit for the whole campaign, such as 90s, 10m or 2h.")
     ] = "10m",
     restarts: Annotated[
         int,
-        typer.Option(min=1, help="How often the command is restarted at most, per fault."),
+        typer.Option(min=1, help="Maximum number of restarts per fault."),
     ] = 3,
     page: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write the results as an HTML page.")
@@ -67,8 +67,8 @@ def run(
     """Disturb a training run, restart it, and check that it is still the same run.
 
     The command runs twice undisturbed, then once for each fault, in copies of the working
-    directory; nothing in the directory itself is changed. Exit code: 0 if the run survives
-    every fault and is the same afterwards, 1 if not, 2 if it cannot be put to the test.
+    directory; nothing in the directory itself is changed. Exit code: 0 if the run survives every
+    fault and is the same afterwards, 1 if not, 2 if it cannot be tested.
     """
     received: list[int] = []
     handlers = _raise_keyboard_interrupt(received)
@@ -105,12 +105,12 @@ def run(
 
 
 def _raise_keyboard_interrupt(received: list[int]) -> dict[int, Any]:
-    """Let the first signal that asks this process to end raise KeyboardInterrupt.
+    """Make the first signal that asks this process to end raise KeyboardInterrupt.
 
-    Further ones are ignored, since processes are being ended and copies removed.
+    Further signals are ignored while processes are ended and copies removed.
 
     Args:
-        received: The signal is added to it.
+        received: The signal number is appended to this list.
 
     Returns:
         The previous handlers, by signal. An ignored signal, as under nohup, stays ignored.
@@ -130,7 +130,7 @@ def _raise_keyboard_interrupt(received: list[int]) -> dict[int, Any]:
 
 
 def _check_page(page: Path) -> None:
-    """Raise an error now if the page cannot be written at the end of the campaign."""
+    """Raise an error now if the page could not be written at the end of the campaign."""
     if page.exists() and not page.is_file():
         raise PolicyError(
             f"--page {str(page)!r} is not a regular file",
@@ -144,7 +144,7 @@ def _check_page(page: Path) -> None:
 
 
 def _write_page(page: Path, report: CampaignReport) -> None:
-    # Not as JSON: stdout holds a complete document already.
+    # Even with --json print plain text: stdout already holds a complete document.
     with failing_clearly(as_json=False):
         command = shlex.join(without_secrets(report.command))
         page.write_text(render(report, command, verdict(report)), encoding="utf-8")
@@ -193,7 +193,7 @@ def as_values(report: CampaignReport) -> dict[str, Any]:
 
 
 def verdict(report: CampaignReport) -> str:
-    """Return what a campaign has found in one sentence, without its full stop."""
+    """Return the result of a campaign as one sentence, without the full stop."""
     sentence = _describe_tried(report)
     for result in (TrialResult.DID_NOT_OCCUR, TrialResult.NOT_TRIED):
         reasons = [row.detail for row in report.rows if row.result == result]
@@ -203,7 +203,7 @@ def verdict(report: CampaignReport) -> str:
 
 
 def _describe_tried(report: CampaignReport) -> str:
-    """Return what became of the training run after those faults that happened."""
+    """Return how the training run fared after the faults that were tried."""
     tried = [row for row in report.rows if row.tried]
     if not tried:
         return "Nothing could be tried"
@@ -239,7 +239,7 @@ def _count(rows: list[FaultResult], condition: Callable[[FaultResult], bool]) ->
 def _print_report(report: CampaignReport) -> None:
     table = Table("fault", "result", "what happened", "starts", "lost", "left behind", box=SIMPLE)
     for row in report.rows:
-        # A fault that was not tried has no starts and no time.
+        # A fault that was not tried has no starts and no duration.
         starts = str(row.attempts) if row.attempts else ""
         lost = f"{row.seconds_lost:.1f} s" if row.attempts else ""
         left_behind = _plain(_describe_left_behind(row))
@@ -271,5 +271,5 @@ def _coloured_result(row: FaultResult) -> str:
 
 
 def _plain(text: str) -> Text:
-    """Return text that may come from the script, without markup or control characters."""
+    """Return text from the script without markup or control characters."""
     return Text(sanitise(text))

@@ -1,4 +1,4 @@
-"""`holdfast events RUN`: everything that was recorded in a run, of all processes, by time."""
+"""`holdfast events RUN`: everything recorded in a run, from all processes, in order of time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordi
 from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.sources import RecordedEvent, is_sound_event
 
-# A sentence may quote the message of an exception, which has up to 2,000 characters.
+# An event's sentence may quote an exception message of up to 2,000 characters.
 _MAX_SENTENCE_CHARACTERS = 800
 
 
@@ -28,15 +28,15 @@ def run(
     with failing_clearly(as_json=as_json):
         recordings = open_recordings(folder_of_first_host(run_dir))
         all_events = _read_events(recordings)
-        # Some rings are read twice, and both times they may be unreadable.
+        # Some rings are read twice, so they may be reported as unreadable twice.
         unread = list(dict.fromkeys(recordings.missing))
     events = _of_kinds(all_events, kind)
     if as_json:
-        json_events = [_as_json(seen) for seen in events]
+        json_events = [_as_json(recorded) for recorded in events]
         print_json({"run": str(run_dir), "events": json_events, "unread": unread})
         return
-    for seen in events:
-        typer.echo(_line(seen))
+    for recorded in events:
+        typer.echo(_line(recorded))
     if not events:
         typer.echo(_no_such_events(all_events), err=True)
     for reason in unread:
@@ -44,7 +44,7 @@ def run(
 
 
 def _read_events(recordings: Recordings) -> list[RecordedEvent]:
-    """Return the events of all processes by time; what cannot be read is noted in `recordings`."""
+    """Return the events of all processes by time; unreadable parts are noted in `recordings`."""
     all_events = []
     for source, folder in all_rings(recordings):
         recordings.note_overwritten_steps({folder: source})
@@ -54,22 +54,22 @@ def _read_events(recordings: Recordings) -> list[RecordedEvent]:
         if left_out:
             recordings.missing.append(f"{left_out} events of {source} without a time or a step")
         all_events += [RecordedEvent(source=source, event=event) for event in sound_events]
-    return sorted(all_events, key=lambda seen: seen.event.unix_seconds)
+    return sorted(all_events, key=lambda recorded: recorded.event.unix_seconds)
 
 
 def _of_kinds(events: list[RecordedEvent], kinds: list[str] | None) -> list[RecordedEvent]:
-    """Return the events of these kinds, or all events if no kind is asked for."""
+    """Return the events of these kinds, or all events if no kind is requested."""
     if not kinds:
         return events
-    return [seen for seen in events if seen.event.kind in kinds]
+    return [recorded for recorded in events if recorded.event.kind in kinds]
 
 
-def _as_json(seen: RecordedEvent) -> Any:
-    event = seen.event
+def _as_json(recorded: RecordedEvent) -> Any:
+    event = recorded.event
     return as_json_value(
         {
             "unix_seconds": event.unix_seconds,
-            "who": seen.source,
+            "who": recorded.source,
             "kind": event.kind,
             "global_step": event.global_step,
             "data": dict(event.data),
@@ -77,15 +77,15 @@ def _as_json(seen: RecordedEvent) -> Any:
     )
 
 
-def _line(seen: RecordedEvent) -> str:
+def _line(recorded: RecordedEvent) -> str:
     """Return the time, source, step and sentence of an event."""
-    time = moment(seen.event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
-    sentence = sanitise(str(seen.event), most=_MAX_SENTENCE_CHARACTERS)
-    return f"{time}  {sanitise(seen.source)}  {sentence}"
+    time = moment(recorded.event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
+    sentence = sanitise(str(recorded.event), most=_MAX_SENTENCE_CHARACTERS)
+    return f"{time}  {sanitise(recorded.source)}  {sentence}"
 
 
 def _no_such_events(all_events: list[RecordedEvent]) -> str:
-    kinds = sorted({seen.event.kind for seen in all_events})
+    kinds = sorted({recorded.event.kind for recorded in all_events})
     if not kinds:
         return "this run has no events"
     return f"no such events; this run has {sanitise(', '.join(kinds))}"

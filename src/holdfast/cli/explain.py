@@ -29,14 +29,14 @@ from holdfast.recorder.run_files import folder_of_first_host
 from holdfast.report.verdicts import how_sure
 
 _RULE = re.compile(r"[Hh]\d{3,4}")
-# What was probably meant as the id of a rule, unless a file has that name.
+# Matches what was probably meant as a rule id, unless a file has that name.
 _LIKE_A_RULE = re.compile(r"[Hh]?\d[\w-]{0,8}|[Hh]\w{0,8}")
 _SENTENCE_END = re.compile(r"(?<=\.)\s")
-_MOST_CHARACTERS_OF_ADVICE = 160
+_MAX_ADVICE_CHARACTERS = 160
 
 
 def _complete_rule(incomplete: str) -> list[tuple[str, str]]:
-    """Return ids of rules with their titles; the shell itself completes paths."""
+    """Return rule ids with their titles for completion; the shell itself completes paths."""
     if not incomplete.upper().startswith("H"):
         return []
     return [
@@ -47,7 +47,7 @@ def _complete_rule(incomplete: str) -> list[tuple[str, str]]:
 
 
 def run(
-    what: Annotated[
+    topic: Annotated[
         str | None,
         typer.Argument(
             metavar="[RULE|RUN|LOG]",
@@ -77,35 +77,35 @@ def run(
     for incorrect usage.
     """
     with failing_clearly(as_json=as_json):
-        if what is None:
+        if topic is None:
             _refuse_options("a list of rules", attempt=attempt, status=status)
             _list_rules(as_json=as_json)
             return
-        if _names_a_rule(what):
+        if _names_a_rule(topic):
             _refuse_options("a rule", attempt=attempt, status=status)
-            _print_rule(what, as_json=as_json)
+            _print_rule(topic, as_json=as_json)
             return
-        if Path(what).is_dir():
-            what = str(folder_of_first_host(Path(what)))
-        verdict = _judge(what, attempt, status)
+        if Path(topic).is_dir():
+            topic = str(folder_of_first_host(Path(topic)))
+        verdict = _judge(topic, attempt, status)
     if as_json:
         print_json(verdict.as_json())
     else:
-        print_verdict(console(), verdict, what)
+        print_verdict(console(), verdict, topic)
     raise typer.Exit(verdict.exit_code)
 
 
-def _names_a_rule(what: str) -> bool:
-    if _RULE.fullmatch(what):
+def _names_a_rule(topic: str) -> bool:
+    if _RULE.fullmatch(topic):
         return True
-    return _LIKE_A_RULE.fullmatch(what) is not None and not Path(what).exists()
+    return _LIKE_A_RULE.fullmatch(topic) is not None and not Path(topic).exists()
 
 
 def _refuse_options(subject: str, *, attempt: int | None = None, status: int | None = None) -> None:
-    """Refuse options that would be ignored.
+    """Raise an error for options that would be ignored.
 
     Raises:
-        PolicyError: H105 if one of them is given.
+        PolicyError: H105 if one of them is passed.
     """
     values = {"--attempt": attempt, "--status": status}
     names = " and ".join(name for name, value in values.items() if value is not None)
@@ -128,7 +128,7 @@ def _list_rules(*, as_json: bool) -> None:
 
 
 def _print_rule(rule_id: str, *, as_json: bool) -> None:
-    # To import this takes as long as to start a command, so only what needs it does.
+    # Imported late: it takes as long as starting a command.
     from rich.markdown import Markdown
 
     rule = find_rule(rule_id)
@@ -139,7 +139,7 @@ def _print_rule(rule_id: str, *, as_json: bool) -> None:
         out.print(Markdown(f"# {rule.id}: {rule.title}\n\n{rule.text}"))
 
 
-def _judge(what: str, attempt: int | None, status: int | None) -> Verdict:
+def _judge(topic: str, attempt: int | None, status: int | None) -> Verdict:
     """Return the verdict on a run directory, a log file, or standard input (``-``).
 
     Raises:
@@ -149,10 +149,10 @@ def _judge(what: str, attempt: int | None, status: int | None) -> Verdict:
     from holdfast.explain.collecting import collect, collect_log, collect_stream
     from holdfast.explain.judging import judge
 
-    if what == "-":
+    if topic == "-":
         _refuse_options("standard input", attempt=attempt)
         return judge(collect_stream(sys.stdin.buffer, name="standard input", status=status))
-    path = Path(what).expanduser()
+    path = Path(topic).expanduser()
     if path.is_dir():
         _refuse_options("a run directory", status=status)
         return judge(collect(path, attempt))
@@ -164,8 +164,8 @@ def _judge(what: str, attempt: int | None, status: int | None) -> Verdict:
     if near is not None:
         fix = f"did you mean {near}?"
     raise PolicyError(
-        f"{what!r} does not exist",
-        limit="`holdfast explain` takes the id of a rule, a run directory or a log file",
+        f"{topic!r} does not exist",
+        limit="`holdfast explain` accepts a rule id, a run directory or a log file",
         fix=fix,
         rule="H732",
     )
@@ -177,12 +177,12 @@ def _judge(what: str, attempt: int | None, status: int | None) -> Verdict:
 def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     """Print a verdict for people.
 
-    Nothing in it is interpreted as markup or as a command of the terminal.
+    Nothing in it is interpreted as markup or as a terminal control sequence.
 
     Args:
         out: Where to print.
         verdict: The verdict.
-        source: The run directory or the log that it is about.
+        source: The run directory or log that the verdict is about.
     """
     _print_headline(out, verdict)
     certainty = how_sure(verdict)
@@ -209,7 +209,7 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
 
 
 def _print_headline(out: Console, verdict: Verdict) -> None:
-    """Print the title, and for whoever reads no further what was seen and what to do."""
+    """Print the title, and for readers who stop there, the key evidence and the fix."""
     title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
     style = f"bold {_colour(verdict)}"
     out.print(Text.assemble((title, style), f"  [{verdict.cause}, {verdict.family}]"))
@@ -220,7 +220,7 @@ def _print_headline(out: Console, verdict: Verdict) -> None:
         out.print(Text(f"Seen: {_what_was_seen(verdict, exhibit)}"))
     if verdict.fix:
         advice = _SENTENCE_END.split(verdict.fix, maxsplit=1)[0]
-        advice = textwrap.shorten(advice, _MOST_CHARACTERS_OF_ADVICE, placeholder=" ...")
+        advice = textwrap.shorten(advice, _MAX_ADVICE_CHARACTERS, placeholder=" ...")
         out.print(Text(f"Do: {advice}"))
 
 
@@ -231,7 +231,7 @@ def _needs_no_action(verdict: Verdict) -> bool:
 
 
 def _colour(verdict: Verdict) -> str:
-    """Return the colour of a title: green only for a run that learned and that nothing doubts."""
+    """Return the colour of a title: green only for a run that ended well without any doubt."""
     if verdict.cause == UNJUDGED.id:
         return "default"
     if verdict.family == "ended well":
@@ -240,7 +240,7 @@ def _colour(verdict: Verdict) -> str:
 
 
 def _decisive_exhibit(verdict: Verdict) -> Exhibit | None:
-    """Return the strongest piece of evidence; an exit status of 0 is none for a good end."""
+    """Return the strongest evidence; an exit status of 0 does not count for a good end."""
     for exhibit in verdict.evidence:
         if verdict.family != "ended well" or exhibit.source != "exit status":
             return exhibit
@@ -248,16 +248,16 @@ def _decisive_exhibit(verdict: Verdict) -> Exhibit | None:
 
 
 def _what_was_seen(verdict: Verdict, exhibit: Exhibit) -> str:
-    """Return the first line of an exhibit with its source, or the place if the title quotes it."""
-    words, *others = exhibit.text.split("\n")
-    if words.endswith(":") and others:
-        # Such as the message about a state dict, whose first keys are in the next line.
-        words += f" {others[0].strip()}"
-    if words.startswith(verdict.title.removesuffix("...")):
-        words = verdict.where
-    if not words:
+    """Return an exhibit's first line with its source, or only its place if the title quotes it."""
+    first_line, *more_lines = exhibit.text.split("\n")
+    if first_line.endswith(":") and more_lines:
+        # For example, the message about a state dict lists its first keys in the next line.
+        first_line += f" {more_lines[0].strip()}"
+    if first_line.startswith(verdict.title.removesuffix("...")):
+        return f"{verdict.where} ({exhibit.source})" if verdict.where else exhibit.source
+    if not first_line:
         return exhibit.source
-    return f"{words} ({exhibit.source})"
+    return f"{first_line} ({exhibit.source})"
 
 
 def _print_evidence(out: Console, evidence: Sequence[Exhibit]) -> None:

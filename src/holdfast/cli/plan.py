@@ -1,7 +1,7 @@
-"""`holdfast plan FACTORY --device NAME`: what fits a GPU, and which settings to take.
+"""`holdfast plan FACTORY --device NAME`: what fits a GPU, and which settings to use.
 
-The forecast is made in `forecast.plan.forecasting`. Here its options are read, and it is shown as
-tables for people, as JSON for machines, and as YAML for `Policy.from_yaml`.
+`forecast.plan.forecasting` computes the forecast. This module parses the options and prints the
+forecast as tables for people, JSON for machines, and YAML for `Policy.from_yaml`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from holdfast.forecast.trace.events import Assumption, shares_of
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _MIB = 1 << 20
-# Modules and lines that hold less than this at the peak are not shown.
-_LEAST_SHOWN_BYTES = GIB / 1000
+# Modules and source lines that hold less than this at the peak are not shown.
+_MIN_SHOWN_BYTES = GIB / 1000
 
 _TEXT_COLUMNS = ("precision", "recompute")
 _NUMBER_COLUMNS = ("micro-batch", "peak", "margin", "time")
@@ -113,7 +113,7 @@ def run(
 
     Your build() and a few training steps run on tensors without data, in a separate process. Exit
     code 0: a plan fits on every device. 1: on at least one device nothing fits. 2: the forecast
-    could not be made.
+    failed.
     """
     with failing_clearly(as_json=json):
         devices = tuple(find_device(name) for name in device)
@@ -147,7 +147,7 @@ def run(
 
 
 def _check_out(out: Path | None, devices: int) -> None:
-    """Check that the plan can be written, before a minute of work.
+    """Check that the plan can be written, before spending a minute on the forecast.
 
     Raises:
         PolicyError: H421, if there are several devices.
@@ -184,7 +184,9 @@ def _read_margin(text: str | None) -> int | None:
     margin_bytes = bytes_in(text)
     if margin_bytes is None:
         raise _invalid_option(
-            f"--margin {text!r}", "it is a number with GiB, GB, MiB or MB", "write --margin 1GiB."
+            f"--margin {text!r}",
+            "a margin is a number with GiB, GB, MiB or MB",
+            "write --margin 1GiB.",
         )
     return margin_bytes
 
@@ -202,7 +204,7 @@ def print_forecast(forecast: Forecast) -> None:
         _print_table(plan)
     shown = set()
     for plan in forecast.plans:
-        # Several devices often show the same step.
+        # The step is often the same for several devices.
         step = (_settings(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
         if step not in shown:
             _print_owners(plan)
@@ -232,7 +234,7 @@ def _row_style(row: MemoryPlan, best: MemoryPlan | None) -> str | None:
 
 
 def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
-    """Return a row of the table: the text columns, then the number columns."""
+    """Return a row of the table: text columns first, then number columns."""
     if not row.fits:
         missing = f"{_size(row.missing_bytes)} too few"
         return (row.precision, row.recompute, "none", missing, _size(row.margin_bytes), "")
@@ -247,7 +249,7 @@ def _cells(row: MemoryPlan, relative_time: float) -> tuple[str, ...]:
 
 
 def _sources(device: Device) -> str:
-    """Return the figures of a device with their sources."""
+    """Return the figures used for a device, with their sources."""
     figures = {
         "usable": f"usable {_size(device.usable_bytes)}",
         "context": f"context {_size(device.context_bytes)}",
@@ -273,7 +275,7 @@ def _print_owners(plan: DeviceForecast) -> None:
         shown = [
             f"{name} {_size(size_bytes)}"
             for name, size_bytes in sizes.items()
-            if size_bytes >= _LEAST_SHOWN_BYTES
+            if size_bytes >= _MIN_SHOWN_BYTES
         ]
         if shown:
             typer.echo(f"  {title}{', '.join(shown)}")
@@ -297,29 +299,29 @@ def _print_recommendation(plan: DeviceForecast) -> None:
 
 
 def _about_margin(plan: DeviceForecast) -> str:
-    """Return what a default margin covers beyond what was measured on the device, or ""."""
+    """Return what a default margin covers beyond measurements on the device, or ""."""
     if plan.target.margin_bytes is not None:
         return ""
     covered = []
     if not plan.target.device.is_measured:
         covered.append(
-            "no forecast was measured on this device: its margin covers the context of other"
-            " drivers and builds, cuDNN, and fragmentation, up to a forecast that is"
-            f" {UNMEASURED_MARGIN_SHARE:.0%} too low"
+            "no forecast was measured on this device, so its margin also covers the CUDA context"
+            " of other drivers and builds, cuDNN and fragmentation: a forecast that is up to"
+            f" {UNMEASURED_MARGIN_SHARE:.0%} too low still fits"
         )
     if plan.trace.uncalibrated_bytes:
         covered.append(
-            f"{_size(plan.trace.uncalibrated_bytes)} of its margin are for scratch memory of"
-            " operators that is not known exactly"
+            f"{_size(plan.trace.uncalibrated_bytes)} of its margin is for scratch memory of"
+            " operators whose need is not known exactly"
         )
     if not covered:
         return ""
-    return "; ".join([*covered, "--margin SIZE sets another"])
+    return "; ".join([*covered, "change it with --margin SIZE"])
 
 
 def _about_verification(verification: Verification) -> str:
     return (
-        f"traced again with these settings: tensors hold {_size(verification.live_bytes)}, the"
+        f"traced again with these settings: tensors hold {_size(verification.live_bytes)}; the"
         f" forecast was {_size(verification.forecast_bytes)} ({verification.error:+.2%})"
     )
 
@@ -327,14 +329,14 @@ def _about_verification(verification: Verification) -> str:
 def _why_nothing_fits(plan: DeviceForecast) -> str:
     """Return why nothing fits a device, and what to do.
 
-    It reads like an error, but the forecast was made: the exit code is 1, not 2.
+    It reads like an error, but the forecast itself succeeded: the exit code is 1, not 2.
     """
     device = plan.target.device
     row = plan.shown
     if row.fits:
         error = OutOfMemoryError(
-            f"No plan fits {device.name} when it is traced",
-            limit="plans were found, but when traced with their own settings none of them fit",
+            f"No plan fits {device.name} when traced",
+            limit="some plans seemed to fit, but none did when traced with its own settings",
             fix="keep more memory free with --margin.",
             rule="H420",
         )
@@ -362,7 +364,7 @@ def _print_assumptions(forecast: Forecast) -> None:
 
 
 def _assumption_texts(assumptions: Iterable[Assumption]) -> list[str]:
-    """Return each assumption with the lines that it is about; last, those of every forecast."""
+    """Return the assumptions with the lines they concern, then those of every forecast."""
     lines_by_text: dict[str, list[str]] = {}
     for assumption in assumptions:
         lines = lines_by_text.setdefault(assumption.what, [])
@@ -396,7 +398,7 @@ def _samples(count: int) -> str:
 
 
 def _size(size_bytes: float) -> str:
-    """Return a number of bytes in GiB, a small one in MiB."""
+    """Return a number of bytes as text in GiB, or in MiB if it is small."""
     if size_bytes >= GIB / 10:
         return f"{size_bytes / GIB:.2f} GiB"
     return f"{size_bytes / _MIB:.1f} MiB"
@@ -406,7 +408,7 @@ def _size(size_bytes: float) -> str:
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
-    """Return the forecast for machines."""
+    """Return the forecast as values for JSON."""
     request = forecast.request
     rows = []
     for plan in forecast.plans:
@@ -464,7 +466,7 @@ def as_yaml(forecast: Forecast) -> str:
 
 
 def _command(request: ForecastRequest) -> str:
-    """Return the command that makes a forecast again."""
+    """Return the command that repeats a forecast."""
     words = [f"holdfast plan {request.factory}"]
     words += [f'--device "{device.name}"' for device in request.devices]
     words.append(f"--precision {','.join(request.precisions)}")

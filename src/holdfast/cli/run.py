@@ -1,4 +1,4 @@
-"""`holdfast run -- COMMAND`: its arguments and options; ``supervised`` carries it out."""
+"""`holdfast run -- COMMAND`: its arguments and options. ``supervised`` does the work."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from holdfast.supervise.launch.restarts import Budgets
 from holdfast.supervise.watch.limits import HangLimits
 
 _Command = Annotated[
-    list[str], typer.Argument(help="What to run, such as: -- python train.py --lr 0.1")
+    list[str], typer.Argument(help="The command to run, such as: -- python train.py --lr 0.1")
 ]
 _RunDir = Annotated[
     Path | None,
     typer.Option(help="Where to record. Default: runs/<script>-<UTC time>.", show_default=False),
 ]
 _MaxRestarts = Annotated[
-    int, typer.Option(min=0, help="Restarts in all, not counting those after a preemption.")
+    int,
+    typer.Option(min=0, help="Maximum number of restarts, not counting those after a preemption."),
 ]
-_MaxPreemptions = Annotated[int, typer.Option(min=0, help="Restarts after a preemption.")]
+_MaxPreemptions = Annotated[
+    int, typer.Option(min=0, help="Maximum number of restarts after a preemption.")
+]
 _RestartDelay = Annotated[
-    float, typer.Option(min=0, help="Seconds before the first restart; doubled up to 5 minutes.")
+    float,
+    typer.Option(
+        min=0, help="Seconds before the first restart; doubles each time, up to 5 minutes."
+    ),
 ]
 _HangLimits = Annotated[
     list[str] | None,
@@ -46,7 +52,9 @@ _NoObserve = Annotated[
 ]
 _GraceSeconds = Annotated[
     float,
-    typer.Option(min=0, help="Seconds from SIGINT or SIGTERM to SIGKILL. Schedulers leave 30 s."),
+    typer.Option(
+        min=0, help="Seconds between SIGINT or SIGTERM and SIGKILL. Schedulers allow 30 s."
+    ),
 ]
 _MaxLogBytes = Annotated[
     int,
@@ -54,9 +62,7 @@ _MaxLogBytes = Annotated[
         min=1 << 20, help="Size of output.log; beyond it, the head and the newest part are kept."
     ),
 ]
-_Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print nothing but what the command prints.")
-]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the command's own output.")]
 _AsJson = Annotated[
     bool,
     typer.Option(
@@ -79,10 +85,10 @@ def run(
     quiet: _Quiet = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Run a command, watch it, restart it when that can help, and say why it ended.
+    """Run a command, watch it, restart it when that can help, and explain why it ended.
 
     Exit code: that of the command, or 128 + the number of the signal that ended it. 127 or 126: the
-    command cannot be executed. 2: wrong use.
+    command cannot be executed. 2: incorrect usage.
     """
     with failing_clearly(as_json=as_json):
         limits = HangLimits.parse(hang_limit or [])

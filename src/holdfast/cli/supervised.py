@@ -1,6 +1,6 @@
-"""What `holdfast run` does, without the parser of the command line.
+"""What `holdfast run` does, without the command-line parser.
 
-Importing the parser (typer) takes longer than all of this, so a plain call does without it.
+Importing the parser (typer) takes longer than everything here, so a plain call skips it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _STDOUT = 1
 _STDERR = 2
 _WRONG_USE = 2
-# A good end that is at least this certain needs no word about its certainty.
+# A good end that is at least this certain is printed without its certainty.
 _CERTAIN = 0.9
 
 
 def run_if_called_plainly(words: list[str]) -> None:
-    """Supervise what follows ``--`` if nothing but --run-dir and --quiet comes before it.
+    """Supervise the command after ``--`` if only --run-dir and --quiet precede it.
 
-    Returns without doing anything if there is another option.
+    Return without doing anything if there is any other option.
 
     Args:
         words: The command line after ``holdfast run``.
@@ -62,7 +62,7 @@ def supervise(
     as_json: bool = False,
     **options: Any,
 ) -> NoReturn:
-    """Run a command, print how it went, and exit as it did.
+    """Run a command, print how it went, and exit with its exit code.
 
     Args:
         command: The words of the command.
@@ -131,18 +131,18 @@ def _describe_verdict(outcome: RunOutcome) -> str:
 
 
 def _shorten(path: Path) -> str:
-    """Return the path relative to the working directory, if it lies below it."""
+    """Return the path relative to the working directory if it lies inside it."""
     with contextlib.suppress(ValueError, OSError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
 def _print_line(text: str, stream: int) -> None:
-    """Print a line to stdout or stderr; a reader that is gone does not change the exit code."""
+    """Print a line to stdout or stderr; a closed pipe does not change the exit code."""
     try:
         print(text, file=sys.stderr if stream == _STDERR else sys.stdout, flush=True)
     except (OSError, SystemExit):
-        # Python flushes again when it exits, which must not fail either.
+        # Python flushes again on exit, which must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 

@@ -1,7 +1,7 @@
-"""`holdfast watch`, `report`, `compare` and `metrics`: runs in a terminal, on pages, elsewhere.
+"""`holdfast watch`, `report`, `compare` and `metrics`: show runs in a terminal or on a page.
 
 Modules of ``report`` are imported inside the commands, since several of them need numpy, which
-takes a tenth of a second to import.
+takes 0.1 s to import.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from holdfast.report.run_snapshot import RunSnapshot
     from holdfast.report.watching import Runs, Watched
 
-# The page has as many colours for runs.
-_MOST_COMPARED = 10
+# The page has this many colours for runs.
+_MAX_COMPARED = 10
 
 
 def watch(
@@ -57,9 +57,9 @@ def watch(
 ) -> None:
     """Show what each process of a run is doing, until the run ends.
 
-    Given a directory of runs, such as runs/, show one line for each run. Any key switches between
-    everything, processes, training and events; q quits. Without a terminal, print one picture and
-    exit.
+    Given a directory of runs, such as runs/, show one line for each run. Any key switches the view
+    between everything, processes, training and events; q quits. Without a terminal, print the view
+    once and exit.
     """
     from holdfast.report.live import draw, follow
 
@@ -78,7 +78,7 @@ def watch(
 
 
 def _watched(path: Path) -> Watched | Runs:
-    """Return one run to watch, or all runs in a directory."""
+    """Return a single run to watch, or all runs in a directory."""
     from holdfast.report.sources import check_run, runs_in
     from holdfast.report.watching import Runs, Watched
 
@@ -92,7 +92,7 @@ def _watched(path: Path) -> Watched | Runs:
 
 @contextlib.contextmanager
 def _reading_keys() -> Iterator[Callable[[float], object]]:
-    """Yield a function that waits for a key, at most for the given seconds, and returns the key.
+    """Yield a function that waits for a key for at most the given seconds and returns it.
 
     Without a terminal it only waits.
     """
@@ -150,10 +150,10 @@ def _report_as_json(run: RunSnapshot, page: Path, size_bytes: int) -> dict[str, 
 
 
 def _write_page(path: Path, data: bytes) -> Path:
-    """Write a page and return its absolute path; OSError, with the way out, if it cannot be."""
+    """Write a page and return its absolute path; an OSError says how to solve the problem."""
     page = path.absolute()
     if page.exists() and not page.is_file():
-        reason = "it is a device, a pipe or a directory; choose another path with --out FILE"
+        reason = "it is not a regular file; choose another path with --out FILE"
         raise OSError(errno.EINVAL, reason, str(page))
     try:
         replace_file(page, data)
@@ -177,13 +177,13 @@ def compare(
     ),
     as_json: Json = False,
 ) -> None:
-    """Write an HTML page that compares runs: curves, settings that differ, and how each ended."""
+    """Write an HTML page that compares runs: curves, different settings, and how each ended."""
     with failing_clearly(as_json=as_json):
         from holdfast.report.comparing import Comparison
         from holdfast.report.gathering import gather
         from holdfast.report.sources import check_run
 
-        # A run that is named twice is one.
+        # A run that is named twice counts once.
         paths = list(dict.fromkeys(check_run(path) for path in run_dirs))
         _check_count(len(paths))
         with working(f"reading {len(paths)} runs"):
@@ -199,11 +199,11 @@ def compare(
 
 
 def _check_count(runs: int) -> None:
-    if 2 <= runs <= _MOST_COMPARED:
+    if 2 <= runs <= _MAX_COMPARED:
         return
     raise PolicyError(
         f"{runs} different runs to compare",
-        limit=f"a page compares 2 to {_MOST_COMPARED} runs",
+        limit=f"a page compares 2 to {_MAX_COMPARED} runs",
         fix="pass at least two, such as runs/a runs/b; `holdfast report` shows a single run.",
         rule="H105",
     )
@@ -215,7 +215,7 @@ def _print_comparison(comparison: Comparison) -> None:
 
 
 def _comparison_table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
-    """Return a table with a column for each run; the title stands above the names of the rows."""
+    """Return a table with one column per run; `title` is the heading of the row names."""
     table = Table(title, box=box.SIMPLE_HEAD)
     for name in names:
         table.add_column(Text(sanitise(name, most=60)))
@@ -242,7 +242,7 @@ def metrics(
 ) -> None:
     """Copy steps and events of a run to TensorBoard, JSON lines or Weights & Biases.
 
-    The exit code is 1 if one of them could not be written to.
+    The exit code is 1 if one of them could not be written.
     """
     from holdfast.report.metrics.copying import follow
     from holdfast.report.metrics.sinks import open_sinks
@@ -262,7 +262,8 @@ def metrics(
         sinks = open_sinks(targets, run)
         stop = threading.Event()
         if follow_run:
-            # Ctrl-C is the usual way to leave: it ends copying, and the sinks are closed properly.
+            # Ctrl-C is the usual way to stop: it ends the copying, and the sinks are closed
+            # properly.
             signal.signal(signal.SIGINT, lambda *_: stop.set())
         else:
             stop.set()

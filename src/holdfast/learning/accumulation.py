@@ -1,4 +1,4 @@
-"""`AccumulationCheck`: where gradients start from, and what happens to them before the step."""
+"""`AccumulationCheck`: do gradients start from zero and reach the optimizer step unchanged?"""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from holdfast.learning.eager_hooks import remove_all
 from holdfast.learning.measures import dense_gradient
 from holdfast.numerics.eager import is_symbolic
 
-# Parameters that are watched. `zero_grad` clears all alike, so a few small ones are enough.
+# How many parameters are watched. `zero_grad` clears all of them, so a few small ones are enough.
 WATCHED_PARAMETERS = 3
-# Elements of a parameter up to which it is copied.
-MOST_ELEMENTS = 10**6
+# Parameters with more elements than this are not watched, since their gradients are copied.
+MAX_ELEMENTS = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """How the gradients of one step came about.
+    """What happened to the watched gradients in one step.
 
     Args:
-        arrived: Whether any gradient was seen to arrive.
-        started_from_zero: Whether one of them was added to nothing or to zeros.
+        arrived: Whether backward delivered any gradient.
+        started_from_zero: Whether at least one was added to None or to zeros.
         reversed: Whether all of them were reversed between backward and step.
         zeroed: Whether all of them were set to zero between backward and step.
     """
@@ -38,9 +38,9 @@ class Arrival:
 
 
 class AccumulationCheck:
-    """Sees whether gradients start from zero in each step, and whether they reach the step.
+    """Checks that gradients start from zero, and that they reach the optimizer step unchanged.
 
-    A tensor hook runs before a gradient is added to what is there, a post-accumulate hook after it.
+    A tensor hook runs before a gradient is added to ``.grad``, a post-accumulate hook afterwards.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -49,11 +49,11 @@ class AccumulationCheck:
             for parameter in parameters
             if parameter.requires_grad
             and parameter.is_leaf
-            and 0 < parameter.numel() <= MOST_ELEMENTS
+            and 0 < parameter.numel() <= MAX_ELEMENTS
         ]
         self._watched = sorted(learning, key=lambda parameter: parameter.numel())
         del self._watched[WATCHED_PARAMETERS:]
-        # Copies of the gradients as backward left them, by the id of the parameter.
+        # Copies of the gradients as backward left them, by parameter id.
         self._accumulated: dict[int, Tensor] = {}
         self._started_from_zero = False
         self._handles: list[RemovableHandle] = []
@@ -79,7 +79,7 @@ class AccumulationCheck:
             self._accumulated[id(parameter)] = gradient.clone()
 
     def at_step(self) -> Arrival:
-        """Return what was seen since the last step, and start again."""
+        """Return what was observed since the last step, and start over."""
         factors = self._factors()
         arrival = Arrival(
             arrived=bool(self._accumulated),
@@ -92,10 +92,9 @@ class AccumulationCheck:
         return arrival
 
     def _factors(self) -> list[float]:
-        """Return by what each watched gradient was multiplied between backward and now.
+        """Return the factor by which each watched gradient has been scaled since backward.
 
-        The gradient is projected on what backward left: 1 for an untouched gradient, less than 0
-        for a reversed one.
+        The gradient is projected onto its copy from backward: 1 if untouched, below 0 if reversed.
         """
         factors = []
         for parameter in self._watched:

@@ -1,8 +1,8 @@
-"""How well an attention aligns decoder steps with encoder positions: five numbers for a batch.
+"""Measure how well attention aligns decoder steps with encoder positions.
 
-For models that read from left to right while they write, such as speech synthesisers. The loss
-under teacher forcing can look fine although free-running synthesis fails, and the attention shows
-it. Rule H852 says what is good enough.
+For models whose input and output run in the same order, such as speech synthesisers. Under teacher
+forcing the loss can look fine although free-running synthesis fails; the attention shows the
+failure. Rule H852 holds the thresholds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from holdfast.core.events.run_events import Aligned
 # Width of the diagonal band relative to the whole length: Tachibana et al., arXiv 1710.08969,
 # section 4.1.
 DIAGONAL_WIDTH = 0.2
-# An attention is a softmax, so a row sums to 1; a sum far below that is a row that was masked out.
+# Attention weights come from a softmax, so each row sums to 1. A row that sums to much less was
+# masked out.
 MASKED_OUT = 1e-6
 
 
@@ -30,7 +31,7 @@ def report_alignment(
     output_lengths: Tensor,
     max_decoder_steps: int | None = None,
 ) -> dict[str, Any]:
-    """Record how a speech synthesiser is aligned in an evaluation of a guarded run.
+    """Record a speech synthesiser's alignment from an evaluation in a guarded run.
 
     Rule H852 judges it. The arguments and the result are those of `alignment_facts`.
     """
@@ -48,31 +49,28 @@ def alignment_facts(
     output_lengths: Tensor,
     max_decoder_steps: int | None = None,
 ) -> dict[str, float]:
-    """Measure the attention of a batch, each utterance within its lengths, with equal weight.
+    """Measure the attention of a batch; every utterance counts equally.
 
     Args:
         attention: Weights, shape ``(batch, decoder steps, encoder positions)``. Padding is ignored.
         input_lengths: Valid encoder positions, shape ``(batch,)``.
         output_lengths: Valid decoder steps, shape ``(batch,)``; in decoder steps, not in frames.
-        max_decoder_steps: Where free-running decoding is cut off; None if it was not free-running.
+        max_decoder_steps: The step at which free-running decoding is cut off; None for teacher
+            forcing.
 
     Returns:
-        Means over the utterances that can be judged (valid lengths, no NaN or Inf); NaN throughout
-        if there are none.
+        Means over the usable utterances (valid lengths, no NaN or Inf), or NaN for all values if
+        there are none.
 
         ``diagonality``: 1 minus the guided-attention loss of Tachibana et al. (arXiv 1710.08969,
         eq. 8). 1 on the diagonal; 0.42 for uniform attention; 0.25 if stuck at the first or the
-        last position.
-        ``sharpness``: the largest weight of each step, averaged: the focus rate of FastSpeech
-        (arXiv 1905.09263).
-        ``entropy``: entropy of each step divided by its maximum, log N; 1 for uniform attention, 0
-        for a sharp one.
-        ``monotonic_share``: steps whose strongest position is not before that of the previous step.
-        He et al. (arXiv 1906.00672) demand all; chance gives 0.5. A stuck attention is monotonic
-        too.
-        ``share_at_max_decoder``: utterances that ran into `max_decoder_steps`, as those do that
-        miss their end.
-        ``utterances``: how many were judged.
+        last position. ``sharpness``: the largest weight of each step, averaged: the focus rate of
+        FastSpeech (arXiv 1905.09263). ``entropy``: entropy of each step divided by its maximum, log
+        N; 1 for uniform attention, 0 for a sharp one. ``monotonic_share``: steps whose strongest
+        position does not precede that of the previous step. He et al. (arXiv 1906.00672) require
+        this of every step; chance gives 0.5. Attention that is stuck at one position is monotonic
+        too. ``share_at_max_decoder``: utterances that reached `max_decoder_steps`, typically
+        because the model never predicted the stop token. ``utterances``: how many were usable.
 
     Raises:
         ValueError: If the shapes do not match each other.
@@ -89,7 +87,7 @@ def alignment_facts(
     }
     judged = utterances.judged
     sums = [torch.where(judged, values, 0.0).sum() for values in measures.values()]
-    # One transfer for everything.
+    # Move all means to the host in one transfer.
     *totals, count = torch.stack([*sums, judged.sum().float()]).tolist()
     means = {
         name: total / count if count else math.nan
@@ -111,15 +109,15 @@ def _check_shapes(attention: Tensor, input_lengths: Tensor, output_lengths: Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Utterances:
-    """The attention of a batch, without its padding.
+    """The attention of a batch, with its padding masked out.
 
     Args:
-        weights: Attention, rows of which sum to 1, shape ``(batch, decoder steps, positions)``.
+        weights: Attention weights; each row sums to 1, shape ``(batch, decoder steps, positions)``.
         positions: Valid encoder positions, shape ``(batch, 1, 1)``.
         steps: Valid decoder steps, shape ``(batch, 1, 1)``.
         step_numbers: Shape ``(1, decoder steps, 1)``.
         position_numbers: Shape ``(positions,)``.
-        judged: Which utterances have valid lengths and no NaN or Inf, shape ``(batch,)``.
+        judged: Which utterances are usable: valid lengths, no NaN or Inf, shape ``(batch,)``.
     """
 
     weights: Tensor
@@ -131,7 +129,7 @@ class Utterances:
 
     @classmethod
     def of(cls, attention: Tensor, input_lengths: Tensor, output_lengths: Tensor) -> Utterances:
-        """Return the utterances of a batch."""
+        """Mask the padding of a batch, and find its usable utterances."""
         device = attention.device
         _, most_steps, most_positions = attention.shape
         positions = input_lengths.to(device).view(-1, 1, 1)
@@ -168,7 +166,7 @@ class Utterances:
         return _mean(entropy / largest, self._valid_steps())
 
     def monotonic_share(self) -> Tensor:
-        """Return the share of steps that do not look back, shape ``(batch,)``."""
+        """Return the share of steps that do not move backwards, shape ``(batch,)``."""
         strongest = self.weights.argmax(dim=2)
         forward = (strongest[:, 1:] >= strongest[:, :-1]).float()
         share = _mean(forward, self._valid_steps()[:, 1:])

@@ -1,6 +1,6 @@
-"""What is wrong with the arguments of a loss: a table of named checks, each of which is a flag.
+"""Check the arguments of loss functions: a table of checks, each of which may raise a flag.
 
-A check looks at one call. Rules judge how often a flag was raised.
+A check sees a single call; the rules decide how often a flag must be raised to matter.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from holdfast.learning.loss_functions import (
 )
 from holdfast.learning.sources import Source, source_of
 
-# Rows of the scores that are looked at. Enough for a yes or no, and little work beside the loss.
-MOST_ROWS = 256
-# Values before "all of them lie between 0 and 1" is no accident.
-FEWEST_VALUES = 16
-# Distance of a sum of probabilities from 1 that rounding explains.
+# How many rows of the scores are examined: enough for a yes or no, and cheap next to the loss
+# itself.
+MAX_ROWS = 256
+# How many values must lie between 0 and 1 before that is no coincidence.
+MIN_VALUES = 16
+# How far a sum of probabilities may be from 1 through rounding alone.
 SUM_TOLERANCE = 1e-4
 # The same for the logarithm of such a sum.
 LOG_SUM_TOLERANCE = 1e-2
-# A logarithm of a probability is never above 0, but for rounding.
+# Log-probabilities are never above 0, except through rounding.
 LOG_TOLERANCE = 1e-4
-# Share of scores at the limits of a clamp above which gradients are lost.
-MOST_AT_BOUNDS = 0.2
-# Share of targets outside the range of an activation above which it cannot fit them.
-MOST_BEYOND = 0.25
-# Smallest and largest value that an activation gives, by the name of its operation.
+# With more than this share of the scores at the limits of a clamp, too much gradient is lost.
+MAX_AT_BOUNDS = 0.2
+# With more than this share of the targets outside its range, an activation cannot fit them.
+MAX_BEYOND = 0.25
+# The range of each activation, by the name of its operation.
 RANGES = {
     "Tanh": (-1.0, 1.0),
     "Sigmoid": (0.0, 1.0),
@@ -48,12 +49,12 @@ class ScoreStatistics:
     """Statistics of the scores and targets of one call.
 
     Args:
-        classes: How many classes a row has scores for.
-        elements: How many scores were looked at.
+        classes: Number of classes.
+        elements: Number of scores examined.
         lowest: The lowest score.
         highest: The highest score.
-        sum_error: Largest distance of the sum of a row from 1.
-        log_sum_error: Largest magnitude of the logsumexp of a row.
+        sum_error: Largest distance of any row's sum from 1.
+        log_sum_error: Largest magnitude of any row's logsumexp.
         share_at_bounds: Share of scores that equal the lowest or the highest one.
         target_lowest: The lowest target, 0 if targets are labels.
         target_highest: The highest target, 0 if targets are labels.
@@ -101,8 +102,8 @@ def measure_scores(scores: Tensor, target: Tensor) -> ScoreStatistics:
     """Return the statistics of a call; one host sync."""
     rows = rows_of(scores).float()
     lowest, highest = rows.aminmax()
-    zero = rows.new_zeros(())
-    target_lowest, target_highest = zero, zero
+    target_lowest = rows.new_zeros(())
+    target_highest = rows.new_zeros(())
     if target.is_floating_point():
         target_lowest, target_highest = target.detach().float().aminmax()
     values = torch.stack(
@@ -135,26 +136,24 @@ def rows_of(scores: Tensor) -> Tensor:
     if scores.dim() < 2:
         return scores.reshape(1, -1)
     positions = math.prod(scores.shape[2:])
-    samples = max(1, MOST_ROWS // max(1, positions))
+    samples = max(1, MAX_ROWS // max(1, positions))
     by_class = scores[:samples].movedim(1, -1)
-    return by_class.reshape(-1, scores.shape[1])[:MOST_ROWS]
+    return by_class.reshape(-1, scores.shape[1])[:MAX_ROWS]
 
 
 def flags_beyond_range(predicted: Tensor, target: Tensor) -> list[str]:
-    """Return ``["beyond_tanh"]`` or the like if the predictions come out of an activation that
-    cannot reach many of the targets, else an empty list.
-    """
+    """Return flags such as "beyond_tanh": targets outside the range of the last activation."""
     operation = source_of(predicted).operation
     if operation not in RANGES:
         return []
     lowest, highest = RANGES[operation]
     target = target.detach()
     beyond = ((target < lowest) | (target > highest)).float().mean()
-    return [f"beyond_{operation.lower()}"] if bool(beyond > MOST_BEYOND) else []
+    return [f"beyond_{operation.lower()}"] if bool(beyond > MAX_BEYOND) else []
 
 
 def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
-    """Return whether broadcasting makes more pairs than either side has values."""
+    """Return whether broadcasting yields more elements than either argument has."""
     if predicted == target:
         return False
     pairs = math.prod(torch.broadcast_shapes(predicted, target))  # type: ignore[no-untyped-call]
@@ -166,7 +165,7 @@ def pairs_all_with_all(predicted: torch.Size, target: torch.Size) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentCheck:
-    """One check of the arguments of some loss functions."""
+    """A check of the arguments of certain loss functions."""
 
     flag: str
     functions: tuple[str, ...]
@@ -174,43 +173,43 @@ class ArgumentCheck:
 
 
 def is_given_probabilities(call: LossCall) -> bool:
-    """The scores come out of a softmax, or look exactly as if they did."""
+    """The scores are probabilities from a softmax, or look exactly like them."""
     if call.source.operation == "Softmax":
         return True
     statistics = call.statistics
-    if statistics.classes < 2 or statistics.elements < FEWEST_VALUES:
+    if statistics.classes < 2 or statistics.elements < MIN_VALUES:
         return False
     within_unit_range = statistics.lowest >= 0 and statistics.highest <= 1
     return within_unit_range and statistics.sum_error < SUM_TOLERANCE
 
 
 def comes_from_sigmoid(call: LossCall) -> bool:
-    """The scores come out of a sigmoid."""
+    """The scores are the output of a sigmoid."""
     return call.source.operation == "Sigmoid"
 
 
 def comes_from_tanh(call: LossCall) -> bool:
-    """The scores come out of a tanh."""
+    """The scores are the output of a tanh."""
     return call.source.operation == "Tanh"
 
 
 def comes_from_relu(call: LossCall) -> bool:
-    """The scores come out of a ReLU."""
+    """The scores are the output of a ReLU."""
     return call.source.operation == "Relu"
 
 
 def is_normalized_over_batch(call: LossCall) -> bool:
-    """The softmax before the loss was taken over the samples instead of the classes."""
+    """The softmax before the loss ran over the samples instead of the classes."""
     return call.source.is_softmax_over_batch
 
 
 def is_above_zero(call: LossCall) -> bool:
-    """Some log-probability is above 0."""
+    """At least one log-probability is above 0."""
     return call.statistics.highest > LOG_TOLERANCE
 
 
 def is_not_normalized(call: LossCall) -> bool:
-    """The log-probabilities of a row belong to probabilities that do not sum to 1."""
+    """The log-probabilities of a row describe probabilities that do not sum to 1."""
     statistics = call.statistics
     if statistics.classes < 2 or statistics.highest > LOG_TOLERANCE:
         return False
@@ -218,14 +217,14 @@ def is_not_normalized(call: LossCall) -> bool:
 
 
 def is_clamped_into_range(call: LossCall) -> bool:
-    """Scores of any size were clamped into 0 to 1, and many were cut off."""
+    """Unbounded scores were clamped to [0, 1], and many were cut off."""
     if not call.source.clamped or call.source.operation in ("Sigmoid", "Softmax", ""):
         return False
-    return call.statistics.share_at_bounds > MOST_AT_BOUNDS
+    return call.statistics.share_at_bounds > MAX_AT_BOUNDS
 
 
 def has_targets_outside_unit_range(call: LossCall) -> bool:
-    """Some target of a binary loss lies outside 0 to 1."""
+    """At least one target of a binary loss lies outside [0, 1]."""
     return call.statistics.target_lowest < 0 or call.statistics.target_highest > 1
 
 

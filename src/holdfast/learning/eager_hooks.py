@@ -1,9 +1,10 @@
-"""`EagerHooks`: hooks on modules, and a mode on functions, that are removed when torch compiles.
+"""`EagerHooks`: module hooks and a function mode that are removed once torch compiles anything.
 
-``torch.compile`` traces both into its graphs, and compiles again when they come or go, until it
-gives up. A module does not know who calls it, and compilation may first begin in the middle of a
-step. So all of them are removed when torch begins to compile anything in this process, before it
-traces, and do not come back. What an optimizer, a gradient or a weight shows needs none of them.
+``torch.compile`` would trace both into its graphs, and recompile whenever they are added or removed
+until it reaches its recompile limit. A module cannot tell whether compiled code calls it, and the
+first compilation may start in the middle of a step. So everything is removed before torch starts
+its first trace in this process, and is never registered again. Optimizers, gradients and weights
+can be observed without hooks.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast.numerics.eager import anything_compiled, is_symbolic
 
-LOST = (
-    "torch.compile or TorchScript is at work in this process, so the diagnosis does not see inputs"
-    " and the arguments of losses: looking at them would compile again. It sees gradients, updates"
-    " and optimizers"
+HOOKS_DISABLED = (
+    "torch.compile or TorchScript is used in this process, so the diagnosis cannot examine inputs"
+    " and the arguments of losses without triggering recompilation. It still examines gradients,"
+    " updates and optimizers"
 )
 
 
@@ -32,7 +33,7 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        """Call the function, if values can be read at the moment."""
+        """Call the function, unless values cannot be read at the moment."""
         if self._call is not None and not is_symbolic():
             self._call(*args)
 
@@ -41,56 +42,59 @@ class Hook:
 
 
 class EagerHooks:
-    """The hooks and the mode of one observer.
+    """The module hooks and the function mode of one observer.
 
     Args:
-        mode: The mode.
-        lost: Whether something is compiled already, so that there can be neither.
+        mode: The function mode to enter and leave.
+        disabled: Whether something is compiled already, so that neither may be used.
     """
 
-    def __init__(self, mode: TorchFunctionMode, *, lost: bool) -> None:
+    def __init__(self, mode: TorchFunctionMode, *, disabled: bool) -> None:
         self._mode = mode
-        self._lost = lost
-        self._kept: list[RemovableHandle] = []
-        self._of_step: list[RemovableHandle] = []
+        self._disabled = disabled
+        self._handles: list[RemovableHandle] = []
+        self._step_handles: list[RemovableHandle] = []
 
     @property
-    def lost(self) -> bool:
-        """Whether something is compiled, so that hooks and mode are gone."""
-        self._lost = self._lost or anything_compiled()
-        return self._lost
+    def disabled(self) -> bool:
+        """Whether something is compiled, so that neither hooks nor mode are used any more."""
+        self._disabled = self._disabled or anything_compiled()
+        return self._disabled
 
-    def keep(self, hooks: Iterable[RemovableHandle]) -> None:
+    def register_until_close(self, hooks: Iterable[RemovableHandle]) -> None:
         """Register hooks until `close`.
 
         Args:
-            hooks: Registers one at a time, lazily, so that none is registered if all are lost.
+            hooks: A lazy iterable that registers a hook each time it is advanced, so that nothing
+                is registered when hooks are not allowed.
         """
-        self._register(hooks, self._kept)
+        self._register(hooks, self._handles)
 
     def begin_step(self, hooks: Iterable[RemovableHandle]) -> None:
-        """Register hooks until `end_step`, likewise."""
+        """Register hooks until `end_step`; `hooks` is lazy, as in `register_until_close`."""
         self.end_step()
-        self._register(hooks, self._of_step)
+        self._register(hooks, self._step_handles)
 
     def _register(self, hooks: Iterable[RemovableHandle], handles: list[RemovableHandle]) -> None:
-        if self.lost:
+        """Register hooks, and make sure that the first compilation removes them."""
+        if self.disabled:
             return
-        # Any optimizer has imported this already.
+        # Not an expensive import: torch.optim has already imported this module.
         from torch._dynamo.callback import callback_handler
 
-        # torch.compiler.reset() forgets callbacks, so look again each time.
+        # torch.compiler.reset() drops callbacks, so check every time.
         if self._on_compilation not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._on_compilation)
-        handles += hooks
+        # Only iterating over `hooks` registers them.
+        handles.extend(hooks)
 
     def end_step(self) -> None:
         """Remove the hooks of a step."""
-        remove_all(self._of_step)
+        remove_all(self._step_handles)
 
     def enter_mode(self) -> None:
-        """Begin to see function calls."""
-        if not self.lost:
+        """Enter the mode, unless something is compiled."""
+        if not self.disabled:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def leave_mode(self) -> None:
@@ -105,22 +109,22 @@ class EagerHooks:
             torch._C._push_on_torch_function_stack(mode)
 
     def close(self) -> None:
-        """Remove everything. It may be called several times."""
+        """Remove everything. May be called several times."""
         self.end_step()
-        remove_all(self._kept)
+        remove_all(self._handles)
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if handler is not None and self._on_compilation in handler.start_callbacks:
             handler.remove_start_callback(self._on_compilation)
 
     def _on_compilation(self, _arguments: Any) -> None:
-        self._lost = True
+        self._disabled = True
         self.end_step()
-        remove_all(self._kept)
+        remove_all(self._handles)
         self.leave_mode()
 
 
 def remove_all(handles: list[RemovableHandle]) -> None:
-    """Remove hooks, and forget them."""
+    """Remove hooks and empty the list."""
     for handle in handles:
         handle.remove()
     handles.clear()

@@ -1,19 +1,19 @@
-"""Which findings explain which: one thing is wrong, and it is reported once.
+"""Which findings explain others, so that one mistake is reported once.
 
-A symptom that a finding explains becomes a note at the end. A run that learns nothing looks the
-same whatever the reason. Among symptoms the earlier one explains the later: a loss, then its
-gradient, then the weights, then the lack of progress.
+A symptom that another finding explains is reported last, as a note: a run that learns nothing looks
+the same whatever the reason. Among symptoms the earlier one explains the later: first the loss,
+then its gradient, then the weights, then the lack of progress.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# What reaches the optimizer is not the gradient of the loss, or the optimizer climbs.
+# The optimizer does not receive the gradient of the loss, or it maximises the loss.
 WRONG_GRADIENT = frozenset({"H811", "H817", "H831", "H840", "H859"})
-# The loss is given what it does not take.
+# The loss receives arguments that it does not accept.
 WRONG_ARGUMENTS = frozenset({"H836", "H837", "H838", "H839", "H855"})
-# Weights do not learn at all.
+# Weights receive no usable gradient.
 NOTHING_LEARNS = frozenset({"H808", "H809", "H810", "H812", "H813", "H814", "H822"})
 
 CAUSES_OF_NONFINITE = WRONG_GRADIENT | {"H806", "H825", "H839", "H848"}

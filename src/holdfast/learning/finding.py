@@ -1,7 +1,7 @@
-"""`Finding`: one thing that is wrong with a run, and the order in which findings are reported.
+"""`Finding`: one thing that is wrong with a run; and the order of findings in a report.
 
-The order is the diagnosis: causes before symptoms, and a symptom that a cause explains comes last,
-as a note. Not here: which findings explain which (`explanations`).
+Causes come before symptoms, and a symptom that a cause explains comes last, as a note. Not here:
+which findings explain others (`explanations`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Finding:
 
     Args:
         rule: Id of the rule, such as ``"H811"``; `holdfast explain H811` says more.
-        severity: ``"error"``: a contract is violated, so the run cannot be right. ``"advice"``:
+        severity: ``"error"``: a contract is violated, so the run cannot be correct. ``"advice"``:
             very likely a fault. ``"note"``: worth knowing, often intended.
         kind: Whether the rule names a cause, or only a symptom that may have several.
-        confidence: Between 0 and 1: how often the rule is right when it reports, as far as
-        measured.
-        what: What was found, in one sentence.
+        confidence: Between 0 and 1: how often a report of this rule is right, as measured where
+            data exists.
+        what: What is wrong, in one sentence.
         fix: What to do, in one sentence.
         where: The parameter, module, optimizer or call concerned, if there is one.
     """
@@ -54,27 +54,27 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings with the most important first, and those that others explain as notes.
+    """Return findings, most important first, with those that others explain turned into notes.
 
-    Of several findings of one rule at one place the first is kept.
+    If a rule reports the same place several times, only the first finding is kept.
     """
     unique: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         unique.setdefault((finding.rule, finding.where), finding)
     # A note explains nothing: it is often intended.
-    loud = {finding.rule for finding in unique.values() if finding.severity != "note"}
-    reported = [
-        _as_note(finding) if EXPLAINED_BY.get(finding.rule, frozenset()) & loud else finding
-        for finding in unique.values()
-    ]
+    explaining = {finding.rule for finding in unique.values() if finding.severity != "note"}
+    reported = []
+    for finding in unique.values():
+        is_explained = not explaining.isdisjoint(EXPLAINED_BY.get(finding.rule, ()))
+        reported.append(_as_note(finding) if is_explained else finding)
     return sorted(reported, key=_importance)
 
 
 def _importance(finding: Finding) -> tuple[bool, str, int, float]:
     """Return the sort key of a finding.
 
-    A symptom of severity error still comes after a cause of severity advice, since the cause is
-    what can be fixed.
+    A symptom with severity "error" still comes after a cause with severity "advice", since only a
+    cause can be fixed.
     """
     return (
         finding.severity == "note",
@@ -94,8 +94,8 @@ def with_origin(finding: Finding, origin: str | None) -> Finding:
     """Return a finding about NaN or Inf whose fix names the origin instead of the usual causes.
 
     Args:
-        finding: Any finding; those about anything else are returned unchanged.
-        origin: Why the newest such step was refused, with the origin and the sample; None if
+        finding: Any finding; one that is not about NaN or Inf is returned unchanged.
+        origin: Why the guard refused the newest such step, with the origin and the sample; None if
             nothing was traced.
     """
     if origin is None or finding.rule not in NONFINITE_RULES:

@@ -1,7 +1,7 @@
-"""`FunctionMode`: sees calls of loss functions, layers, clipping and ``backward``.
+"""`FunctionMode`: observes calls of loss functions, layers, clipping and ``backward``.
 
-It changes nothing: it draws no random number, and every function returns what it returns without
-the mode. What is seen of losses is kept in `losses`; rules judge it.
+It changes nothing: it draws no random numbers, and every function returns what it would return
+without the mode. What it learns about losses is stored in `losses`; the rules judge it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ LAYERS = frozenset(
 SOFTMAXES = ("softmax", "log_softmax")
 DIFFERENCES = frozenset({"sub", "rsub", "__sub__", "__rsub__", "subtract"})
 CLIPPING_FUNCTIONS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
-# Reading ``parameter.grad``, as the functions that clip do, reaches a mode as this getter.
+# A mode sees the read of ``parameter.grad`` as a call of this getter. torch's clipping functions
+# make such a read.
 _GRADIENT: Any = torch.Tensor.grad
 GRADIENT_GETTER = _GRADIENT.__get__
 
-# Seen in every sampled step, and only in those that are examined.
-ALWAYS_SEEN = frozenset({*TARGET_LOSSES, "backward"})
-SEEN_IF_EXAMINED = ALWAYS_SEEN.union(
+# The first set is observed in every sampled step, the second only in examined ones.
+OBSERVED_FUNCTIONS = frozenset({*TARGET_LOSSES, "backward"})
+EXAMINED_FUNCTIONS = OBSERVED_FUNCTIONS.union(
     LAYERS,
     SIGNED_TARGET_LOSSES,
     SOFTMAXES,
@@ -63,10 +64,10 @@ SEEN_IF_EXAMINED = ALWAYS_SEEN.union(
 
 
 class FunctionMode(TorchFunctionMode):
-    """Sees calls while it is entered.
+    """Observes function calls while it is entered.
 
     Args:
-        sites: What is seen of losses is kept there.
+        sites: Collects what is observed about losses.
         on_backward: Called with each loss before its backward pass.
         on_weight: Called with each parameter that a layer computes with while a graph is built.
     """
@@ -81,13 +82,13 @@ class FunctionMode(TorchFunctionMode):
         self._sites = sites
         self._on_backward = on_backward
         self._on_weight = on_weight
-        # False in steps in which only the values and targets of losses are looked at.
+        # False in steps that record only the values and targets of losses.
         self.examine = True
         self.in_backward = False
         self._clips_and_backwards: list[Literal["clip", "backward"]] = []
 
     def begin_step(self, *, examine: bool) -> None:
-        """Start a step, which is examined or only sampled."""
+        """Start a step that is either examined or only sampled."""
         self.examine = examine
         self._clips_and_backwards.clear()
 
@@ -101,11 +102,11 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function, and look at what it was given if it is one that we know."""
+        """Call a function, and examine its arguments and result if it is one we observe."""
         del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if not self._is_seen(name):
+        if not self._observes(name):
             return func(*args, **kwargs)
         if name == "backward" and args and isinstance(args[0], Tensor):
             return self._run_backward(func, args, kwargs)
@@ -113,15 +114,15 @@ class FunctionMode(TorchFunctionMode):
         if func == GRADIENT_GETTER:
             self._note_clipping(reader=sys._getframe(1))
         elif torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad:
-            self._look(name, args, kwargs, result)
+            self._observe_call(name, args, kwargs, result)
         return result
 
-    def _is_seen(self, name: str) -> bool:
-        names = SEEN_IF_EXAMINED if self.examine else ALWAYS_SEEN
+    def _observes(self, name: str) -> bool:
+        names = EXAMINED_FUNCTIONS if self.examine else OBSERVED_FUNCTIONS
         return name in names and not is_symbolic()
 
     def _note_clipping(self, reader: FrameType) -> None:
-        """Note that a gradient was read, if one of torch's functions that clip reads it."""
+        """Record a clipping call if one of torch's clipping functions reads a gradient."""
         callers = {reader.f_code.co_name}
         # Before Python 3.12 a list comprehension has a frame of its own.
         if reader.f_code.co_name == "<listcomp>" and reader.f_back is not None:
@@ -130,6 +131,7 @@ class FunctionMode(TorchFunctionMode):
             self._clips_and_backwards.append("clip")
 
     def _run_backward(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call ``backward``, and note when it runs."""
         self._on_backward(args[0])
         self._clips_and_backwards.append("backward")
         self.in_backward = True
@@ -138,29 +140,31 @@ class FunctionMode(TorchFunctionMode):
         finally:
             self.in_backward = False
 
-    def _look(
+    def _observe_call(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
     ) -> None:
+        """Record what one call shows, by the kind of function that was called."""
         if name in TARGET_LOSSES:
-            self._look_at_loss(name, args, kwargs, result)
+            self._observe_loss(name, args, kwargs, result)
         elif name in LAYERS:
             for argument in args:
                 if isinstance(argument, nn.Parameter):
                     self._on_weight(argument)
         elif name in SIGNED_TARGET_LOSSES:
-            self._look_at_signed_target(name, args, kwargs)
+            self._observe_signed_target(name, args, kwargs)
         elif name in SOFTMAXES:
-            self._look_at_softmax(name, args, kwargs)
+            self._observe_softmax(name, args, kwargs)
         elif name == "log":
-            self._look_at_log(args, kwargs)
+            self._observe_log(args, kwargs)
         elif name == "ctc_loss":
-            self._look_at_ctc(args, kwargs)
+            self._observe_ctc(args, kwargs)
         elif name in DIFFERENCES:
-            self._look_at_difference(args)
+            self._observe_difference(args)
 
-    def _look_at_loss(
+    def _observe_loss(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
     ) -> None:
+        """Record flags, targets, value and sign of one call of a loss function."""
         scores = _argument(args, kwargs, 0, "input")
         target = _argument(args, kwargs, 1, "target")
         if not _are_filled_tensors(scores, target):
@@ -173,7 +177,8 @@ class FunctionMode(TorchFunctionMode):
             value = _mean_loss(name, scores, target, result, kwargs.get("reduction", "mean"))
             site.note_value(value, comparable=_is_unweighted(args, kwargs))
         if self.examine and name != "kl_div" and result.dim() == 0:
-            # In backward the hook is given the derivative of what is minimised by this loss.
+            # In backward, this hook receives the derivative of the minimised objective with respect
+            # to this loss.
             note_sign = partial(_note_sign, site)
             result.register_hook(note_sign)  # type: ignore[no-untyped-call]
 
@@ -183,7 +188,7 @@ class FunctionMode(TorchFunctionMode):
         if name in REGRESSION_LOSSES and pairs_all_with_all(scores.shape, target.shape):
             site.note_broadcast(scores, target)
 
-    def _look_at_signed_target(
+    def _observe_signed_target(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         target = _argument(args, kwargs, SIGNED_TARGET_LOSSES[name], "target")
@@ -191,39 +196,39 @@ class FunctionMode(TorchFunctionMode):
         if isinstance(target, Tensor) and bool((target.detach().abs() != 1).any()):
             site.note_flags(["target_out_of_range"])
 
-    def _look_at_softmax(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _observe_softmax(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         scores = _argument(args, kwargs, 0, "input")
         if not isinstance(scores, Tensor):
             return
         operation = source_of(scores).operation
         if operation == "Softmax":
             self._sites.enter(name).note_flags(["softmax_input"])
-        # A softmax inside of a model, as in attention, may well have a ReLU before it.
+        # A softmax inside a model, as in attention, may legitimately follow a ReLU.
         if operation == "Relu" and name == "log_softmax":
             self._sites.enter(name).note_flags(["relu_source"])
 
-    def _look_at_log(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _observe_log(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         probabilities = _argument(args, kwargs, 0, "input")
         if not isinstance(probabilities, Tensor):
             return
         if source_of(probabilities, behind_sums=True).is_softmax_over_batch:
             self._sites.enter("log").note_flags(["batch_axis"])
 
-    def _look_at_ctc(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _observe_ctc(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         site = self._sites.enter("ctc_loss")
         log_probabilities = _argument(args, kwargs, 0, "log_probs")
         if float(log_probabilities.detach().max()) > LOG_TOLERANCE:
             site.note_flags(["positive"])
 
-    def _look_at_difference(self, args: Sequence[Any]) -> None:
-        """Look at a loss that is written by hand as the difference of a prediction and data."""
+    def _observe_difference(self, args: Sequence[Any]) -> None:
+        """Examine a hand-written loss, based on the difference between a prediction and data."""
         if len(args) < 2 or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
             return
-        predicted, data = args[0], args[1]
-        if not predicted.requires_grad:
-            predicted, data = data, predicted
-        if data.requires_grad:
+        first, second = args[:2]
+        if first.requires_grad and second.requires_grad:
             return
+        predicted = first if first.requires_grad else second
+        data = second if first.requires_grad else first
         if predicted.shape == data.shape:
             flags = flags_beyond_range(predicted, data)
             if flags:
@@ -255,7 +260,7 @@ def _mean_loss(name: str, scores: Tensor, target: Tensor, result: Tensor, reduct
 
 
 def _is_unweighted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether all samples and classes count alike, so that a constant can be compared."""
+    """Return whether a loss is unweighted and unsmoothed, hence comparable with a constant's."""
     weight = _argument(args, kwargs, 2, "weight")
     return weight is None and kwargs.get("pos_weight") is None and not kwargs.get("label_smoothing")
 

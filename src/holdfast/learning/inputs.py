@@ -1,6 +1,6 @@
-"""What a model is given: the scale of its inputs, and NaN or Inf in them.
+"""Measure a model's inputs: their scale, and NaN or Inf in them.
 
-Only measures, in sampled steps. Rules judge what a number means.
+This module only measures, in sampled steps; the rules judge what a number means.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch.utils import _pytree as pytree
 from holdfast.learning.measures import append_newest, median_or_none, sample_of
 from holdfast.learning.observations import ObservedInput
 
-# Tensors of a batch that are looked at.
-MOST_TENSORS = 8
-# Elements of a batch from which its scale is measured.
+# How many tensors of a batch are examined.
+MAX_TENSORS = 8
+# How many elements of a batch its scale is measured from.
 SCALE_SAMPLE_ELEMENTS = 1024
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the first non-empty, dense tensors in any structure of arguments."""
-    # Most calls pass nothing but tensors, which need no search.
+    """Return the first non-empty, dense tensors in a nested structure of arguments."""
+    # Most calls pass only tensors, so no search is needed.
     only_tensors = type(tree) is tuple and all(type(leaf) is Tensor for leaf in tree)
     leaves = tree if only_tensors else pytree.tree_leaves(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
     dense = [
         tensor for tensor in tensors if not (tensor.is_sparse or tensor.is_meta or tensor.is_nested)
     ]
-    return dense[:MOST_TENSORS]
+    return dense[:MAX_TENSORS]
 
 
 class InputObserver:
-    """What one model was given in the sampled steps."""
+    """The inputs of one model in the sampled steps."""
 
     def __init__(self) -> None:
         self._observed = ObservedInput()
@@ -42,12 +42,12 @@ class InputObserver:
         self._offsets: list[float] = []
 
     def note_arguments(self, tree: Any, *, examine: bool = True) -> None:
-        """Add the arguments of a call in training, and their scale if they are examined."""
+        """Record the arguments of a training call and, if they are examined, their scale."""
         self._observed.calls += 1
         tensors = tensors_in(tree)
         if not tensors:
             return
-        # A tensor that requires a gradient was computed, and is no data.
+        # A tensor that requires a gradient was computed by a model, so it is not data.
         data = [
             tensor.detach()
             for tensor in tensors
@@ -72,7 +72,7 @@ class InputObserver:
             append_newest(self._offsets, abs(mean) / spread)
 
     def observations(self, *, windows: bool = True) -> ObservedInput:
-        """Return what was observed; medians are only brought up to date for `windows`."""
+        """Return what was observed; medians are updated only if `windows` is true."""
         if windows:
             self._observed.largest = median_or_none(self._magnitudes)
             self._observed.offset = median_or_none(self._offsets)
@@ -80,8 +80,8 @@ class InputObserver:
 
 
 def _has_nan_or_plus_infinity(tensor: Tensor) -> bool:
-    """Return whether data is not finite. Minus infinity is what masks are made of."""
-    # The sum is one cheap pass; only where it is not finite are the elements compared.
+    """Return whether data holds NaN or plus infinity; minus infinity is common in masks."""
+    # A sum is one cheap pass. Elements are compared only if the sum is not finite.
     if math.isfinite(float(tensor.sum())):
         return False
     return bool((tensor.isnan() | (tensor == math.inf)).any())

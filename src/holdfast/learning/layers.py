@@ -1,6 +1,6 @@
-"""How gradients and updates flow: the norms of each parameter's gradient, weights and steps.
+"""Measure the norms of each parameter's gradient, weight and update.
 
-Only measures, in sampled steps. Rules judge what a number means.
+This module only measures, in sampled steps; the rules judge what a number means.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from holdfast.learning.measures import dense_gradient, median_or_none, norms_of, sample_of
 from holdfast.learning.observations import ObservedLayer
 
-# Elements of a parameter that are compared before and after a step. Each is in a cache line of its
-# own, so more would be slow.
+# How many elements of a parameter are compared before and after a step. Each touches a cache line
+# of its own, so more would be slow.
 COMPARED_ELEMENTS = 1024
-# Compared steps that count as the start of training.
+# How many compared steps count as the start of training.
 FIRST_STEPS = 12
-# Values of a parameter's history that are kept: the first ones, for the start of training, and
-# the newest.
+# How many values of a parameter's history are kept: the first, for the start of training, and the
+# newest.
 FIRST_VALUES = 30
-MOST_VALUES = 120
-# Names of parameters with NaN or Inf that are kept.
-MOST_NAMES = 5
+MAX_VALUES = 120
+# How many names of parameters with NaN or Inf are kept.
+MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """The gradients of one step of one optimizer.
+    """The gradients of one optimizer step.
 
     Args:
         tensors: How many parameters had a gradient.
@@ -44,7 +44,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovingParameter:
-    """A parameter that is about to be moved by a step."""
+    """A parameter that a step is about to update."""
 
     name: str
     parameter: nn.Parameter
@@ -52,10 +52,10 @@ class MovingParameter:
 
 
 class LayerObserver:
-    """Gradients and updates of every parameter, over the sampled steps.
+    """The gradients and updates of every parameter in the sampled steps.
 
     Args:
-        names: Names of parameters, by their id.
+        names: Parameter names, by parameter id.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -63,7 +63,7 @@ class LayerObserver:
         self._layers: dict[str, ObservedLayer] = {}
         self._ratios: dict[str, list[float]] = {}
         self._gradient_rms: dict[str, list[float]] = {}
-        # Parameters of the step that is being made, with a sample of their weights before it.
+        # The parameters of the current step, with a sample of their weights from before it.
         self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     def before_step(
@@ -74,13 +74,13 @@ class LayerObserver:
         *,
         weights: bool = True,
     ) -> Gradients:
-        """Measure the gradients of the step to come.
+        """Measure the gradients just before a step.
 
         Args:
-            optimizer: Its name, for parameters that no model has.
+            optimizer: Name of the optimizer, used to name parameters that belong to no model.
             parameters: What the optimizer holds.
-            known_norms: Norms that were measured already, by the id of the parameter.
-            weights: Whether the weights are sampled too, so that `after_step` can compare them.
+            known_norms: Norms that are already known, by parameter id.
+            weights: Whether to sample the weights too, so that `after_step` can compare them.
         """
         moving = self._find_moving(optimizer, parameters)
         norms = self._norms_of(moving, known_norms or {})
@@ -102,13 +102,13 @@ class LayerObserver:
         return Gradients(
             tensors=len(moving),
             total_norm=math.hypot(*norms),
-            nonfinite=nonfinite[:MOST_NAMES],
+            nonfinite=nonfinite[:MAX_NAMES],
         )
 
     def _find_moving(
         self, optimizer: str, parameters: Iterable[nn.Parameter]
     ) -> list[MovingParameter]:
-        """Count a step of each parameter, and return those with a gradient that can be measured."""
+        """Count a step for each parameter, and return those whose gradient can be measured."""
         moving = []
         for position, parameter in enumerate(parameters):
             name = self._names.get(id(parameter), f"{optimizer}[{position}]")
@@ -131,7 +131,7 @@ class LayerObserver:
         return norms_of(moved.gradient for moved in moving)
 
     def after_step(self) -> bool:
-        """Compare the weights with those before the step; return whether anything moved."""
+        """Compare the weights with those before the step; return whether any changed."""
         before = self._before
         self._before = {}
         samples = [sample for _, sample in before.values()]
@@ -156,9 +156,9 @@ class LayerObserver:
         return any(step != 0 for step in step_norms)
 
     def observations(self, *, windows: bool = True) -> dict[str, ObservedLayer]:
-        """Return what was observed by parameter, in the order of the model.
+        """Return the observations of each parameter, in the order of the model.
 
-        Medians are only brought up to date for `windows`.
+        Medians are updated only if `windows` is true.
         """
         if windows:
             for name, layer in self._layers.items():
@@ -170,7 +170,7 @@ class LayerObserver:
 
 
 def _append(history: list[float], value: float) -> None:
-    """Append a value; keep the first ones and, of the rest, the newest."""
+    """Append to a bounded history, which keeps the first and the newest values."""
     history.append(value)
-    if len(history) > MOST_VALUES:
+    if len(history) > MAX_VALUES:
         del history[FIRST_VALUES]

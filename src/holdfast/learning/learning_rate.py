@@ -1,6 +1,6 @@
-"""How to change the learning rate when the batch changes, for losses that are means over the batch.
+"""Advise how to change the learning rate with the batch size, for losses averaged over the batch.
 
-Advice only: nothing here changes an optimizer.
+This is advice only: nothing here changes an optimizer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class Advice:
     """What to change.
 
     Args:
-        rule: How the learning rate follows the batch.
+        rule: How the learning rate scales with the batch size.
         factor: What to multiply every learning rate by.
-        betas: New values by parameter group (of RMSprop: alpha); empty: leave them.
-        eps: New value by parameter group; empty: leave it.
-        reason: Why, and where the rule ends.
-        source: Where it was published; empty for no change.
+        betas: New values for each parameter group (``alpha`` for RMSprop); empty to leave them
+            unchanged.
+        eps: New value for each parameter group; empty to leave it unchanged.
+        reason: Why, and where the rule stops holding.
+        source: The publication; empty if nothing changes.
     """
 
     rule: ScalingRule
@@ -44,27 +45,27 @@ class Advice:
 
 
 def rate_of(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a parameter group; 1 for optimizers that need none."""
+    """Return the learning rate of a parameter group; 1 for optimizers without one."""
     rate = group.get("lr")
     return 1.0 if rate is None else float(rate)
 
 
 def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> Advice:
-    """Return what to change so that training behaves as before, for the same number of samples.
+    """Return what to change so that training on the same number of samples behaves as before.
 
     Args:
         optimizer: The optimizer whose learning rate is to be changed.
         old_batch: The size before.
         new_batch: The size now.
-        by: What the sizes count. ``"batch"``: samples of one update, over all micro-batches and
-            ranks. ``"accumulation"``: micro-batches of one update, and ``"micro_batch"``: samples
-            of one forward pass, while the samples of the update stay the same.
+        by: What the two sizes count. ``"batch"``: samples per update, over all micro-batches and
+            ranks. ``"accumulation"``: micro-batches per update; ``"micro_batch"``: samples per
+            forward pass. The last two assume that the samples per update stay the same.
 
     Returns:
         The change, with the reason and its source.
 
     Raises:
-        PolicyError: H105 for a size that is not a whole number >= 1, or another `by`.
+        PolicyError: H105 if a size is not a whole number >= 1, or `by` is not valid.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -81,22 +82,22 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     _check_by(by)
     if by != "batch":
         return _no_change(
-            "one update still averages over the same samples, into however many pieces they are"
-            " divided; if the number of samples changes, ask by='batch' with these numbers"
+            "an update still averages over the same samples, however they are divided; if their"
+            " number changes, pass by='batch' with the old and new number of samples"
         )
     ratio = new_batch / old_batch
     if ratio == 1:
-        return _no_change("the batch is the same")
+        return _no_change("the batch size is the same")
     if isinstance(optimizer, torch.optim.SGD):
         return _linear(ratio)
     if _divides_by_mean_square(optimizer):
         return _square_root(optimizer, ratio)
     name = type(optimizer).__name__
-    return _no_change(f"no published rule is known for {name}: try the old rate first")
+    return _no_change(f"no published rule is known for {name}; try the old rate first")
 
 
 def _divides_by_mean_square(optimizer: Optimizer) -> bool:
-    """Return whether steps are divided by the root of a decaying mean of squares, as Adam's are."""
+    """Return whether an optimizer divides by the root of a decaying mean square, like Adam."""
     if isinstance(optimizer, torch.optim.RMSprop):
         return True
     return all("betas" in group and "eps" in group for group in optimizer.param_groups)
@@ -111,10 +112,10 @@ def _linear(ratio: float) -> Advice:
         rule="linear",
         factor=ratio,
         reason=(
-            f"{ratio:g} x the samples in an update make 1/{ratio:g} x the updates, each of which"
-            f" has to go {ratio:g} x as far; leave the momentum alone. It ends where a step is"
-            " no longer small compared with the curvature (above 8192 images in the source), and a"
-            " large rate needs a warm-up"
+            f"with {ratio:g} x the samples per update there are 1/{ratio:g} x the updates, so each"
+            f" has to move {ratio:g} x as far; leave the momentum alone. The rule stops holding"
+            " when a step is no longer small compared with the curvature (above 8192 images in the"
+            " source), and a large rate needs a warm-up"
         ),
         source=GOYAL,
     )
@@ -126,25 +127,23 @@ def _square_root(optimizer: Optimizer, ratio: float) -> Advice:
         for group in optimizer.param_groups
     ]
     reason = (
-        f"{type(optimizer).__name__} divides by the size of a gradient that is mostly noise, which"
-        f" shrinks with the root of the batch: the rate by sqrt({ratio:g}), 1 - beta by {ratio:g},"
-        f" eps by 1/sqrt({ratio:g})"
+        f"{type(optimizer).__name__} divides by the size of the gradient, which is mostly noise and"
+        " shrinks with the square root of the batch size: multiply the rate by"
+        f" sqrt({ratio:g}), 1 - beta by {ratio:g} and eps by 1/sqrt({ratio:g})"
     )
     betas: tuple[tuple[float, ...], ...] = ()
     if all(ratio * (1 - decay) < 1 for group in decays for decay in group):
         betas = tuple(tuple(1 - ratio * (1 - decay) for decay in group) for group in decays)
     else:
-        reason += (
-            f"; the decay rates are left alone, since {ratio:g} x (1 - beta) is no longer below 1"
-        )
+        reason += f"; leave the betas alone, since {ratio:g} x (1 - beta) would not be below 1"
     return Advice(
         rule="square root",
         factor=math.sqrt(ratio),
         betas=betas,
         eps=tuple(group["eps"] / math.sqrt(ratio) for group in optimizer.param_groups),
         reason=(
-            f"{reason}. Where the batch is so large that the noise is small, the rule changes too"
-            " little"
+            f"{reason}. Once the batch is so large that the noise is small, this rule changes the"
+            " rate too little"
         ),
         source=MALLADI,
     )
@@ -166,6 +165,6 @@ def _check_by(by: object) -> None:
         raise PolicyError(
             f"by={by!r}",
             limit=f"it must be one of {get_args(By)}",
-            fix="say what the two numbers count.",
+            fix="pass what the two sizes count.",
             rule="H105",
         )

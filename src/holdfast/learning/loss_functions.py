@@ -1,17 +1,18 @@
-"""The loss functions of torch that the diagnosis knows, by what they take."""
+"""The torch loss functions that the diagnosis knows, grouped by the arguments they take."""
 
 from __future__ import annotations
 
-# They apply a softmax or a sigmoid themselves, and take scores of any size.
+# These apply a softmax or a sigmoid themselves, and take unbounded scores.
 SCORE_LOSSES = ("cross_entropy", "binary_cross_entropy_with_logits")
 REGRESSION_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-# Their targets are labels of classes.
+# The targets of these are class labels.
 CLASS_LOSSES = ("cross_entropy", "nll_loss")
-# Their targets are probabilities, mostly 0 or 1.
+# The targets of these are probabilities, mostly 0 or 1.
 BINARY_LOSSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
-# They compare a prediction with a target, their first two arguments.
+# These compare a prediction with a target, their first two arguments.
 TARGET_LOSSES = (*SCORE_LOSSES, *REGRESSION_LOSSES, "nll_loss", "binary_cross_entropy", "kl_div")
-# Their targets are 1 and -1. By name, with the position of the target among the arguments.
+# The targets of these are 1 and -1. Maps the name to the position of the target among the
+# arguments.
 SIGNED_TARGET_LOSSES = {
     "cosine_embedding_loss": 2,
     "margin_ranking_loss": 2,

@@ -1,4 +1,4 @@
-"""What is observed at each place where a loss is computed."""
+"""Record what is observed at each place in the script where a loss is computed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from holdfast.learning.targets import (
     labels_in,
 )
 
-# Calls of one function in a pass that are told apart. A loss over a varying number of parts shares
-# the last site, so that sites stay few.
-MOST_SITES = 8
+# How many calls of one function in a pass get a site of their own. Later calls share the last site,
+# so that a loss over a varying number of parts does not create ever more sites.
+MAX_SITES = 8
 
 
 class LossSite:
-    """What was seen at one call of one loss function, step after step."""
+    """The observations of one loss site: the same call of the same loss function in every step."""
 
     def __init__(self, function: str) -> None:
         self.observed = ObservedLoss(function=function)
         self._constant = best_constant_for(function)
-        # False once a call was weighted or smoothed, so that the loss of a constant means nothing.
+        # False once a call was weighted or smoothed: a constant prediction's loss is then not
+        # comparable.
         self._comparable = True
-        # Loss of the best constant on the targets of the newest call.
+        # Loss of the best constant prediction on the newest call's targets.
         self._constant_now: float | None = None
         self._labels = LabelMix()
 
@@ -43,12 +44,12 @@ class LossSite:
             self.observed.flags[flag] = self.observed.flags.get(flag, 0) + 1
 
     def note_broadcast(self, left: Tensor, right: Tensor) -> None:
-        """Count a call that pairs all values with all, and keep its shapes."""
+        """Count a call in which broadcasting compared every prediction with every target."""
         self.note_flags(["broadcast"])
         self.observed.shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
 
     def note_sign(self, gradient: float) -> None:
-        """Add the derivative of what is minimised by this loss."""
+        """Record the derivative of the minimised objective with respect to this loss."""
         if math.isfinite(gradient) and gradient != 0:
             append_newest(self.observed.signs, 1 if gradient > 0 else -1)
 
@@ -57,7 +58,7 @@ class LossSite:
 
         Args:
             value: The mean loss.
-            comparable: Whether the loss of a constant is on the same scale.
+            comparable: Whether the loss of a constant prediction is on the same scale.
         """
         self._comparable = self._comparable and comparable
         if not math.isfinite(value):
@@ -90,7 +91,7 @@ class LossSite:
             self._labels.add(labels)
 
     def observations(self) -> ObservedLoss:
-        """Return what was observed, with everything brought up to date."""
+        """Return what was observed, with all statistics up to date."""
         self.observed.baseline = None
         if self._constant is not None and self._comparable:
             self.observed.baseline = self._constant.loss()
@@ -103,9 +104,9 @@ class LossSite:
 
 
 class LossSites:
-    """All places of one run where a loss is computed.
+    """All loss sites of one run.
 
-    A site is known by its function and by its position among the calls of a pass.
+    A site is identified by its function and its position among that function's calls in a pass.
     """
 
     def __init__(self) -> None:
@@ -113,20 +114,20 @@ class LossSites:
         self._calls_in_pass: Counter[str] = Counter()
 
     def begin_pass(self) -> None:
-        """Start to number the calls of a pass."""
+        """Start a new pass: number its calls from 0."""
         self._calls_in_pass.clear()
 
     def enter(self, function: str, *, examine: bool = True) -> LossSite:
-        """Return the site of this call and count the call."""
+        """Return the loss site of this call, and count the call."""
         self._calls_in_pass[function] += 1
-        position = min(self._calls_in_pass[function], MOST_SITES)
+        position = min(self._calls_in_pass[function], MAX_SITES)
         site = self._sites.setdefault(f"{function}#{position}", LossSite(function))
         site.observed.calls += 1
         site.observed.examined += examine
         return site
 
     def observations(self, *, windows: bool = True) -> dict[str, ObservedLoss]:
-        """Return what was observed by site; only what was counted without `windows`."""
+        """Return the observations of each site; statistics only if `windows` is true."""
         if windows:
             return {name: site.observations() for name, site in self._sites.items()}
         return {name: site.observed for name, site in self._sites.items()}

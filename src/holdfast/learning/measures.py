@@ -1,4 +1,4 @@
-"""Small measurements of tensors that several observers make: samples, norms and medians."""
+"""Small measurements that several observers share: samples, norms and medians of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Dtypes whose values can be measured. Torch stores others but hardly computes with them.
+# Dtypes whose values can be measured. torch stores others but hardly computes with them.
 MEASURABLE_DTYPES = frozenset(
     {
         torch.float64,
@@ -24,9 +24,9 @@ MEASURABLE_DTYPES = frozenset(
         torch.float8_e5m2fnuz,
     }
 )
-# Elements of a tensor that are copied: 16 KiB of float32 per tensor, however large the model.
+# How many elements of a tensor are copied: 16 KiB of float32, however large the tensor.
 SAMPLE_ELEMENTS = 4096
-# Entries of a history; older ones are dropped.
+# Length of a history; older entries are dropped.
 HISTORY_LENGTH = 400
 
 
@@ -43,7 +43,7 @@ def can_be_measured(tensor: Tensor) -> bool:
 
 
 def sample_of(tensor: Tensor, most: int = SAMPLE_ELEMENTS) -> Tensor:
-    """Return at most `most` elements that are spread over a tensor, shape ``(n,)``.
+    """Return at most `most` elements spread evenly over a tensor, shape ``(n,)``.
 
     The result is a view where possible. Elements of a float8 dtype are returned as float32, since
     torch has no float8 arithmetic.
@@ -58,6 +58,7 @@ def sample_of(tensor: Tensor, most: int = SAMPLE_ELEMENTS) -> Tensor:
 
 
 def _spread_over(tensor: Tensor, most: int) -> Tensor:
+    """Return at most `most` elements of a dense tensor, spread evenly if it is contiguous."""
     if not tensor.is_contiguous():
         return tensor.flatten()[:most]
     flat = tensor.view(-1)
@@ -72,7 +73,7 @@ def _spread_over(tensor: Tensor, most: int) -> Tensor:
 
 
 def dense_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the gradient's values; of a sparse gradient, the stored ones."""
+    """Return the values of a gradient; for a sparse gradient, only the stored ones."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -107,7 +108,7 @@ def median_or_none(values: Sequence[float]) -> float | None:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median; of an even number of values, the upper of the middle two."""
+    """Return the median; for an even number of values, the upper of the two middle ones."""
     return sorted(values)[len(values) // 2]
 
 

@@ -1,4 +1,4 @@
-"""What is observed of a model: which weights learn and change, and in which mode it runs."""
+"""Observe a model: which weights learn and change, and in which mode it runs."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from torch.nn.modules.dropout import _DropoutNd
 from holdfast.learning.measures import can_be_measured, sample_of
 from holdfast.learning.observations import ObservedLayer, ObservedModel
 
-# Names that a finding lists.
-MOST_NAMES = 5
-# Sampled steps without a gradient before a parameter counts as one that never gets any.
+# How many names a finding lists.
+MAX_NAMES = 5
+# After this many sampled steps without a gradient, a parameter counts as never getting one.
 ENOUGH_STEPS_WITHOUT_GRADIENT = 10
 
 Named = Mapping[str, nn.Parameter]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern means a parameter.
+    """Return whether a pattern matches a parameter.
 
     Args:
         name: Full name of the parameter.
-        pattern: A shell pattern of such names, or the name of a module that the parameter is in.
+        pattern: A shell pattern for full names, or the name of a module that contains the
+            parameter.
     """
     return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 class ModelObserver:
-    """One model.
+    """The observations of one model.
 
     Args:
         module: The model.
-        prefix: What its parameters' names begin with, where several models are observed.
-        frozen: Patterns of parameters that are meant not to learn, see `matches`.
+        prefix: Prefix of its parameters' names, if several models are observed.
+        frozen: Patterns of parameters that are frozen on purpose, see `matches`.
     """
 
     def __init__(self, module: nn.Module, prefix: str, frozen: Sequence[str]) -> None:
@@ -50,15 +51,14 @@ class ModelObserver:
             if can_be_measured(parameter)
         }
         self._observed = ObservedModel()
-        # Ids of the parameters that had a gradient at a step. A guard drops those of parameters
-        # that are in no optimizer, so they have to be seen before the step.
+        # Ids of the parameters that had a gradient at a step. A guard drops the gradients of
+        # parameters that are in no optimizer, so gradients must be noted before the step.
         self._had_gradient: set[int] = set()
-        # Forward passes without a graph since the last step, by whether the model was in training
-        # mode.
+        # Forward passes without an autograd graph since the last step, keyed by `module.training`.
         self._passes_without_graph = {True: 0, False: 0}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the initialized parameters by their full names."""
+        """Return the initialized parameters by full name."""
         return {
             self._prefix + name: parameter
             for name, parameter in self.module.named_parameters()
@@ -66,11 +66,11 @@ class ModelObserver:
         }
 
     def note_pass_without_graph(self) -> None:
-        """Count a forward pass without a graph, as evaluations make them."""
+        """Count a forward pass without an autograd graph, as evaluations make them."""
         self._passes_without_graph[self.module.training] += 1
 
     def note_step(self) -> None:
-        """Count a sampled step that is about to be made."""
+        """Count a sampled step just before the optimizer makes it."""
         self._observed.observed += 1
         self._passes_without_graph = {True: 0, False: 0}
         self._had_gradient.update(
@@ -81,7 +81,7 @@ class ModelObserver:
             self._observed.eval_steps += in_eval
 
     def note_validation(self) -> None:
-        """Count a validation, and whether all of it ran in training mode."""
+        """Count a validation, and note whether all of it ran in training mode."""
         passes = self._passes_without_graph
         only_training = passes[True] > 0 and passes[False] == 0
         self._observed.validations += 1
@@ -95,7 +95,7 @@ class ModelObserver:
 
         Args:
             in_optimizers: Ids of the parameters of all optimizers.
-            layers: What was observed of each parameter.
+            layers: The observations of each parameter.
         """
         learning = self._parameters_meant_to_learn()
         self._observed.weights = _elements(learning)
@@ -104,10 +104,10 @@ class ModelObserver:
             parameters_without_gradient(in_optimizers, learning, layers),
             first=next(iter(learning), ""),
         )
-        self._observed.symmetric = self._symmetric(learning)[:MOST_NAMES]
+        self._observed.symmetric = self._symmetric(learning)[:MAX_NAMES]
         self._observed.changed = self._any_changed(self._at_start)
-        self._observed.nonfinite_buffers = self._nonfinite_running_statistics()[:MOST_NAMES]
-        self._observed.mode_dependent = list(self._mode_dependent())[:MOST_NAMES]
+        self._observed.nonfinite_buffers = self._nonfinite_running_statistics()[:MAX_NAMES]
+        self._observed.mode_dependent = list(self._mode_dependent())[:MAX_NAMES]
         self._observed.normalizes_input = normalizes_input(self.module)
         return self._observed
 
@@ -120,7 +120,7 @@ class ModelObserver:
         }
 
     def _note_outside(self, outside: Named) -> None:
-        self._observed.outside = list(outside)[:MOST_NAMES]
+        self._observed.outside = list(outside)[:MAX_NAMES]
         self._observed.outside_count = len(outside)
         self._observed.outside_weights = _elements(outside)
         self._observed.outside_with_gradient = sum(
@@ -129,13 +129,13 @@ class ModelObserver:
         self._observed.outside_changed = self._any_changed(outside)
 
     def _note_never(self, never: Named, *, first: str) -> None:
-        self._observed.never_gradient = list(never)[:MOST_NAMES]
+        self._observed.never_gradient = list(never)[:MAX_NAMES]
         self._observed.never_gradient_count = len(never)
         self._observed.never_gradient_weights = _elements(never)
         self._observed.never_gradient_first = first in never
 
     def _symmetric(self, learning: Named) -> list[str]:
-        """Return the matrices all of whose rows are equal. Rows of an embedding are no units."""
+        """Return the matrices whose rows are all equal; rows of an embedding are not units."""
         tables = {
             f"{self._prefix}{name}.weight"
             for name, module in self.module.named_modules()
@@ -162,7 +162,7 @@ class ModelObserver:
         }
 
     def _any_changed(self, names: Iterable[str]) -> bool:
-        """Return whether any of these parameters is gone, or differs from its sample at first."""
+        """Return whether any of these parameters is gone, or differs from its first sample."""
         now = self.named_parameters()
         for name in names:
             if name not in self._at_start:
@@ -187,7 +187,7 @@ def parameters_missing_from(in_optimizers: Collection[int], learning: Named) -> 
 def parameters_without_gradient(
     in_optimizers: Collection[int], learning: Named, layers: Mapping[str, ObservedLayer]
 ) -> Named:
-    """Return the parameters of the optimizers that had no gradient in any sampled step."""
+    """Return the optimized parameters that had no gradient in any sampled step."""
     without = {}
     for name, parameter in learning.items():
         layer = layers.get(name)
@@ -199,10 +199,11 @@ def parameters_without_gradient(
 
 
 def has_equal_rows(weight: nn.Parameter) -> bool:
-    """Return whether a matrix has several rows, of several elements, that are all equal."""
+    """Return whether all rows of a matrix are equal; False for a single row or a single column."""
     if weight.dim() < 2 or weight.shape[0] < 2 or weight.numel() == weight.shape[0]:
         return False
-    # The first and the last row nearly always differ, which is faster than comparing all of them.
+    # Compare the first and last row first: they nearly always differ, and it is faster than
+    # comparing all.
     if not torch.equal(weight[0], weight[-1]):
         return False
     return bool((weight.detach() == weight.detach()[:1]).all())
@@ -219,7 +220,7 @@ def normalizes_input(module: nn.Module) -> bool:
 
 
 def _is_dense_number(tensor: torch.Tensor) -> bool:
-    """Return whether `isfinite` works: torch has none for float8 and sparse tensors."""
+    """Return whether `torch.isfinite` supports a tensor; float8 and sparse ones it does not."""
     return can_be_measured(tensor) and tensor.layout is torch.strided and tensor.element_size() > 1
 
 

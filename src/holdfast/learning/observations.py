@@ -1,4 +1,4 @@
-"""`Observations`: everything that is known about a run, as plain counters and short histories.
+"""`Observations`: everything measured about a run, as plain counters and short histories.
 
 Observers fill them in, and rules read them. Everything here can be written as JSON, so that each
 rule can be tested on a recording. No tensors and no decisions live here.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Calls of a loss before its habits are known from a few batches.
-FEWEST_CALLS = 3
+# How many examined calls of a loss are needed before its flags mean anything.
+MIN_CALLS = 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,10 +17,10 @@ class ObservedOptimizer:
     """One optimizer: its settings, its steps and its gradients."""
 
     kind: str = ""
-    # All steps, and those of them that were sampled.
+    # All steps, and how many of them were sampled.
     steps: int = 0
     observed: int = 0
-    # Whether `step` is given a closure, so that the loss is computed inside the step.
+    # Whether `step` is called with a closure, so that the loss is computed inside the step.
     uses_closure: bool = False
     # Pairs of step and loss, thinned out in long runs.
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -28,47 +28,48 @@ class ObservedOptimizer:
     first_nonfinite_loss: int | None = None
     gradient_norms: list[float] = field(default_factory=list)
 
-    # Parameters in the optimizer, and those of them with ``requires_grad=False``.
+    # Number of parameters in the optimizer, and how many of them have ``requires_grad=False``.
     tensors: int = 0
     frozen: int = 0
-    # Parameters that no observed model has; of these, those with a gradient, and those that a
-    # model had when the observation began.
+    # Number of parameters that belong to no observed model; how many of them have a gradient; and
+    # how many belonged to a model when the observation began.
     foreign: int = 0
     foreign_with_gradient: int = 0
     replaced: int = 0
 
     lr: float = 0.0
     largest_lr: float = 0.0
-    # Steps in a row, up to the newest, with a learning rate of practically 0.
+    # Consecutive steps, up to the newest, with a learning rate of practically 0.
     zero_lr_steps: int = 0
-    # Steps in a row, up to the newest, with less than a thousandth of the largest learning rate.
+    # Consecutive steps, up to the newest, below a thousandth of the largest learning rate.
     low_lr_steps: int = 0
     weight_decay: float = 0.0
     maximize: bool = False
 
-    # Sampled steps in which a parameter had a gradient.
+    # Sampled steps in which any parameter had a gradient.
     with_gradient_steps: int = 0
-    # Sampled steps in a row, up to the newest, in which no parameter had a gradient.
+    # Consecutive sampled steps, up to the newest, in which no parameter had a gradient.
     no_gradient_steps: int = 0
-    # Sampled steps in a row, up to the newest, in which all gradients were exactly 0.
+    # Consecutive sampled steps, up to the newest, in which all gradients were exactly 0.
     zero_gradient_steps: int = 0
     nonfinite_gradients: int = 0
     nonfinite_names: list[str] = field(default_factory=list)
     first_nonfinite_gradient: int | None = None
-    # Sampled steps that changed a weight.
+    # Sampled steps that changed any weight.
     moved: int = 0
 
-    # Steps in which gradients were seen to arrive; the counts below are of these.
+    # Steps in which the check saw gradients arrive; the three counts below refer to these.
     checked: int = 0
-    # Steps in a row, up to the newest, whose gradients were added to those of the step before.
+    # Consecutive steps, up to the newest, whose gradients were added to those of the previous step.
     leaks: int = 0
-    # Steps whose gradient was reversed, or set to zero, between backward and step.
+    # Steps whose gradient was reversed, and steps whose gradient was set to zero, between backward
+    # and the optimizer step.
     reversed: int = 0
     zeroed: int = 0
 
     @property
     def gradient_failed_first(self) -> bool:
-        """Whether a gradient was not finite before any loss was."""
+        """Whether NaN or Inf appeared in a gradient before it appeared in a loss."""
         if self.first_nonfinite_gradient is None:
             return False
         if self.first_nonfinite_loss is None:
@@ -80,17 +81,17 @@ class ObservedOptimizer:
 class ObservedModel:
     """One model: which weights learn, and in which mode it runs."""
 
-    # Elements of all parameters that are meant to learn.
+    # Number of elements of all parameters that are meant to learn.
     weights: int = 0
-    # Trainable parameters that are in no optimizer: the first names, their number, their elements,
-    # those that had a gradient, and whether any of them has changed.
+    # Trainable parameters that are in no optimizer: the first names, how many there are, how many
+    # elements they have, how many had a gradient, and whether any has changed.
     outside: list[str] = field(default_factory=list)
     outside_count: int = 0
     outside_weights: int = 0
     outside_with_gradient: int = 0
     outside_changed: bool = False
-    # Parameters that had no gradient in any sampled step, likewise, and whether the model's first
-    # trainable parameter is one of them.
+    # Parameters that had no gradient in any sampled step: the same figures, and whether the model's
+    # first trainable parameter is one of them.
     never_gradient: list[str] = field(default_factory=list)
     never_gradient_count: int = 0
     never_gradient_weights: int = 0
@@ -99,7 +100,7 @@ class ObservedModel:
     symmetric: list[str] = field(default_factory=list)
     # Whether any parameter differs from what it was when the observation began.
     changed: bool = False
-    # Running statistics, as of batch norm, that hold NaN or Inf.
+    # Running statistics, such as those of batch norm, that hold NaN or Inf.
     nonfinite_buffers: list[str] = field(default_factory=list)
     observed: int = 0
     # Modules that behave differently in training: dropout and batch norm.
@@ -113,14 +114,15 @@ class ObservedModel:
 
 @dataclass(slots=True, kw_only=True)
 class ObservedScheduler:
-    """One scheduler: how often it was advanced for each step of its optimizer."""
+    """One scheduler: how often it was stepped per optimizer step."""
 
     kind: str = ""
     optimizer_steps: int = 0
-    # All advances, and those before the first step of the optimizer.
+    # All advances, and those before the first optimizer step.
     advanced: int = 0
     before_first: int = 0
-    # Optimizer steps since whose predecessor the scheduler was advanced once, and several times.
+    # Optimizer steps for which the scheduler was advanced once since the previous one, and more
+    # than once.
     advanced_once: int = 0
     advanced_several: int = 0
     patience: int | None = None
@@ -136,7 +138,7 @@ class ObservedLayer:
     with_gradient: int = 0
     zero_gradient: int = 0
     nonfinite: bool = False
-    # Length of a step relative to the length of the parameter: the median, and the largest of the
+    # Norm of an update relative to the norm of the parameter: the median, and the largest of the
     # first steps.
     ratio: float | None = None
     largest_ratio: float | None = None
@@ -151,7 +153,7 @@ class ObservedLoss:
     """One place where a loss is computed."""
 
     function: str = ""
-    # All calls, and those whose arguments were examined.
+    # All calls, and how many had their arguments examined.
     calls: int = 0
     examined: int = 0
     # How many examined calls raised a flag, such as "softmax_input"; see `arguments.CHECKS`.
@@ -162,57 +164,57 @@ class ObservedLoss:
     values: list[float] = field(default_factory=list)
     # Loss of the best constant prediction.
     baseline: float | None = None
-    # Loss of that constant on a batch, minus the loss of the model.
+    # Loss of that constant on a batch minus the loss of the model, newest last.
     gains: list[float] = field(default_factory=list)
-    # 1 or -1 for each call: the sign with which it enters the loss that is minimised.
+    # 1 or -1 for each call: the sign with which it enters the minimised objective.
     signs: list[int] = field(default_factory=list)
     labelled_calls: int = 0
-    # Different labels in a batch: the mean, and what shuffled data would give.
+    # Number of distinct labels in a batch: the mean, and the expectation for shuffled data.
     distinct_labels: float | None = None
     expected_labels: float | None = None
     # Mean squared target: the loss of predicting 0.
     target_scale: float | None = None
 
     def always(self, flag: str) -> bool:
-        """Return whether at least 90 % of enough examined calls raised a flag."""
-        return self.examined >= FEWEST_CALLS and self.flags.get(flag, 0) >= 0.9 * self.examined
+        """Return whether at least 90 % of the examined calls raised a flag, given enough calls."""
+        return self.examined >= MIN_CALLS and self.flags.get(flag, 0) >= 0.9 * self.examined
 
     def mostly(self, flag: str) -> bool:
-        """Return whether more than half of enough examined calls raised a flag."""
-        return self.examined >= FEWEST_CALLS and self.flags.get(flag, 0) > 0.5 * self.examined
+        """Return whether more than half of the examined calls raised a flag, given enough calls."""
+        return self.examined >= MIN_CALLS and self.flags.get(flag, 0) > 0.5 * self.examined
 
 
 @dataclass(slots=True, kw_only=True)
 class ObservedInput:
-    """What one model was given."""
+    """The inputs of one model."""
 
-    # All calls, and those whose values were examined.
+    # All calls, and how many had their values examined.
     calls: int = 0
     examined: int = 0
     # Examined batches that hold a single value.
     flat: int = 0
     # Batches with NaN or plus infinity.
     nonfinite: int = 0
-    # Medians over the examined batches: the largest magnitude, and the mean relative to the spread.
+    # Medians over the examined batches: the largest magnitude, and the mean relative to the
+    # standard deviation.
     largest: float | None = None
     offset: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Observations:
-    """Everything that is known about a run; its parts by name."""
+    """Everything measured about a run; models, optimizers and so on by name."""
 
-    # Steps of the optimizer that made most, and those that the run is meant to have.
+    # Steps of the optimizer with the most steps, and the planned steps of the run.
     steps: int = 0
     total_steps: int | None = None
     ended: bool = False
     objective: str = "minimize"
     backwards: int = 0
     backwards_since_step: int = 0
-    # Sampled steps in a row in which gradients were clipped before backward made them, and not
-    # after.
+    # Consecutive sampled steps in which gradients were clipped only before backward computed them.
     early_clips: int = 0
-    # Trainable parameters that a model computes with and that neither it nor an optimizer owns.
+    # Trainable parameters that take part in a forward pass but belong to no model and no optimizer.
     strays: int = 0
     optimizers: dict[str, ObservedOptimizer] = field(default_factory=dict)
     models: dict[str, ObservedModel] = field(default_factory=dict)
@@ -222,12 +224,12 @@ class Observations:
     inputs: dict[str, ObservedInput] = field(default_factory=dict)
     # Step, training loss and validation loss of each evaluation.
     validations: list[tuple[int, float | None, float]] = field(default_factory=list)
-    # Of a speech synthesiser's attention, see `alignment.alignment_facts`.
+    # Alignment of a speech synthesiser's attention, see `alignment.alignment_facts`.
     alignment: dict[str, float] | None = None
 
     @property
     def minimizes_one_loss(self) -> bool:
-        """Whether one optimizer minimises one loss, so that its level and sign mean something."""
+        """Whether one optimizer minimises one loss, so that its level and sign are meaningful."""
         return self.objective == "minimize" and len(self.optimizers) == 1
 
     @property

@@ -1,6 +1,6 @@
-"""`Observer`: collects and judges `Observations` of a run, driven by `watch` or the guard.
+"""`Observer`: collects `Observations` of a run and judges them; `watch` or the guard drives it.
 
-It looks through torch's public hooks and, in sampled steps, through a ``TorchFunctionMode``. It
+It observes through torch's public hooks and, in sampled steps, through a ``TorchFunctionMode``, and
 changes nothing. Not here: what the numbers mean (`rules`).
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.learning.eager_hooks import LOST, EagerHooks, Hook
+from holdfast.learning.eager_hooks import HOOKS_DISABLED, EagerHooks, Hook
 from holdfast.learning.finding import Finding
 from holdfast.learning.functions import FunctionMode
 from holdfast.learning.inputs import InputObserver
@@ -40,26 +40,26 @@ from holdfast.learning.sources import unscaled
 from holdfast.learning.subjects import Intent, Subjects, check_frozen
 from holdfast.memory.oom import find_out_of_memory
 
-# Calls of a model in one step whose arguments are looked at.
-MOST_CALLS_PER_STEP = 4
-# Backward passes without an optimizer step after which nothing more is sampled.
-MOST_BACKWARDS_WITHOUT_STEP = 400
-# Losses of backward passes that wait for the optimizer step.
-MOST_PENDING_LOSSES = 64
-# Training losses whose median is compared with that of a validation.
+# How many model calls per step have their arguments examined.
+MAX_CALLS_PER_STEP = 4
+# After this many backward passes without an optimizer step, sampling stops.
+MAX_BACKWARDS_WITHOUT_STEP = 400
+# How many losses of backward passes are kept until the optimizer step.
+MAX_PENDING_LOSSES = 64
+# A validation loss is compared with the median of this many training losses.
 LOSSES_BEFORE_VALIDATION = 10
 
 _log = logging.getLogger("holdfast")
 _Rest = ParamSpec("_Rest")
 
 
-def _harmless(
+def _contain_errors(
     method: Callable[Concatenate[Observer, _Rest], None],
 ) -> Callable[Concatenate[Observer, _Rest], None]:
-    """Keep a failure of the diagnosis out of the training.
+    """Keep a failure of the diagnosis away from the training script.
 
-    It is logged, and nothing more is observed. If memory ran out, only this observation is left
-    out: the guard retries the step with less memory, and it is observed then.
+    The failure is logged, and observation stops for good. Out of memory only skips this
+    observation: the guard retries the step with less memory, and the retry is observed.
     """
 
     @functools.wraps(method)
@@ -72,36 +72,38 @@ def _harmless(
             if find_out_of_memory(error) is not None:
                 return
             self.failure = f"{type(error).__name__}: {error}"
-            _log.warning("the diagnosis has switched itself off: %s", self.failure, exc_info=error)
+            _log.warning(
+                "the diagnosis has failed and is now off: %s", self.failure, exc_info=error
+            )
 
     return guarded  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
-def _looking() -> Iterator[None]:
-    """Compute without a graph, and without passing through function modes."""
+def _unobserved() -> Iterator[None]:
+    """Compute without an autograd graph and without triggering function modes."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 
 
 class Observer:
-    """Observes models and optimizers, and judges what it saw.
+    """Observes models and optimizers, and judges the observations.
 
     Args:
         subjects: What is observed.
-        intent: What its owner says about it.
-        guided: Whether every training pass is inside `begin_step` and losses are given to
-            `end_step`, as a guard does it.
+        intent: What the owner of the run says is intended.
+        guided: Whether every training pass runs inside `begin_step` and `end_step` receives the
+            losses, as under a guard.
 
     Raises:
-        PolicyError: H102 for a `frozen` pattern that means nothing.
+        PolicyError: H102 for a `frozen` pattern that matches nothing.
     """
 
     def __init__(self, subjects: Subjects, intent: Intent, *, guided: bool = False) -> None:
         check_frozen(intent.frozen, subjects)
         self._intent = intent
         self._guided = guided
-        # What went wrong in the diagnosis itself. Nothing is observed after that.
+        # The error that made the diagnosis fail, if one did. Nothing is observed after that.
         self.failure: str | None = None
 
         self._run = Observations(total_steps=intent.total_steps, objective=intent.objective)
@@ -127,34 +129,34 @@ class Observer:
         self._findings = Findings()
 
         self.mode = FunctionMode(self._losses, self._on_backward, self._on_weight)
-        self.hooks = EagerHooks(self.mode, lost=subjects.compiled)
-        # True once it was said that compilation hides most of the run.
-        self._loss_of_hooks_reported = False
+        self.hooks = EagerHooks(self.mode, disabled=subjects.compiled)
+        # True once the user was told that compilation hides most of the run.
+        self._disabled_hooks_reported = False
 
-        # Whether the step that is being made is sampled.
+        # Whether the current step is sampled.
         self.sampled = False
-        # Steps that were ended, of all optimizers, and those of them that were sampled.
+        # Completed steps of all optimizers together, and how many of them were sampled.
         self._ended_steps = 0
         self._sampled_steps = 0
-        # Calls of the models in this step.
+        # Model calls in the current step.
         self._calls = 0
         # True while the forward method of a model runs.
         self._in_forward = False
-        # Ids of the parameters that models and optimizers own, and of those that are computed with
-        # although nobody owns them.
+        # Ids of the parameters that belong to a model or an optimizer, and of those that take part
+        # in a forward pass but belong to neither.
         self._owned: set[int] = set()
         self._strays: set[int] = set()
 
     def install(self) -> None:
-        """Begin to observe, for the first time or after `close`."""
+        """Start observing, for the first time or again after `close`."""
         self._run.ended = False
         for optimizer in self._optimizers.values():
             optimizer.open()
         if not self._guided:
-            self.hooks.keep(self._hook_inputs())
+            self.hooks.register_until_close(self._hook_inputs())
 
     def close(self) -> None:
-        """Remove all hooks. It may be called several times."""
+        """Remove all hooks. May be called several times."""
         self.hooks.close()
         for optimizer in self._optimizers.values():
             optimizer.close()
@@ -168,22 +170,22 @@ class Observer:
 
     @property
     def steps(self) -> int:
-        """Steps of the optimizer that made most."""
+        """Number of steps of the optimizer that has made the most."""
         counts = [optimizer.observed.steps for optimizer in self._optimizers.values()]
         return max(counts, default=0)
 
     def due(self) -> bool:
-        """Return whether the next step is to be sampled."""
+        """Return whether the next step should be sampled."""
         if self.failure is not None:
             return False
-        if self._run.backwards_since_step > MOST_BACKWARDS_WITHOUT_STEP:
+        if self._run.backwards_since_step > MAX_BACKWARDS_WITHOUT_STEP:
             return False
         return is_in_schedule(self._ended_steps, len(self._optimizers), SAMPLED)
 
     def begin_step(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that observes forward and backward passes, if this step is `due`.
+        """Return a context manager that observes forward and backward passes if this step is `due`.
 
-        A step may enter it several times.
+        A step may call this several times, once per micro-batch for instance.
         """
         return self._observing() if self.due() else contextlib.nullcontext()
 
@@ -197,9 +199,9 @@ class Observer:
             self.hooks.leave_mode()
             self.hooks.end_step()
 
-    @_harmless
+    @_contain_errors
     def begin_sampling(self) -> None:
-        """Begin a sampled step: place hooks on the models, and reset what is counted per step."""
+        """Begin a sampled step: register hooks on the models and reset the counters of the step."""
         examine = is_in_schedule(self._ended_steps, len(self._optimizers), EXAMINED)
         self.sampled = True
         self._calls = 0
@@ -224,35 +226,38 @@ class Observer:
 
     # --- what hooks and the function mode see ---------------------------------------------------
 
-    @_harmless
+    @_contain_errors
     def _before_forward(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the inputs of a training call; count a call without an autograd graph."""
         if not torch.is_grad_enabled():
             self._models[name].note_pass_without_graph()
             return
-        # Activation checkpointing runs a forward pass again in backward.
+        # Activation checkpointing recomputes forward passes during backward.
         if not self.sampled or self.mode.in_backward:
             return
         self._in_forward = True
         self._calls += 1
-        if self._calls <= MOST_CALLS_PER_STEP:
+        if self._calls <= MAX_CALLS_PER_STEP:
             arguments = (args, kwargs) if kwargs else args
-            with _looking():
+            with _unobserved():
                 self._inputs[name].note_arguments(arguments, examine=self.mode.examine)
 
-    @_harmless
+    @_contain_errors
     def _after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if torch.is_grad_enabled() and not self.mode.in_backward:
             self._in_forward = False
 
-    @_harmless
+    @_contain_errors
     def _on_weight(self, weight: nn.Parameter) -> None:
+        """Note a trainable parameter that a forward pass uses although nobody owns it."""
         if not self._in_forward or id(weight) in self._owned:
             return
         if weight.requires_grad and weight.is_leaf:
             self._strays.add(id(weight))
 
-    @_harmless
+    @_contain_errors
     def _on_backward(self, loss: Tensor) -> None:
+        """Count a backward pass and, without a guard, keep its loss for the optimizer step."""
         self._run.backwards += 1
         self._run.backwards_since_step += 1
         self._losses.begin_pass()
@@ -261,11 +266,11 @@ class Observer:
         value = unscaled(loss)
         for optimizer in self._optimizers.values():
             optimizer.pending_losses.append(value)
-            del optimizer.pending_losses[:-MOST_PENDING_LOSSES]
+            del optimizer.pending_losses[:-MAX_PENDING_LOSSES]
 
     # --- optimizer steps ------------------------------------------------------------------------
 
-    @_harmless
+    @_contain_errors
     def before_step(
         self,
         name: str,
@@ -273,13 +278,13 @@ class Observer:
         closure: bool = False,
         norms: Callable[[], Mapping[int, float]] | None = None,
     ) -> None:
-        """Observe that an optimizer is about to step.
+        """Observe an optimizer just before it steps.
 
         Args:
             name: Name of the optimizer.
-            closure: Whether it is given a closure.
-            norms: Returns the norms of the gradients before clipping, by the id of the parameter,
-                where the caller knows them.
+            closure: Whether `step` was called with a closure.
+            norms: Returns the gradient norms before clipping, by parameter id, if the caller
+                already knows them.
         """
         optimizer = self._optimizers[name]
         optimizer.begin_step(closure=closure)
@@ -291,7 +296,7 @@ class Observer:
             model.note_step()
         if closure:
             return
-        with _looking():
+        with _unobserved():
             gradients = self._layers.before_step(
                 name,
                 optimizer.parameters(),
@@ -302,27 +307,27 @@ class Observer:
 
     def _note_step_of_schedulers(self, optimizer: OptimizerObserver) -> None:
         for scheduler in self._schedulers.values():
-            # One that does not say which optimizer it belongs to is counted with every optimizer.
+            # A scheduler without an ``optimizer`` attribute is counted with every optimizer.
             advanced = getattr(scheduler.scheduler, "optimizer", optimizer.optimizer)
             if advanced is optimizer.optimizer:
                 scheduler.note_step()
 
-    @_harmless
+    @_contain_errors
     def after_step(self, name: str) -> None:
-        """Observe that an optimizer has stepped. A guard only calls this in sampled steps."""
+        """Observe an optimizer just after it stepped. A guard calls this only in sampled steps."""
         optimizer = self._optimizers[name]
         self._run.backwards_since_step = 0
         moved = False
         if self.sampled and not optimizer.observed.uses_closure:
-            with _looking():
+            with _unobserved():
                 moved = self._layers.after_step()
         optimizer.end_step(moved=moved, has_loss=self._guided)
 
     def end_step(self, loss: float | None = None, names: Sequence[str] = ()) -> list[Finding]:
-        """End a step, and return what is found for the first time.
+        """End a step, and return findings that have not been returned before.
 
         Args:
-            loss: The mean loss, where the caller knows it.
+            loss: The mean loss, if the caller knows it.
             names: The optimizers that stepped; all of them if empty.
         """
         if loss is not None:
@@ -336,7 +341,7 @@ class Observer:
         self._judge_step(windows=windows)
         return self.take_fresh()
 
-    @_harmless
+    @_contain_errors
     def _judge_step(self, *, windows: bool) -> None:
         due = windows
         if self.sampled:
@@ -358,11 +363,11 @@ class Observer:
     # --- judging --------------------------------------------------------------------------------
 
     def observations(self, *, windows: bool = True) -> Observations:
-        """Return everything that is known; it changes with the next step.
+        """Return everything measured so far. The same object is updated by later steps.
 
         Args:
-            windows: Whether medians and other statistics are brought up to date too, which only
-                the rules about windows need.
+            windows: Whether to update medians and other statistics too, which only the window rules
+                need.
         """
         in_models = self._parameters_of_models()
         in_optimizers = self._parameters_of_optimizers()
@@ -399,7 +404,7 @@ class Observer:
         }
 
     def _judge(self, *, windows: bool, ended: bool = False) -> None:
-        with _looking():
+        with _unobserved():
             run = self.observations(windows=windows)
         run.ended = ended
         self._findings.add_contracts(judge(run, "contract", self._intent.ignore))
@@ -407,27 +412,27 @@ class Observer:
             self._findings.replace_windows(judge(run, "window", self._intent.ignore))
 
     def findings(self) -> list[Finding]:
-        """Return what was found, the most important first, without what is only said on request."""
+        """Return the findings, most important first, without those reported only on request."""
         return self._findings.reported()
 
     def findings_on_request(self) -> list[Finding]:
-        """Return what was found, including what is not right often enough to be said unasked."""
+        """Return all findings, including those that are wrong too often to be reported unasked."""
         return self._findings.all()
 
     def take_fresh(self) -> list[Finding]:
-        """Return the findings that were never returned before."""
+        """Return the findings that this method has not returned before."""
         return self._findings.take_fresh()
 
     def take_notice(self) -> str | None:
-        """Return, once, why little is observed; None if everything is."""
-        if self._loss_of_hooks_reported or not self.hooks.lost:
+        """Return, only once, why most observation is off; None if nothing is hidden."""
+        if self._disabled_hooks_reported or not self.hooks.disabled:
             return None
-        self._loss_of_hooks_reported = True
-        return LOST
+        self._disabled_hooks_reported = True
+        return HOOKS_DISABLED
 
-    @_harmless
+    @_contain_errors
     def validated(self, loss: float) -> None:
-        """Add the loss of an evaluation; less is better."""
+        """Record the loss of an evaluation; lower is better."""
         histories = [optimizer.observed.losses for optimizer in self._optimizers.values()]
         history = next((losses for losses in histories if losses), [])
         newest = [value for _, value in history[-LOSSES_BEFORE_VALIDATION:]]
@@ -436,23 +441,23 @@ class Observer:
             model.note_validation()
 
     def aligned(self, alignment: dict[str, float]) -> None:
-        """Add how well a speech synthesiser's attention is aligned; see `alignment_facts`."""
+        """Record how well a speech synthesiser's attention is aligned; see `alignment_facts`."""
         self._run.alignment = alignment
 
-    @_harmless
+    @_contain_errors
     def finish(self) -> None:
-        """Judge the run as a whole, at its end."""
+        """Judge the whole run, at its end."""
         self._judge(windows=True, ended=True)
 
-    @_harmless
+    @_contain_errors
     def judge_now(self) -> None:
-        """Judge the run as a whole, whether it has ended or not."""
+        """Judge the whole run so far."""
         self._judge(windows=True, ended=self._run.ended)
 
     # --- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later judgements need of the past, as plain data."""
+        """Return the part of the state that a resumed run needs, as plain data."""
         return {
             "optimizers": {
                 name: optimizer.state_dict() for name, optimizer in self._optimizers.items()
@@ -462,7 +467,7 @@ class Observer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a past. Optimizers that it does not know start without one."""
+        """Restore what `state_dict` returned; optimizers that are not in it start afresh."""
         for name, optimizer in self._optimizers.items():
             if name in state["optimizers"]:
                 optimizer.load_state_dict(state["optimizers"][name])

@@ -1,4 +1,4 @@
-"""What is observed of an optimizer: its steps, learning rates, losses and gradients."""
+"""Observe an optimizer: its steps, learning rates, losses and gradients."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from holdfast.learning.layers import Gradients
 from holdfast.learning.learning_rate import rate_of
 from holdfast.learning.observations import ObservedOptimizer
 
-# Sampled steps of each optimizer in which it is checked where gradients start.
+# In how many sampled steps of each optimizer `AccumulationCheck` runs.
 CHECKED_STEPS = 8
-# Losses that are kept. Beyond that every second one is dropped.
-MOST_LOSSES = 800
-# Gradient norms that are kept: the first ones, for the start of training, and the newest.
+# How many losses are kept. When the list is full, every second one is dropped.
+MAX_LOSSES = 800
+# How many gradient norms are kept: the first, for the start of training, and the newest.
 FIRST_NORMS = 30
-MOST_NORMS = 400
-# Shares of the largest learning rate so far.
+MAX_NORMS = 400
+# Fractions of the largest learning rate so far that count as practically 0, and as tiny.
 NO_RATE = 1e-7
 LOW_RATE = 1e-3
 
 
 class OptimizerObserver:
-    """One optimizer.
+    """The observations of one optimizer.
 
     Args:
         optimizer: The optimizer.
@@ -43,23 +43,23 @@ class OptimizerObserver:
         self.pending_losses: list[float] = []
         self._owned_at_start = {id(parameter) for parameter in self.parameters()} & set(owned)
         self._accumulation: AccumulationCheck | None = None
-        # Every `_loss_stride`-th loss is kept.
+        # Only every `_loss_stride`-th loss is kept.
         self._loss_stride = 1
         self._losses_added = 0
 
     def open(self) -> None:
-        """Begin to check where gradients start, if that is still to be done."""
+        """Start the accumulation check, unless it has run often enough."""
         if self._accumulation is None and self.observed.observed < CHECKED_STEPS:
             self._accumulation = AccumulationCheck(self.parameters())
 
     def close(self) -> None:
-        """Remove the hooks of that check."""
+        """Remove the hooks of the accumulation check."""
         if self._accumulation is not None:
             self._accumulation.close()
             self._accumulation = None
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what the optimizer holds now."""
+        """Return the parameters that the optimizer holds now."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _learning_rate(self) -> float:
@@ -75,7 +75,7 @@ class OptimizerObserver:
         lr = self._learning_rate()
         observed.steps += 1
         observed.uses_closure = observed.uses_closure or closure
-        # A rate that lasted a single step was an accident, or the step was undone.
+        # A rate that lasted for a single step was an accident, or the step was rolled back.
         observed.largest_lr = max(observed.largest_lr, min(lr, observed.lr))
         if lr <= NO_RATE * observed.largest_lr:
             observed.zero_lr_steps += 1
@@ -88,7 +88,7 @@ class OptimizerObserver:
         observed.lr = lr
 
     def note_gradients(self, gradients: Gradients) -> None:
-        """Add what was measured just before a sampled step."""
+        """Record what was measured just before a sampled step."""
         observed = self.observed
         observed.observed += 1
         if gradients.tensors > 0:
@@ -101,7 +101,7 @@ class OptimizerObserver:
         else:
             observed.zero_gradient_steps = 0
         observed.gradient_norms.append(gradients.total_norm)
-        if len(observed.gradient_norms) > MOST_NORMS:
+        if len(observed.gradient_norms) > MAX_NORMS:
             del observed.gradient_norms[FIRST_NORMS]
         if gradients.nonfinite:
             observed.nonfinite_gradients += 1
@@ -111,6 +111,7 @@ class OptimizerObserver:
             self._note_arrival(self._accumulation)
 
     def _note_arrival(self, accumulation: AccumulationCheck) -> None:
+        """Count what the accumulation check saw in this step."""
         arrival = accumulation.at_step()
         if not arrival.arrived:
             return
@@ -126,9 +127,9 @@ class OptimizerObserver:
         """End a step.
 
         Args:
-            moved: Whether it was seen to move weights.
-            has_loss: Whether the caller adds its loss; otherwise it is that of the newest backward
-                pass.
+            moved: Whether a comparison showed that it changed weights.
+            has_loss: Whether the caller adds the loss; otherwise that of the newest backward pass
+                is used.
         """
         self.observed.moved += moved
         if self.pending_losses and not has_loss:
@@ -138,7 +139,7 @@ class OptimizerObserver:
             self.close()
 
     def add_loss(self, value: float) -> None:
-        """Add the loss of this step. One that is not finite is only counted."""
+        """Record the loss of this step. A loss that is not finite is only counted."""
         observed = self.observed
         if not math.isfinite(value):
             observed.nonfinite_losses += 1
@@ -147,7 +148,7 @@ class OptimizerObserver:
         self._losses_added += 1
         if self._losses_added % self._loss_stride == 0:
             observed.losses.append((observed.steps, value))
-        if len(observed.losses) > MOST_LOSSES:
+        if len(observed.losses) > MAX_LOSSES:
             observed.losses = observed.losses[::2]
             self._loss_stride *= 2
 
@@ -169,7 +170,7 @@ class OptimizerObserver:
         return observed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later judgements need of the past, as plain data."""
+        """Return the part of the state that a resumed run needs, as plain data."""
         losses = self.observed.losses
         return {
             "steps": self.observed.steps,
@@ -178,7 +179,7 @@ class OptimizerObserver:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.observed.steps = int(state["steps"])
         self.observed.losses = [
             (int(step), float(loss))

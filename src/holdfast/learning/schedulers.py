@@ -1,4 +1,4 @@
-"""What is observed of a learning-rate scheduler: how often it is advanced between steps."""
+"""Observe a learning-rate scheduler: how often it is stepped between optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast.learning.observations import ObservedScheduler
 
 
 class SchedulerObserver:
-    """One scheduler, of torch or anything else with ``last_epoch``."""
+    """The observations of one scheduler: a torch scheduler, or any object with ``last_epoch``."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -24,7 +24,7 @@ class SchedulerObserver:
         return int(getattr(self.scheduler, "last_epoch", 0))
 
     def note_step(self) -> None:
-        """Compare with the last step of the optimizer. Called before every step."""
+        """Count the advances since the previous optimizer step. Called before every step."""
         count = self._count()
         advances = count - self._count_at_last_step
         if self.observed.optimizer_steps == 0:
@@ -39,6 +39,6 @@ class SchedulerObserver:
 
 
 def _period_of(scheduler: Any) -> int | None:
-    """Return the advances in which a scheduler completes a cycle or reaches its next step."""
+    """Return the number of advances to the end of a cycle or to the next milestone."""
     period = getattr(scheduler, "T_max", None) or getattr(scheduler, "step_size", None)
     return period if isinstance(period, int) else None

@@ -1,4 +1,4 @@
-"""What computed a tensor, read from its autograd graph."""
+"""Find the operation that computed a tensor, from its autograd graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-# Operations that move values without changing them: the one before them is the real source.
+# Operations that move values without changing them; the operation before them is the source.
 MOVES = frozenset(
     {
         "View",
@@ -23,26 +23,26 @@ MOVES = frozenset(
         "Slice",
     }
 )
-# Operations that put the axes into another order, so that a dimension means something else.
+# Operations that reorder axes, so that a dimension index means something else.
 TURNS = frozenset({"Transpose", "Permute", "T"})
-# Operations that pick values, or cut them off at a limit.
+# Operations that select values, and operations that clamp them.
 PICKS = frozenset({"Index", "Gather", "Clamp", "ClampMin"})
-# Operations that are looked behind.
+# All operations that the search passes through.
 PASSED = MOVES | TURNS | PICKS
 SOFTMAXES = ("Softmax", "LogSoftmax")
-# How many operations in a row are looked behind.
-MOST_NODES = 8
+# How many consecutive operations the search passes through.
+MAX_NODES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What computed a tensor.
+    """The operation that computed a tensor.
 
     Args:
         operation: Such as ``"Softmax"`` or ``"Relu"``; ``""`` for a tensor without a graph.
-        dim: The dimension of a softmax; None if the axes were reordered since.
-        shape: The shape of what a softmax returned.
-        clamped: Whether the values were clamped since.
+        dim: The dimension of a softmax; None if the axes were reordered afterwards.
+        shape: Shape of the softmax's output.
+        clamped: Whether the values were clamped afterwards.
     """
 
     operation: str = ""
@@ -52,9 +52,10 @@ class Source:
 
     @property
     def is_softmax_over_batch(self) -> bool:
-        """Whether it is a softmax over the samples of ``(samples, classes)``.
+        """Whether this is a softmax over the samples of a ``(samples, classes)`` tensor.
 
-        A square matrix may hold the scores of pairs, as in CLIP, for which both axes are right.
+        A square matrix does not count: it may hold the scores of pairs, as in CLIP, where both axes
+        are valid.
         """
         if self.operation not in SOFTMAXES or self.dim not in (0, -2) or len(self.shape) != 2:
             return False
@@ -63,17 +64,17 @@ class Source:
 
 
 def source_of(tensor: Tensor, *, behind_sums: bool = False) -> Source:
-    """Return what computed a tensor, looking behind views, reordering, picking and clamping.
+    """Return the operation that computed a tensor, passing through views, selections and clamps.
 
     Args:
         tensor: Any tensor.
-        behind_sums: Whether to look behind a sum with a number too, such as the epsilon that keeps
-            a logarithm finite.
+        behind_sums: Whether to pass through a sum with a constant too, such as the epsilon that
+            keeps a logarithm finite.
     """
     node: Any = tensor.grad_fn
     turned = False
     clamped = False
-    for _ in range(MOST_NODES):
+    for _ in range(MAX_NODES):
         if node is None:
             break
         operation = _operation_of(node)
@@ -98,7 +99,7 @@ def _operation_of(node: Any) -> str:
 
 
 def _adds_a_number(node: Any) -> bool:
-    """Return whether only one of the two terms has a graph."""
+    """Return whether only one of the two terms has an autograd graph."""
     parents = [parent for parent, _ in node.next_functions if parent is not None]
     return len(parents) == 1
 
@@ -116,12 +117,12 @@ def _softmax_dim(node: Any, operation: str) -> int | None:
 def _softmax_shape(node: Any, operation: str) -> tuple[int, ...]:
     if operation not in SOFTMAXES:
         return ()
-    # What a backward node is given, the gradient of the result, has the shape of the result.
+    # A backward node's input is the gradient of the result, which has the shape of the result.
     return tuple(node._input_metadata[0].shape)
 
 
 def unscaled(loss: Tensor) -> float:
-    """Return the value of a one-element loss without a loss scaler's factor; one host sync."""
+    """Return a one-element loss without the gradient scaler's factor; one host sync."""
     value = float(loss.detach())
     node = loss.grad_fn
     if node is None or node.name() != "MulBackward0":

@@ -1,4 +1,4 @@
-"""What is observed, and what its owner says is intended."""
+"""`Subjects`: what is observed; `Intent`: what the owner of the run says is intended."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holdfast.learning.models import matches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subjects:
-    """What is observed, by name.
+    """The observed objects, by name.
 
     Args:
-        models: The models, as they are written, not as `torch.compile` returned them.
+        models: The original modules, not those that `torch.compile` returned.
         optimizers: The optimizers.
-        schedulers: Schedulers that the training loop advances itself.
-        compiled: Whether a model is compiled, so that only what optimizers see can be observed.
+        schedulers: Schedulers that the training loop steps itself.
+        compiled: Whether a model is compiled, so that only optimizers can be observed.
     """
 
     models: Mapping[str, nn.Module]
@@ -30,18 +30,18 @@ class Subjects:
     compiled: bool = False
 
     def prefix(self, model: str) -> str:
-        """Return what the names of a model's parameters begin with."""
+        """Return the prefix of a model's parameter names: empty if there is a single model."""
         return "" if len(self.models) == 1 else f"{model}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """What the owner of a run says about it.
+    """What the owner of a run says is intended.
 
     Args:
-        total_steps: Optimizer steps that the run is meant to have.
+        total_steps: Planned number of optimizer steps.
         objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
-        frozen: Patterns of parameters that are meant not to learn, see `models.matches`.
+        frozen: Patterns of parameters that are frozen on purpose, see `models.matches`.
         ignore: Rules that stay silent.
     """
 
@@ -52,10 +52,10 @@ class Intent:
 
 
 def check_frozen(frozen: tuple[str, ...], subjects: Subjects) -> None:
-    """Check that every pattern means a parameter.
+    """Check that every pattern matches a parameter.
 
     Raises:
-        PolicyError: H102 for a pattern that is no parameter or module of the models.
+        PolicyError: H102 for a pattern that matches no parameter or module of the models.
     """
     names = [
         subjects.prefix(model) + name
@@ -65,12 +65,12 @@ def check_frozen(frozen: tuple[str, ...], subjects: Subjects) -> None:
     for pattern in frozen:
         if any(matches(name, pattern) for name in names):
             continue
-        example = f"pass such as {names[0]!r}, or drop it." if names else "drop it."
+        example = f"pass a name such as {names[0]!r}, or drop it." if names else "drop it."
         raise PolicyError(
-            f"frozen names {pattern!r}, which is no parameter or module of the models",
+            f"frozen={pattern!r} matches no parameter or module of the models",
             limit=(
-                "it is a list of names as named_parameters() has them, of modules, or of shell"
-                " patterns"
+                "frozen lists names of parameters (as in named_parameters()), names of modules, or"
+                " shell patterns"
             ),
             fix=did_you_mean(pattern, names, otherwise=example),
             rule="H102",

@@ -1,6 +1,6 @@
-"""What the targets of a loss show: the loss of the best constant prediction, and mixed labels.
+"""Learn from a loss's targets: the loss of the best constant prediction, and shuffling.
 
-A model that is no better than the best constant has learnt nothing from its inputs.
+A model that does no better than the best constant has learnt nothing from its inputs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from holdfast.learning.loss_functions import BINARY_LOSSES, CLASS_LOSSES
 from holdfast.learning.measures import append_newest, median
 
-# Labels of a batch that are counted.
-MOST_LABELS = 65_536
-# Columns of targets that have a mean of their own; beyond that all share one.
-MOST_COLUMNS = 4096
+# How many labels of a batch are counted.
+MAX_LABELS = 65_536
+# Targets with more columns than this share one mean; otherwise each column has its own.
+MAX_COLUMNS = 4096
 # Keeps the logarithm of a mean target finite.
 EPSILON = 1e-12
-# Batches before the mean deviation from the batch's median says something.
-FEWEST_DEVIATIONS = 10
+# How many batches are needed to trust the mean deviation from the batch's median.
+MIN_DEVIATIONS = 10
 
 
 class ConstantClassShares:
@@ -32,11 +32,11 @@ class ConstantClassShares:
         self._counts: Counter[int] = Counter()
 
     def takes(self, target: Tensor) -> bool:
-        """Return whether targets are labels; for probabilities of classes no constant is known."""
+        """Return whether targets are class labels; class probabilities have no known constant."""
         return not (target.is_floating_point() or target.dtype.is_complex)
 
     def add(self, labels: list[int]) -> float | None:
-        """Count the labels of a batch; return the loss of the shares so far on them."""
+        """Count the labels of a batch; return their loss under the shares counted so far."""
         counts = Counter(labels)
         if not counts:
             return None
@@ -97,7 +97,7 @@ class ConstantProbability:
         return not target.dtype.is_complex
 
     def add(self, target: Tensor) -> float | None:
-        """Add targets; return the loss of their mean so far on them."""
+        """Add targets; return their loss under the mean so far."""
         columns = self._moments.add(target)
         if columns is None:
             return None
@@ -128,13 +128,13 @@ class ConstantMedian:
     def add(self, target: Tensor) -> None:
         """Add the mean deviation of a batch from its own median, which no constant could beat."""
         columns = columns_of(target)
-        if columns.shape[1] > MOST_COLUMNS:
+        if columns.shape[1] > MAX_COLUMNS:
             columns = columns.reshape(-1, 1)
         self._deviations.append(float((columns - columns.median(0).values).abs().mean()))
 
     def loss(self) -> float | None:
         """Return the mean deviation over all batches."""
-        if len(self._deviations) < FEWEST_DEVIATIONS:
+        if len(self._deviations) < MIN_DEVIATIONS:
             return None
         return sum(self._deviations) / len(self._deviations)
 
@@ -143,7 +143,7 @@ BestConstant: TypeAlias = ConstantClassShares | ConstantMean | ConstantProbabili
 
 
 def best_constant_for(function: str) -> BestConstant | None:
-    """Return what finds the best constant prediction for a loss function, None if none is known."""
+    """Return the best-constant estimator for a loss function, or None if none is known."""
     if function in CLASS_LOSSES:
         return ConstantClassShares()
     if function in BINARY_LOSSES:
@@ -166,14 +166,14 @@ class Moments:
 
     @property
     def known(self) -> bool:
-        """Whether all targets had the same columns, and there were enough of them."""
+        """Whether there were enough targets, all with the same number of columns."""
         return self._fits and self._rows >= 2
 
     def add(self, target: Tensor) -> Tensor | None:
-        """Add targets; return them as ``(rows, columns)``, None if they do not fit earlier ones."""
+        """Add targets; return them as ``(rows, columns)``, or None if the width has changed."""
         columns = columns_of(target)
         other_width = self._sums is not None and columns.shape[1] != self._sums.shape[0]
-        if columns.shape[1] > MOST_COLUMNS or other_width:
+        if columns.shape[1] > MAX_COLUMNS or other_width:
             columns = columns.reshape(-1, 1)
         sums = columns.sum(0)
         if self._sums is None or self._squares is None:
@@ -203,7 +203,7 @@ class Moments:
 
 
 class LabelMix:
-    """How many different labels a batch holds, and how many shuffled data would give."""
+    """How many distinct labels batches hold, and how many shuffled data would give."""
 
     def __init__(self) -> None:
         self._counts: Counter[float] = Counter()
@@ -222,13 +222,13 @@ class LabelMix:
         return len(self._sizes)
 
     def mean_different(self) -> float | None:
-        """Return the mean number of different labels in a batch."""
+        """Return the mean number of distinct labels in a batch."""
         if not self._different:
             return None
         return sum(self._different) / len(self._different)
 
     def expected_different(self) -> float | None:
-        """Return the expected number of different labels in a batch of the usual size."""
+        """Return the expected number of distinct labels in a shuffled batch of the usual size."""
         total = self._counts.total()
         if total == 0:
             return None
@@ -239,13 +239,13 @@ class LabelMix:
 
 def labels_in(target: Tensor, ignore_index: int) -> list[int]:
     """Return the class labels of a batch, without those that the loss ignores; one host sync."""
-    labels: list[int] = target.detach().reshape(-1)[:MOST_LABELS].tolist()
+    labels: list[int] = target.detach().reshape(-1)[:MAX_LABELS].tolist()
     return [label for label in labels if label != ignore_index]
 
 
 def binary_labels_in(target: Tensor) -> list[float] | None:
-    """Return the targets of a batch as labels, None if any is neither 0 nor 1; one host sync."""
-    labels: list[float] = target.detach().reshape(-1)[:MOST_LABELS].tolist()
+    """Return targets as labels, or None if any is neither 0 nor 1; one host sync."""
+    labels: list[float] = target.detach().reshape(-1)[:MAX_LABELS].tolist()
     if all(label in (0, 1) for label in labels):
         return labels
     return None

@@ -29,13 +29,13 @@ _log = logging.getLogger("holdfast")
 
 
 class Watch:
-    """A running observation; made by `watch` and used as a context manager."""
+    """A running observation; created by `watch` and used as a context manager."""
 
     def __init__(self, observer: Observer, optimizers: Mapping[str, Optimizer]) -> None:
         self._observer = observer
         self._optimizers = optimizers
         self._hooks: list[Any] = []
-        # Function modes that were entered when the watch began.
+        # Number of function modes that were active when the watch began.
         self._modes_at_start = 0
 
     def __enter__(self) -> Self:
@@ -66,14 +66,14 @@ class Watch:
             self._observer.close()
 
     def findings(self) -> list[Finding]:
-        """Return what was found until now, the most important first."""
+        """Return the findings so far, most important first."""
         return self._observer.findings()
 
     def diagnose(self) -> list[Finding]:
-        """Return what was found until now, including what is only said on request.
+        """Return the findings so far, including those reported only on request.
 
-        Whether a run learns nothing (H828) or its loss has risen (H826) is often right, but not
-        often enough to be said of every run.
+        That a run learns nothing (H828) or that its loss has risen (H826) is often right, but not
+        often enough to be reported for every run.
         """
         self._observer.judge_now()
         return self._observer.findings_on_request()
@@ -81,13 +81,13 @@ class Watch:
     def facts(self) -> dict[str, Any]:
         """Return the plain data on which the findings are based.
 
-        ``["layers"]`` has, for each parameter, the usual size of the gradient's elements and the
-        usual length of a step relative to that of the weights.
+        ``["layers"]`` has, for each parameter, the median RMS of the gradient's elements and the
+        median norm of an update relative to the norm of the weights.
         """
         return dataclasses.asdict(self._observer.observations())
 
     def validated(self, loss: float) -> None:
-        """Record the loss of an evaluation; less is better."""
+        """Record the loss of an evaluation; lower is better."""
         self._observer.validated(float(loss))
 
     def aligned(
@@ -97,7 +97,7 @@ class Watch:
         output_lengths: torch.Tensor,
         **limit: Any,
     ) -> None:
-        """Record the attention of a speech synthesiser.
+        """Record the attention of a speech synthesiser, as measured in an evaluation.
 
         The arguments are those of `holdfast.learning.alignment.alignment_facts`.
         """
@@ -107,15 +107,15 @@ class Watch:
         if not self._observer.due():
             return
         self._observer.begin_sampling()
-        # Inside a mode of the caller's own, the caller's exit would leave our mode instead of
-        # theirs, so functions are not observed in this step.
+        # If the caller has entered a function mode since, its exit would pop our mode instead, so
+        # functions are not observed in this step.
         if torch._C._len_torch_function_stack() == self._modes_at_start:
             self._observer.hooks.enter_mode()
 
     def _before_step(self, name: str, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_symbolic():
             return
-        # The arguments of step() as torch passes them on: the optimizer itself comes first.
+        # torch passes the arguments of step() with the optimizer itself in front.
         closures = (kwargs.get("closure"), *args[1:])
         has_closure = any(closure is not None for closure in closures)
         self._observer.before_step(name, closure=has_closure)
@@ -148,31 +148,31 @@ def watch(
     frozen: Sequence[str] = (),
     ignore: Sequence[str] = (),
 ) -> Watch:
-    """Look for the reasons why a model does not learn, in any loop.
+    """Diagnose, in any training loop, why a model does not learn.
 
     Losses, their targets and gradients are observed in the first 8 steps, then in about one of 12,
     and after 400 steps in about one of 80. Layers, weights, inputs and the arguments of losses are
     examined in the first 6 steps, then in about one of 40, and later in about one of 160.
 
-    Observing changes no result: no random number is drawn and no value is altered. Where
-    ``torch.compile`` is at work in the process, only what needs no look inside a model is observed,
-    which is logged once.
+    Observing changes no result: no random number is drawn and no value is altered. If
+    ``torch.compile`` is used in the process, only what needs no hook on a model is observed; a
+    message is logged once.
 
     Args:
         model: One module, or a dict of named ones.
         optimizer: One optimizer, or a dict of named ones.
-        scheduler: Learning-rate scheduler(s), to see whether they are advanced at the right times.
-        total_steps: Optimizer steps that the run is meant to have.
+        scheduler: Learning-rate scheduler(s), to check that they are stepped at the right times.
+        total_steps: Planned number of optimizer steps.
         objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
-        frozen: Shell patterns of names of parameters that are meant not to learn.
+        frozen: Shell patterns for the names of parameters that are frozen on purpose.
         ignore: Rules that stay silent, such as ``"H808"``.
 
     Returns:
-        A context manager. What was found is in its ``findings()``, and is logged to the logger
-        ``holdfast`` when first found.
+        A context manager. Its ``findings()`` returns what was found; each finding is also logged
+        once, to the logger ``holdfast``.
 
     Raises:
-        PolicyError: H102 or H105 for an argument that is not valid, H702 for a rule to ignore that
+        PolicyError: H102 or H105 for an argument that is not valid, H702 for an ignored rule that
             does not exist.
 
     Example:
@@ -190,7 +190,7 @@ def watch(
         >>> watching.findings()[0].rule
         'H836'
     """
-    # A single string is meant as one name, not as its letters.
+    # A single string is one name, not a sequence of letters.
     frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     policy = Policy(objective=objective, frozen=frozen, ignore_rules=ignore)
@@ -209,16 +209,15 @@ def watch(
 
 
 def _by_name(argument: Any, name: str, kind: type) -> dict[str, Any]:
-    """Return one object as a dict of named ones, and check a dict."""
+    """Return a single object as a dict with one entry; check the types in a dict."""
     objects = dict(argument) if isinstance(argument, Mapping) else {name: argument}
     for key, value in objects.items():
         if value is None or not isinstance(value, kind):
             raise PolicyError(
                 f"{name} {key!r} is a {type(value).__name__}",
-                limit=f"a torch {name} is needed, or a dict of them",
+                limit=f"it must be a torch {name}, or a dict of them",
                 fix=(
-                    'pass one object, or a dict of named ones such as {"generator": ...,'
-                    ' "discriminator": ...}.'
+                    'pass one object, or a dict such as {"generator": ..., "discriminator": ...}.'
                 ),
                 rule="H105",
             )

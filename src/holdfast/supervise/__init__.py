@@ -1,8 +1,8 @@
-"""Acts outside the training process: starts it, watches it, signals it and restarts it.
+"""Act outside the training process: start it, watch it, signal it and restart it.
 
-Never imports torch: it must start quickly, and work when a CUDA context is dead. The exceptions run
-*inside* the training process (``injected``, ``observe``, and the tracer of ``leaks``); they are
-given torch when the script has imported it.
+This package never imports torch: it must start quickly, and work when a CUDA context is dead. Three
+parts run *inside* the training process (``injected``, ``observe``, and the tracer in ``leaks``);
+they receive the torch module once the script has imported it.
 
 Entry point: `launch.supervisor.Supervisor`, which ``holdfast run`` drives. Read in this order:
 
@@ -17,5 +17,8 @@ Where to look first:
 
 - What happens on SIGTERM: the docstring of ``launch.shutdown``.
 - Whether and how a run is restarted: `RULES` in ``launch.restarts``.
-- What is done about a hang: ``watch.watchdog`` proposes, ``launch.attempt`` acts.
+- How long a phase may go without progress: ``watch.limits``.
+- What is done about a hang: `Watchdog._choose_remedy` proposes, ``launch.attempt`` acts.
+- When growing memory counts as a leak: ``leaks.growth``.
+- What a recorded step contains: `StepTracker._write_sample` in ``observe.step_tracker``.
 """

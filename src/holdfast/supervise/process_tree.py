@@ -1,12 +1,12 @@
-"""Find every process of a supervised command, and end all of them.
+"""Find every process of a supervised command, and kill all of them.
 
-The supervisor is a subreaper, so while it lives all processes of its command are its descendants
-(`Tree`). When it is killed itself, that tie is gone. Then a *sentinel*, a separate process that
-only waits for the end of a pipe, finds them by the mark in their environment, by their session, and
-by descent from such a process (`marked_processes`).
+The supervisor is a subreaper, so while it lives, all processes of its command are its descendants
+(`Tree`). If the supervisor itself is killed, that link is lost. Then a *sentinel*, a separate
+process that only waits for a pipe to close, finds the processes by the mark in their environment,
+by their session, and by descent from such a process (`marked_processes`).
 
-This module is also the sentinel's program (``python -I -S process_tree.py``). So it uses the
-standard library only, and of that what is imported quickly.
+This module is also the sentinel's program (``python -I -S process_tree.py``). So it imports only
+quick modules of the standard library.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import sys
 import time
 from contextlib import suppress
 
-# As in ``typing``, whose import takes too long here.
+# Like ``typing.TYPE_CHECKING``, whose import takes too long here.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# Not HOLDFAST_*: those variables are the fields of a policy.
+# Not HOLDFAST_*: variables with that prefix are the fields of a policy.
 MARK_VARIABLE = "SUPERVISED_BY_HOLDFAST"
-# How often the processes are listed again while they are being killed.
+# Pause between two listings of the processes while they are being killed.
 _LOOK_SECONDS = 0.01
-# A process in an uninterruptible wait cannot be killed: the sentinel then gives up.
+# A process in an uninterruptible wait cannot be killed, so the sentinel gives up after this time.
 _SENTINEL_SECONDS = 20.0
 
 
 class Process:
-    """One line of the table of processes."""
+    """One row of the process table."""
 
     __slots__ = ("pid", "ppid", "session", "state", "ticks")
 
     def __init__(self, pid: int, ppid: int, session: int, state: str, ticks: int) -> None:
         self.pid = pid
         self.ppid = ppid
-        # PID of the session's leader.
+        # PID of the session leader.
         self.session = session
         # For example "R", "S", "T" (stopped), "Z" (ended, but not yet waited for).
         self.state = state
@@ -47,7 +47,7 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """Return one process, or None if there is none."""
+    """Return one process, or None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - faster, of all processes
             # The name of the program, in parentheses, may contain anything.
@@ -64,7 +64,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def read_table() -> dict[int, Process]:
-    """Return all processes by PID; takes about 20 microseconds for each."""
+    """Return all processes by PID; takes about 20 microseconds per process."""
     table = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - faster
         if name.isdigit():
@@ -75,7 +75,7 @@ def read_table() -> dict[int, Process]:
 
 
 def descendants(table: dict[int, Process], of: Iterable[int]) -> set[int]:
-    """Return the PIDs of these processes' children, their children, and so on.
+    """Return the PIDs of all descendants of these processes.
 
     Args:
         table: All processes.
@@ -95,16 +95,15 @@ def descendants(table: dict[int, Process], of: Iterable[int]) -> set[int]:
 
 
 class Tree:
-    """The processes of the command, as its supervisor sees them: its descendants.
+    """The processes of the command: the supervisor's descendants, with exceptions.
 
     Three kinds of children do not belong to the command:
 
-    - What the supervisor runs for itself, such as py-spy or the sentinel, stays in its own session,
-      which the command never does.
-    - What was there before: a script may start a daemon and then execute us in its place.
-    - Process 1 of a container inherits the orphans of strangers too, so there a child counts only
-    if
-      it carries the mark.
+    - Processes that the supervisor runs for itself, such as py-spy or the sentinel, stay in the
+      supervisor's session; the command's processes never do.
+    - Processes that existed before: a script may start a daemon and then exec the supervisor.
+    - If the supervisor is process 1 of a container, it also inherits unrelated orphans; there, a
+      child counts only if it carries the mark.
 
     Args:
         mark: Identifies the supervisor in the environment of the command's processes.
@@ -113,7 +112,7 @@ class Tree:
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._supervisor = os.getpid()
-        # PID and start time of the children that were there before.
+        # PID and start time of the children that existed before.
         self._earlier_children: set[tuple[int, int]] = set()
         table = read_table()
         self._own_session = 0
@@ -131,7 +130,7 @@ class Tree:
         return {pid for pid in pids if table[pid].state != "Z"}
 
     def ended_orphans(self, waited_for: set[int]) -> list[int]:
-        """Return the PIDs of children that have ended and that nobody waits for.
+        """Return the PIDs of children that have ended and that nobody else waits for.
 
         Args:
             waited_for: PIDs of children that somebody else waits for.
@@ -168,7 +167,7 @@ def marked_processes(mark: str, sessions: Iterable[int]) -> set[int]:
 def _carries_mark(pid: int, mark: str) -> bool:
     """Return whether the environment of a process has the mark.
 
-    There may be several, since a supervised command may be a supervisor itself.
+    There may be several marks, since a supervised command may itself be a supervisor.
     """
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - faster
@@ -186,7 +185,7 @@ def _carries_mark(pid: int, mark: str) -> bool:
 def catches(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal and does not block it.
 
-    Most signals would otherwise end the process.
+    Without a handler, most signals would end the process.
     """
     masks = {}
     try:
@@ -206,21 +205,22 @@ def catches(pid: int, number: int) -> bool:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each process, except those that have ended or that we may not signal."""
+    """Send a signal to each process; skip those that have ended or that we may not signal."""
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, number)
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], set[int]]:
-    """Kill what `find` returns until it returns nothing: processes may be born meanwhile.
+    """Kill the processes that `find` returns until there are none: new ones may start meanwhile.
 
     Args:
         find: Returns the PIDs of the processes that are left.
         seconds: When to give up.
 
     Returns:
-        The PIDs that were killed, and those that cannot be, because they wait in the kernel.
+        The PIDs that were killed, and those that cannot be killed because they are stuck in the
+        kernel.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
@@ -239,15 +239,15 @@ def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], se
 
 
 def guard_command(pipe: int, mark: str, note: str) -> None:
-    """Wait until the supervisor's end of the pipe is closed, and kill what it has left.
+    """Wait until the supervisor's end of the pipe closes, and kill what it left behind.
 
-    Each line that comes through the pipe is the number of the newest session. A line ``done`` says
-    that the supervisor ends in the regular way.
+    Each line from the pipe is the ID of the newest session. The line ``done`` means that the
+    supervisor ends regularly.
 
     Args:
         pipe: Descriptor to read from.
         mark: Identifies the supervisor in the environment of the command's processes.
-        note: File to write what was killed to, unless the supervisor ended in the regular way.
+        note: File for a note about what was killed; not written if the supervisor ended regularly.
     """
     session = 0
     ended_regularly = False

@@ -111,9 +111,7 @@ def test_an_ignored_rule_and_a_frozen_parameter_are_not_reported() -> None:
     assert "H814" in cut()
     assert "H814" not in cut(frozen=("body.*",))
     assert "H814" not in cut(frozen=("body",))
-    with pytest.raises(
-        PolicyError, match=r"frozen names 'body.weihgt'(.|\n)*did you mean 'body.[01].weight'"
-    ):
+    with pytest.raises(PolicyError, match=r"(?s)'body.weihgt'.*'body.[01].weight'.*H102"):
         cut(frozen=("head.*", "body.weihgt"))
 
 
@@ -156,7 +154,7 @@ def test_a_failure_of_the_diagnosis_does_not_reach_the_training(
     with watch(model, optimizer) as watching:
         steps_of(model, optimizer, 5)
     assert watching._observer.failure == "RuntimeError: planted"
-    assert sum("switched itself off" in record.message for record in caplog.records) == 1
+    assert sum("diagnosis has failed" in record.message for record in caplog.records) == 1
 
 
 def test_lbfgs_is_watched_through_its_closure() -> None:
@@ -178,7 +176,7 @@ def test_lbfgs_is_watched_through_its_closure() -> None:
 
 def test_arguments_of_the_wrong_kind_are_refused() -> None:
     """A list of parameters is no optimizer, and the error says what is."""
-    with pytest.raises(PolicyError, match="a torch optimizer is needed") as caught:
+    with pytest.raises(PolicyError, match="H105") as caught:
         watch(Net(), [nn.Parameter(torch.ones(1))])  # type: ignore[arg-type]
     assert caught.value.rule == "H105"
     for option, rule in (({"objective": "gan"}, "H102"), ({"ignore": ("H811", "H899")}, "H702")):

@@ -1,6 +1,4 @@
-"""Contracts about gradients: leaked, missing, zero, reversed or clipped too early. And whether
-signals vanish or explode on their way through the layers.
-"""
+"""Rules about gradients: leaked, missing, zero, reversed, clipped early, vanishing, exploding."""
 
 from __future__ import annotations
 
@@ -15,35 +13,37 @@ from holdfast.learning.progress import measure_progress
 from holdfast.learning.rules.data import is_far_from_unit_scale
 from holdfast.learning.rules.registry import Rule, rule
 
-# Two steps in a row could be a deliberate warm-up of gradients; a forgotten zero_grad never stops.
+# Two consecutive steps could be accumulation on purpose; a forgotten zero_grad never stops.
 LEAKED_STEPS = 3
-# Observed steps in a row before a missing or zero gradient is more than a bad batch.
+# After this many consecutive observed steps, a missing or zero gradient is more than a bad batch.
 STEPS_IN_A_ROW = 10
-# Checked steps, all together, before what happens to a gradient after backward is a habit.
+# After this many checked steps in total, what happens to a gradient after backward is no accident.
 HABIT_STEPS = 6
-# Until then a loop may accumulate by hand. At the end of a run fewer are enough, since no step is
-# to come.
+# Up to this many backward passes without a step, a loop may be accumulating by hand. At the end of
+# a run fewer are enough, since no step can follow.
 BACKWARDS_WITHOUT_STEP = 200
 BACKWARDS_WITHOUT_STEP_AT_END = 10
-# Gradient of the first layer relative to the last: AutoTrainer's 1e-3 for vanishing ones.
+# Gradients of the first layer relative to the last that count as vanishing and as exploding.
+# AutoTrainer uses 1e-3 for vanishing gradients.
 VANISHING_RATIO = 1e-3
 EXPLODING_RATIO = 1e4
-# First loss relative to the usual one, and largest gradient norm relative to the usual one.
+# A signal explodes if the first loss, or the largest gradient norm, exceeds the usual one by this
+# factor.
 EXPLODING_LOSS = 10
 EXPLODING_NORM = 1e3
-# Layers in a chain, and gradient norms, before they say something.
-FEWEST_LAYERS = 3
-FEWEST_NORMS = 5
+# How many layers in a chain, and how many gradient norms, are needed to judge.
+MIN_LAYERS = 3
+MIN_NORMS = 5
 FIRST_NORMS = 10
 
 
 @rule("H811", tier="contract", severity="error", kind="cause", confidence=0.95)
 def gradients_never_reset(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """Gradients are added to those of the step before."""
+    """Gradients are added to those of the previous step."""
     for name, optimizer in run.optimizers.items():
         if optimizer.leaks >= LEAKED_STEPS and not optimizer.uses_closure:
             yield rule.finding(
-                f"in {optimizer.leaks} steps in a row gradients were added to those of the step"
+                f"in {optimizer.leaks} consecutive steps, gradients were added to those of the step"
                 " before",
                 "call optimizer.zero_grad() before the first backward pass of each step.",
                 name,
@@ -60,7 +60,7 @@ def backward_without_step(run: Observations, rule: Rule) -> Iterator[Finding]:
         yield rule.finding(
             f"{run.backwards} backward passes without optimizer.step(); something else changes the"
             " weights",
-            "nothing, if the update is your own.",
+            "none needed if you update the weights yourself.",
             severity="note",
         )
     else:
@@ -72,16 +72,16 @@ def backward_without_step(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 @rule("H813", tier="contract", severity="error", kind="cause", confidence=0.9)
 def step_without_gradients(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """No parameter of an optimizer has a gradient when it steps."""
+    """An optimizer steps although none of its parameters has a gradient."""
     for name, optimizer in run.optimizers.items():
-        # An optimizer that had gradients before may only be waiting for its phase.
+        # An optimizer that has had gradients may just be idle in this phase of training.
         if optimizer.uses_closure or optimizer.with_gradient_steps:
             continue
         if optimizer.no_gradient_steps >= STEPS_IN_A_ROW:
             yield rule.finding(
-                f"{optimizer.no_gradient_steps} steps in a row had no gradient in any tensor of the"
-                " optimizer",
-                "call backward before step, and zero_grad not between them; the loss must depend on"
+                f"in {optimizer.no_gradient_steps} consecutive steps no tensor of the optimizer"
+                " had a gradient",
+                "call backward before step, without zero_grad in between; the loss must depend on"
                 " these weights without .detach(), .item() or no_grad.",
                 name,
             )
@@ -93,11 +93,11 @@ def all_gradients_zero(run: Observations, rule: Rule) -> Iterator[Finding]:
     for name, optimizer in run.optimizers.items():
         if optimizer.zero_gradient_steps < STEPS_IN_A_ROW or optimizer.zeroed:
             continue
-        # A hinge that is satisfied has a loss of 0.
+        # A satisfied hinge loss is 0, and so is its gradient.
         satisfied = bool(optimizer.losses) and optimizer.losses[-1][1] == 0
         yield rule.finding(
-            f"all gradients were exactly 0 in {optimizer.zero_gradient_steps} observed steps in a"
-            " row",
+            f"all gradients were exactly 0 in {optimizer.zero_gradient_steps} consecutive observed"
+            " steps",
             "look for a saturated or clamped output, dead units, a loss multiplied by 0, or a"
             " masked batch.",
             name,
@@ -115,21 +115,22 @@ def gradient_reversed(run: Observations, rule: Rule) -> Iterator[Finding]:
                 yield rule.finding(
                     f"between backward and step the gradient was {change} in {count} observed"
                     " steps",
-                    "look at the clipping limit, which must be above 0, and for zero_grad between"
-                    " backward and step.",
+                    "check that the clipping limit is above 0, and that nothing calls zero_grad"
+                    " between backward and step.",
                     name,
                 )
 
 
 @rule("H859", tier="contract", severity="advice", kind="cause", confidence=0.9)
 def clipped_before_backward(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """Gradients are clipped before backward makes them."""
-    # With several optimizers one may clip what another step's backward pass has left.
+    """Gradients are clipped before backward computes them."""
+    # With several optimizers, one may clip gradients left by another's backward pass.
     if run.early_clips >= HABIT_STEPS and len(run.optimizers) == 1:
         yield rule.finding(
-            f"in {run.early_clips} observed steps gradients were clipped before backward made them,"
-            " and not after",
-            "clip between backward (with a loss scaler: unscale_) and optimizer.step().",
+            f"in {run.early_clips} observed steps gradients were clipped before backward computed"
+            " them, and not afterwards",
+            "clip after backward (with a gradient scaler, after unscale_) and before"
+            " optimizer.step().",
         )
 
 
@@ -146,14 +147,14 @@ class LostSignal:
 
 @rule("H848", tier="window", severity="note", kind="cause", confidence=0.7)
 def signal_vanishes_or_explodes(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """Signals vanish or explode in a run that gets nowhere."""
+    """Signals vanish or explode in a run that makes no progress."""
     failing = measure_progress(run).is_failing
     fix = (
         "use ReLU-like activations or gates with a matching initialisation, normalisation, or"
         " residual paths; clip the gradient of recurrent networks."
     )
-    # What explodes is the surer cause: gradients may also vanish because the learning rate is too
-    # high.
+    # Explosion is the more certain cause: gradients may also vanish because the learning rate is
+    # too high.
     exploding = find_exploding(run) if failing or run.had_nonfinite else None
     if exploding is not None:
         yield rule.finding(
@@ -168,9 +169,9 @@ def signal_vanishes_or_explodes(run: Observations, rule: Rule) -> Iterator[Findi
 
 
 def find_exploding(run: Observations) -> LostSignal | None:
-    """Return where a signal explodes, in the first loss or in the gradient norms."""
+    """Return where a signal explodes, judged by the first loss and the gradient norms."""
     if any(is_far_from_unit_scale(inputs) for inputs in run.inputs.values()):
-        return None  # large signals have another reason
+        return None  # the scale of the inputs explains it
     for name, loss in run.losses.items():
         usual = usual_first_loss(loss)
         if loss.first is not None and usual and loss.first > EXPLODING_LOSS * usual:
@@ -183,7 +184,7 @@ def find_exploding(run: Observations) -> LostSignal | None:
             )
     for name, optimizer in run.optimizers.items():
         norms = [norm for norm in optimizer.gradient_norms if math.isfinite(norm)]
-        if len(norms) < FEWEST_NORMS:
+        if len(norms) < MIN_NORMS:
             continue
         if max(norms) > EXPLODING_NORM * max(1.0, median(norms[:FIRST_NORMS])):
             return LostSignal(
@@ -196,7 +197,7 @@ def find_exploding(run: Observations) -> LostSignal | None:
 
 
 def usual_first_loss(loss: ObservedLoss) -> float | None:
-    """Return what the first loss should be about: that of predicting 0, or of the best constant."""
+    """Return roughly what a first loss should be: that of predicting 0, or of the best constant."""
     if loss.target_scale:
         return loss.target_scale
     if loss.function == "mse_loss":
@@ -207,7 +208,7 @@ def usual_first_loss(loss: ObservedLoss) -> float | None:
 def find_uneven_gradients(run: Observations) -> LostSignal | None:
     """Return where gradients vanish or explode between the last layer and the first one."""
     for model in run.models:
-        # Layers of several models are no chain.
+        # The layers of several models do not form a chain.
         prefix = f"{model}." if len(run.models) > 1 else ""
         signal = _find_uneven_gradients_within(run, prefix)
         if signal is not None:
@@ -216,12 +217,16 @@ def find_uneven_gradients(run: Observations) -> LostSignal | None:
 
 
 def _find_uneven_gradients_within(run: Observations, prefix: str) -> LostSignal | None:
+    """Return where gradients vanish or explode in one model, named by its prefix.
+
+    Compares the gradient size of the first matrix with that of the last one.
+    """
     sizes = {
         name: layer.gradient_rms
         for name, layer in run.layers.items()
         if name.startswith(prefix) and layer.dims > 1 and layer.gradient_rms is not None
     }
-    if len(sizes) < FEWEST_LAYERS:
+    if len(sizes) < MIN_LAYERS:
         return None
     first, *_, last = sizes
     if not sizes[last] > 0:

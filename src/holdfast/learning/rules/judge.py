@@ -1,4 +1,4 @@
-"""Judge observations by all rules, and keep what was found in a run."""
+"""Apply all rules to observations, and collect the findings of a run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MODULES = (
 
 
 def learning_rules() -> Mapping[str, Rule]:
-    """Return every rule by its id, in the order of the ids."""
+    """Return all rules by id, sorted by id."""
     return dict(sorted(REGISTERED.items()))
 
 
 def judge(run: Observations, tier: Tier, ignore: Collection[str] = ()) -> list[Finding]:
-    """Return what the rules of a tier find, without those that are ignored."""
+    """Return the findings of all rules of a tier, except ignored rules."""
     return [
         finding
         for rule in learning_rules().values()
@@ -52,14 +52,15 @@ Place = tuple[str, str]
 
 
 class Findings:
-    """What was found in a run so far, and what of it was reported."""
+    """The findings of a run so far, and which of them have been reported."""
 
     def __init__(self) -> None:
-        # A contract that was violated once stays violated.
+        # A contract that has been violated once stays violated.
         self._contracts: dict[Place, Finding] = {}
-        # Of windows only the newest judgement counts: a slow start may have looked like a fault.
+        # For windows only the newest judgement counts: a slow start may have looked like a fault.
         self._windows: list[Finding] = []
-        # Rule and place of what was returned by `take_fresh`, here or in an earlier attempt.
+        # Rule and place of the findings that `take_fresh` has returned, here or in an earlier
+        # attempt.
         self._reported: set[Place] = set()
 
     def add_contracts(self, findings: Iterable[Finding]) -> None:
@@ -68,29 +69,29 @@ class Findings:
             self._contracts.setdefault(_place(finding), finding)
 
     def replace_windows(self, findings: Iterable[Finding]) -> None:
-        """Replace what an earlier window found."""
+        """Replace the findings of the previous window."""
         self._windows = list(findings)
 
     def all(self) -> list[Finding]:
-        """Return everything that was found, the most important first."""
+        """Return all findings, most important first."""
         return in_order([*self._contracts.values(), *self._windows])
 
     def reported(self) -> list[Finding]:
-        """Return what was found, without rules that are only reported on request."""
+        """Return the findings, except those of rules that are reported only on request."""
         return [finding for finding in self.all() if not REGISTERED[finding.rule].on_request]
 
     def take_fresh(self) -> list[Finding]:
-        """Return the findings that were never returned before."""
+        """Return the findings that this method has not returned before."""
         fresh = [finding for finding in self.reported() if _place(finding) not in self._reported]
         self._reported.update(_place(finding) for finding in fresh)
         return fresh
 
     def reported_places(self) -> list[list[str]]:
-        """Return rule and place of what was returned by `take_fresh`, as plain data."""
+        """Return rule and place of every finding that `take_fresh` has returned, as plain data."""
         return sorted(list(place) for place in self._reported)
 
     def load_reported_places(self, places: Iterable[Iterable[str]]) -> None:
-        """Continue from what an earlier process has reported."""
+        """Treat findings that an earlier process has reported as already returned."""
         self._reported = {(rule, where) for rule, where in places}
 
 

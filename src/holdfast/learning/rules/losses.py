@@ -1,11 +1,11 @@
-"""Contracts about losses: what they are given, and in which direction they are optimized."""
+"""Contract rules about losses: their arguments, and the direction in which they are optimized."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from holdfast.learning.finding import Finding
-from holdfast.learning.observations import FEWEST_CALLS, Observations, ObservedLoss
+from holdfast.learning.observations import MIN_CALLS, Observations, ObservedLoss
 from holdfast.learning.rules.registry import Rule, rule
 
 SIGMOID_LOSS = "binary_cross_entropy_with_logits"
@@ -13,7 +13,7 @@ SIGMOID_LOSS = "binary_cross_entropy_with_logits"
 
 @rule("H831", tier="contract", severity="error", kind="cause", confidence=0.85)
 def optimizer_climbs(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """The optimizer maximises a loss."""
+    """The optimizer maximises a loss that should be minimised."""
     minimized = [loss for loss in run.losses.values() if _is_minimized(loss)]
     if not run.minimizes_one_loss or not minimized:
         return
@@ -27,21 +27,21 @@ def optimizer_climbs(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 def _is_minimized(loss: ObservedLoss) -> bool:
-    return loss.signs.count(1) >= FEWEST_CALLS and -1 not in loss.signs
+    return loss.signs.count(1) >= MIN_CALLS and -1 not in loss.signs
 
 
 @rule("H840", tier="contract", severity="error", kind="cause", confidence=0.9)
 def loss_with_a_minus_sign(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """A loss enters what is minimised with a minus sign."""
+    """A loss enters the minimised objective with a minus sign."""
     if not run.minimizes_one_loss:
-        return  # players climb each other's losses
+        return  # adversaries maximise each other's losses
     signed = {name: loss for name, loss in run.losses.items() if loss.signs}
     if any(1 in loss.signs for loss in signed.values()):
         return
-    if sum(len(loss.signs) for loss in signed.values()) >= FEWEST_CALLS:
+    if sum(len(loss.signs) for loss in signed.values()) >= MIN_CALLS:
         name, loss = next(iter(signed.items()))
         yield rule.finding(
-            f"{loss.function} enters the loss with a minus sign, so training makes it larger",
+            f"{loss.function} enters the objective with a minus sign, so training makes it larger",
             "remove the minus sign.",
             name,
         )
@@ -49,12 +49,12 @@ def loss_with_a_minus_sign(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 @rule("H836", tier="contract", severity="error", kind="cause", confidence=0.95)
 def softmax_twice(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """A loss that applies a softmax itself is given probabilities."""
+    """A loss that applies a softmax itself receives probabilities."""
     for name, loss in run.losses.items():
         if loss.function == SIGMOID_LOSS or not loss.always("softmax_input"):
             continue
         yield rule.finding(
-            f"{loss.function} applies a softmax itself, and is given probabilities",
+            f"{loss.function} applies a softmax itself, but receives probabilities",
             "remove the softmax from the model, or use nll_loss with log_softmax.",
             name,
             severity="advice" if loss.function == "softmax" else "error",
@@ -63,13 +63,13 @@ def softmax_twice(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 @rule("H837", tier="contract", severity="advice", kind="cause", confidence=0.85)
 def rectified_scores(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """The model ends in a ReLU, so it cannot give negative scores."""
+    """The model ends in a ReLU, so its scores cannot be negative."""
     for name, loss in run.losses.items():
         if loss.always("relu_source"):
-            message = f"the scores given to {loss.function} come out of a ReLU: none is below 0"
+            message = f"the scores passed to {loss.function} come from a ReLU, so none is below 0"
         elif loss.always("beyond_relu"):
             message = (
-                f"the predictions given to {loss.function} come out of a ReLU, and many targets are"
+                f"the predictions passed to {loss.function} come from a ReLU, but many targets are"
                 " below 0"
             )
         else:
@@ -79,7 +79,7 @@ def rectified_scores(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 @rule("H838", tier="contract", severity="error", kind="cause", confidence=0.9)
 def activation_before_scores(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """A loss that takes scores of any size is given the output of a sigmoid, softmax or tanh."""
+    """A loss that expects unbounded scores receives the output of a sigmoid, softmax or tanh."""
     for name, loss in run.losses.items():
         if loss.always("sigmoid_source"):
             activation = "sigmoid"
@@ -90,8 +90,7 @@ def activation_before_scores(run: Observations, rule: Rule) -> Iterator[Finding]
         else:
             continue
         yield rule.finding(
-            f"{loss.function} expects scores of any size, and is given the output of a"
-            f" {activation}",
+            f"{loss.function} expects unbounded scores, but receives the output of a {activation}",
             f"remove the {activation} before the loss.",
             name,
             severity="advice" if activation == "tanh" else "error",
@@ -100,21 +99,22 @@ def activation_before_scores(run: Observations, rule: Rule) -> Iterator[Finding]
 
 @rule("H839", tier="contract", severity="error", kind="cause", confidence=0.95)
 def not_log_probabilities(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """A loss that takes log-probabilities is given something else."""
+    """A loss that expects log-probabilities receives something else."""
     for name, loss in run.losses.items():
-        # A softmax over the wrong axis does not sum to 1 over the right one: H842.
+        # A softmax over the wrong axis does not sum to 1 over the class axis either; H842 reports
+        # it.
         if loss.function not in ("nll_loss", "ctc_loss") or loss.always("batch_axis"):
             continue
         if loss.mostly("positive"):
             yield rule.finding(
-                f"{loss.function} takes log-probabilities, which are never above 0, and is given"
+                f"{loss.function} expects log-probabilities, which are never above 0, but receives"
                 " larger values",
                 "apply log_softmax over the class axis first, or use cross_entropy.",
                 name,
             )
         elif loss.always("not_normalised"):
             yield rule.finding(
-                f"the log-probabilities given to {loss.function} belong to probabilities that do"
+                f"the log-probabilities passed to {loss.function} describe probabilities that do"
                 " not sum to 1",
                 "apply log_softmax over the class axis.",
                 name,
@@ -141,34 +141,34 @@ def broadcast_targets(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 @rule("H842", tier="contract", severity="error", kind="cause", confidence=0.9)
 def softmax_over_batch(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """The softmax before the loss is taken over the samples."""
+    """The softmax before the loss runs over the samples."""
     for name, loss in run.losses.items():
         if loss.always("batch_axis"):
             yield rule.finding(
-                "the softmax before the loss is taken over the batch axis, so samples compete with"
+                "the softmax before the loss runs over the batch axis, so samples compete with"
                 " each other",
-                "use dim=1 (or -1), the axis of the classes.",
+                "use dim=1 (or -1), the class axis.",
                 name,
             )
 
 
 @rule("H855", tier="contract", severity="error", kind="cause", confidence=0.85)
 def values_out_of_range(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """Targets, predictions or scores are outside the range that a loss takes."""
+    """Targets, predictions or scores lie outside the range that a loss accepts."""
     for name, loss in run.losses.items():
         if loss.mostly("target_out_of_range"):
             binary = loss.function.startswith("binary")
             range_ = "lie outside 0 to 1" if binary else "are not all 1 or -1"
             yield rule.finding(
                 f"targets of {loss.function} {range_}",
-                "use the targets that its documentation asks for; for other numbers, a regression"
+                "use targets as its documentation requires; for other numbers, use a regression"
                 " loss.",
                 name,
             )
         for activation in ("tanh", "sigmoid", "softmax"):
             if loss.always(f"beyond_{activation}"):
                 yield rule.finding(
-                    f"the predictions come out of a {activation}, and many targets of"
+                    f"the predictions come from a {activation}, but many targets of"
                     f" {loss.function} lie outside its range",
                     f"remove the {activation} after the last layer, or scale the targets into its"
                     " range.",
@@ -176,15 +176,17 @@ def values_out_of_range(run: Observations, rule: Rule) -> Iterator[Finding]:
                 )
         if loss.always("clamped_scores"):
             yield rule.finding(
-                f"scores are clamped into the range of {loss.function}: where they are cut off, no"
-                " gradient passes",
+                f"scores are clamped to the range of {loss.function}; no gradient passes where they"
+                " are cut off",
                 "use binary_cross_entropy_with_logits on the scores, or a sigmoid instead of"
                 " clamp.",
                 name,
             )
         if loss.function == "kl_div" and loss.mostly("positive"):
             yield rule.finding(
-                "kl_div takes log-probabilities as its first argument, and is given values above 0",
-                "pass log_softmax(...) first; the target is a probability unless log_target=True.",
+                "kl_div expects log-probabilities as its first argument, but receives values above"
+                " 0",
+                "pass log_softmax(...) first; the target holds probabilities unless"
+                " log_target=True.",
                 name,
             )

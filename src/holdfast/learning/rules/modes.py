@@ -1,4 +1,4 @@
-"""Contracts about training and evaluation mode."""
+"""Contract rules about training and evaluation mode."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations
 from holdfast.learning.rules.registry import Rule, rule
 
-# Observed steps in evaluation mode, and their share, before that is a fault.
+# Training in evaluation mode is a fault from this many observed steps, and from this share of them.
 EVAL_STEPS = 5
 EVAL_SHARE = 0.1
-# Evaluations before their mode is a habit.
-FEWEST_VALIDATIONS = 2
+# How many evaluations are needed to judge their mode.
+MIN_VALIDATIONS = 2
 
 
 @rule("H834", tier="contract", severity="advice", kind="cause", confidence=0.8)
@@ -22,13 +22,13 @@ def wrong_mode(run: Observations, rule: Rule) -> Iterator[Finding]:
         modules = ", ".join(model.mode_dependent)
         if model.eval_steps >= EVAL_STEPS and model.eval_steps > EVAL_SHARE * model.observed:
             yield rule.finding(
-                f"{model.eval_steps} of {model.observed} observed steps were made in evaluation"
+                f"{model.eval_steps} of {model.observed} observed steps ran in evaluation"
                 f" mode, although {modules} behave(s) differently in training",
                 "call model.train() after each evaluation.",
                 name,
             )
         always = model.train_mode_validations == model.validations
-        if always and model.validations >= FEWEST_VALIDATIONS:
+        if always and model.validations >= MIN_VALIDATIONS:
             yield rule.finding(
                 f"all {model.validations} evaluations ran in training mode, with {modules} active",
                 "call model.eval() before an evaluation and model.train() after it.",

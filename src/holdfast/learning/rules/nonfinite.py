@@ -1,4 +1,4 @@
-"""Contracts about NaN and Inf: in inputs, losses, gradients and weights."""
+"""Contract rules about NaN and Inf in inputs, losses, gradients and weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations
 from holdfast.learning.rules.registry import Rule, rule
 
-# Names that a finding lists.
-MOST_NAMES = 5
+# How many names a finding lists.
+MAX_NAMES = 5
 
 
 @rule("H801", tier="contract", severity="error", kind="symptom", confidence=0.95)
@@ -27,7 +27,7 @@ def nonfinite_loss(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 @rule("H802", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def nonfinite_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """A step was made with NaN or Inf in a gradient."""
+    """The optimizer stepped with NaN or Inf in a gradient."""
     for name, optimizer in run.optimizers.items():
         if not optimizer.nonfinite_gradients:
             continue
@@ -50,8 +50,8 @@ def nonfinite_weights(run: Observations, rule: Rule) -> Iterator[Finding]:
         names += model.nonfinite_buffers
     if names:
         yield rule.finding(
-            f"NaN or Inf in {', '.join(names[:MOST_NAMES])}",
-            "go back to the last good checkpoint; the first of these findings is the cause.",
+            f"NaN or Inf in {', '.join(names[:MAX_NAMES])}",
+            "return to the last good checkpoint; the earliest of these findings is the cause.",
         )
 
 
@@ -65,6 +65,6 @@ def nonfinite_input(run: Observations, rule: Rule) -> Iterator[Finding]:
                 "find and drop these samples; with Policy(drop_nonfinite_samples=True) a guard"
                 " makes the steps without them.",
                 name,
-                # A model may fill in missing values itself.
+                # The model may impute missing values itself.
                 severity="error" if run.had_nonfinite else "note",
             )

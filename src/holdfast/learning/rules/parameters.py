@@ -1,4 +1,4 @@
-"""Contracts about parameters: which are optimized, which get a gradient, how they start."""
+"""Contract rules about parameters: which are optimized, which get a gradient, how they start."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from holdfast.learning.finding import Finding
 from holdfast.learning.observations import Observations, ObservedModel, ObservedOptimizer
 from holdfast.learning.rules.registry import Rule, rule
 
-# Steps after which a gradient that is missing is no coincidence.
+# After this many steps, a missing gradient is no coincidence.
 SETTLED_STEPS = 3
-# Sampled steps in a row without any gradient, which H813 reports.
+# After this many consecutive sampled steps without any gradient, H813 reports.
 NO_GRADIENT_STEPS = 10
-# Steps, and sampled steps that moved weights, after which units that are still equal stay so.
+# After this many steps, and sampled steps that changed weights, equal units stay equal.
 SYMMETRIC_AFTER_STEPS = 20
 SYMMETRIC_AFTER_MOVES = 5
 
@@ -24,8 +24,8 @@ def parameters_in_no_optimizer(run: Observations, rule: Rule) -> Iterator[Findin
         return
     if run.strays:
         yield rule.finding(
-            f"the model computes with {run.strays} trainable parameter(s) that are not its own and"
-            " in no optimizer",
+            f"the forward pass uses {run.strays} trainable parameter(s) that belong to no module of"
+            " the model and to no optimizer",
             "put layers into nn.ModuleList or nn.ModuleDict instead of a list or a dict.",
             severity="advice",
         )
@@ -36,18 +36,18 @@ def parameters_in_no_optimizer(run: Observations, rule: Rule) -> Iterator[Findin
         yield rule.finding(
             f"{model.outside_count} trainable parameter(s), {share:.0%} of the weights, are in no"
             f" optimizer: {', '.join(model.outside)}",
-            "pass them to the optimizer, or call requires_grad_(False) on them if they are meant to"
-            " stay.",
+            "pass them to the optimizer, or call requires_grad_(False) on them if they should stay"
+            " frozen.",
             name,
             severity="advice" if _is_forgotten(model) else "note",
         )
 
 
 def _is_forgotten(model: ObservedModel) -> bool:
-    """Return whether parameters outside get gradients that nobody uses.
+    """Return whether parameters outside every optimizer get gradients that nobody uses.
 
-    If all parameters are outside, another optimizer may train the model, and so it may if they have
-    changed.
+    If all parameters are outside, or any of them has changed, an optimizer that we do not observe
+    may be training them.
     """
     if model.outside_weights >= model.weights or model.outside_changed:
         return False
@@ -58,37 +58,43 @@ def _is_forgotten(model: ObservedModel) -> bool:
 def optimizer_of_other_parameters(run: Observations, rule: Rule) -> Iterator[Finding]:
     """The optimizer holds parameters that the model does not have."""
     for name, optimizer in run.optimizers.items():
-        settled = optimizer.observed >= SETTLED_STEPS and run.backwards >= SETTLED_STEPS
-        useless = settled and optimizer.foreign > 0 and optimizer.foreign_with_gradient == 0
-        if not (optimizer.replaced or useless):
+        # Parameters that left the model are proof; foreign ones may belong to an unobserved model.
+        if not (optimizer.replaced or _foreign_get_no_gradient(run, optimizer)):
             continue
-        sure = optimizer.replaced or optimizer.foreign == optimizer.tensors
+        is_certain = optimizer.replaced or optimizer.foreign == optimizer.tensors
         yield rule.finding(
             f"the optimizer holds {optimizer.foreign} of {optimizer.tensors} tensors that the model"
-            " does not have (any more) and that get no gradient",
-            "make the optimizer when the model has its final form: after .to(), deepcopy and"
-            " replaced layers.",
+            " does not have (or no longer has) and that get no gradient",
+            "create the optimizer once the model has its final form: after .to(), deepcopy and any"
+            " replacement of layers.",
             name,
-            severity="error" if sure else "advice",
+            severity="error" if is_certain else "advice",
         )
+
+
+def _foreign_get_no_gradient(run: Observations, optimizer: ObservedOptimizer) -> bool:
+    """Return whether the optimizer holds foreign parameters, none of which gets a gradient."""
+    if optimizer.observed < SETTLED_STEPS or run.backwards < SETTLED_STEPS:
+        return False
+    return optimizer.foreign > 0 and optimizer.foreign_with_gradient == 0
 
 
 @rule("H810", tier="contract", severity="error", kind="cause", confidence=0.95)
 def only_frozen_parameters(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """Everything in the optimizer is frozen."""
+    """Every parameter in the optimizer is frozen."""
     for name, optimizer in run.optimizers.items():
         if optimizer.tensors == 0 or optimizer.frozen < optimizer.tensors:
             continue
         if _has_never_learnt(optimizer, run):
             yield rule.finding(
                 f"all {optimizer.tensors} tensors of the optimizer have requires_grad=False",
-                "call requires_grad_(True) on what should learn before making the optimizer.",
+                "call requires_grad_(True) on what should learn before creating the optimizer.",
                 name,
             )
 
 
 def _has_never_learnt(optimizer: ObservedOptimizer, run: Observations) -> bool:
-    # Phases that freeze one player for a while are healthy: it must never have had a gradient.
+    # Freezing one network for a phase is healthy, so report only if it never had a gradient.
     if optimizer.with_gradient_steps:
         return False
     return optimizer.observed >= SETTLED_STEPS or run.ended
@@ -97,19 +103,21 @@ def _has_never_learnt(optimizer: ObservedOptimizer, run: Observations) -> bool:
 @rule("H814", tier="contract", severity="note", kind="cause", confidence=0.4)
 def parameters_without_gradient(run: Observations, rule: Rule) -> Iterator[Finding]:
     """Some parameters of the optimizer never get a gradient."""
-    if any(o.no_gradient_steps >= NO_GRADIENT_STEPS for o in run.optimizers.values()):
-        return  # nothing gets a gradient, which H813 reports
+    if any(
+        optimizer.no_gradient_steps >= NO_GRADIENT_STEPS for optimizer in run.optimizers.values()
+    ):
+        return  # H813 reports that nothing gets a gradient
     for name, model in run.models.items():
         if not model.never_gradient_count:
             continue
         share = model.never_gradient_weights / max(1, model.weights)
-        # An unused expert or head lies beside the path; a path that is cut loses its beginning.
+        # An unused expert or head leaves the first layer intact; a cut in the graph does not.
         cut = model.never_gradient_first or share > 0.5
         yield rule.finding(
             f"{model.never_gradient_count} parameter(s), {share:.0%} of the weights, got no"
             f" gradient in any observed step: {', '.join(model.never_gradient)}",
             "look for .detach(), .item(), argmax, no_grad or a new tensor between them and the"
-            " loss; or pass frozen= if they are meant not to learn.",
+            " loss; or pass frozen= if they should not learn.",
             name,
             severity="advice" if cut else "note",
             confidence=0.8 if cut else None,
@@ -118,8 +126,8 @@ def parameters_without_gradient(run: Observations, rule: Rule) -> Iterator[Findi
 
 @rule("H822", tier="contract", severity="error", kind="cause", confidence=0.95)
 def identical_units(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """All units of a layer are equal, and stay so."""
-    moved = any(o.moved >= SYMMETRIC_AFTER_MOVES for o in run.optimizers.values())
+    """All units of a layer are equal and stay equal."""
+    moved = any(optimizer.moved >= SYMMETRIC_AFTER_MOVES for optimizer in run.optimizers.values())
     if not moved or run.steps < SYMMETRIC_AFTER_STEPS:
         return
     for name, model in run.models.items():

@@ -1,4 +1,4 @@
-"""Windows on progress: nothing learnt, divergence, overfitting, failed attention, a won game."""
+"""Window rules about progress: nothing learnt, divergence, overfitting, attention, adversaries."""
 
 from __future__ import annotations
 
@@ -11,46 +11,47 @@ from holdfast.learning.observations import Observations, ObservedOptimizer
 from holdfast.learning.progress import measure_progress
 from holdfast.learning.rules.registry import Rule, rule
 
-# Steps before a run can be said to learn nothing.
-FEWEST_STEPS = 200
-# Evaluations before overfitting shows, and those after the best one that all have to be worse.
-FEWEST_VALIDATIONS = 4
+# How many steps are needed before a run can be said to learn nothing.
+MIN_STEPS = 200
+# How many evaluations are needed to judge overfitting, and how many after the best one must all be
+# worse.
+MIN_VALIDATIONS = 4
 WORSE_VALIDATIONS = 3
-# Rise of the validation loss, relative to the best one, that counts.
-RISE = 0.05
-# What attention is good enough, see `alignment.alignment_facts`.
-FEWEST_UTTERANCES = 8
-LOWEST_DIAGONALITY = 0.5
-LOWEST_SHARPNESS = 0.2
-MOST_AT_DECODER_LIMIT = 0.2
-# Losses and gradients of each player before one can have won.
-FEWEST_PLAYED = 30
+# The validation loss must rise by at least this, relative to the best one.
+MIN_RISE = 0.05
+# Thresholds for acceptable attention, see `alignment.alignment_facts`.
+MIN_UTTERANCES = 8
+MIN_DIAGONALITY = 0.5
+MIN_SHARPNESS = 0.2
+MAX_AT_DECODER_LIMIT = 0.2
+# How many losses and gradient norms of each adversary are needed to judge.
+MIN_PLAYED = 30
 FIRST_PLAYED = 8
 NEWEST_PLAYED = 15
-# Loss of a winner, and the least that it had at first.
+# The winner's loss is at most this, and was at least this at the start.
 WON_LOSS = 0.02
-OPEN_LOSS = 0.1
-# What is left of the loser's gradient; rise of the loser's loss.
+OPENING_LOSS = 0.1
+# The loser's gradient has shrunk to at most this share, or its loss has risen by this factor.
 LOST_GRADIENT = 0.05
 LOST_RISE = 3
 
 
 @rule("H828", tier="window", severity="advice", kind="symptom", confidence=0.85, on_request=True)
 def no_better_than_constant(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """The model is no better than predicting the same for every sample."""
+    """The model is no better than a constant prediction."""
     progress = measure_progress(run)
-    if progress.state == "constant" and run.steps >= FEWEST_STEPS:
+    if progress.state == "constant" and run.steps >= MIN_STEPS:
         yield rule.finding(
-            f"after {run.steps} steps the loss is {progress.best:.4g}; predicting the same for"
-            f" every sample gives {progress.baseline:.4g}",
-            "find out whether a fresh Adam overfits eight samples, and whether the loss changes"
-            " when they are given each other's inputs.",
+            f"after {run.steps} steps the loss is {progress.best:.4g}; a constant"
+            f" prediction reaches {progress.baseline:.4g}",
+            "check whether a fresh Adam can overfit eight samples, and whether the loss changes"
+            " when their inputs are swapped.",
         )
 
 
 @rule("H826", tier="window", severity="advice", kind="symptom", confidence=0.5, on_request=True)
 def loss_rose(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """The loss is far above what it was."""
+    """The loss is far above its initial value."""
     progress = measure_progress(run)
     if progress.state == "diverged":
         yield rule.finding(
@@ -62,7 +63,7 @@ def loss_rose(run: Observations, rule: Rule) -> Iterator[Finding]:
 @rule("H833", tier="window", severity="advice", kind="cause", confidence=0.85)
 def overfitting(run: Observations, rule: Rule) -> Iterator[Finding]:
     """The validation loss rises while the training loss falls."""
-    if len(run.validations) < FEWEST_VALIDATIONS or run.objective != "minimize":
+    if len(run.validations) < MIN_VALIDATIONS or run.objective != "minimize":
         return
     losses = [validation for _, _, validation in run.validations]
     best = losses.index(min(losses))
@@ -84,7 +85,7 @@ def _rises_after(best: int, losses: list[float]) -> bool:
     if len(after) < WORSE_VALIDATIONS:
         return False
     noise = median([abs(later - earlier) for earlier, later in itertools.pairwise(losses)])
-    limit = losses[best] + max(noise, RISE * abs(losses[best]))
+    limit = losses[best] + max(noise, MIN_RISE * abs(losses[best]))
     return min(after[-WORSE_VALIDATIONS:]) > limit
 
 
@@ -92,26 +93,25 @@ def _rises_after(best: int, losses: list[float]) -> bool:
 def attention_not_aligned(run: Observations, rule: Rule) -> Iterator[Finding]:
     """The attention of a speech synthesiser is not aligned."""
     alignment = run.alignment
-    if alignment is None or alignment["utterances"] < FEWEST_UTTERANCES:
+    if alignment is None or alignment["utterances"] < MIN_UTTERANCES:
         return
     at_limit = alignment.get("share_at_max_decoder", 0.0)
     if (
-        alignment["diagonality"] < LOWEST_DIAGONALITY
-        or alignment["sharpness"] < LOWEST_SHARPNESS
-        or at_limit > MOST_AT_DECODER_LIMIT
+        alignment["diagonality"] < MIN_DIAGONALITY
+        or alignment["sharpness"] < MIN_SHARPNESS
+        or at_limit > MAX_AT_DECODER_LIMIT
     ):
         yield rule.finding(
             f"the attention is not aligned: diagonality {alignment['diagonality']:.2f}, sharpness"
             f" {alignment['sharpness']:.2f}, {at_limit:.0%} of the utterances end at the decoder's"
             " limit",
-            "use a guided attention loss, trimmed silence, or a larger weight of the stop token's"
-            " loss.",
+            "use a guided attention loss, trim silence, or give the stop token's loss more weight.",
         )
 
 
 @rule("H853", tier="window", severity="advice", kind="symptom", confidence=0.75)
 def player_has_won(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """One of two adversaries has won, so the other cannot learn any more."""
+    """One of two adversaries has won, so the other can no longer learn."""
     if run.objective != "adversarial":
         return
     for winner, won in run.optimizers.items():
@@ -138,18 +138,18 @@ def _losses_of(optimizer: ObservedOptimizer) -> list[float]:
 
 def _has_won(player: ObservedOptimizer) -> bool:
     losses = _losses_of(player)
-    if len(losses) < FEWEST_PLAYED or losses[0] < OPEN_LOSS:
+    if len(losses) < MIN_PLAYED or losses[0] < OPENING_LOSS:
         return False
     return 0 <= median(losses[-NEWEST_PLAYED:]) < WON_LOSS
 
 
 def _has_lost(player: ObservedOptimizer) -> bool:
     losses = _losses_of(player)
-    if min(len(losses), len(player.gradient_norms)) < FEWEST_PLAYED:
+    if min(len(losses), len(player.gradient_norms)) < MIN_PLAYED:
         return False
     if _remaining_gradient(player) < LOST_GRADIENT:
         return True
-    # With the loss that does not saturate, the loser's gradient stays and its loss keeps rising.
+    # With the non-saturating loss, the loser's gradient stays and its loss keeps rising.
     first = median(losses[:FIRST_PLAYED])
     return median(losses[-NEWEST_PLAYED:]) > LOST_RISE * abs(first)
 

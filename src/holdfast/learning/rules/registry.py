@@ -1,13 +1,13 @@
-"""How a rule about learning is registered.
+"""`Rule` and `rule`: how a rule about learning is registered.
 
-A rule is a pure function from `Observations` to findings. *Contracts* are exact: what they state is
-violated or not. They are judged during the first steps. *Windows* are statistical, and are judged
-rarely and at the end. About what was not observed a rule is silent. What each rule means is in
-``explain/learning_rules.md``.
+A rule is a pure function from `Observations` to findings. *Contracts* are exact: a run violates
+them or not. They are judged from the first steps on. *Windows* are statistical; they are judged
+rarely, and at the end. A rule stays silent about anything that was not observed.
+``explain/learning_rules.md`` explains what each rule means.
 
-A rule stays if it states a contract, or if 95 % of what it reported about programs that were not
-used to write it was right. One that was wrong about a healthy program and states no contract is
-only reported on request (`Guard.diagnose`, `Watch.diagnose`).
+A rule is kept if it states a contract, or if 95 % of its reports were right on programs that were
+not used to develop it. A rule that states no contract and was wrong about a healthy program is
+reported only on request (`Guard.diagnose`, `Watch.diagnose`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from holdfast.learning.observations import Observations
 
 Tier = Literal["contract", "window"]
 
-# Ids of rules that are gone. They are never used again, so that an old run keeps its meaning.
+# Ids of removed rules. They are never reused, so that the recordings of old runs keep their
+# meaning.
 RETIRED = frozenset(
     {
         *("H803", "H805", "H807", "H816", "H818", "H821", "H823", "H827", "H829", "H830", "H832"),
@@ -37,11 +38,11 @@ class Rule:
     Args:
         id: Such as ``"H811"``.
         tier: When it is judged.
-        severity: Of its findings, unless a finding says otherwise.
+        severity: Default severity of its findings.
         kind: Whether it names a cause or a symptom.
-        confidence: Of its findings, unless a finding says otherwise.
-        on_request: Whether it is only reported to those who ask.
-        check: Returns what it finds.
+        confidence: Default confidence of its findings.
+        on_request: Whether its findings are reported only on request.
+        check: Yields the findings for a run.
     """
 
     id: str
@@ -53,7 +54,7 @@ class Rule:
     check: Check
 
     def find(self, run: Observations) -> list[Finding]:
-        """Return what the rule finds."""
+        """Return the findings of this rule for a run."""
         return list(self.check(run, self))
 
     def finding(
@@ -65,7 +66,7 @@ class Rule:
         severity: Severity | None = None,
         confidence: float | None = None,
     ) -> Finding:
-        """Return a finding of this rule."""
+        """Return a finding with this rule's id and defaults."""
         return Finding(
             rule=self.id,
             severity=severity or self.severity,

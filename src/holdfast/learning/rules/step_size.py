@@ -1,4 +1,4 @@
-"""Windows on the size of steps: a learning rate that is too high or too low, and weight decay."""
+"""Window rules about step size: learning rates that are too high or too low, and weight decay."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from holdfast.learning.observations import Observations
 from holdfast.learning.progress import Progress, driving_losses, measure_progress
 from holdfast.learning.rules.registry import Rule, rule
 
-# Length of a step relative to the weights above which training seldom survives: TheDeepChecker's
-# upper limit.
+# Training seldom survives an update that is larger than this relative to the weights:
+# TheDeepChecker's upper limit.
 LARGE_STEP = 0.1
-# The same where NaN or Inf came of it.
+# The same limit if NaN or Inf followed.
 DESTRUCTIVE_STEP = 1.0
-# A loss that reaches this multiple of the first one, in the first steps, has blown up.
+# A loss that reaches this multiple of the first loss, within the first steps, has blown up.
 BLOWN_UP = 10
 EARLY_LOSSES = 30
-# Share of the best constant's loss below which a run has recovered from that.
+# Below this share of the best constant prediction's loss, a run has recovered from that.
 RECOVERED = 0.3
-# Loss relative to the best constant's, above which it is worse and not just equal up to noise.
+# Above this multiple of the best constant prediction's loss, a loss is worse and not merely equal
+# up to noise.
 WORSE_THAN_CONSTANT = 1.02
-# Steps before a learning rate can be called too low.
-FEWEST_STEPS = 100
-# Share of the weights' length that all steps together have to be able to cover. This is an upper
-# bound of what they do cover, since few steps go in one direction.
-SHORTEST_PATH = 1e-2
-# Share of the weights that decay takes away in one step.
+# How many steps are needed to call a learning rate too low.
+MIN_STEPS = 100
+# All steps together must be able to move the weights by this share of their norm. The sum is an
+# upper bound of the real distance, since steps rarely point in the same direction.
+MIN_PATH = 1e-2
+# Weight decay that removes this share of the weights in one step is suspicious.
 LARGE_DECAY = 0.02
-# Share of their first size to which decay has shrunk the weights.
+# Decay has destroyed weights that have shrunk to this share of their initial size.
 SHRUNKEN = 0.2
 
 
@@ -48,7 +49,7 @@ def learning_rate_too_high(run: Observations, rule: Rule) -> Iterator[Finding]:
     destroyed = run.had_nonfinite and largest > DESTRUCTIVE_STEP and not bad_data
     if destroyed or has_blown_up(run, measure_progress(run)):
         yield rule.finding(
-            f"in the first steps the weights moved by up to {largest:.2g} of their length at once,"
+            f"in the first steps the weights moved by up to {largest:.2g} of their norm at once,"
             " and the loss blew up",
             "lower the learning rate, by a factor of 10 at first; a momentum near 1 multiplies it"
             " too.",
@@ -56,7 +57,7 @@ def learning_rate_too_high(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 def has_blown_up(run: Observations, progress: Progress) -> bool:
-    """Return whether the loss rose far, and has not recovered."""
+    """Return whether the loss rose far and has not recovered."""
     if progress.state == "diverged" or is_worse_than_constant(progress):
         return True
     early = driving_losses(run)[:EARLY_LOSSES]
@@ -70,7 +71,8 @@ def has_blown_up(run: Observations, progress: Progress) -> bool:
 def is_worse_than_constant(progress: Progress) -> bool:
     """Return whether the loss is above that of the best constant prediction.
 
-    A model that cannot learn a task predicts the constant; one that is thrown about does worse.
+    A model that cannot learn a task ends up predicting the constant; only one that is thrown about
+    by its steps does worse.
     """
     if progress.baseline is None or progress.best is None:
         return False
@@ -79,27 +81,27 @@ def is_worse_than_constant(progress: Progress) -> bool:
 
 @rule("H824", tier="window", severity="advice", kind="cause", confidence=0.8)
 def learning_rate_too_low(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """All steps together cannot move the weights far enough to learn anything."""
-    if run.steps < FEWEST_STEPS or measure_progress(run).state not in ("flat", "constant"):
+    """Even all steps together cannot move the weights far enough to learn anything."""
+    if run.steps < MIN_STEPS or measure_progress(run).state not in ("flat", "constant"):
         return
     if not all_matrices_have_gradients(run):
-        return  # a small gradient has another cause than the learning rate
+        return  # the learning rate is not to blame for missing gradients
     step = longest_step(run)
     if step is None or all(optimizer.largest_lr == 0 for optimizer in run.optimizers.values()):
         return
     planned = max(run.total_steps or 0, run.steps)
     path = step * planned
-    if path < SHORTEST_PATH:
+    if path < MIN_PATH:
         yield rule.finding(
             f"all {planned} steps together can move the weights by at most {path:.1e} of their"
-            " length",
+            " norm",
             "raise the learning rate, by a factor of 10 to 100; look for a clipping limit or a"
             " scheduler that makes it tiny.",
         )
 
 
 def longest_step(run: Observations) -> float | None:
-    """Return the longest step of any matrix relative to its length, None if none is known."""
+    """Return the largest update of any matrix relative to its norm; None if none is known."""
     ratios = [
         ratio
         for layer in run.layers.values()
@@ -121,17 +123,17 @@ def all_matrices_have_gradients(run: Observations) -> bool:
 
 @rule("H858", tier="window", severity="advice", kind="cause", confidence=0.85)
 def weights_decay_away(run: Observations, rule: Rule) -> Iterator[Finding]:
-    """Weight decay takes away the weights faster than they learn."""
+    """Weight decay shrinks the weights faster than they learn."""
     remaining = remaining_share(run)
     for name, optimizer in run.optimizers.items():
         decay = optimizer.weight_decay
-        # Share that one step takes away. Adam without W divides it by the gradient's size, so there
-        # it says nothing.
+        # The share that one step removes. Adam (not AdamW) divides the decay by the gradient's size
+        # too, so for Adam this share means nothing.
         taken = decay * optimizer.largest_lr if optimizer.kind in ("AdamW", "SGD") else 0.0
         shrunken = decay > 0 and remaining < SHRUNKEN
         if taken > LARGE_DECAY or (shrunken and measure_progress(run).is_poor):
             yield rule.finding(
-                f"a weight decay of {decay:g} takes {taken:.1%} of the weights in each step; it has"
+                f"a weight decay of {decay:g} removes {taken:.1%} of the weights per step; it has"
                 f" shrunk them to {remaining:.0%} of their initial size",
                 "use a weight decay of 0.0001 to 0.1.",
                 name,
@@ -139,7 +141,7 @@ def weights_decay_away(run: Observations, rule: Rule) -> Iterator[Finding]:
 
 
 def remaining_share(run: Observations) -> float:
-    """Return the usual size of a matrix relative to its first one."""
+    """Return the median size of the matrices relative to their initial size."""
     shares = [
         layer.last_weight_rms / layer.first_weight_rms
         for layer in run.layers.values()

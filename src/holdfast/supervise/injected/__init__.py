@@ -1,4 +1,4 @@
-"""The directory that is put on the ``PYTHONPATH`` of a supervised command.
+"""The directory that is prepended to the ``PYTHONPATH`` of a supervised command.
 
 It contains ``sitecustomize`` and nothing else.
 """

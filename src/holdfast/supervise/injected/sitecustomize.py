@@ -1,10 +1,10 @@
 """Imported by Python when it starts, because this directory comes first on ``PYTHONPATH``.
 
-It begins to observe the process. Then it imports the ``sitecustomize`` that would have been
-imported without us, in the way that Python does it. Whatever goes wrong with ours is noted in the
-run directory, and the script runs as if we were not there.
+It starts observing the process, then imports the ``sitecustomize`` that Python would have imported
+without us, in the way that Python does. If anything of ours fails, the error is noted in the run
+directory and the script runs as if we were not there.
 
-Written for any Python 3, which need not be one that can import holdfast.
+It must run under any Python 3, including one that cannot import holdfast.
 """
 
 # ruff: noqa: PTH100, PTH118, PTH120 - pathlib takes 5 ms to import, in every Python that a command starts
@@ -15,14 +15,14 @@ import sys
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
 # Path of the run directory, as `recorder.run_files` names it; holdfast is not imported yet.
 _RUN_VARIABLE = "OBSERVED_BY_HOLDFAST"
-# MODULE:DIRECTORY, another module whose `start` is called, for ``holdfast chaos``.
+# MODULE:DIRECTORY names another module whose `start` is called; ``holdfast chaos`` uses it.
 _OTHER_OBSERVER_VARIABLE = "OBSERVER_OF_HOLDFAST"
 _OBSERVER = "holdfast.supervise.observe.observer"
 _NAME = "sitecustomize"
 
 
 def _leave_path() -> None:
-    """Let ``sys.path`` be what it would be without us.
+    """Restore ``sys.path`` to what it would be without us.
 
     ``PYTHONPATH`` stays as it is, for child processes.
     """
@@ -30,7 +30,7 @@ def _leave_path() -> None:
 
 
 def _observe() -> None:
-    """Start the observers that the environment names."""
+    """Start the observers named in environment variables."""
     other_module, _, other_directory = os.environ.get(_OTHER_OBSERVER_VARIABLE, "").partition(":")
     _start_observer(other_module, other_directory)
     _start_observer(_OBSERVER, os.environ.get(_RUN_VARIABLE, ""))
@@ -50,19 +50,19 @@ def _start_observer(module_name: str, run: str) -> None:
 
 
 def _flush_each_line() -> None:
-    """Let stdout be written line by line, not in pieces of 8 KiB.
+    """Make stdout line-buffered instead of flushing every 8 KiB.
 
-    What is still buffered is lost if the process is killed. ``PYTHONUNBUFFERED`` would not do: it
-    cuts lines into pieces, so that those of several ranks would be mixed.
+    Buffered output is lost if the process is killed. ``PYTHONUNBUFFERED`` is no alternative: it
+    writes lines in pieces, so the lines of several ranks would be interleaved.
     """
     if "PYTHONUNBUFFERED" not in os.environ and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
 
 
 def _import_holdfast() -> None:
-    """Import holdfast from where the script would, or else from here.
+    """Import holdfast from where the script would import it, or else from our own installation.
 
-    In the second case nothing else that is installed beside it becomes importable.
+    In the second case no other package of our installation becomes importable.
     """
     import importlib.util
 
@@ -86,21 +86,21 @@ def _note_error(run: str) -> None:
 
     try:
         folder = os.path.join(run, "processes")
-        # A link may lead out of the run directory.
+        # A symbolic link could lead out of the run directory.
         if os.path.islink(folder):  # noqa: PTH114 - before anything is imported
             return
         path = os.path.join(folder, f"failed-{os.getpid()}.txt")
         with open(path, "a", opener=_open_safely) as file:
             traceback.print_exc(file=file)
     except OSError:
-        # It is the run directory that fails: there is nowhere to note it.
+        # The run directory itself cannot be written, so there is nowhere to note the error.
         pass
 
 
 def _open_safely(path: str, flags: int) -> int:
     """Open a file without following a link or waiting for the reader of a pipe.
 
-    As `holdfast.core.files` does, which may be what cannot be imported.
+    A copy of what `holdfast.core.files` does, since that may be what cannot be imported.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
@@ -109,7 +109,7 @@ def _import_next_sitecustomize() -> None:
     """Import the next ``sitecustomize`` on the path.
 
     Raises:
-        ModuleNotFoundError: If there is none, as without us; Python then continues in silence.
+        ModuleNotFoundError: If there is none, just as without us; Python then continues silently.
     """
     import importlib.util
 

@@ -1,4 +1,4 @@
-"""Start a command under supervision, end it, judge it and start it again.
+"""Start a command under supervision, shut it down, judge how it ended and restart it.
 
 Read in this order:
 
@@ -6,7 +6,7 @@ Read in this order:
 2. ``attempt``: the event loop while one attempt runs; ``attempt_end``: how it ended.
 3. ``signals`` forwards signals; ``shutdown`` decides when the command is killed.
 4. ``restarts``: the rules for another attempt; ``verdicts``: why the last one failed.
-5. ``hosts``: several hosts that run one training.
+5. ``hosts``: one run on several hosts.
 
 Details: ``run_folder`` (the run directory), ``commands`` and ``child_start`` (how the command is
 started), ``output`` and ``output_log`` (what it prints), ``kernel``.

@@ -1,10 +1,10 @@
-"""One attempt of a supervised command: wait for it, copy its output, end it and what it leaves.
+"""One attempt of a supervised command: wait, copy its output, shut it down and clean up.
 
 `Attempt.serve` is the supervisor's event loop while the command runs. Everything happens in the
-main thread; other threads only leave a hang or a message (`report_hang`, `print_message`).
+main thread; other threads only hand over a hang or a message (`report_hang`, `print_message`).
 
-Does not: decide when the command must end (``shutdown``), find hangs (``watch``), or decide about
-another attempt (``restarts``).
+Does not: decide when the command must end (``shutdown``), find hangs (``watch``), or decide whether
+another attempt follows (``restarts``).
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from holdfast.supervise.launch.shutdown import Shutdown, signal_in_status
 from holdfast.supervise.launch.signals import TO_HANDLERS, Signals
 from holdfast.supervise.process_tree import Tree, kill_all, signal_all
 
-# How often hangs, hosts and deadlines are looked at while nothing else happens.
+# How often hangs, hosts and deadlines are checked while nothing else happens.
 _TICK_SECONDS = 1.0
 _LEFTOVER_TICK_SECONDS = 0.02
-# Grace period of processes that outlive the command: nothing is left one second after it ended.
+# Grace period of processes that outlive the command, so that none is left one second after it.
 _LEFTOVER_SECONDS = 0.4
 # SIGKILL takes milliseconds, unless the kernel waits for a device or a network disk.
 _KILL_SECONDS = 5.0
-# A terminal passes its last bytes on through a work queue of the kernel.
+# A terminal delivers its last bytes through a kernel work queue.
 _QUIET_SECONDS = 0.1
-# Least time for a slow reader of our own output.
+# Minimum time for a slow reader of our own output to catch up.
 _FLUSH_SECONDS = 5.0
 _KILLED = "killed with SIGKILL because it did not end when asked"
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One process start of the command, served until nothing of it is left.
+    """One process start of the command, served until none of its processes is left.
 
     Args:
         number: Number of the attempt, from 0.
         run_path: The run directory.
         child: The command, which leads a session of its own.
         tree: All processes of the command.
-        streams: Its output streams.
-        copier: Copies what it prints.
-        signals: The supervisor's signals, already entered.
-        shutdown: When the command has to end.
+        streams: The command's output streams.
+        copier: Copies what the command prints.
+        signals: Forwards the supervisor's signals; its context is already entered.
+        shutdown: Decides when the command has to end.
         emit: Records an event.
-        hosts: The other hosts, where several run one training.
+        hosts: The other hosts, if the run spans several.
     """
 
     number: int
@@ -73,10 +73,10 @@ class Attempt:
     shutdown: Shutdown
     emit: Callable[[EventData], None]
     hosts: Hosts | None = None
-    # Left here by other threads.
+    # Handed over by other threads.
     _reported_hangs: SimpleQueue[Hang] = field(default_factory=SimpleQueue, init=False)
     _messages: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)
-    # The hang for which the command is ended, and why another host has ended the attempt.
+    # The hang because of which we end the command, and why another host ended the attempt.
     _hang: Hang | None = field(default=None, init=False)
     _failed_elsewhere: str | None = field(default=None, init=False)
     _started_at: float = field(default_factory=time.monotonic, init=False)
@@ -85,28 +85,29 @@ class Attempt:
     # --- for other threads ---
 
     def report_hang(self, hang: Hang) -> None:
-        """Let the main thread act on a hang; may be called from any thread."""
+        """Hand a hang to the main thread to act on; may be called from any thread."""
         self._reported_hangs.put(hang)
         self.signals.wake_up()
 
     def print_message(self, text: str) -> None:
-        """Let the main thread print a message; may be called from any thread."""
+        """Hand a message to the main thread to print; may be called from any thread."""
         self._messages.put(text)
         self.signals.wake_up()
 
     # --- the event loop ---
 
     def serve(self) -> AttemptEnd:
-        """Wait until the command has ended, end what it leaves behind, and return how it ended."""
+        """Wait for the command to end, clean up what it left behind, and return how it ended."""
         self.signals.attach(self.child.pid)
         while not self._has_exited():
             while not self._serve_output(_TICK_SECONDS):
-                # A command that prints without a pause must not delay the rest beyond a tick.
+                # Output is served again until a tick has passed, so that a command that prints
+                # without pause delays the other work by at most a tick.
                 continue
             self._print_messages()
             self._act_on_hangs()
-            self._look_at_hosts()
-            self._keep_deadlines()
+            self._check_hosts()
+            self._enforce_deadlines()
         self.signals.detach()
         seconds = time.monotonic() - self._started_at
         status = self.child.wait()
@@ -126,17 +127,17 @@ class Attempt:
         )
 
     def _has_exited(self) -> bool:
-        """Return whether the command has ended, without collecting its status.
+        """Return whether the command has ended, without reaping it.
 
-        While its status is not collected, its PID cannot become that of another process.
+        Until it is reaped, its PID cannot be reused by another process.
         """
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.child.pid, options) is not None
 
     def _serve_output(self, tick_seconds: float) -> bool:
-        """Copy output and handle signals; return whether the caller should look at the rest.
+        """Copy output and handle signals; return whether it is time for the caller's other checks.
 
-        That is so when something woke us, a tick has passed, or the time of the kill has come.
+        It is time when something woke us, a tick has passed, or the kill is due.
         """
         tick_at = min(self._last_tick_at + tick_seconds, self.shutdown.kill_at)
         poll = select.poll()
@@ -162,6 +163,7 @@ class Attempt:
     # --- signals ---
 
     def _on_signal(self, number: int) -> None:
+        """React to a signal that the supervisor has received and, if needed, forwarded."""
         if number == signal.SIGCHLD:
             self._reap_orphans()
         elif number == signal.SIGWINCH:
@@ -176,19 +178,20 @@ class Attempt:
     def _announce_grace_period(self, number: int) -> None:
         grace = f"{self.shutdown.grace_seconds:g} s"
         name = signal.Signals(number).name
-        text = f"{name} passed on to the command; whatever still runs after {grace} is killed"
+        text = f"forwarded {name} to the command; whatever still runs after {grace} will be killed"
         if number == signal.SIGINT:
-            text += ", or at once after a second Ctrl-C"
+            text += ", or immediately after a second Ctrl-C"
         self.copier.print_message(text)
 
     def _on_resize(self) -> None:
         self.streams.copy_terminal_size()
-        # The command has no controlling terminal that would tell it.
+        # The command has no controlling terminal that could notify it.
         if self.signals.command is not None:
             with suppress(OSError):
                 os.killpg(self.signals.command, signal.SIGWINCH)
 
     def _reap_orphans(self) -> None:
+        """Collect the status of orphaned descendants that have ended."""
         for pid in self.tree.ended_orphans({self.child.pid}):
             with suppress(OSError):
                 os.waitpid(pid, os.WNOHANG)
@@ -196,6 +199,7 @@ class Attempt:
     # --- ending the command ---
 
     def _act_on_hangs(self) -> None:
+        """Carry out the remedy that the watchdog proposes: wait, continue, terminate or kill."""
         try:
             hang = self._reported_hangs.get_nowait()
         except Empty:
@@ -212,8 +216,8 @@ class Attempt:
         else:
             self._terminate()
 
-    def _look_at_hosts(self) -> None:
-        """If another host has ended the attempt, let the ranks here notice and end first."""
+    def _check_hosts(self) -> None:
+        """If another host ended the attempt, give the ranks here time to notice and exit."""
         is_ending = self._failed_elsewhere is not None or self.shutdown.is_requested
         if self.hosts is None or is_ending:
             return
@@ -223,15 +227,15 @@ class Attempt:
             self.shutdown.terminate_at = time.monotonic() + self.shutdown.grace_seconds
 
     def _terminate(self) -> None:
-        """Ask the command to end, on our own account."""
+        """Ask the command to end, on our own initiative."""
         signal_all([self.child.pid], signal.SIGTERM)
-        # A process that is stopped could not react.
+        # A stopped process could not react.
         with suppress(OSError):
             os.killpg(self.child.pid, signal.SIGCONT)
         self.shutdown.note_terminated(time.monotonic())
 
-    def _keep_deadlines(self) -> None:
-        """Ask the command to end, or kill it, when the time for that has come."""
+    def _enforce_deadlines(self) -> None:
+        """Ask the command to end, or kill it, once that is due."""
         shutdown = self.shutdown
         now = time.monotonic()
         if now >= shutdown.terminate_at and shutdown.signal_sent is None:
@@ -245,7 +249,7 @@ class Attempt:
     # --- what the command leaves behind ---
 
     def _end_leftovers(self, status: int) -> None:
-        """End the processes that outlived the command: ask them first, then kill them."""
+        """End the processes that outlived the command: ask first, then kill."""
         self._wait_for_notified_processes(status)
         leftovers = self.tree.processes()
         if leftovers:
@@ -260,7 +264,9 @@ class Attempt:
         self._reap_orphans()
 
     def _ask_leftovers_to_end(self, leftovers: set[int]) -> None:
-        # The command may have been a shell: a trainer below it keeps the grace period, to save.
+        """Send SIGTERM to leftover processes, with a grace period if one may be saving."""
+        # The command may have been a shell. A trainer below it keeps its grace period, so that it
+        # can save.
         trainers = self._trainer_pids()
         may_be_saving = trainers is None or bool(trainers & leftovers)
         if self.shutdown.kill_at == math.inf or not may_be_saving:
@@ -270,16 +276,16 @@ class Attempt:
         signal_all(leftovers, signal.SIGCONT)
 
     def _wait_for_notified_processes(self, status: int) -> None:
-        """Let processes that were asked to save do so, although the command above them has ended.
+        """Give processes that are saving their grace period, although the command has ended.
 
-        They are not asked again, because a second signal ends a guard at once. Where the command
+        They are not signalled again, because a second signal ends a guard at once. If the command
         died of a signal that schedulers and terminals send to all processes, the trainers have
         received it too.
         """
         notified = set(self.signals.notified)
         if signal_in_status(status) in TO_HANDLERS | {signal.SIGHUP}:
             notified |= self._trainer_pids() or set()
-        # The grace period of this wait is its own: what is left after it gets the usual one.
+        # This wait has its own grace period; processes left after it get the usual one.
         kill_at = self.shutdown.kill_at
         self.shutdown.kill_within(self.shutdown.grace_seconds, time.monotonic())
         while notified & self.tree.processes() and time.monotonic() < self.shutdown.kill_at:

@@ -1,4 +1,4 @@
-"""How one attempt ended: the facts that the restart rules and the recording need."""
+"""`AttemptEnd`: how one attempt ended, for the restart rules and the recording."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ class AttemptEnd:
     """How one attempt ended.
 
     Args:
-        status: Exit code of the command; the negative number of a signal that killed it.
+        status: Exit code of the command, or the negated number of the signal that killed it.
         seconds: How long the command ran.
         requested_by: The signal with which a user or a scheduler asked us to end, or None. See
             `Shutdown.requested_by`.
-        signal_sent: The last signal that the supervisor sent on its own account, after a hang, a
-            failure on another host or the grace period; None if it sent none.
+        signal_sent: The last signal that the supervisor sent on its own initiative: after a hang,
+            after a failure on another host, or at the end of the grace period. None if it sent
+            none.
         hang: The hang for which the supervisor ended the attempt, or None.
         failed_elsewhere: Why another host had ended the attempt before this one, or None.
     """
@@ -31,10 +32,10 @@ class AttemptEnd:
 
     @property
     def was_ended_by_supervisor(self) -> bool:
-        """Return whether the supervisor ended the command on its own account."""
+        """Return whether the supervisor ended the command on its own initiative."""
         return self.signal_sent is not None or self.failed_elsewhere is not None
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code as a shell reports it: 128 + the number of a signal."""
+        """Return the exit code as a shell reports it: 128 + n for signal n."""
         return self.status if self.status >= 0 else 128 - self.status

@@ -1,11 +1,11 @@
-"""The first moments of a supervised command: a program that prepares the process and becomes it.
+"""The program that prepares the process of a supervised command and then becomes it.
 
 ``python -I -S child_start.py <PID of the supervisor> <file to execute> COMMAND...`` runs in a
 session of its own. It asks the kernel to be killed when the supervisor dies, undoes what the
 interpreter did to signals, and executes the command in its place.
 
-It is a program because no code should run between fork and exec of a process that has threads. It
-does not import holdfast, because the user waits for every millisecond here.
+This is a separate program because a process with threads should run no code between fork and exec.
+It does not import holdfast, because the user waits for every millisecond spent here.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def main(arguments: list[str]) -> None:
     supervisor = int(arguments[0])
     program = arguments[1]
     command = arguments[2:]
-    # A Ctrl-C from here on must not print a traceback of ours.
+    # From here on, Ctrl-C must not print a traceback of ours.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != supervisor:
-        # The supervisor died before the kernel was asked.
+        # The supervisor died before the kernel knew about our request.
         os._exit(NOT_EXECUTABLE)
-    # Python ignores these two signals, and that would be inherited.
+    # Python ignores these two signals, and the command would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -1,4 +1,4 @@
-"""How a supervised command is started: which file is executed, in which environment, and how.
+"""Start a supervised command: find the file to execute, build its environment, start it.
 
 Also starts the sentinel, which ends the command's processes if the supervisor itself is killed.
 """
@@ -29,7 +29,7 @@ _MINIMAL_PYTHON = (sys.executable, "-I", "-S")
 class CommandError(PolicyError):
     """A command cannot be executed.
 
-    `status` is what a shell would exit with: 127 if there is no such command, otherwise 126.
+    `status` is a shell's exit code: 127 if there is no such command, otherwise 126.
     """
 
     status = child_start.NOT_FOUND
@@ -70,7 +70,7 @@ def make_environment(
     """Return the environment of a supervised command.
 
     Args:
-        environment: What it is based on.
+        environment: The environment to start from.
         run_path: The run directory.
         attempt: Number of the attempt.
         mark: Identifies the supervisor; every process of the command inherits it.
@@ -80,9 +80,9 @@ def make_environment(
     if observe:
         command_environment = make_observed_environment(environment, run_path, attempt)
     else:
-        # Otherwise the last output is lost when the command is killed.
+        # Without this, the last output would be lost when the command is killed.
         command_environment.setdefault("PYTHONUNBUFFERED", "1")
-    # A supervisor that is itself supervised keeps the marks above its own.
+    # A supervisor that is itself supervised keeps the marks of the supervisors above it.
     outer_marks = command_environment.get(MARK_VARIABLE)
     command_environment[MARK_VARIABLE] = f"{outer_marks},{mark}" if outer_marks else mark
     return command_environment
@@ -93,16 +93,16 @@ def make_observed_environment(
 ) -> dict[str, str]:
     """Return an environment in which all Python processes record into a run directory.
 
-    Processes that they start are included. The command's own ``PYTHONPATH`` comes after ours.
+    This includes the processes that they start. Entries of an existing ``PYTHONPATH`` follow ours.
 
     Args:
-        environment: What it is based on.
+        environment: The environment to start from.
         run_path: The run directory, which must exist.
         attempt: Number of the attempt.
     """
     path_entries = [str(_INJECTED_FOLDER)]
     own_path = environment.get("PYTHONPATH", "")
-    # An empty variable has no entries, whereas an empty entry is the current directory.
+    # An empty variable has no entries, whereas an empty entry means the current directory.
     if own_path:
         path_entries += [
             entry for entry in own_path.split(os.pathsep) if entry != str(_INJECTED_FOLDER)
@@ -124,7 +124,7 @@ def start_command(
 
     Args:
         program: Path of the file to execute.
-        command: Its words, the first of which is the name it was called by.
+        command: Its words; the first is the name it is called by.
         environment: Its environment.
         streams: Its output streams.
     """
@@ -140,32 +140,32 @@ def start_command(
 
 
 def _may_share_stdin() -> bool:
-    """Return whether the command may read from our stdin.
+    """Return whether the command may inherit our stdin.
 
-    A job in the background must not read what is typed in the foreground.
+    A background job must not read what is typed in the foreground.
     """
     try:
         fcntl.fcntl(0, fcntl.F_GETFD)
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
-        # No stdin at all, or a terminal that is not that of our session.
+        # There is no stdin, or it is not the terminal of our session.
         return os.isatty(0)
 
 
 class Sentinel:
-    """The process that ends the command's processes if the supervisor is killed.
+    """A helper process that ends the command's processes if the supervisor is killed.
 
     See ``process_tree``, which is its program.
 
     Args:
         mark: Identifies the supervisor in the environment of the command's processes.
-        note: File that the sentinel writes if the supervisor was killed.
+        note: File that the sentinel writes if it finds the supervisor killed.
     """
 
     def __init__(self, mark: str, note: Path) -> None:
         reading_end, self._pipe = os.pipe()
         arguments = [process_tree.__file__, str(reading_end), mark, str(note.absolute())]
-        # The sentinel carries no mark, or it would be taken for a process of the command.
+        # The sentinel carries no mark, or it would count as a process of the command.
         environment = {name: text for name, text in os.environ.items() if name != MARK_VARIABLE}
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
@@ -183,16 +183,16 @@ class Sentinel:
         os.set_blocking(self._pipe, False)
 
     def guard_session(self, session: int) -> None:
-        """Tell the sentinel the session of the newest command; 0 if there is none."""
+        """Tell the sentinel the session ID of the newest command, or 0 if there is none."""
         self._write(b"%d\n" % session)
 
     def release(self) -> None:
-        """End the sentinel: the supervisor has ended all processes itself."""
+        """Dismiss the sentinel: the supervisor has ended all processes itself."""
         self._write(b"done\n")
         os.close(self._pipe)
         self._process.wait()
 
     def _write(self, line: bytes) -> None:
-        # Somebody may have killed the sentinel.
+        # The sentinel may have been killed.
         with suppress(OSError):
             os.write(self._pipe, line)

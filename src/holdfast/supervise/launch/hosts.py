@@ -1,9 +1,9 @@
-"""Several hosts that run one training: they begin each attempt together, and end it together.
+"""Coordinate the hosts of one run: they begin each attempt together, and end it together.
 
-The supervisor of each host keeps one small file in a folder that all of them see, and reads the
-others' files once a second. Host 0 gives the word to begin when all are ready. Otherwise a host
-that restarts quickly would meet the store of the attempt that is still ending elsewhere, and both
-would wait for ever.
+The supervisor of each host keeps one small file in a shared folder, and reads the others' files
+once a second. Host 0 gives the start signal (``go``) when all hosts are ready. Without it, a host
+that restarts quickly would connect to the rendezvous store of the attempt that is still ending
+elsewhere, and both would wait forever.
 
 A host writes its ``state``, in this order:
 
@@ -32,14 +32,14 @@ from holdfast.core.files import make_folder, swap_in
 from holdfast.recorder.run_files import HOSTS_FOLDER, read_host
 
 _BEAT_SECONDS = 1.0
-# A network disk may show another host's file half a minute late.
+# A network file system may show changes to another host's file half a minute late.
 _SILENT_SECONDS = 60.0
-# As long as torchrun waits for the nodes of a static rendezvous.
+# The same time that torchrun waits for the nodes of a static rendezvous.
 _MAX_WAIT_SECONDS = 900.0
 _POLL_SECONDS = 0.2
-# Hosts that are this late are worth a message.
+# Print a message once hosts are this late.
 _ANNOUNCE_AFTER_SECONDS = 10.0
-# What a host keeps saying about the attempt that it has ended.
+# The facts about an ended attempt that a host keeps publishing.
 _ENDED_KEYS = ("cause", "title", "follows")
 _FINAL_STATES = ("stopped", "done")
 
@@ -58,9 +58,9 @@ class HostPosition:
 
 
 def find_host(command: Sequence[str], environment: Mapping[str, str]) -> HostPosition:
-    """Return which host this is, according to the options of a launcher such as torchrun.
+    """Return which host this is, from the options of a launcher such as torchrun.
 
-    One host of one if the options do not say.
+    The default is the only host of one.
     """
     count = _read_option(command, environment, _NODE_COUNT_OPTIONS, "PET_NNODES")
     number = _read_option(command, environment, _NODE_RANK_OPTIONS, "PET_NODE_RANK")
@@ -72,7 +72,7 @@ def find_host(command: Sequence[str], environment: Mapping[str, str]) -> HostPos
 def _read_option(
     command: Sequence[str], environment: Mapping[str, str], names: Sequence[str], variable: str
 ) -> int | None:
-    """Return the number that an option has; the environment variable counts where it is missing."""
+    """Return the number given by an option, or else by the environment variable."""
     text = environment.get(variable, "")
     following_words = [*command[1:], ""]
     for word, next_word in zip(command, following_words, strict=True):
@@ -83,7 +83,7 @@ def _read_option(
 
 
 class Hosts:
-    """What this host tells the others in the shared run directory, and what they tell it.
+    """What this host publishes to the others in the shared run directory, and what they publish.
 
     Args:
         run_path: The run directory, which all hosts share.
@@ -100,13 +100,13 @@ class Hosts:
         self._own: HostState = {"state": "coming"}
         self._beats = 0
         self._last_beat_at = 0.0
-        # What the files of the others said before we came: perhaps left by an earlier run.
+        # What the other hosts' files contained when we started; an earlier run may have left them.
         self._initial: dict[int, HostState] = {}
-        # What each host says now, and when its file last changed, on our monotonic clock.
+        # What each host publishes now, and when its file last changed, on our monotonic clock.
         self._current: dict[int, HostState] = {}
         self._changed_at: dict[int, float] = {}
         self._silent: set[int] = set()
-        # Hosts that were seen to take part in the newest attempt.
+        # Hosts that are known to have joined the newest attempt.
         self._joined: set[int] = set()
         try:
             make_folder(run_path, HOSTS_FOLDER)
@@ -114,7 +114,7 @@ class Hosts:
         except OSError as error:
             raise RunDirectoryError(
                 f"run directory {run_path} cannot be written ({error.strerror or error})",
-                limit="the hosts of one training exchange files there",
+                limit="the hosts of a run exchange files there",
                 fix="pass a --run-dir on a disk that all hosts share.",
                 rule="H722",
             ) from error
@@ -129,11 +129,11 @@ class Hosts:
             say: Prints a message.
 
         Returns:
-            None once the attempt begins; otherwise why there is nothing to begin.
+            None once the attempt begins; otherwise the reason why it cannot begin.
         """
         ticket = f"{os.getpid()}-{time.time_ns()}"
         last_go = self._own.get("go")
-        self._say("ready", ticket=ticket, **self._own_facts(*_ENDED_KEYS))
+        self._publish("ready", ticket=ticket, **self._own_facts(*_ENDED_KEYS))
         began_at = time.monotonic()
         was_announced = False
         while True:
@@ -156,7 +156,7 @@ class Hosts:
             self._beat()
 
     def _ready_tickets(self, others: Mapping[int, HostState]) -> dict[str, str]:
-        """Return the tickets of the other hosts that wait to begin, by the host's number."""
+        """Return the tickets of the other hosts that are ready to begin, by host number."""
         return {
             str(number): host["ticket"]
             for number, host in others.items()
@@ -164,15 +164,22 @@ class Hosts:
         }
 
     def _join(self, others: Mapping[int, HostState], ready: Mapping[str, str], ticket: str) -> bool:
-        """Begin if host 0, perhaps ourselves, has given the word to this ticket."""
-        go: dict[str, str] = others.get(0, {}).get("go") or {}
-        if self._number == 0 and len(ready) == self._count - 1:
+        """Begin the attempt if host 0 has given, or now gives, the start signal for this ticket.
+
+        The start signal (``go``) of host 0 holds the ticket of every host that takes part.
+        """
+        if self._number == 0:
+            if len(ready) < self._count - 1:
+                return False
             go = {**ready, "0": ticket}
-        if go.get(str(self._number)) != ticket:
-            return False
-        # Host 0 has seen all others; they have seen only host 0.
-        self._joined = {0} if self._number else {int(number) for number in ready}
-        self._say("running", ticket=ticket, go=go)
+            # Host 0 knows that all others are ready to join; the others know only about host 0.
+            self._joined = {int(number) for number in ready}
+        else:
+            go = others.get(0, {}).get("go") or {}
+            if go.get(str(self._number)) != ticket:
+                return False
+            self._joined = {0}
+        self._publish("running", ticket=ticket, go=go)
         return True
 
     def _find_obstacle(
@@ -182,7 +189,9 @@ class Hosts:
         for number, host in others.items():
             count = host.get("count")
             if count != self._count:
-                return f"host {number} was started for {count} hosts, this one for {self._count}"
+                return (
+                    f"host {number} was started for {count} hosts, but this one for {self._count}"
+                )
             took_part = last_go is not None and host.get("go") == last_go
             if host["state"] in _FINAL_STATES and took_part:
                 reasons = [host.get("title"), host.get("why", "")]
@@ -197,9 +206,9 @@ class Hosts:
     # --- while an attempt runs, and after it ---
 
     def find_failure(self, say: Callable[[str], None]) -> str | None:
-        """Return why another host has ended this attempt; None while all of them still run it.
+        """Return why another host has ended this attempt, or None while all hosts still run it.
 
-        Looks once a second. `say` prints a message about a host that is silent.
+        Checks once a second. `say` prints a message about a host that has gone silent.
         """
         if not self._beat():
             return None
@@ -217,7 +226,7 @@ class Hosts:
         if is_in_this_attempt:
             self._joined.add(number)
             return host["state"] in ("ended", "stopped")
-        # Another ticket: it has left the attempt, unless we have not yet seen it join.
+        # With another ticket it has left the attempt, unless we have not seen it join yet.
         return number in self._joined
 
     def _report_silence(self, number: int, say: Callable[[str], None]) -> None:
@@ -227,8 +236,8 @@ class Hosts:
             self._silent.add(number)
             say(f"no sign of life from host {number} for {_SILENT_SECONDS:.0f} s")
 
-    def tell_ended(self, *, cause: str, title: str, follows: bool) -> None:
-        """Tell the others that the attempt has ended here.
+    def publish_ended(self, *, cause: str, title: str, follows: bool) -> None:
+        """Publish that the attempt has ended on this host.
 
         Args:
             cause: Id of the cause in the verdict.
@@ -236,26 +245,26 @@ class Hosts:
             follows: Whether it ended only because it had ended on another host.
         """
         attempt = self._own_facts("ticket", "go")
-        self._say("ended", cause=cause, title=title, follows=follows, **attempt)
+        self._publish("ended", cause=cause, title=title, follows=follows, **attempt)
 
-    def tell_stopped(self, why: str, *, succeeded: bool) -> None:
-        """Tell the others that nothing will be started here any more."""
+    def publish_stopped(self, why: str, *, succeeded: bool) -> None:
+        """Publish that this host will start no further attempt."""
         facts = self._own_facts("ticket", "go", *_ENDED_KEYS)
-        self._say("done" if succeeded else "stopped", why=why, **facts)
+        self._publish("done" if succeeded else "stopped", why=why, **facts)
 
     # --- files ---
 
     def _own_facts(self, *keys: str) -> HostState:
         return {key: self._own[key] for key in keys if key in self._own}
 
-    def _say(self, state: str, **facts: Any) -> None:
+    def _publish(self, state: str, **facts: Any) -> None:
         self._own = {"state": state, **facts}
-        # On a disk that is full, or away for a while, the others find that this host is silent.
+        # If the disk is full or temporarily unavailable, the others see this host as silent.
         with suppress(OSError):
             self._write()
 
     def _beat(self) -> bool:
-        """Show the others once a second that this host is alive; return whether it was time to."""
+        """Show once a second that this host is alive; return whether a second had passed."""
         now = time.monotonic()
         if now - self._last_beat_at < _BEAT_SECONDS:
             return False
@@ -274,7 +283,7 @@ class Hosts:
         return time.monotonic() - self._changed_at[number] > _SILENT_SECONDS
 
     def _read_others(self) -> dict[int, HostState]:
-        """Return what the other hosts say; a file that has not changed since we came is ignored."""
+        """Return the other hosts' states, except of files unchanged since we started."""
         for number in range(self._count):
             if number == self._number:
                 continue

@@ -1,4 +1,4 @@
-"""What the supervisor asks of the kernel, which an unprivileged container may deny."""
+"""Requests to the kernel, which an unprivileged container may deny."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from holdfast.core.control_groups import fields_of, group_folders
 
 # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
-# The counters of control groups of version 2 and version 1.
+# The files with the counters of control groups, version 2 and version 1.
 _MEMORY_EVENT_FILES = ("memory.events", "memory.oom_control")
 
 
 def become_subreaper() -> None:
-    """Let every orphaned descendant become a child of this process, so that none is lost."""
+    """Make this process the parent of every orphaned descendant, so that none is lost."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def count_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes of our control group the kernel has killed for lack of memory.
+    """Return how many processes of our control group the kernel has killed for memory.
 
-    Only the innermost group that counts is read: those above it also count the kills of other jobs.
+    Only the innermost group with a counter is read, since outer groups also count the kills of
+    other jobs.
 
     Args:
         root: Where ``/proc`` and ``/sys`` are; tests pass another directory.

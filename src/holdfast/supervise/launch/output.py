@@ -1,8 +1,8 @@
-"""The output of a supervised command: copied to our own streams and into the log.
+"""Copy the output of a supervised command to our own streams and into the log.
 
-A stream of the command is a pseudo-terminal exactly where our own is a terminal, so that progress
-bars work there and a log file stays a log file. Nothing waits for the end of a stream, because an
-orphaned process may hold it open for ever.
+The command gets a pseudo-terminal exactly where our own stream is a terminal, so progress bars work
+in a terminal and log files stay plain. Nothing waits for the end of a stream, because an orphaned
+process may hold it open forever.
 
 Does not: keep the log within its size (``output_log`` does).
 """
@@ -25,29 +25,29 @@ from holdfast.supervise.launch.output_log import OutputLog
 _READ_BYTES = 64 << 10
 # poll(2) reports a pipe as writable once this many bytes fit without waiting.
 _WRITE_BYTES = select.PIPE_BUF
-# After a read of a line or two, rest: a command that prints hundreds of lines a second would
-# otherwise be read as often, for nothing.
+# After reading only a line or two, pause: otherwise a command that prints hundreds of lines a
+# second would wake us hundreds of times a second.
 _SMALL_READ_BYTES = 4096
 _REST_SECONDS = 0.02
-# How much waits for one of our own streams before the command has to wait too.
+# How much data may wait for one of our own streams before the command has to wait too.
 _MAX_PENDING_BYTES = 1 << 20
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 _STDERR = 2
-# Descriptors, each with a mask of events of `select.poll`.
+# Descriptors, each with an event mask of `select.poll`.
 PollEvents: TypeAlias = list[tuple[int, int]]
 
 
 class OwnStream:
-    """One of our own output streams, written to only as fast as it accepts data.
+    """One of our own output streams, written only as fast as it accepts data.
 
-    What a terminal does not accept (after Ctrl-S) is dropped, since it is in the log. A pipe that
-    accepts nothing holds the command up, as it would without us.
+    What a paused terminal (Ctrl-S) does not accept is dropped, since it is in the log. A full pipe
+    blocks the command, as it would without us.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.pending = bytearray()
-        # Whether the last data that was passed on ended with a line feed.
+        # Whether the last data written ended with a line feed.
         self.at_line_start = True
         self._is_broken = False
         self._is_terminal = os.isatty(descriptor)
@@ -67,7 +67,7 @@ class OwnStream:
             self.pending[:] = b"\r\n--- holdfast: output left out here, see output.log ---\r\n"
 
     def add_and_write(self, data: bytes) -> None:
-        """Add data and write what the stream accepts at once, without another turn of the loop."""
+        """Add data and write immediately what the stream accepts."""
         self.add(data)
         while self.pending and self._is_writable():
             self.write_pending()
@@ -100,7 +100,7 @@ class OutputCopier:
     def __init__(self, log: OutputLog, *, quiet: bool = False) -> None:
         self._log = log
         self._quiet = quiet
-        # By the descriptor that is read from, where it is copied to.
+        # The stream that each source descriptor is copied to.
         self._targets: dict[int, OwnStream] = {}
         self._own_streams: dict[int, OwnStream] = {}
 
@@ -123,7 +123,7 @@ class OutputCopier:
         self._own_stream(_STDERR).add_and_write(line.encode(errors="replace"))
 
     def begin_line(self, descriptor: int) -> None:
-        """End a line that the command has left unfinished on a stream, such as a progress bar."""
+        """Start a new line if the command left an unfinished one, such as a progress bar."""
         stream = self._own_stream(descriptor)
         same_place = [
             other
@@ -137,7 +137,7 @@ class OutputCopier:
             other.at_line_start = True
 
     def wanted_events(self) -> PollEvents:
-        """Return what to poll: sources that may be read, and own streams with pending data."""
+        """Return what to poll: sources that may be read, and our own streams with pending data."""
         readable = [
             (source, select.POLLIN)
             for source, target in self._targets.items()
@@ -151,7 +151,7 @@ class OutputCopier:
         return readable + writable
 
     def serve(self, ready: PollEvents) -> None:
-        """Read and write what `poll` has reported to be possible."""
+        """Read and write on the descriptors that `poll` reported as ready."""
         for descriptor, events in ready:
             if descriptor in self._targets and events & _READABLE:
                 self._read(descriptor)
@@ -160,11 +160,11 @@ class OutputCopier:
                 stream.write_pending()
 
     def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
-        """Copy what is left after the end of the command, without waiting for the end of streams.
+        """Copy the remaining output after the command ended, without waiting for streams to close.
 
         Args:
-            quiet_seconds: A source that gives nothing for this long gives nothing more: whoever
-                still holds it is an orphaned process.
+            quiet_seconds: A source that is silent for this long counts as finished: only an
+                orphaned process can still hold it open.
             flush_seconds: How long our own streams may take to accept everything.
         """
         deadline = time.monotonic() + flush_seconds
@@ -195,7 +195,7 @@ class OutputCopier:
         except BlockingIOError:
             return
         except OSError:
-            # EIO: no process holds the other side of the terminal any more.
+            # EIO: no process has the other side of the terminal open any more.
             data = b""
         if not data:
             del self._targets[source]
@@ -217,25 +217,25 @@ def poll_once(wanted: PollEvents, seconds: float) -> PollEvents:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A descriptor to read the command's output from, and the one of ours that it is copied to."""
+    """A descriptor to read the command's output from, and our own descriptor to copy it to."""
 
     descriptor: int
     copied_to: int
 
 
 class CommandStreams:
-    """The two output streams of a command: the ends that it writes to, and those we read from.
+    """The two output streams of a command: the ends that it writes to, and the ends we read.
 
     Args:
         own: Our own stdout and stderr, which decide what the command gets: a terminal for a
-            terminal, and one pipe for both where both lead to the same file.
+            terminal, and a single pipe if both lead to the same file.
     """
 
     def __init__(self, own: tuple[int, int] = (1, 2)) -> None:
-        # The command's stdout and stderr, to be closed here once it has been started.
+        # The command's stdout and stderr, which we close once the command has started.
         self.command_ends: list[int] = []
         self.sources: list[Source] = []
-        # Our side of the command's terminal, and the terminal of ours that it takes its size from.
+        # Our side of the command's terminal, and our own terminal, whose size it copies.
         self._terminal: int | None = None
         self._own_terminal: int | None = None
         pipe_end: int | None = None
@@ -243,7 +243,8 @@ class CommandStreams:
             if os.isatty(descriptor):
                 self.command_ends.append(self._open_terminal(descriptor))
             elif pipe_end is not None and _is_same_file(*own):
-                # As after 2>&1: through one pipe, the order of what is printed is kept.
+                # Both lead to the same file, as after 2>&1: a single pipe keeps the order of the
+                # output.
                 self.command_ends.append(os.dup(pipe_end))
             else:
                 our_end, pipe_end = os.pipe()
@@ -251,13 +252,13 @@ class CommandStreams:
                 self.sources.append(Source(our_end, copied_to=descriptor))
 
     def _open_terminal(self, own_terminal: int) -> int:
-        """Return a command's end of the terminal, which is opened for the first stream."""
+        """Return the command's end of the pseudo-terminal, opening it for the first stream."""
         if self._terminal is not None:
             return os.dup(self.command_ends[0])
         self._own_terminal = own_terminal
         self._terminal, command_end = os.openpty()
         settings = termios.tcgetattr(command_end)
-        # Our own terminal translates line feeds; the log gets exactly what was printed.
+        # Our own terminal translates line feeds, so that the log gets exactly what was printed.
         settings[1] &= ~termios.OPOST
         settings[3] &= ~termios.ECHO
         termios.tcsetattr(command_end, termios.TCSANOW, settings)
@@ -266,7 +267,7 @@ class CommandStreams:
         return command_end
 
     def copy_terminal_size(self) -> None:
-        """Give the command's terminal the size of ours."""
+        """Resize the command's terminal to match ours."""
         if self._terminal is None or self._own_terminal is None:
             return
         with suppress(OSError):
@@ -275,22 +276,22 @@ class CommandStreams:
             fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
 
     def close_command_ends(self) -> None:
-        """Close the command's ends here, once the command has been started with them."""
+        """Close our copies of the command's ends, once the command has started."""
         for descriptor in self.command_ends:
             os.close(descriptor)
         self.command_ends.clear()
 
 
 def open_missing_streams() -> None:
-    """Open those of the first three descriptors that were closed (``>&-``).
+    """Open any of the three standard descriptors that is closed (``>&-``).
 
-    Otherwise a file of ours would get such a number and be taken for a standard stream.
+    Otherwise a file that we open would get its number and be mistaken for a standard stream.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            # The system uses the lowest number that is free, which is this one.
+            # The system uses the lowest free number, which is this one.
             opened = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(opened, True)  # noqa: FBT003 - the parameter is positional only
 

@@ -1,7 +1,7 @@
-"""The log of what a supervised command prints: a file of bounded size.
+"""`OutputLog`: what a supervised command prints, in a file of bounded size.
 
-Once the file is full, its head and its newest part are kept and the middle is dropped, because the
-beginning of a run and its end are what explains a failure.
+Once the file is full, its beginning and its newest part are kept and the middle is dropped, because
+the beginning and the end of a run are what explains a failure.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from holdfast.core.durable import free_bytes
 from holdfast.core.files import close_descriptor, created, open_file, opened
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
-# Of a log that is too large, its first quarter and its newest half are kept.
+# When a log gets too large, its first quarter and its newest half are kept.
 _HEAD_SHARE = 4
 _NEWEST_SHARE = 2
-# After a full disk, writing is tried again once this much is free: half of a note says nothing.
+# After the disk was full, a write is tried again only once this much is free, so that the note
+# about lost output fits completely.
 _MIN_FREE_BYTES = 64 << 10
 _COPY_BYTES = 1 << 20
 
 
 class OutputLog:
-    """Append what the command prints to a file, which may exist already.
+    """Append what the command prints to a file, which may already exist.
 
-    While the file is cut, a second one of up to three quarters of `max_bytes` exists beside it.
+    While the file is being cut, a temporary file of up to three quarters of `max_bytes` exists
+    beside it.
 
     Args:
         path: The file.
         max_bytes: Size above which the middle of the file is dropped.
-        on_loss: Called once when writing begins to fail, and not again until something could be
-            written.
+        on_loss: Called once when writing starts to fail, and again only after a write has succeeded
+            in between.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -46,12 +48,12 @@ class OutputLog:
         self._max_bytes = max_bytes
         self._file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._file).st_size
-        # The line that introduces the newest attempt, and where in the file it is.
+        # The line that introduces the newest attempt, and its position in the file.
         self._attempt_line = b""
         self._attempt_offset = 0
         self._at_line_start = True
         self._is_failing = False
-        # Bytes that could not be written since something could, for example on a full disk.
+        # Bytes lost since the last successful write, for example on a full disk.
         self.lost_bytes = 0
 
     def begin_attempt(self, number: int) -> None:
@@ -65,8 +67,8 @@ class OutputLog:
     def write(self, data: bytes) -> None:
         """Append data.
 
-        A full disk loses the data and nothing else. As soon as there is space again, a line in the
-        file says how much was lost there.
+        If the disk is full, the data is lost but nothing else breaks. As soon as there is space
+        again, a line in the file states how much is missing there.
         """
         self._at_line_start = data.endswith(b"\n")
         if self._size + len(data) > self._max_bytes:
@@ -85,7 +87,7 @@ class OutputLog:
         close_descriptor(self._file)
 
     def _note_lost_bytes(self) -> bool:
-        """Write how much was lost; return whether all losses are noted in the file now."""
+        """Write a note about lost output; return whether the file now accounts for all losses."""
         lost_bytes = self.lost_bytes
         if lost_bytes == 0:
             return True
@@ -95,7 +97,8 @@ class OutputLog:
         self.lost_bytes = 0
         self._append(b"\n--- holdfast: %d bytes could not be written ---\n" % lost_bytes)
         if self.lost_bytes > 0:
-            # The note itself was lost. It is no output of the command, so it does not count.
+            # The note itself could not be written. It is not output of the command, so it does not
+            # count as lost.
             self.lost_bytes = lost_bytes
             return False
         return True
@@ -116,17 +119,17 @@ class OutputLog:
             remaining = remaining[written:]
 
     def _drop_the_middle(self) -> None:
-        """Replace the file by its head and its newest part.
+        """Replace the file by its beginning and its newest part.
 
         Raises:
-            OSError: If the new file cannot be written; the old one is then unchanged.
+            OSError: If the new file cannot be written; the old one is left unchanged.
         """
         head_bytes = self._max_bytes // _HEAD_SHARE
         newest_offset = self._size - self._max_bytes // _NEWEST_SHARE
         if newest_offset <= head_bytes:
             return
         separator = b"\n--- holdfast: %d bytes left out ---\n" % (newest_offset - head_bytes)
-        # Readers must know whose output follows, so the line of the attempt is never dropped.
+        # Readers must know which attempt the output belongs to, so its heading is never dropped.
         if head_bytes <= self._attempt_offset < newest_offset:
             self._attempt_offset = head_bytes + len(separator)
             separator += self._attempt_line

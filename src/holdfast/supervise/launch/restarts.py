@@ -1,8 +1,7 @@
-"""Whether a command is started again after an attempt, when, and with which changes.
+"""Decide whether a command is restarted after an attempt, when, and with which changes.
 
-`RULES` is the whole answer: an ordered table, of which the first rule with an answer wins. The
-rules are pure functions of what is known about the attempt, the attempts before it, and the
-budgets.
+`RULES` is an ordered table; the first rule that has an answer wins. The rules are pure functions of
+the attempt, the attempts before it, and the budgets.
 
 Does not: wait, start anything, or judge why an attempt failed (``explain`` does).
 """
@@ -19,7 +18,7 @@ from holdfast.explain.signature import Restart as RestartKind
 from holdfast.explain.verdict import Verdict
 from holdfast.supervise.launch.attempt_end import AttemptEnd
 
-# An attempt that ran this long made progress. The kubelet resets its back-off after 10 minutes
+# An attempt that ran this long counts as progress. The kubelet resets its back-off after 10 minutes
 # without a crash.
 LONG_ATTEMPT_SECONDS = 600.0
 # 2.0 ** 32 times any first delay is far above the longest delay.
@@ -28,17 +27,17 @@ _MAX_DOUBLINGS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """How often and how quickly a command is started again.
+    """How often and how quickly a command is restarted.
 
     Args:
         max_restarts: Restarts of a run, not counting preemptions. The default is that of torch's
             ``LaunchConfig.max_restarts``.
-        max_preemptions: Restarts after a preemption. The default covers a machine that is taken
-            back every hour of a night.
-        min_progress_steps: Fewer steps than this between two failures with the same cause are no
-            progress, because no checkpoint keeps them.
-        first_delay_seconds: Delay before the first restart, doubled each time. The default is that
-            of the kubelet's ``CrashLoopBackOff``.
+        max_preemptions: Restarts after a preemption. The default covers a spot machine that is
+            taken away every hour for a night.
+        min_progress_steps: Fewer steps than this between two failures with the same cause do not
+            count as progress, because no checkpoint preserves them.
+        first_delay_seconds: Delay before the first restart; it doubles each time. The default is
+            that of the kubelet's ``CrashLoopBackOff``.
         max_delay_seconds: Longest delay; the default is the kubelet's too.
     """
 
@@ -51,13 +50,13 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastAttempt:
-    """What the rules remember of an attempt that has ended.
+    """What the rules remember about an attempt that has ended.
 
     Args:
         cause: Id of the cause in its verdict.
-        kind: What the verdict allows.
-        at_step: Step at which it failed, as the training counts them; None if unknown.
-        steps: Steps that the attempt itself made; None if unknown.
+        kind: The verdict's kind, which decides whether a restart can help.
+        at_step: Step at which it failed, in the training's own count; None if unknown.
+        steps: Number of steps made in this attempt; None if unknown.
         seconds: How long it ran.
     """
 
@@ -70,15 +69,15 @@ class PastAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedAttempt:
-    """Everything that the rules look at.
+    """The input of the rules.
 
     Args:
         verdict: Why the newest attempt ended.
         end: How it ended.
-        history: All attempts of this run, the newest last.
-        budgets: How often the command may be started again.
+        history: All attempts of this run, newest last.
+        budgets: How often the command may be restarted.
         environment: The command's environment.
-        stop_signal: Name of the signal on which the training itself stopped, according to its own
+        stop_signal: Name of the signal on which the training itself stopped, according to its
             events; None if it recorded no such stop.
         follows_other_host: Whether the attempt ended only because it had failed on another host.
     """
@@ -93,7 +92,7 @@ class EndedAttempt:
 
     @property
     def preemptions(self) -> list[PastAttempt]:
-        """Return the attempts that were stopped from outside and may be resumed."""
+        """Return the attempts that were stopped from outside and can be resumed."""
         return [attempt for attempt in self.history if attempt.kind == "preempted"]
 
     @property
@@ -103,13 +102,13 @@ class EndedAttempt:
 
     @property
     def changes(self) -> dict[str, str]:
-        """Return the environment variables that the verdict would really change."""
+        """Return the verdict's environment variables that would change anything."""
         return effective_changes(self.environment, dict(self.verdict.changes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAgain:
-    """Start the command again.
+    """Restart the command.
 
     Args:
         cause: Id of the cause of the attempt that failed.
@@ -126,7 +125,7 @@ class StartAgain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRun:
-    """Do not start the command again; `why` is a clause without a full stop."""
+    """Do not restart the command; `why` is a clause without a full stop."""
 
     why: str
 
@@ -148,28 +147,28 @@ def decide_restart(attempt: EndedAttempt) -> RestartDecision:
 
 
 def user_or_scheduler_requested_the_end(attempt: EndedAttempt) -> RestartDecision | None:
-    """A signal that asked the supervisor to end also forbids another attempt."""
+    """A signal that asked the supervisor to stop also forbids another attempt."""
     if attempt.end.requested_by is None:
         return None
     return EndRun(why=f"{signal.Signals(attempt.end.requested_by).name} asked the run to stop")
 
 
 def training_stopped_on_a_signal(attempt: EndedAttempt) -> RestartDecision | None:
-    """A training that was signalled directly says so itself; its exit code may be anything."""
+    """A training process that was signalled directly records it; its exit code may be anything."""
     if attempt.stop_signal is None or attempt.end.was_ended_by_supervisor:
         return None
     return EndRun(why=f"the training stopped on {attempt.stop_signal}")
 
 
 def command_succeeded(attempt: EndedAttempt) -> RestartDecision | None:
-    """Exit code 0 is success, unless a hang had to be ended first."""
+    """Exit code 0 means success, unless we ended the command because of a hang."""
     if attempt.end.status != 0 or attempt.end.hang is not None:
         return None
     return EndRun(why="the command exited with code 0")
 
 
 def only_the_exit_hung(attempt: EndedAttempt) -> RestartDecision | None:
-    """A process that hangs while its interpreter exits has finished its work."""
+    """A process that hangs during interpreter exit has finished its work."""
     hang = attempt.end.hang
     if hang is None or hang.remedy != "end":
         return None
@@ -180,7 +179,7 @@ def only_the_exit_hung(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def other_host_decides(attempt: EndedAttempt) -> RestartDecision | None:
-    """The host on which the attempt failed decides; this one follows while any budget is left."""
+    """The host that failed decides; this one follows as long as a budget is left."""
     if not attempt.follows_other_host:
         return None
     budgets = attempt.budgets
@@ -197,21 +196,21 @@ def other_host_decides(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def verdict_is_a_good_end(attempt: EndedAttempt) -> RestartDecision | None:
-    """Judged by its recording, the command ended well whatever its exit code was."""
+    """According to its recording the command ended well, whatever its exit code."""
     if attempt.verdict.family != "ended well":
         return None
     return EndRun(why="the command ended well")
 
 
 def restart_cannot_help(attempt: EndedAttempt) -> RestartDecision | None:
-    """An error in the script, for example, comes back each time."""
+    """Some causes, such as an error in the script, would recur every time."""
     if attempt.verdict.restart != "stop":
         return None
     return EndRun(why="restarting would not help")
 
 
 def preempted(attempt: EndedAttempt) -> RestartDecision | None:
-    """A run that was stopped from outside may resume, within a budget of its own."""
+    """A run that was stopped from outside may resume; such restarts have a budget of their own."""
     if attempt.verdict.restart != "preempted":
         return None
     budgets = attempt.budgets
@@ -225,14 +224,14 @@ def preempted(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def nothing_left_to_change(attempt: EndedAttempt) -> RestartDecision | None:
-    """A cause such as out of memory passes only if something is changed."""
+    """Some causes, such as out of memory, go away only if a setting is changed."""
     if attempt.verdict.restart != "remedy" or attempt.changes:
         return None
     return EndRun(why="no setting is left to change that would help")
 
 
 def same_failure_again(attempt: EndedAttempt) -> RestartDecision | None:
-    """A failure that comes back at once will come back again, unless something new is changed."""
+    """A failure that recurred without progress will recur, unless a new setting changes."""
     if attempt.changes:
         return None
     why = find_repetition(attempt.failures, attempt.budgets)
@@ -240,7 +239,7 @@ def same_failure_again(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def restarts_used_up(attempt: EndedAttempt) -> RestartDecision | None:
-    """The budget for failures, which preemptions do not count against."""
+    """Failures have a budget; preemptions do not count against it."""
     max_restarts = attempt.budgets.max_restarts
     if len(attempt.failures) <= max_restarts:
         return None
@@ -250,7 +249,7 @@ def restarts_used_up(attempt: EndedAttempt) -> RestartDecision | None:
 
 
 def start_with_changed_settings(attempt: EndedAttempt) -> RestartDecision | None:
-    """A changed setting needs no delay: it is not time that helps."""
+    """If a setting is changed, restart without delay, since waiting would not help."""
     changes = attempt.changes
     if not changes:
         return None
@@ -259,7 +258,7 @@ def start_with_changed_settings(attempt: EndedAttempt) -> RestartDecision | None
 
 
 def start_after_a_delay(attempt: EndedAttempt) -> StartAgain:
-    """Without any reason against it, a cause that time may remove is worth another attempt."""
+    """If no rule objects, the cause may be temporary, so another attempt is worthwhile."""
     return StartAgain(
         cause=attempt.verdict.cause,
         why="the cause may have passed",
@@ -267,8 +266,8 @@ def start_after_a_delay(attempt: EndedAttempt) -> StartAgain:
     )
 
 
-# The first rule that has an answer wins. The order is the argument: what somebody asked for comes
-# before what the verdict says, and what cannot help is refused before a budget is spent on it.
+# The first rule that has an answer wins. The order is the argument: requests come before verdicts,
+# and restarts that cannot help are refused before they use up a budget.
 RULES: tuple[Rule, ...] = (
     user_or_scheduler_requested_the_end,
     training_stopped_on_a_signal,
@@ -289,7 +288,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def find_repetition(failures: Sequence[PastAttempt], budgets: Budgets) -> str | None:
-    """Return why the newest failure counts as a repetition of the one before it, or None."""
+    """Return why the newest failure counts as a repetition of the previous one, or None."""
     if len(failures) < 2:
         return None
     before, newest = failures[-2:]
@@ -297,31 +296,31 @@ def find_repetition(failures: Sequence[PastAttempt], budgets: Budgets) -> str | 
         return None
     if before.at_step is not None and newest.at_step is not None:
         if newest.at_step == before.at_step:
-            return f"the same failure came twice at step {newest.at_step}"
+            return f"the same failure occurred twice at step {newest.at_step}"
         if abs(newest.at_step - before.at_step) < budgets.min_progress_steps:
-            return f"the same failure came twice within {budgets.min_progress_steps} steps"
+            return f"the same failure occurred twice within {budgets.min_progress_steps} steps"
     if newest.steps is not None and newest.steps < budgets.min_progress_steps:
-        return f"the same failure came again after {newest.steps} steps"
+        return f"the same failure recurred after {newest.steps} steps"
     if newest.steps is None and newest.seconds < LONG_ATTEMPT_SECONDS:
-        return "the same failure came again without visible progress in between"
+        return "the same failure recurred without visible progress in between"
     return None
 
 
 def restart_delay_seconds(attempts: Sequence[PastAttempt], budgets: Budgets) -> float:
-    """Return the delay after the newest attempt, doubled for each one since the last long one."""
+    """Return the delay before the next attempt: it doubles with every attempt since a long one."""
     in_a_row = 0
     for attempt in attempts:
         if attempt.seconds >= LONG_ATTEMPT_SECONDS:
             in_a_row = 0
         in_a_row += 1
     doublings = min(in_a_row - 1, _MAX_DOUBLINGS)
-    # A first delay above the longest one was asked for, and holds.
+    # A first delay above the maximum was configured on purpose, so it is respected.
     longest = max(budgets.max_delay_seconds, budgets.first_delay_seconds)
     return min(longest, budgets.first_delay_seconds * 2.0**doublings)
 
 
 def effective_changes(environment: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables whose value would really change, with their new values.
+    """Return only the variables whose value would change, with their new values.
 
     The allocator's settings are a list of ``key:value``; keys that `changes` does not name keep
     their values.
@@ -337,9 +336,9 @@ def effective_changes(environment: Mapping[str, str], changes: Mapping[str, str]
 
 
 def merge_allocator_settings(present: str, wanted: str) -> str:
-    """Return both lists of ``key:value`` in one, in which `wanted` wins.
+    """Merge two lists of ``key:value``; entries of `wanted` win.
 
-    A value may itself be a list in brackets, whose commas separate nothing here.
+    A value may itself be a list in brackets, whose commas are not separators here.
     """
     entries = {}
     for entry in re.split(r",(?![^\[]*\])", f"{present},{wanted}"):

@@ -1,7 +1,7 @@
-"""The directory of a supervised run: where it is, its lock, and the description of the run.
+"""The directory of a supervised run: its path, its lock and the description of the run.
 
 Only one supervisor at a time may use a run directory. The description (``supervised.json``) is
-written before anything is started, so that it survives whatever happens then.
+written before anything is started, so that it exists whatever happens later.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FORMAT = 1
 _RUNS_FOLDER = "runs"
 _LAST_LINK = "last"
 _MAX_NAME_LENGTH = 60
-# Takes no lock and runs no program of the repository. Files that git does not track, such as those
-# in runs/, are no changes.
+# The options keep git from taking a lock and from running programs configured in the repository.
+# Untracked files, such as those in runs/, do not count as changes.
 _GIT_STATUS = (
     "git",
     "--no-optional-locks",
@@ -49,7 +49,7 @@ _GIT_STATUS = (
     "--untracked-files=no",
 )
 _GIT_SECONDS = 60.0
-# How long the end of a run waits for git, for commands that take no longer than git does.
+# How long the end of a run waits for git. This matters only for commands that end before git.
 _GIT_LAST_SECONDS = 1.0
 _MAX_CHANGED_FILES = 20
 _GIT_HEADER = "# branch."
@@ -61,8 +61,8 @@ def choose_folder(
     """Return a path for a new run directory, which does not exist yet.
 
     Args:
-        command: The command; its script, module or program gives the name.
-        started: Unix time in seconds, which follows in the name, in UTC.
+        command: The command, whose script, module or program gives the folder its name.
+        started: Unix time in seconds; appended to the name, in UTC.
         parent: The directory of all runs.
     """
     name = re.sub(r"[^\w.-]", "_", _name_of_command(command))[:_MAX_NAME_LENGTH] or "run"
@@ -88,8 +88,8 @@ def _name_of_command(command: Sequence[str]) -> str:
 class RunFolder:
     """A run directory, created if it is missing, and locked until `close`.
 
-    The lock also ends with the process, however it ends. A directory that was used before is
-    continued, because a scheduler starts the same command again.
+    The lock is released with the process, however that ends. A directory that was used before is
+    continued, because schedulers start the same command again.
 
     Args:
         path: The run directory.
@@ -123,7 +123,7 @@ class RunFolder:
             raise self.unusable(error) from error
 
     def _check_format(self) -> None:
-        # A damaged description is written again, so it counts as one of our own.
+        # A damaged description is simply rewritten, so treat it as our own format.
         file_format = FORMAT
         with suppress(OSError, ValueError, RecursionError, AttributeError):
             file_format = json.loads(read_file(self._file)).get("format", FORMAT)
@@ -145,12 +145,12 @@ class RunFolder:
         )
 
     def next_attempt(self) -> int:
-        """Return the number of the next attempt: one more than the last that left anything here."""
+        """Return the number of the next attempt: one more than the last that left a trace here."""
         return max([-1, *self._recorded_attempts()]) + 1
 
     def _recorded_attempts(self) -> Iterator[int]:
-        # Any event counts, because the ring is finite and the last start may have been overwritten.
-        # The event of a restart names an attempt that may never have begun.
+        # Look at all kinds of events, because the ring is finite and the newest start may have been
+        # overwritten. Skip restarts: they name an attempt that may never have begun.
         with suppress(OSError, RunDirectoryError):
             for event in read_events(self.supervisor):
                 attempt = event.data.get("attempt")
@@ -160,7 +160,7 @@ class RunFolder:
             yield process.attempt
 
     def write_description(self, command: Sequence[str], started: float) -> None:
-        """Write what is known about the run before it starts.
+        """Write the description of the run, before it starts.
 
         Args:
             command: The words of the command.
@@ -185,12 +185,12 @@ class RunFolder:
         self._description = description
 
     def add_git_state(self) -> None:
-        """Add the commit of the working directory and what has changed there, in the background."""
+        """Add the working directory's commit and its changed files, in the background."""
         self._git_thread = threading.Thread(target=self._add_git_state, daemon=True)
         self._git_thread.start()
 
     def _add_git_state(self) -> None:
-        # There may be no git, no repository, or one that takes too long.
+        # There may be no git or no repository, or git may take too long.
         with suppress(OSError, subprocess.SubprocessError):
             status = subprocess.run(  # noqa: S603 - our own command line
                 _GIT_STATUS, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
@@ -198,16 +198,16 @@ class RunFolder:
             self._write({**self._description, "git": parse_git_status(status.stdout)})
 
     def update_last_link(self, run_path: Path) -> None:
-        """Let ``runs/last`` point to a run that is in a directory called ``runs``.
+        """Point ``runs/last`` to the run, if it lies in a directory called ``runs``.
 
-        A file of that name that is no link is left alone.
+        An existing ``last`` that is not a symbolic link is left alone.
         """
         parent = run_path.parent
         link = parent / _LAST_LINK
         if parent.name != _RUNS_FOLDER or (link.exists() and not link.is_symlink()):
             return
         temporary = parent / f".tmp-{_LAST_LINK}-{os.getpid()}"
-        # Some file systems have no links. The path of the run is printed anyway.
+        # Some file systems have no symbolic links. The path of the run is printed in any case.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(run_path.name)

@@ -1,17 +1,17 @@
-"""When the command of an attempt has to end: who asked for that, and when it is killed.
+"""Decide when the command of an attempt has to end, and when it is killed.
 
 What happens on SIGTERM, in order:
 
 1. ``signals`` forwards it to the command, inside the signal handler.
 2. `Shutdown.note_signal` starts the grace period, `grace_seconds`. A second Ctrl-C, or any third
    request, ends it at once.
-3. If the command has ended by then, ``attempt`` asks the processes that it left behind to end, with
-   a short grace period of their own.
-4. At `kill_at`, ``attempt`` kills with SIGKILL whatever still runs.
-5. ``restarts`` starts nothing again, because somebody asked for the end.
+3. Once the command has ended, ``attempt`` asks the processes that it left behind to end, with a
+   short grace period of their own.
+4. At `kill_at`, ``attempt`` sends SIGKILL to whatever still runs.
+5. ``restarts`` refuses another attempt, because the end was requested.
 
-A hang and a failure on another host take the same way, except that the supervisor sends the SIGTERM
-itself, and that ``restarts`` decides about another attempt.
+A hang and a failure on another host take the same path, except that the supervisor sends the
+SIGTERM itself and that another attempt may follow.
 
 Does not: send signals, or look at a clock (``attempt`` passes the time).
 """
@@ -23,7 +23,7 @@ import signal
 
 from holdfast.supervise.launch.signals import ASKING_TO_END, FORWARDED
 
-# Whoever asks for the third time means it, and so does whoever presses Ctrl-C a second time.
+# A third request is meant seriously, and so is a second Ctrl-C.
 _REQUESTS_TO_KILL = 3
 # A shell and a wrapper around us may both forward one Ctrl-C.
 _SAME_INTERRUPT_SECONDS = 0.5
@@ -32,7 +32,7 @@ _SHELL_SIGNAL_BASE = 128
 
 
 class Shutdown:
-    """Who asked the command to end, and the times at which it is asked and killed.
+    """Who asked the command to end, and when it is asked and killed.
 
     All times are on the clock of `time.monotonic`.
 
@@ -42,11 +42,11 @@ class Shutdown:
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
-        # The last signal that the supervisor sent on its own account, or None.
+        # The last signal that the supervisor sent on its own initiative, or None.
         self.signal_sent: int | None = None
-        # When the supervisor asks the command to end on its own account.
+        # When the supervisor will ask the command to end on its own initiative, or None.
         self.terminate_at = math.inf
-        # When everything that still runs is killed.
+        # When everything that still runs will be killed.
         self.kill_at = math.inf
         # Signals that asked us to end, in order.
         self._requests: list[int] = []
@@ -60,11 +60,11 @@ class Shutdown:
 
     @property
     def request_count(self) -> int:
-        """Return how often a user or a scheduler has asked us to end."""
+        """Return how many times a user or a scheduler has asked us to end."""
         return len(self._requests)
 
     def note_signal(self, number: int, now: float) -> None:
-        """Note a signal that was forwarded, and limit the command's time if it asks to end."""
+        """Note a forwarded signal; if it asks to end, limit the command's remaining time."""
         if number in FORWARDED:
             self._forwarded.append(number)
         if number not in ASKING_TO_END:
@@ -76,14 +76,14 @@ class Shutdown:
         self.kill_within(0.0 if is_urgent else self.grace_seconds, now)
 
     def _is_second_interrupt(self, now: float) -> bool:
-        """Return whether Ctrl-C was pressed again, as opposed to forwarded twice."""
+        """Return whether Ctrl-C was pressed twice, as opposed to one press forwarded twice."""
         if self._first_interrupt_at is None:
             self._first_interrupt_at = now
             return False
         return now - self._first_interrupt_at >= _SAME_INTERRUPT_SECONDS
 
     def note_terminated(self, now: float) -> None:
-        """Note that the supervisor has asked the command to end on its own account."""
+        """Note that the supervisor has asked the command to end on its own initiative."""
         self.signal_sent = signal.SIGTERM
         self.terminate_at = math.inf
         self.kill_within(self.grace_seconds, now)
@@ -94,14 +94,14 @@ class Shutdown:
         self.kill_at = math.inf
 
     def kill_within(self, seconds: float, now: float) -> None:
-        """Bring the time of the kill forward, never back."""
+        """Move the time of the kill earlier, never later."""
         self.kill_at = min(self.kill_at, now + seconds)
 
     def requested_by(self, status: int) -> int | None:
-        """Return the signal that asked the command to end, given how it ended; None if none did.
+        """Return the signal by which somebody requested the end of the command, or None.
 
-        SIGINT and SIGTERM always ask for the end. After SIGHUP the terminal is gone, so nobody
-        would see another start. The other signals may mean anything: they asked for the end if the
+        SIGINT and SIGTERM always request the end. After SIGHUP the terminal is gone, so nobody
+        would see another attempt. Other signals may mean anything: they count as a request if the
         command died of one.
 
         Args:
@@ -116,7 +116,7 @@ class Shutdown:
 
 
 def signal_in_status(status: int) -> int:
-    """Return the signal that a command died of, also if a shell reports it as an exit code.
+    """Return the signal that a command died of, even if a shell reported it as an exit code.
 
     Without such a signal, the number is that of none.
     """

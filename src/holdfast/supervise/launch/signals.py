@@ -1,4 +1,4 @@
-"""Signals to the supervisor, forwarded to the command as a terminal or a scheduler would send them.
+"""Forward signals from the supervisor to the command, as a terminal or a scheduler would.
 
 The command has a session of its own, so no signal of the terminal reaches it directly, and each is
 forwarded exactly once:
@@ -29,20 +29,20 @@ TO_GROUP = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
 TO_COMMAND = frozenset({signal.SIGTERM})
 TO_HANDLERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 FORWARDED = TO_GROUP | TO_COMMAND | TO_HANDLERS
-# These ask the command to end, and its grace period begins. A process that handles one of the
-# others may well continue.
+# These request the end of the command and start its grace period. A process that handles one of the
+# other signals may well continue.
 ASKING_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
 _READ_BYTES = 4096
 
 
 class Signals:
-    """Forward signals while the context lasts; `take` returns those that have arrived.
+    """Context manager that forwards signals; `take` returns those that have arrived.
 
     A signal that is ignored when we start stays ignored, by the command too: that is what ``nohup``
     asks for.
 
     Args:
-        tree: The processes of the command, which are suspended together with us.
+        tree: The processes of the command, which Ctrl-Z suspends together with us.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -50,11 +50,11 @@ class Signals:
         # PID of the command, which leads its process group; None before it starts and after it has
         # ended.
         self.command: int | None = None
-        # PIDs below the command to which a signal was forwarded individually. They may be saving
-        # now, and end afterwards.
+        # PIDs of descendants to which a signal was forwarded individually. They may be saving now,
+        # and exit afterwards.
         self.notified: set[int] = set()
         self._received: deque[int] = deque()
-        # Received while there was no command to forward them to.
+        # Signals received while there was no command to forward them to.
         self._waiting: list[int] = []
         self._previous_handlers: dict[int, Any] = {}
         # `wake` is readable when a signal has arrived or `wake_up` was called.
@@ -74,17 +74,17 @@ class Signals:
         trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous_handlers.items():
-            # None stands for a handler that was not installed by Python.
+            # None means that the handler was not installed by Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_wakeup)
-        # A thread that is late must not write to another file that gets the same number.
+        # A late thread must not write to another file that gets the same descriptor.
         wake_writer = self._wake_writer
         self._wake_writer = -1
         os.close(self.wake)
         os.close(wake_writer)
 
     def attach(self, command: int) -> None:
-        """Forward signals to this command from now on, and those that arrived since `take`."""
+        """Forward signals to this command from now on, including those that arrived meanwhile."""
         self.command = command
         self.notified.clear()
         while self._waiting:
@@ -96,18 +96,18 @@ class Signals:
 
     def wake_up(self) -> None:
         """Wake the main thread; may be called from any thread."""
-        # A full pipe wakes the main thread as well.
+        # If the pipe is full, the main thread will wake up anyway.
         with suppress(OSError):
             os.write(self._wake_writer, b"\0")
 
     def take(self) -> list[int]:
         """Return the signals that have arrived since the last call, in order."""
         with suppress(BlockingIOError):
-            # A read that fills the buffer may have left some.
+            # A read that fills the buffer may have left more to read.
             while len(os.read(self.wake, _READ_BYTES)) == _READ_BYTES:
                 continue
         self._waiting.clear()
-        # A handler may append meanwhile, so only those that are there now are removed.
+        # A handler may append meanwhile, so remove only the signals that are returned.
         return [self._received.popleft() for _ in range(len(self._received))]
 
     def _install(self, number: int, handler: Any) -> None:
@@ -119,7 +119,7 @@ class Signals:
         signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Forward at once, in the handler: the main thread may be busy with a slow terminal."""
+        """Forward immediately, in the handler: the main thread may be busy with a slow terminal."""
         self._received.append(number)
         if self.command is None:
             self._waiting.append(number)
@@ -140,10 +140,10 @@ class Signals:
             signal_all(handlers, number)
 
     def _on_suspend(self, _number: int, _frame: FrameType | None) -> None:
-        """Suspend the command with us, as Ctrl-Z does, and continue it with us.
+        """Suspend the command together with us, as Ctrl-Z does, and continue it with us.
 
-        By SIGSTOP, because the kernel ignores SIGTSTP in a process group whose parent is in another
-        session.
+        Uses SIGSTOP, because the kernel ignores SIGTSTP in a process group whose parent is in
+        another session.
         """
         processes = set() if self.command is None else self._tree.processes()
         signal_all(processes, signal.SIGSTOP)
@@ -152,9 +152,9 @@ class Signals:
 
 
 def find_handlers(command: int, number: int) -> set[int]:
-    """Return the uppermost processes of a command's tree that handle a signal.
+    """Return the topmost processes of a command's tree that handle a signal.
 
-    Processes below one that handles it are left out: it is for their ancestor to tell them.
+    Descendants of such a process are left out: it is up to their ancestor to notify them.
     """
     children: dict[int, list[int]] = {}
     for process in read_table().values():

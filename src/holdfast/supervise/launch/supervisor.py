@@ -1,7 +1,7 @@
-"""Run a command to its end: attempt after attempt, each judged, until no other one is worthwhile.
+"""`Supervisor`: run a command, judge how each attempt ended, and restart it while that helps.
 
-`Supervisor.run` is the loop. What happens while one attempt runs is in ``attempt``; whether another
-one follows is decided in ``restarts``.
+`Supervisor.run` is the loop. ``attempt`` holds what happens while an attempt runs; ``restarts``
+decides whether another one follows.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from holdfast.supervise.watch.limits import HangLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What is run under supervision, and how.
+    """What to run under supervision, and how.
 
     Args:
         command: The words of the command.
         program: Path of the file that its first word names.
         run_path: The run directory.
-        is_run_path_shared: Whether all hosts use this directory, if the command runs on several.
-        budgets: How often it is started again.
-        hang_limits: How long phases of training may take; None turns watching off.
-        observe: Whether its Python processes record themselves.
+        is_run_path_shared: Whether all hosts of a multi-host run use this directory.
+        budgets: How often the command is restarted.
+        hang_limits: How long phases of training may take; None turns off watching.
+        observe: Whether the command's Python processes record themselves.
         grace_seconds: Time between asking the command to end and SIGKILL.
-        max_log_bytes: Size of the log of what it prints.
+        max_log_bytes: Maximum size of the output log.
     """
 
     command: tuple[str, ...]
@@ -77,7 +77,7 @@ class RunOptions:
     budgets: Budgets = field(default_factory=Budgets)
     hang_limits: HangLimits | None = field(default_factory=HangLimits)
     observe: bool = True
-    # Schedulers leave 30 s between SIGTERM and SIGKILL.
+    # Schedulers allow 30 s between SIGTERM and SIGKILL.
     grace_seconds: float = 25.0
     max_log_bytes: int = 256 << 20
 
@@ -90,7 +90,7 @@ class RunOutcome:
         exit_code: Exit code of the last attempt, as a shell reports it.
         attempts: How often the command was started.
         seconds: Time from the first start to the end.
-        why: Why it is not started again, as a clause without a full stop.
+        why: Why it is not restarted, as a clause without a full stop.
         verdict: Why the last attempt ended.
         run_path: The run directory.
     """
@@ -105,7 +105,7 @@ class RunOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
-    """What exists once for all attempts while the supervisor runs."""
+    """The objects that live as long as the supervisor, across attempts."""
 
     mark: str
     tree: Tree
@@ -114,10 +114,10 @@ class _Session:
 
 
 class Supervisor:
-    """Run a command to its end, from the main thread of this process.
+    """Runs a command and restarts it while that helps; must be used from the main thread.
 
     Args:
-        options: What is run, and how.
+        options: What to run, and how.
         quiet: Whether to print nothing but what the command prints.
 
     Raises:
@@ -140,10 +140,12 @@ class Supervisor:
         self.run_path = self._folder.path
         with ExitStack() as on_error:
             on_error.callback(self._folder.close)
-            # Number of the attempt, from 0; a run directory that was used before continues.
+            # Number of the attempt, from 0; in a run directory that was used before, numbering
+            # continues.
             self._number = self._folder.next_attempt()
             self._open_recording()
-            # Only once the lock is ours, so that a second supervisor of this host is not heard.
+            # Only after taking the lock, so that a second supervisor on this host publishes
+            # nothing.
             self._hosts: Hosts | None = None
             if host.count > 1:
                 self._hosts = Hosts(options.run_path.expanduser(), host)
@@ -166,10 +168,10 @@ class Supervisor:
     # --- the run ---
 
     def run(self) -> RunOutcome:
-        """Run attempts until no other one is worthwhile. No process of the command is left then.
+        """Run attempts until none is worthwhile any more. No process of the command is left then.
 
         Raises:
-            RunDirectoryError: H725 if the hosts of a training could not begin together.
+            RunDirectoryError: H725 if the hosts of the run could not begin together.
         """
         become_subreaper()
         started_at = time.monotonic()
@@ -188,7 +190,7 @@ class Supervisor:
                 self._number += 1
             self.emit(process_events.Stopped(why=decision.why))
             if self._hosts is not None:
-                self._hosts.tell_stopped(decision.why, succeeded=end.status == 0)
+                self._hosts.publish_stopped(decision.why, succeeded=end.status == 0)
         return RunOutcome(
             exit_code=end.exit_code,
             attempts=self._number - first_number + 1,
@@ -203,7 +205,7 @@ class Supervisor:
         own_process = read_process(os.getpid())
         start_ticks = own_process.ticks if own_process is not None else 0
         mark = f"{os.getpid()}-{start_ticks}"
-        # Before anything of ours is started: what exists now does not belong to the command.
+        # Taken before we start anything: processes that exist now do not belong to the command.
         tree = Tree(mark)
         with ExitStack() as stack:
             stack.callback(self._folder.close)
@@ -215,7 +217,7 @@ class Supervisor:
             yield _Session(mark=mark, tree=tree, sentinel=sentinel, signals=signals)
 
     def _run_attempt(self, session: _Session) -> AttemptEnd:
-        """Start the command, serve it to its end, and record both."""
+        """Start the command, serve it until it ends, and record start and end."""
         options = self._options
         self._log.begin_attempt(self._number)
         remove_verdict(self.run_path)
@@ -226,7 +228,7 @@ class Supervisor:
         session.sentinel.guard_session(attempt.child.pid)
         with self._watching(attempt):
             end = attempt.serve()
-        # The number of the session may be a stranger's from now on.
+        # From now on another session may get this number.
         session.sentinel.guard_session(0)
         oom_kills = _difference(oom_kills_before, count_oom_kills())
         pid = attempt.child.pid
@@ -245,6 +247,7 @@ class Supervisor:
         return end
 
     def _start_command(self, session: _Session) -> Attempt:
+        """Start the command of this attempt, with its output streams."""
         options = self._options
         environment = make_environment(
             self._environment, self.run_path, self._number, session.mark, observe=options.observe
@@ -268,9 +271,9 @@ class Supervisor:
 
     @contextmanager
     def _watching(self, attempt: Attempt) -> Iterator[None]:
-        """Look for hangs and leaks while the context lasts, in threads of their own."""
+        """Context manager that looks for hangs and leaks, in threads of their own."""
         limits = self._options.hang_limits
-        # Processes that do not record themselves show nothing that could be watched.
+        # Processes that do not record themselves cannot be watched.
         if limits is None or not self._options.observe:
             yield
             return
@@ -291,7 +294,7 @@ class Supervisor:
     # --- after an attempt ---
 
     def _judge(self, end: AttemptEnd) -> Judgement:
-        """Find out why the attempt ended, and write it down."""
+        """Determine why the attempt ended, and record the verdict."""
         judgement = judge_attempt(self.run_path, self._number)
         verdict = judgement.verdict
         if judgement.error is not None:
@@ -313,7 +316,7 @@ class Supervisor:
         return judgement
 
     def _decide(self, end: AttemptEnd, judgement: Judgement) -> RestartDecision:
-        """Decide what follows the attempt, and tell the other hosts how it ended."""
+        """Decide what follows the attempt, and publish to the other hosts how it ended."""
         verdict = judgement.verdict
         follows = False
         if self._hosts is not None:
@@ -331,13 +334,13 @@ class Supervisor:
         )
         if self._hosts is not None:
             is_no_cause = follows or verdict.family == "ended well"
-            self._hosts.tell_ended(cause=verdict.cause, title=verdict.title, follows=is_no_cause)
+            self._hosts.publish_ended(cause=verdict.cause, title=verdict.title, follows=is_no_cause)
         return decision
 
     def _wait_before_restart(
         self, decision: RestartDecision, verdict: Verdict, session: _Session
     ) -> RestartDecision:
-        """Wait for the delay and for the other hosts; a signal meanwhile ends the run."""
+        """Wait for the delay and for the other hosts; a signal during the wait ends the run."""
         if isinstance(decision, EndRun):
             return decision
         self._announce_restart(decision, verdict)
@@ -368,11 +371,11 @@ class Supervisor:
         )
 
     def _sleep(self, seconds: float, signals: Signals) -> bool:
-        """Return True after some seconds, False as soon as a signal asks to end."""
+        """Return True after `seconds`, or False as soon as a signal asks us to end."""
         deadline = time.monotonic() + seconds
         while True:
             for number in signals.take():
-                # Between attempts there is no command that could handle it.
+                # Between attempts there is no command that could handle the signal.
                 if number in FORWARDED:
                     self.emit(process_events.Signal(number=number))
                     return False
@@ -396,11 +399,11 @@ class Supervisor:
         if obstacle is None:
             return
         assert self._hosts is not None
-        self._hosts.tell_stopped(obstacle, succeeded=False)
+        self._hosts.publish_stopped(obstacle, succeeded=False)
         raise RunDirectoryError(
             f"this host did not begin: {obstacle}",
             limit=(
-                "the hosts of one training begin together, and exchange files in the run directory"
+                "the hosts of a run begin together, and exchange files in the run directory"
             ),
             fix=(
                 "start the command on every host, with the same --run-dir on a disk that all of"
@@ -412,11 +415,11 @@ class Supervisor:
     # --- recording and printing ---
 
     def begin_line(self, descriptor: int) -> None:
-        """End a line that the command has left unfinished on one of our streams, after the run."""
+        """After the run, start a new line if the command left an unfinished one on our streams."""
         self._copier.begin_line(descriptor)
 
     def emit(self, data: EventData) -> None:
-        """Record an event, at its own step or that of the training. Any thread may call this."""
+        """Record an event, by default at the training's current step. Thread-safe."""
         now = time.time()
         step = getattr(data, "step", None)
         if step is None:
@@ -440,22 +443,22 @@ class Supervisor:
             self._copier.print_message(f"{self._folder.supervisor.name}/{what}")
 
     def _step_of_training(self) -> int | None:
-        """Return the step that the training has reached, as it counts; None without trainers."""
+        """Return the training's current step, in its own count; None without trainers."""
         return max((standing.step for standing in self._standings()), default=None)
 
     def _steps_of_attempt(self) -> int | None:
-        """Return the steps that this attempt has made itself; None without trainers."""
+        """Return the number of steps made in this attempt; None without trainers."""
         return max((standing.made for standing in self._standings()), default=None)
 
     def _standings(self) -> Iterator[Standing]:
-        """Yield what the boards of this attempt's trainers show."""
+        """Yield the current contents of the progress boards of this attempt's trainers."""
         for folder, process in read_processes(self.run_path):
             if process.attempt != self._number or process.role != "trainer":
                 continue
             try:
                 standing = read_board(folder / BOARD_FILE)
             except HoldfastError:
-                # A newer holdfast in the command's environment wrote it.
+                # It was written by a newer holdfast in the command's environment.
                 continue
             if standing is not None:
                 yield standing

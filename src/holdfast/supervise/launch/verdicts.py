@@ -1,6 +1,6 @@
-"""The verdict on an attempt that has ended: asked of ``explain``, and written down.
+"""Ask ``explain`` for the verdict on an attempt that has ended, and write it down.
 
-Imports ``explain`` only when an attempt has ended, because the supervisor should start quickly.
+``explain`` is imported only after an attempt has ended, so that the supervisor starts quickly.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from holdfast.recorder.run_files import VERDICT_FILE
 
 # Id of the cause "unknown".
 _UNKNOWN = "H1600"
-# Id of the cause of an attempt in which another rank failed first.
+# Id of the cause of an attempt that failed because another rank failed first.
 _ANOTHER_RANK_FAILED = "H114"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What is known about the end of an attempt.
+    """The verdict on an attempt, with what its recording adds.
 
     Args:
         verdict: Why it ended.
-        stop_signal: Name of the signal on which the training itself stopped, according to its own
+        stop_signal: Name of the signal on which the training itself stopped, according to its
             events; None if it recorded no such stop.
         error: Why the attempt could not be judged, or None.
     """
@@ -40,7 +40,7 @@ class Judgement:
 
 
 def judge_attempt(run_path: Path, number: int) -> Judgement:
-    """Return why an attempt ended. Never raises, whatever the run directory contains."""
+    """Return why an attempt ended. Never raises, whatever is in the run directory."""
     stop_signal = None
     try:
         from holdfast.explain.collecting import collect
@@ -58,25 +58,25 @@ def judge_attempt(run_path: Path, number: int) -> Judgement:
 
 
 def remove_verdict(run_path: Path) -> None:
-    """Remove the verdict on an earlier attempt, so that nobody takes it for this one's."""
+    """Remove the verdict on an earlier attempt, so that it is not mistaken for this one's."""
     with suppress(OSError):
         (run_path / VERDICT_FILE).unlink(missing_ok=True)
 
 
 def write_verdict(run_path: Path, verdict: Verdict, emit: Callable[[EventData], None]) -> None:
-    """Write a verdict into the run directory; an event says so if that fails."""
+    """Write a verdict to the run directory; if that fails, record an event."""
     content = json.dumps(verdict.as_json(), indent=1).encode()
     try:
         replace_file(run_path / VERDICT_FILE, content)
     except OSError as error:
-        # The disk is full or the directory is gone. An event will hold the verdict as well.
+        # The disk is full or the directory is gone. The verdict is also recorded as an event.
         remove_verdict(run_path)
         why = error.strerror or str(error)
         emit(process_events.NotWritten(file=VERDICT_FILE, error=why))
 
 
 def is_consequence(verdict: Verdict) -> bool:
-    """Return whether an attempt with this verdict failed only because another process had."""
+    """Return whether an attempt with this verdict failed only because another process failed."""
     if verdict.cause == _ANOTHER_RANK_FAILED:
         return True
     from holdfast.explain.signatures import all_signatures
@@ -90,7 +90,7 @@ def _unknown(why: str) -> Verdict:
         cause=_UNKNOWN,
         family="unknown",
         title="unknown",
-        summary="The command ended, but an error prevented holdfast from finding out why.",
+        summary="The command ended, but an error prevented holdfast from determining why.",
         fix="Read the end of output.log in the run directory.",
         confidence=0.0,
         missing=(f"the judgement failed with {why}",),

@@ -1,7 +1,8 @@
-"""The sizes of everything in a process at several moments; what does not grow is dropped.
+"""`Census`: the sizes of all objects in a process over time; what does not grow is dropped.
 
-Containers are measured by their length, classes of the script and tensors by their number, and
-values that have a name by their size and by the graph behind them. No code of the script is called.
+Containers are measured by their length, tensors and instances of the script's classes by their
+number, and named values by their size and by the autograd graph behind them. No code of the script
+is called.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from holdfast.supervise.leaks.introspection import (
 
 # What is measured, as a tuple whose first entry is a `Measure`:
 #   ("length", id of a container)
-#   ("number", class), of tensors also their shape and type
-#   ("size", id of the holder, name) of a value that has a name
-#   ("nodes", id of the holder, name) of the graph behind a tensor that has a name
-# A tuple, because one is made for each object at each look.
+#   ("number", class), for tensors also their shape and dtype
+#   ("size", id of the holder, name) of a named value
+#   ("nodes", id of the holder, name) of the graph behind a named tensor
+# A plain tuple, because one is created for each object at each look.
 Key: TypeAlias = tuple[Any, ...]
 Measure: TypeAlias = Literal["length", "number", "size", "nodes"]
 Frames: TypeAlias = list[types.FrameType]
 
 _CONTAINERS = (list, dict, set, deque)
-# Values whose size is measured.
+# Types of values whose size is measured.
 _SIZED = (str, bytes, bytearray, list, tuple)
-# Classes whose `sys.getsizeof` calls no code of the script.
+# Classes for which `sys.getsizeof` calls no code of the script.
 _BUILT_IN = (*_SIZED, int, float, complex, dict, set, frozenset)
-# What these refer to is not kept by them, but by the program.
+# What objects of these types refer to is kept by the program, not by them.
 _NOT_WEIGHED = (type, types.ModuleType, types.CodeType, types.FunctionType)
-# Roles of a class that is no container; see `Census._role_of`.
+# Roles of classes other than containers; see `Census._role_of`.
 _COUNTED = object
 _IGNORED = type
-# A trace keeps some 250 bytes for each container among them.
+# Above this many objects a trace gives up: it needs about 250 bytes for each container.
 _MAX_OBJECTS = 2_000_000
-# Entries of a dictionary that may be somebody's attributes.
+# Larger dictionaries are not considered to be the attributes of an object.
 _MAX_NAMED_ENTRIES = 64
 _MAX_NODES = 20_000
 _MAX_WEIGHED_OBJECTS = 2_000
@@ -52,14 +53,14 @@ _MAX_WEIGHED_OBJECTS = 2_000
 
 @dataclass(slots=True)
 class Weight:
-    """What an object keeps.
+    """The memory that an object keeps alive.
 
     Args:
-        bytes: Memory.
-        has_graph: Whether a tensor in it keeps its graph.
-        has_traceback: Whether a traceback is in it.
-        largest_tensor_bytes: Memory of the largest tensor in it.
-        device: Type of the device of that.
+        bytes: Memory in bytes.
+        has_graph: Whether a tensor in it keeps its autograd graph.
+        has_traceback: Whether it contains a traceback.
+        largest_tensor_bytes: Memory of the largest tensor in it, in bytes.
+        device: Device type of that tensor.
     """
 
     bytes: int = 0
@@ -70,7 +71,7 @@ class Weight:
 
 
 class Census:
-    """The sizes of everything at several looks. Only what has grown at every look is kept."""
+    """The sizes of all objects at several looks. Only what has grown at every look is kept."""
 
     def __init__(self) -> None:
         torch: Any = sys.modules["torch"]
@@ -79,9 +80,9 @@ class Census:
         if "numpy" in sys.modules:
             self._array_types += (sys.modules["numpy"].ndarray,)
         self.looks = 0
-        # Size at the first look and at the newest, of what has grown at every look.
+        # Size at the first and at the newest look of everything that has grown at every look.
         self.grown: dict[Key, tuple[int, int]] = {}
-        # `id` of the objects of each growing class, at each look.
+        # For each growing class, the `id` of its objects at each look.
         self.members: dict[Key, list[set[int]]] = {}
         self._roles: dict[type, Any] = {}
 
@@ -121,7 +122,7 @@ class Census:
     # --- measuring ---
 
     def measure(self, frames: Frames) -> Iterator[tuple[Key, int, Any]]:
-        """Yield key, size and object: of everything at the first look, then of what has grown.
+        """Yield key, size and object of everything at the first look, later only of what has grown.
 
         Args:
             frames: Frames of running functions.
@@ -150,7 +151,7 @@ class Census:
     def _role_of(self, kind: type) -> Any:
         """Return how objects of a class are measured.
 
-        That is the class of containers or cells which it derives from, `_COUNTED` or `_IGNORED`.
+        The result is the container or cell class from which it derives, `_COUNTED` or `_IGNORED`.
         """
         for base in (types.CellType, *_CONTAINERS):
             if issubclass(kind, base):
@@ -165,13 +166,13 @@ class Census:
         if self._is_wanted(key):
             yield key, 1, candidate
         if is_users_file(source_file_of(kind)):
-            # The collector may not know the dictionary of the attributes yet.
+            # The garbage collector may not track the attribute dictionary yet.
             attributes = attributes_of(candidate)
             if attributes is not None:
                 yield from self._measure_container(attributes, dict)
 
     def _measure_container(self, container: Any, base: Any) -> Iterator[tuple[Key, int, Any]]:
-        """Yield a container and its named values; `base` is its class, whose methods are called."""
+        """Yield a container and its named values; `base` is its built-in class."""
         size = base.__len__(container)
         key = ("length", id(container))
         if self._is_wanted(key):
@@ -182,11 +183,11 @@ class Census:
     def _measure_values(
         self, holder: int, named: Iterable[tuple[Any, Any]]
     ) -> Iterator[tuple[Key, int, Any]]:
-        """Yield the sizes of values that have a name, and of the graphs behind them.
+        """Yield the sizes of named values and of the graphs behind them.
 
         Args:
-            holder: `id` of what has the names.
-            named: Pairs of name and value.
+            holder: `id` of the object that has the names.
+            named: Pairs of a name and a value.
         """
         for name, value in named:
             is_array = issubclass(type(value), self._array_types)
@@ -201,7 +202,7 @@ class Census:
                 yield nodes_key, count_graph_nodes(value, _MAX_NODES), value
 
     def shape_of(self, candidate: Any) -> tuple[Any, ...]:
-        """Return shape and type of a tensor or an array; nothing for anything else."""
+        """Return shape and dtype of a tensor or an array; an empty tuple for anything else."""
         if not issubclass(type(candidate), self._array_types):
             return ()
         try:
@@ -210,7 +211,7 @@ class Census:
             return ()
 
     def _storage_of(self, array: Any) -> tuple[int, int]:
-        """Return an id of the memory of a tensor or array, which views share, and its bytes."""
+        """Return an id of the storage of a tensor or array, which views share, and its bytes."""
         try:
             if is_a(array, self._tensor_type):
                 storage = array.untyped_storage()
@@ -222,12 +223,12 @@ class Census:
     # --- weighing ---
 
     def weigh(self, target: Any, counted: set[int]) -> Weight:
-        """Return what an object keeps, itself included.
+        """Return the memory that an object keeps alive, itself included.
 
         Args:
             target: The object.
-            counted: What identifies memory that was counted before, and is not counted again. What
-                is counted now is added.
+            counted: Ids of memory that was already counted and is not counted again. Newly counted
+                memory is added.
         """
         weight = Weight()
         met = {id(target)}
@@ -248,7 +249,7 @@ class Census:
         return weight
 
     def _add_array(self, weight: Weight, array: Any, counted: set[int]) -> None:
-        """Add a tensor or an array to a weight; memory that was counted before adds no bytes."""
+        """Add a tensor or an array to a weight; memory that was already counted adds no bytes."""
         storage, size = self._storage_of(array)
         if is_a(array, self._tensor_type) and size >= weight.largest_tensor_bytes:
             weight.largest_tensor_bytes = size
@@ -261,7 +262,7 @@ class Census:
 
 
 def _is_weighed(kind: type) -> bool:
-    """Return whether objects of a class are weighed; a torch module is the model, which stays."""
+    """Return whether objects of a class are weighed; a torch module is the model, not a leak."""
     if issubclass(kind, _NOT_WEIGHED):
         return False
     return "Module" not in [base.__name__ for base in kind.__mro__]
@@ -275,7 +276,7 @@ def _inside(holder: Any) -> Iterable[Any]:
 
 
 def _may_be_namespace(entries: dict[Any, Any], size: int) -> bool:
-    """Return whether a dictionary may hold the names of an object, or of a module or class."""
+    """Return whether a dictionary may hold the attributes of an object, a module or a class."""
     module_name = entries.get("__name__", entries.get("__module__"))
     if module_name is None:
         return size <= _MAX_NAMED_ENTRIES
@@ -283,9 +284,9 @@ def _may_be_namespace(entries: dict[Any, Any], size: int) -> bool:
 
 
 def _all_objects() -> Iterator[Any]:
-    """Yield every object that the collector knows, and dictionaries that it does not track.
+    """Yield every object that the garbage collector tracks, and dictionaries that it does not.
 
-    It does not track dictionaries that hold only plain values.
+    The collector does not track dictionaries that hold only plain values.
     """
     objects = gc.get_objects()
     if len(objects) > _MAX_OBJECTS:
@@ -298,7 +299,7 @@ def _all_objects() -> Iterator[Any]:
 
 
 def count_graph_nodes(tensor: Any, limit: int) -> int:
-    """Return how many nodes the autograd graph behind a tensor has, up to a limit."""
+    """Return the number of nodes in the autograd graph behind a tensor, up to a limit."""
     try:
         remaining = [] if tensor.grad_fn is None else [tensor.grad_fn]
     except Exception:  # noqa: BLE001 - an array, or its class is the script's

@@ -1,8 +1,8 @@
-"""From a census of what grows to leaks: what is kept, who holds it, and which line keeps it.
+"""Turn a census of what grows into leaks: what is kept, what holds it, and which line keeps it.
 
-While references are followed, objects of the script may be held only by one list of ours,
-`targets`. The records here refer to them by their index in it. Otherwise the search would find us
-as holders.
+While references are followed, only one list of ours, `targets`, may hold objects of the script;
+otherwise the search would report us as a holder. The records here refer to objects by their index
+in that list.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from holdfast.supervise.leaks.source_lines import SourceLines
 
 _MAX_LEAKS = 3
 _MAX_FOLLOWED = 24
-# The newest entries of a container that are weighed.
+# How many of the newest entries of a container are weighed.
 _MAX_NEWEST_ENTRIES = 32
-# CPU time for following references.
+# Limit on the CPU time for following references.
 _MAX_SECONDS = 8.0
-# A leak that is smaller than this share of the largest one is not reported.
+# Leaks smaller than this share of the largest one are not reported.
 _MIN_SHARE = 0.05
-# Bytes per step. A curve that is plotted has less, and is reported only if nothing else grows.
+# In bytes per step. Smaller leaks, such as a list of losses kept for plotting, are reported only if
+# nothing else grows.
 _MIN_BYTES = 256
-# A node of a graph with what it keeps of its own; tensors that it saves come on top.
+# Estimated memory of an autograd node itself, without the tensors that it saves.
 _NODE_BYTES = 512
-# Stands for the activations behind a tensor, whose sizes only C++ knows.
+# Assumed for the activations behind a tensor, whose sizes only C++ knows.
 _GRAPH_BYTES = 64 << 10
 _MAX_TEXT_LENGTH = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Growth:
-    """Something that has grown at every look.
+    """Something that has grown between all looks.
 
     Args:
-        target: Index of an object in the list of targets: the container or the value that grows, or
-            of a growing class an object that was made lately.
+        target: Index of an object in the list of targets: the container or value that grows, or,
+            for a growing class, one of its recent instances.
         measure: How it was measured.
-        what: What it is, in words.
-        count_per_step: By how much it grows.
-        bytes_per_step: The same in bytes, as far as Python knows them.
-        rank: The same with an estimate of the activations behind tensors.
-        weight: What one of the objects that are added keeps.
+        what: Description of the object.
+        count_per_step: Growth per step, in units of `measure`.
+        bytes_per_step: Growth per step in bytes, as far as Python can tell.
+        rank: Growth per step in bytes, including an estimate of the activations behind tensors.
+        weight: The memory that one of the added objects keeps alive.
     """
 
     target: int
@@ -71,17 +72,17 @@ class _Growth:
 
 @dataclass(frozen=True, slots=True)
 class _RankedLeak:
-    """A leak, with its bytes per step, roughly."""
+    """A leak and its approximate bytes per step."""
 
     rank: float
     leak: Leak
 
 
 def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
-    """Return what has leaked, the largest last.
+    """Return the leaks, largest last.
 
     Args:
-        census: Looks, of which the last is followed now by another one.
+        census: The looks so far; this function takes one more.
         frames: Frames of running functions.
         steps: Number of steps between the first look and the newest.
     """
@@ -92,10 +93,10 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
     targets: list[Any] = []
     growths = _find_growths(census, frames, steps, targets)
     growths.sort(key=lambda growth: -growth.rank)
-    # By the place that keeps it: a leak is reported once, by its heaviest object.
+    # Keyed by the place that keeps it: a leak is reported once, by its heaviest object.
     leaks: dict[str, _RankedLeak] = {}
     for growth in growths[:_MAX_FOLLOWED]:
-        # A container that grows is followed further; what is in one is reported with it.
+        # A growing container is followed to its own holder; what is inside one is reported with it.
         stops = frozenset[int]() if growth.measure == "length" else growing
         path = search.find_path(targets[growth.target], {id(targets)}, stops)
         if path.root in ("container", "unknown") or _is_our_own(path):
@@ -109,10 +110,10 @@ def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
 
 
 def _choose_largest(leaks: Sequence[_RankedLeak]) -> list[Leak]:
-    """Return the leaks that are worth a report, from leaks in falling order; the largest last."""
+    """Return the leaks that are worth reporting, largest last; `leaks` is in descending order."""
     largest = max((ranked.rank for ranked in leaks), default=0.0)
-    least = max(_MIN_SHARE * largest, min(_MIN_BYTES, largest))
-    chosen = [ranked.leak for ranked in leaks if ranked.rank >= least]
+    threshold = max(_MIN_SHARE * largest, min(_MIN_BYTES, largest))
+    chosen = [ranked.leak for ranked in leaks if ranked.rank >= threshold]
     return chosen[:_MAX_LEAKS][::-1]
 
 
@@ -136,7 +137,7 @@ def _make_leak(growth: _Growth, path: HolderPath, line: str) -> Leak:
 
 
 def _describe_holder(growth: _Growth, path: HolderPath) -> str:
-    """Return a path as text: the names, and the file and function where it begins."""
+    """Return a path as text: its names, and the file and function where it begins."""
     text = text_of(path.links)
     if growth.measure == "length":
         text += "[...]"
@@ -151,7 +152,7 @@ def _describe_holder(growth: _Growth, path: HolderPath) -> str:
 
 
 def _form_of(growth: _Growth, path: HolderPath) -> str:
-    """Return the form of a leak, by which its signature is chosen. The surest sign comes first."""
+    """Return the form of a leak, which selects its signature. The most certain sign comes first."""
     kinds = {link.kind for link in path.links}
     is_container = growth.measure == "length"
     rules = (
@@ -174,32 +175,35 @@ def _form_of(growth: _Growth, path: HolderPath) -> str:
 
 
 def _find_growths(census: Census, frames: Frames, steps: int, targets: list[Any]) -> list[_Growth]:
-    """Return what has grown further since the last look, and add the objects to the targets."""
-    made_lately = {key: _ids_made_lately(looks) for key, looks in census.members.items()}
+    """Return what has kept growing since the last look, and append its objects to `targets`."""
+    recent_instances = {
+        key: _ids_of_recent_instances(looks) for key, looks in census.members.items()
+    }
     growths: list[_Growth] = []
-    done: set[Key] = set()
+    reported: set[Key] = set()
     for key, size, target in list(census.measure(frames)):
         measure = cast("Measure", key[0])
         if measure == "number":
-            is_growing = id(target) in made_lately[key]
+            is_growing = id(target) in recent_instances[key]
         else:
             is_growing = size > census.grown[key][1]
-        # A container that has a name is a growing container before it is a growing value.
+        # If a named value is itself a growing container, it is reported as the container.
         is_known_container = measure != "length" and ("length", id(target)) in census.grown
-        if not is_growing or key in done or is_known_container:
+        if not is_growing or key in reported or is_known_container:
             continue
-        done.add(key)
+        reported.add(key)
         growths.append(_describe_growth(census, key, target, steps, index=len(targets)))
         targets.append(target)
     return growths
 
 
-def _ids_made_lately(looks: Sequence[set[int]]) -> set[int]:
-    """Return the objects that came between the third look from the end and the next, and stayed."""
+def _ids_of_recent_instances(looks: Sequence[set[int]]) -> set[int]:
+    """Return objects that are new at the second-to-last look and still exist."""
     return looks[-1] & (looks[-2] - looks[-3])
 
 
 def _describe_growth(census: Census, key: Key, target: Any, steps: int, *, index: int) -> _Growth:
+    """Return what grows under one key, with its estimated size per step."""
     measure = cast("Measure", key[0])
     first, last = census.grown[key]
     count_per_step = (last - first) / steps
@@ -230,17 +234,17 @@ def _describe_growth(census: Census, key: Key, target: Any, steps: int, *, index
 
 
 def _unit_bytes(measure: Measure, target: Any, weight: Weight) -> float:
-    """Return the bytes of one object, node, or entry of a value."""
+    """Return the bytes per unit of growth: one object, one graph node or one entry of a value."""
     if measure == "number":
         return weight.bytes
     if measure == "nodes":
         return _NODE_BYTES
-    # An entry of a list is a pointer; of a text or an array, a byte is counted.
+    # An entry of a list is a pointer; strings and arrays are counted in bytes.
     return 8 if is_a(target, list, tuple) else 1
 
 
 def _graphs_per_step(measure: Measure, count_per_step: float, weight: Weight) -> float:
-    """Return how many autograd graphs are kept with each step, roughly."""
+    """Return roughly how many autograd graphs are kept per step."""
     if measure == "nodes":
         return 1.0
     if measure == "size" or not weight.has_graph:
@@ -249,17 +253,17 @@ def _graphs_per_step(measure: Measure, count_per_step: float, weight: Weight) ->
 
 
 def _newest_entries(container: Any, count: int) -> list[Any]:
-    """Return the entries that were added last; of a set, some."""
+    """Return the entries that were added last; for a set, arbitrary ones."""
     if is_a(container, dict):
         return list(dict.values(container))[-count:]
     for base in (list, set, deque):
         if is_a(container, base):
             return list(base.__iter__(container))[-count:]
-    raise AssertionError(f"{type(container).__name__} is no container")
+    raise AssertionError(f"{type(container).__name__} is not a container")
 
 
 def _describe(target: Any, census: Census) -> str:
-    """Return class, shape and type of an object in words; the class of the script is not asked."""
+    """Describe an object by class, shape and dtype, without calling code of the script's class."""
     text = type(target).__qualname__
     shape = census.shape_of(target)
     if shape:

@@ -1,8 +1,8 @@
-"""Does memory grow without end? A slope test on measurements of many steps. Pure.
+"""Decide whether memory grows without end: a slope test on readings over many steps.
 
-Growth that is no leak has another shape: a warm-up comes to rest, a cache fills ever more slowly,
-garbage and evaluation go up and down, and a buffer is allocated once. A leak keeps growing at the
-same pace.
+Growth that is not a leak looks different: a warm-up levels off, a cache fills ever more slowly,
+garbage and evaluation go up and down, and a buffer is allocated once. A leak keeps growing at a
+constant pace. The functions here are pure.
 
 Does not: read measurements or act on growth (``trends`` does), or find what holds the memory
 (``tracer`` does).
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 _WARM_UP_SHARE = 0.2
 _WINDOWS = 12
 _MIN_READINGS = 10 * _WINDOWS
-# Kendall's S of 12 values reaches 58 of 66 with at most 4 inversions, which 1 + 11 + 65 + 274 + 923
-# of the 12! orders have: a probability of 2.7e-6 in random order. The minima of a sawtooth may swap
-# up to four pairs.
+# Kendall's S of 12 values reaches 58 of 66 if at most 4 pairs are inverted. 1 + 11 + 65 + 274 + 923
+# of the 12! orders have so few inversions, a probability of 2.7e-6 in random order. Four inversions
+# are allowed because the minima of a sawtooth may swap up to four pairs.
 _MIN_KENDALL_S = 58
-# Pace in the last third, relative to the first third. Growth like a logarithm, and an exponential
-# approach to a limit, are below it.
+# Minimum pace in the last third relative to the first third. Logarithmic growth and an exponential
+# approach to a limit stay below it.
 _MIN_PACE = 0.65
 _MAX_SHARE_OF_ONE_JUMP = 0.5
-# Below these, the pools of allocators come and go.
+# Allocator pools cause fluctuations below these values.
 _MIN_GROWTH_BYTES = 16 << 20
 _MIN_GROWTH_SHARE = 0.01
 _MIN_GROWTH_OVER_NOISE = 3.0
@@ -37,12 +37,12 @@ class Growth:
     """Memory that grows with the steps.
 
     Args:
-        bytes_per_step: Slope; the median of the slopes of all pairs of windows (Theil-Sen).
+        bytes_per_step: Slope: the median over all pairs of windows (Theil-Sen).
         low: The 10th percentile of these slopes.
         high: Their 90th percentile.
         bytes_per_second: The slope over time.
-        grown_bytes: By how much the memory grew over the readings.
-        steps: How many steps these were.
+        grown_bytes: Total growth over the readings.
+        steps: Number of steps that the readings span.
     """
 
     bytes_per_step: float
@@ -53,7 +53,7 @@ class Growth:
     steps: int
 
     def minutes_until_used(self, free_bytes: int) -> float:
-        """Return in how many minutes this much memory is used up, at this slope."""
+        """Return after how many minutes this much memory is used up, at this slope."""
         return max(0, free_bytes) / self.bytes_per_second / 60
 
 
@@ -62,8 +62,8 @@ class Reading:
     """Memory in use at a step.
 
     Args:
-        step: The step; rising from reading to reading.
-        seconds: When it was read, on any clock.
+        step: The step; increases from reading to reading.
+        seconds: Time of the reading, on any clock.
         used_bytes: Memory in use.
     """
 
@@ -73,12 +73,12 @@ class Reading:
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
-    """Return how memory grows without end, or None if it does not, or too little was measured.
+    """Return the endless growth of memory; None if there is none or the readings are too few.
 
     The first fifth of the readings counts as warm-up. The rest is cut into twelve windows, and only
-    the lowest reading of each counts, which removes what comes and goes. These must rise one after
-    another (Mann-Kendall), by more than noise and pools, not in one jump, and at the end nearly as
-    fast as at the beginning.
+    the lowest reading of each counts, which removes what comes and goes. These must rise steadily
+    (Mann-Kendall), by more than noise and allocator pools, not in one jump, and at the end nearly
+    as fast as at the beginning.
     """
     after_warm_up = readings[int(len(readings) * _WARM_UP_SHARE) :]
     if len(after_warm_up) < _MIN_READINGS:
@@ -120,7 +120,7 @@ def _cut_into_windows(readings: Sequence[Reading]) -> list[Sequence[Reading]]:
 
 
 def _rises(pairs: Sequence[tuple[Reading, Reading]]) -> bool:
-    """Return whether nearly all pairs rise: Kendall's S, rising pairs minus falling ones."""
+    """Return whether nearly all pairs rise: Kendall's S is rising minus falling pairs."""
     rising = sum(later.used_bytes > earlier.used_bytes for earlier, later in pairs)
     falling = sum(later.used_bytes < earlier.used_bytes for earlier, later in pairs)
     return rising - falling >= _MIN_KENDALL_S
@@ -144,9 +144,9 @@ def _keeps_growing(lowest: Sequence[Reading], windows: Sequence[Sequence[Reading
 
 
 def _noise_bytes(values: Sequence[int], windows: Sequence[Sequence[Reading]]) -> float:
-    """Return by how much memory varies within a window, beyond the window's share of the growth.
+    """Return how much memory varies within a window, beyond the window's share of the growth.
 
-    That is garbage, evaluation, and other shapes of batches.
+    The variation comes from garbage, evaluation and varying batch shapes.
     """
     share_of_growth = (values[-1] - values[0]) / len(windows)
     variations = []

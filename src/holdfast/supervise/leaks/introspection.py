@@ -1,6 +1,6 @@
 """Read objects of the script without calling any of its code.
 
-Not even `isinstance` is used on them, because that asks the object for its class.
+Not even `isinstance` is used on them, because it reads the object's ``__class__``.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import types
 from pathlib import Path
 from typing import Any
 
-# The folder of this package, as it begins the file names in frames.
+# The folder of this package, as file names in frames begin with it.
 OWN_FOLDER = str(Path(__file__).parents[2]) + os.sep
 _LIBRARY_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARY_FOLDERS = tuple(
     f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in _LIBRARY_PATHS
 )
-# The second is Debian's.
+# Folders of installed packages; the second is Debian's.
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# A snapshot of a frame's locals that only the frame, our variable and the argument of
-# `sys.getrefcount` refer to.
+# The reference count of a frame's snapshot of locals if only the frame, our variable and the
+# argument of `sys.getrefcount` refer to it.
 _UNSHARED_REFERENCES = 3
 
 
 def is_a(candidate: Any, *kinds: type) -> bool:
-    """Return whether an object is of one of these classes, without asking the object."""
+    """Return whether an object is an instance of one of these classes, without its code."""
     return issubclass(type(candidate), kinds)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_users_file(file: str) -> bool:
-    """Return whether a source file belongs to the script, as far as its place shows."""
-    # "<string>", for example, is no file.
+    """Return whether a source file belongs to the script, judged by its location."""
+    # "<string>", for example, is not a file.
     if not file or file.startswith(("<", OWN_FOLDER, *_LIBRARY_FOLDERS)):
         return False
     return not any(folder in file for folder in _PACKAGE_FOLDERS)
@@ -51,10 +51,11 @@ def source_file_of(owner: object) -> str:
 
 
 def locals_of(frame: types.FrameType) -> dict[str, Any]:
-    """Return a copy of the locals of a function; a module's are its globals, so none.
+    """Return a copy of a function's locals; empty for a module, whose locals are its globals.
 
-    No snapshot is left in the frame, which would keep the objects alive. Python before 3.13 leaves
-    one there. If the script has called `locals()` itself, it has that snapshot, and keeps it.
+    Python before 3.13 leaves a snapshot in the frame, which would keep the objects alive, so it is
+    emptied. If the script has called `locals()` itself, the snapshot is the script's and is left
+    alone.
     """
     if not frame.f_code.co_flags & inspect.CO_NEWLOCALS:
         return {}

@@ -1,9 +1,8 @@
-"""From an object to the name that holds it: a walk against the direction of references.
+"""Find the name that holds an object, by following references backwards.
 
-The walk asks the garbage collector who refers to an object, and who refers to these, until it meets
-a name: a global, a local, an attribute of a class, or a cache. It must not meet itself. So
-containers of ours that hold objects of the script while the collector is asked are excluded by
-their `id`.
+The walk asks the garbage collector what refers to an object, what refers to those objects, and so
+on until it reaches a name: a global, a local, a class attribute, or a cache. It must not find
+itself, so our own containers that hold objects of the script during the walk are excluded by `id`.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from holdfast.supervise.leaks.introspection import (
 )
 
 _MAX_LEVELS = 40
-# Objects that are followed at one level.
+# How many objects are followed per level.
 _MAX_WIDTH = 24
 _MAX_TEXT_LENGTH = 200
 _LRU_CACHE = "_lru_cache_wrapper"
-# Attributes of tensors that the class does not define as slots.
+# Attributes of tensors that are not slots of the class.
 _TENSOR_ATTRIBUTES = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks", "grad"})
-# Names of torch's tables of hooks.
+# Attribute names of torch's hook dictionaries.
 HOOK_TABLE = re.compile(r"_\w*hooks\w*$")
 
 LinkKind: TypeAlias = Literal[
     "global", "local", "cell", "default", "attribute", "entry", "traceback", "cache", "other"
 ]
-# From an object to what refers to it, to what refers to that, and so on.
+# A chain begins with an object, followed by what refers to it, what refers to that, and so on.
 Chain: TypeAlias = list[Any]
 
 
@@ -49,11 +48,11 @@ class Link:
     """One link on the way from a name to an object.
 
     Args:
-        kind: What the link is to a program; an "entry" is one of a container.
+        kind: What the link is in Python terms; an "entry" is an entry of a container.
         name: The identifier or the key; empty if there is none.
         owner: The module, function or class that the name belongs to.
-        file: The source file of that.
-        lines: First and last line of the function.
+        file: The source file of `owner`.
+        lines: First and last line of the function, for a local.
     """
 
     kind: LinkKind
@@ -68,9 +67,9 @@ class HolderPath:
     """The shortest path to an object.
 
     Args:
-        root: Where it begins: at a "name"; nowhere, in a "cycle" that nothing outside refers to; at
-            a "container" that is known to grow; or it is "unknown".
-        links: Its links, the innermost first.
+        root: What holds the object in the end: a "name"; only a "cycle" that nothing outside refers
+            to; a "container" that is known to grow; or it is "unknown".
+        links: Its links, innermost first.
     """
 
     root: Literal["name", "cycle", "container", "unknown"]
@@ -82,14 +81,14 @@ class HolderPath:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """The beginning of a chain that is one link: it ends at the `length`-th holder."""
+    """A link, and the number of holders at the start of a chain that it covers."""
 
     length: int
     link: Link
 
 
 def links_of(chain: Chain) -> list[Link]:
-    """Return the links of a chain of references, the innermost first."""
+    """Return the links of a chain of references, innermost first."""
     links = []
     while len(chain) >= 2:
         match = _match(chain)
@@ -99,7 +98,7 @@ def links_of(chain: Chain) -> list[Link]:
 
 
 def _match(chain: Chain) -> _Match:
-    """Return what the beginning of a chain is, by the first recogniser that knows it."""
+    """Return the link at the start of a chain, from the first recogniser that knows it."""
     for recognise in _RECOGNISERS:
         match = recognise(chain)
         if match is not None:
@@ -112,7 +111,7 @@ def _element(chain: Chain, index: int) -> Any:
 
 
 def _recognise_closure(chain: Chain) -> _Match | None:
-    """Object, cell, tuple of cells, function."""
+    """Recognise a closure: object, cell, tuple of cells, function."""
     cell = chain[1]
     function = _element(chain, 3)
     if not (is_a(cell, types.CellType) and is_a(function, types.FunctionType)):
@@ -123,7 +122,7 @@ def _recognise_closure(chain: Chain) -> _Match | None:
 
 
 def _recognise_default(chain: Chain) -> _Match | None:
-    """Object, tuple or dictionary of defaults, function."""
+    """Recognise a default argument: object, tuple or dictionary of defaults, function."""
     function = _element(chain, 2)
     if not (is_a(function, types.FunctionType) and is_a(chain[1], tuple, dict)):
         return None
@@ -137,7 +136,7 @@ def _recognise_default(chain: Chain) -> _Match | None:
 
 
 def _recognise_attribute(chain: Chain) -> _Match | None:
-    """Object, dictionary of attributes, instance or class."""
+    """Recognise an attribute: object, attribute dictionary, instance or class."""
     attributes = chain[1]
     owner = _element(chain, 2)
     if not is_a(attributes, dict):
@@ -151,7 +150,7 @@ def _recognise_attribute(chain: Chain) -> _Match | None:
 
 
 def _recognise_cache(chain: Chain) -> _Match | None:
-    """Object, an entry of the cache, and the function that `functools.lru_cache` has returned."""
+    """Recognise a cache: object, entry of the cache, function returned by `functools.lru_cache`."""
     cache = _element(chain, 2)
     if type(cache).__name__ != _LRU_CACHE:
         return None
@@ -167,7 +166,7 @@ _RECOGNISERS: tuple[Callable[[Chain], _Match | None], ...] = (
 
 
 def _direct_link(holder: Any, held: Any) -> Link:
-    """Return what the reference from one object to another is to a program."""
+    """Return the link for a single reference, in Python terms."""
     kind = type(holder)
     if kind.__name__ == _LRU_CACHE:
         return _link_of_cache(holder)
@@ -196,7 +195,7 @@ def _link_of_cache(cache: Any) -> Link:
 
 
 def _slot_of(holder: Any, held: Any) -> str:
-    """Return the name of the slot of an object that holds another one; empty if there is none."""
+    """Return the name of the slot that holds an object; empty if there is none."""
     kind = type(holder)
     for base in kind.__mro__:
         for name, member in vars(base).items():
@@ -221,12 +220,12 @@ def _link_of_code(kind: LinkKind, name: str, code: types.CodeType) -> Link:
 
 
 def _key_in(entries: dict[Any, Any], held: Any) -> str:
-    """Return the key of an object in a dictionary, if that is a text; otherwise an empty text."""
+    """Return the key of an object in a dictionary if it is a string; otherwise an empty string."""
     return _name_in(list(dict.items(entries)), held)
 
 
 def _name_in(named: Iterable[tuple[Any, Any]], held: Any) -> str:
-    """Return the name of an object among pairs of name and object; otherwise an empty text."""
+    """Return the name of an object from pairs of name and object; an empty string without one."""
     for name, candidate in named:
         if candidate is held and type(name) is str:
             return name
@@ -258,7 +257,7 @@ def _append_default(text: str, link: Link) -> str:
 
 
 def _append_attribute(text: str, link: Link) -> str:
-    # The entries of `_modules` are attributes to a script.
+    # For a script, the entries of `_modules` are attributes.
     if link.name == "_modules":
         return text
     return f"{text or link.owner or '?'}.{link.name}"
@@ -273,7 +272,7 @@ def _append_cache(text: str, link: Link) -> str:
 
 
 def _append_traceback(text: str, _link: Link) -> str:
-    # An exception and its tracebacks are several links, and one word.
+    # An exception and its tracebacks are several links but written as one word.
     return text if text.endswith("(traceback)") else f"{text} (traceback)"
 
 
@@ -281,7 +280,7 @@ def _append_nothing(text: str, _link: Link) -> str:
     return text
 
 
-# How a link is written behind those around it, by its kind.
+# How a link is appended to the text of the links around it, by its kind.
 _APPENDERS: dict[LinkKind, Callable[[str, Link], str]] = {
     "global": _append_name,
     "local": _append_name,
@@ -299,23 +298,24 @@ _APPENDERS: dict[LinkKind, Callable[[str, Link], str]] = {
 
 
 class _Walk:
-    """The chains from a target to the objects that refer to it, one level after another."""
+    """The chains from a target to the objects that refer to it, explored level by level."""
 
     def __init__(self, target: object) -> None:
-        # The chain from the target to each object that was met, by the `id` of that.
+        # The chain from the target to each visited object, by the object's `id`.
         self.chains: dict[int, Chain] = {id(target): [target]}
-        # Chains that lead back to an object that was met before.
+        # Chains that lead back to an object that was already visited.
         self.closed: list[Chain] = []
         # The objects of the newest level.
         self.frontier: list[Any] = [target]
-        # Whether objects were left out because a level had too many.
+        # Whether objects were skipped because a level had too many.
         self.was_cut = False
 
     def extend(self, referrers: Iterable[tuple[Any, Any]]) -> None:
         """Go one level further.
 
         Args:
-            referrers: Objects that refer to the frontier, each with the one that it refers to.
+            referrers: Objects that refer to the frontier, each with the frontier object it refers
+                to.
         """
         self.frontier = []
         for holder, held in referrers:
@@ -329,33 +329,34 @@ class _Walk:
                 self.was_cut = True
 
     def container_ids(self) -> set[int]:
-        """Return the `id` of everything here that refers to objects of the script."""
+        """Return the `id` of every container here that refers to objects of the script."""
         containers = (self.frontier, self.chains, self.closed, *self.chains.values(), *self.closed)
         return {id(container) for container in containers}
 
 
 class HolderSearch:
-    """Follow objects back to what holds them, at one moment.
+    """Follow objects back to what holds them, at a single point in time.
 
-    Nothing may be imported or run by the script meanwhile.
+    The script must not run or import anything meanwhile.
 
     Args:
-        frames: Frames of running functions, which are no referrers to the collector before
-            Python 3.12.
+        frames: Frames of running functions. Before Python 3.12 the collector does not report them
+            as referrers.
         until: When to give up, on the clock of `time.thread_time`.
     """
 
     def __init__(self, frames: Sequence[types.FrameType], until: float) -> None:
         self._until = until
         self._running_frames = {id(frame) for frame in frames}
-        # Names of modules, by the `id` of their globals. A script may be known under two names; the
-        # last wins.
+        # Module names, by the `id` of the module's globals. A script may be loaded under two names;
+        # the last one wins.
         self._modules: dict[int, str] = {}
         for name in [*sys.modules, "__main__"]:
             module = sys.modules[name]
             if is_a(module, types.ModuleType):
                 self._modules[id(vars(module))] = name
-        # Name and function of each local, by the `id` of the object. The script's names win.
+        # Name and function of each local, by the `id` of its value. Names in the script's own files
+        # win.
         self._locals: dict[int, tuple[str, types.CodeType]] = {}
         for frame in sorted(frames, key=lambda frame: not is_users_file(frame.f_code.co_filename)):
             for name, local in locals_of(frame).items():
@@ -363,11 +364,11 @@ class HolderSearch:
                     self._locals.setdefault(id(local), (name, frame.f_code))
 
     def find_path(self, target: object, own: set[int], growing: frozenset[int]) -> HolderPath:
-        """Return the shortest path to an object from a name, or what else holds it.
+        """Return the shortest path from a name to an object, or what else holds the object.
 
         Args:
             target: The object.
-            own: `id` of each container of ours that holds the object.
+            own: `id` of each of our containers that holds the object.
             growing: `id` of each container that is known to grow.
         """
         walk = _Walk(target)
@@ -379,13 +380,13 @@ class HolderSearch:
             walk.extend(self._find_referrers(walk.frontier, excluded))
             if not walk.frontier or time.thread_time() > self._until:
                 break
-        # Only if everything was followed to its end, a cycle is all that holds the object.
+        # A cycle is the only holder only if all references were followed to their end.
         if walk.frontier or walk.was_cut or not walk.closed:
             return HolderPath("unknown")
         return HolderPath("cycle", _best_cycle(walk.closed))
 
     def _find_end(self, walk: _Walk, target: object, growing: frozenset[int]) -> HolderPath | None:
-        """Return the path if the walk has met a name or a growing container, or None."""
+        """Return the path if the walk has reached a name or a growing container, or None."""
         for member in walk.frontier:
             if member is not target and id(member) in growing:
                 return HolderPath("container")
@@ -397,7 +398,7 @@ class HolderSearch:
     def _links_from_root(self, chain: Chain) -> list[Link]:
         """Return the links of a chain if it ends at a name; otherwise none.
 
-        That is a local, or a named entry of a module, function, class or cache.
+        A name is a local, or a named entry of a module, function, class or cache.
         """
         last = chain[-1]
         local = self._locals.get(id(last))
@@ -413,11 +414,11 @@ class HolderSearch:
         return links if any(link.name for link in links) else []
 
     def _find_referrers(self, below: list[Any], excluded: set[int]) -> list[tuple[Any, Any]]:
-        """Return what refers to some objects, each with the one that it refers to.
+        """Return the objects that refer to `below`, each with the object it refers to.
 
         Args:
-            below: The objects.
-            excluded: `id` of each container of ours that holds one.
+            below: The objects whose referrers are wanted.
+            excluded: `id` of each of our containers that holds one.
         """
         referrers = []
         by_id = {id(member): member for member in below}
@@ -434,7 +435,7 @@ class HolderSearch:
 
 
 def _is_root(candidate: Any) -> bool:
-    """Return whether a walk ends at an object: a class, a cache, or a function of a module."""
+    """Return whether the walk stops at an object: a class, a cache, or a module-level function."""
     if is_a(candidate, types.FunctionType):
         return "<locals>" not in candidate.__qualname__
     return is_a(candidate, type) or type(candidate).__name__ == _LRU_CACHE
@@ -445,7 +446,7 @@ def _is_own_frame(holder: Any) -> bool:
 
 
 def _best_cycle(closed: Sequence[Chain]) -> tuple[Link, ...]:
-    """Return the links of the cycle that has the most names."""
+    """Return the links of the cycle with the most names."""
     cycles = []
     for chain in closed:
         start = next(index for index, member in enumerate(chain) if member is chain[-1])

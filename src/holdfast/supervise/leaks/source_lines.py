@@ -1,7 +1,7 @@
-"""Find the line of the script that makes grow what a name holds, from the text of its files.
+"""Find the source line of the script that makes a named object grow.
 
-The statements of a file are compared, as `ast.unparse` writes them, with patterns: calls that add
-to something, assignments to a part of it, and assignments that build on what a name holds.
+The statements of a file, as `ast.unparse` writes them, are matched against patterns: calls that add
+to an object, assignments to a part of it, and assignments that extend what a name holds.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ _MAX_FILE_BYTES = 4 << 20
 _MAX_FILES = 500
 _MAX_CODE_LENGTH = 160
 _MODULE = "<module>"
-# In these functions things are begun or emptied, so another line is preferred.
+# Functions in which objects are created or reset, so lines in other functions are preferred.
 _STARTING_FUNCTIONS = (_MODULE, "__init__", "reset", "clear")
 
 _SUBSCRIPT = r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]"
-# A part of what a name holds: subscripts, attributes, and calls that return one.
+# Matches access to a part of what a name holds: subscripts, attributes, and calls that return a
+# part.
 _PART = rf"(?:{_SUBSCRIPT}|\.\w+(?:\((?:[^()]|\([^()]*\))*\))?)*"
 _ADDING_CALL = (
-    r"\.(?:add|append|appendleft|emit|extend|extendleft|insert|put|put_nowait|push|setdefault|update|write"
-    r"|register_\w+|add_module|\w*[a-z]_)\("
+    r"\.(?:add|append|appendleft|emit|extend|extendleft|insert|put|put_nowait|push|setdefault"
+    r"|update|write|register_\w+|add_module|\w*[a-z]_)\("
 )
 _HOOK_REGISTRATION = r"\bregister_\w*hook\w*\("
 _OPERATOR = r"(?:[-+*/%@&|^]|//|\*\*|<<|>>)"
-# What a name is bound to when it begins: nothing, a number, a text, or an empty container.
+# Matches initial values: None, a number, a string, or an empty container.
 _EMPTY_VALUE = re.compile(
-    r"[\[\](){},"
-    r" ]*|None|-?[\d.e]+|'.*'|(?:list|dict|set|deque|tuple|OrderedDict|Counter|object)\(\)"
+    r"[\[\](){}, ]*|None|-?[\d.e]+|'.*'"
+    r"|(?:list|dict|set|deque|tuple|OrderedDict|Counter|object)\(\)"
 )
-# What may be in front of a name, by the kind of the link; otherwise the beginning of a word.
+# Pattern for what may precede a name, by the kind of the link; the default is a word boundary.
 _BEFORE_NAME = {
     "attribute": r"\.",
     "entry": r"\.",
@@ -50,11 +51,11 @@ _BEFORE_NAME = {
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A statement that changes what a name holds.
+    """A statement that may change what a name holds.
 
     Args:
         line: Its line.
-        builds: Whether it builds on what the name holds already.
+        builds: Whether it extends what the name already holds.
     """
 
     line: int
@@ -62,12 +63,12 @@ class _Change:
 
 
 class _Source:
-    """The statements and functions of a file; none if it cannot be read, or is not Python."""
+    """The statements and functions of a file; none if it cannot be read or is not Python."""
 
     def __init__(self, file: str) -> None:
         self.lines: list[str] = []
         nodes: list[ast.AST] = []
-        # The parser warns again about what it warned about when the script was loaded.
+        # The parser repeats the warnings that it gave when the script was loaded.
         show_warning = warnings.showwarning
         warnings.showwarning = lambda *_, **__: None
         try:
@@ -82,14 +83,14 @@ class _Source:
         self._functions = [
             node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         ]
-        # Statements without a block of their own.
+        # Only statements without a block, such as assignments and calls.
         self._statements = [
             node for node in nodes if isinstance(node, ast.stmt) and not hasattr(node, "body")
         ]
 
     def function_at(self, line: int) -> str:
         """Return the name of the innermost function around a line."""
-        # `ast.walk` goes from the outside in.
+        # `ast.walk` visits outer functions first.
         name = _MODULE
         for function in self._functions:
             if function.lineno <= line <= (function.end_lineno or 0):
@@ -97,13 +98,13 @@ class _Source:
         return name
 
     def code_at(self, line: int) -> str:
-        """Return the text of a line, shortened; empty without one."""
+        """Return the text of a line, shortened; empty if there is no such line."""
         text = "".join(self.lines[line - 1 : line]).strip()
         return sanitise(text, most=_MAX_CODE_LENGTH)
 
     def find_changes(self, link: Link) -> Iterator[_Change]:
         """Yield the statements that change what a name holds."""
-        # Most statements are skipped by their text, before they are unparsed.
+        # Skip most statements by their text: unparsing is slow.
         word = "register_" if HOOK_TABLE.match(link.name) else link.name
         for statement in self._statements:
             if not _may_use_name(link, statement.lineno):
@@ -119,7 +120,7 @@ class _Source:
 
 
 def _may_use_name(link: Link, line: int) -> bool:
-    """Return whether a name can be meant at a line: a local is known only in its function."""
+    """Return whether a name is visible at a line: a local only exists in its function."""
     if link.kind not in ("local", "default") or link.lines == (0, 0):
         return True
     first, last = link.lines
@@ -149,7 +150,7 @@ def _builds_on_name(link: Link, statement: str) -> bool:
 
 
 def _binds_name(link: Link, statement: str) -> bool:
-    """Return whether a statement binds a name to something that is not merely a beginning."""
+    """Return whether a statement binds a name to something other than an initial value."""
     if HOOK_TABLE.match(link.name):
         return False
     value = _bound_value(link, statement)
@@ -157,7 +158,7 @@ def _binds_name(link: Link, statement: str) -> bool:
 
 
 def _bound_value(link: Link, statement: str) -> str | None:
-    """Return what a statement binds a name to, as text; None if it does not bind it."""
+    """Return the expression that a statement binds to a name; None if it does not bind it."""
     name = _name_pattern(link)
     bound = re.match(rf"\(?[^=(]*?{name}(?:[,:)][^=]*)? = (?P<value>.+)", statement, re.DOTALL)
     return None if bound is None else bound["value"]
@@ -165,7 +166,7 @@ def _bound_value(link: Link, statement: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A line that may make memory grow. The largest `rank` is the most likely."""
+    """A line that may make memory grow. The one with the largest `rank` is the most likely."""
 
     rank: tuple[bool, bool, int, bool, int, int]
     file: str
@@ -173,10 +174,10 @@ class _Candidate:
 
 
 class SourceLines:
-    """Find lines in files of the script; each file is read once.
+    """Finds lines in the script's files; each file is read once.
 
     Args:
-        user_files: Files of the script, the script itself first.
+        user_files: The script's files; the main script first.
     """
 
     def __init__(self, user_files: Iterable[str]) -> None:
@@ -184,24 +185,25 @@ class SourceLines:
         self._source = functools.cache(_Source)
 
     def find_keeping_line(self, links: Sequence[Link]) -> str:
-        """Return the line that most likely makes grow what the names on a path hold.
+        """Return the line that most likely makes the object at the end of a path grow.
 
-        A statement of the script is preferred to one of a library, one that builds on a name to one
-        that only binds it, and a name nearer to the object to one further away.
+        In order of preference: statements of the script over those of a library, statements that
+        extend what a name holds over those that only bind it, and names closer to the object over
+        more distant ones.
 
         Args:
-            links: The path from an object to the name that holds it, the innermost link first.
+            links: The path from an object to the name that holds it, innermost link first.
 
         Returns:
-            The file, line number, function and code as one text; empty if there is no such line.
+            File, line number, function and code as one string; empty if there is no such line.
         """
         for link in links:
             if link.kind == "cache" and link.file:
-                # The function that is cached.
+                # Link to the cached function itself.
                 return self._describe(link.file, link.lines[0])
         candidates: list[_Candidate] = []
         named = [link for link in _without_exceptions(links) if _is_usable_name(link)]
-        # Entries are looked for last: their names are keys, which are rarely in the text.
+        # Try entries last: their names are keys, which rarely appear in the source text.
         named.sort(key=lambda link: link.kind == "entry")
         for order, link in enumerate(named):
             candidates += self._candidates_for(link, order)
@@ -211,7 +213,7 @@ class SourceLines:
         return self._describe(best.file, best.line)
 
     def _candidates_for(self, link: Link, order: int) -> Iterator[_Candidate]:
-        """Yield the lines that change what a name holds; `order` is its distance to the object."""
+        """Yield lines that change what a name holds; `order` is its distance from the object."""
         files = [link.file]
         if link.kind not in ("local", "default"):
             files += self._user_files
@@ -219,7 +221,7 @@ class SourceLines:
             source = self._source(file)
             for change in source.find_changes(link):
                 function = source.function_at(change.line)
-                # What a module binds to a name once does not grow.
+                # A name that a module binds only once does not grow.
                 if not change.builds and function == _MODULE:
                     continue
                 rank = (
@@ -239,7 +241,7 @@ class SourceLines:
 
 
 def _without_exceptions(links: Sequence[Link]) -> Sequence[Link]:
-    """Return the links beyond the last traceback: names in an exception's frames do not hold it."""
+    """Return the links after the last traceback: names in an exception's frames do not hold it."""
     last = -1
     for index, link in enumerate(links):
         if link.kind == "traceback":

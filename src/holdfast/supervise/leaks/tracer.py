@@ -1,8 +1,8 @@
-"""Find out, inside the process, what holds memory that grows; when the supervisor has asked for it.
+"""`LeakTracer`: find out inside the process what holds growing memory, on request.
 
-A trace takes a few steps. Looks at all objects, one after each step, show what grows every time.
-What still grows after the last of them is followed to what holds it, and to the line that makes it
-grow. It only reads: neither the random state nor a gradient is touched.
+The supervisor requests a trace, which spans a few steps. After each step all objects are examined
+to see what has grown every time. What still grows at the end is followed to what holds it and to
+the line that makes it grow. Tracing only reads: it touches neither the random state nor gradients.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from holdfast.supervise.leaks.census import Census, Frames
 from holdfast.supervise.leaks.findings import find_leaks
 from holdfast.supervise.leaks.introspection import OWN_FOLDER
 
-# Looks before the one that follows what has grown.
+# How many looks precede the one that follows references.
 _LOOKS = 4
 
 
 class LeakTracer:
-    """Trace what memory is held by, each time that a trace is requested.
+    """Traces what holds memory, each time that a trace is requested.
 
     Args:
         emit: Records an event.
@@ -32,18 +32,18 @@ class LeakTracer:
 
     def __init__(self, emit: Callable[[EventData], None]) -> None:
         self._emit = emit
-        # Number of the newest request that was begun.
+        # Number of the newest request for which a trace was started.
         self._request = 0
-        # The trace under way, the steps since its first look, and the time it took so far.
+        # The current trace, the steps since its first look, and the seconds it has taken so far.
         self._census: Census | None = None
         self._steps = 0
         self._seconds = 0.0
 
     def after_step(self, request: int) -> None:
-        """Continue a trace, or begin one; an error ends it.
+        """Continue the current trace or start one; an error ends the trace.
 
         Args:
-            request: Number of the newest request. Each request is answered once.
+            request: Number of the newest request. Every request is answered once.
         """
         if self._census is not None:
             self._steps += 1
@@ -56,9 +56,9 @@ class LeakTracer:
             self._look(self._census)
 
     def _look(self, census: Census) -> None:
-        """Take the next look, and report what was found after the last one."""
+        """Take the next look; after the last one, report the leaks."""
         began_at = time.monotonic()
-        # An error leaves the trace ended.
+        # Clear the trace first, so that an error leaves it ended.
         self._census = None
         leaks: list[Leak] | None = None
         why = ""
@@ -88,27 +88,27 @@ class LeakTracer:
 
 
 def _look_or_find(census: Census) -> list[Leak] | None:
-    """Take one of the first looks, and return None; or find the leaks after them."""
+    """Take a look and return None; at the last look, return the leaks."""
     was_collecting = gc.isenabled()
-    # Otherwise a destructor of the script's could run meanwhile.
+    # Otherwise destructors of the script could run during the look.
     gc.disable()
     frames = _running_frames()
     try:
-        # Attributes of tensors are read without code of their classes.
+        # Read attributes of tensors without calling code of tensor subclasses.
         with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
             if census.looks < _LOOKS:
                 census.look(frames)
                 return None
             return find_leaks(census, frames, steps=_LOOKS - 1)
     finally:
-        # A frame that is kept would keep its locals.
+        # A stored frame would keep its locals alive.
         frames.clear()
         if was_collecting:
             gc.enable()
 
 
 def _running_frames() -> Frames:
-    """Return the frames of all threads, without ours."""
+    """Return the frames of all threads, except our own frames."""
     frames = {}
     for top in sys._current_frames().values():
         for frame, _ in traceback.walk_stack(top):

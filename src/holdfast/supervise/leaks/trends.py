@@ -1,7 +1,7 @@
-"""Follow the memory of a run's trainers, from the supervisor, and ask for a trace when it leaks.
+"""Follow the memory of a run's trainers from the supervisor, and request a trace if it leaks.
 
-Each look applies the slope test of ``growth`` to the steps that were recorded since. Growth is
-reported once it is certain, together with what a trainer has found to hold the memory (``tracer``).
+Each look applies the slope test of ``growth`` to the recorded steps. Growth is reported once it is
+certain, together with what the trainer's trace (``tracer``) has found to hold the memory.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, read_processes
 from holdfast.supervise.leaks.growth import Growth, Reading, find_growth
 
 MemoryKind = Literal["host", "device"]
-# The slope of a long run needs no more readings, and the test compares only pairs of its windows.
+# How many readings are kept. The slope of a long run needs no more.
 _MAX_READINGS = 2_000
-# Steps before the newest one that still count; a leak may begin late.
+# Only this many steps before the newest one count, since a leak may begin late.
 _MAX_STEPS = 32_768
-# Growth is certain once the run has made this many times the steps at which it was first seen: by
-# then, most warm-ups have come to rest.
+# Growth counts as certain once the run has reached this multiple of the step at which growth was
+# first suspected: by then, most warm-ups have levelled off.
 _CERTAIN_AFTER = 1.25
-# Growth of a run that is over must have reached this to be worth reporting.
+# In a run that has ended, smaller total growth is not worth reporting.
 _MIN_BYTES_LOOKING_BACK = 64 << 20
-# A prediction is emitted again when the time that is left has come down to half.
+# Emit a prediction again once the remaining time has fallen to this share.
 _REPEAT_AT_SHARE = 0.5
 _MAX_TEXT_LENGTH = 200
-# Reading a ring again as a whole takes a fifth of a second; at most 1 % of the time goes into it.
+# Re-reading a whole ring takes a fifth of a second, so pause 100 times as long between reads to
+# spend at most 1 % of the time on it.
 _PAUSE_PER_LOOK = 100
 
 
 @dataclass(frozen=True, slots=True)
 class _NumberedReading:
-    """A reading with the number of its step in this process, counted from 1."""
+    """A reading and the number of its step in this process, counted from 1."""
 
     number: int
     reading: Reading
@@ -52,18 +53,18 @@ class _NumberedReading:
 
 @dataclass(slots=True)
 class _ReadingHistory:
-    """The readings of the newest steps; of many steps, every n-th.
+    """The readings of the newest steps, thinned to every n-th step in long runs.
 
-    The whole ring would take 0.5 KiB per step.
+    Keeping all samples would take 0.5 KiB per step.
     """
 
     readings: list[_NumberedReading] = field(default_factory=list)
-    # How many readings were added so far, and which share of them is kept: every n-th.
+    # How many readings were added so far; of these, every `interval`-th is kept.
     added: int = 0
     interval: int = 1
 
     def add(self, readings: Sequence[_NumberedReading], newest_number: int) -> None:
-        """Add readings, and forget those of steps long before the newest one."""
+        """Add readings, and drop those of steps long before the newest one."""
         for reading in readings:
             if self.added % self.interval == 0:
                 self.readings.append(reading)
@@ -73,37 +74,37 @@ class _ReadingHistory:
         while len(self.readings) > _MAX_READINGS:
             self.readings = self.readings[::2]
             self.interval *= 2
-        # Memory is read at fewer steps since these have become faster.
+        # Steps have become faster, so memory is read at fewer of them.
         if len(self.readings) < _MAX_READINGS // 4:
             self.interval = max(1, self.interval // 2)
 
     def find_growth(self) -> Growth | None:
-        """Return how memory grows without end in these readings, or None."""
+        """Return the endless growth in these readings, or None."""
         return find_growth([reading.reading for reading in self.readings])
 
     def grew_early(self) -> bool:
-        """Return whether memory grew already in the part after which a suspicion is certain."""
+        """Return whether memory already grew in the part up to where a suspicion is confirmed."""
         count = int(len(self.readings) / _CERTAIN_AFTER)
         return find_growth([reading.reading for reading in self.readings[:count]]) is not None
 
 
 @dataclass(slots=True)
 class _Trainer:
-    """What is known about the memory of one process, and what was reported of it."""
+    """What is known about the memory of one process, and what has been reported about it."""
 
     folder: Path
     pid: int
     events: EventFollower
     samples: SampleFollower
-    # Number of steps that were read, and the newest one as the training counts.
+    # Number of steps read so far, and the newest step in the training's own count.
     step_count: int = 0
     step: int = 0
     history: dict[MemoryKind, _ReadingHistory] = field(
         default_factory=lambda: {"host": _ReadingHistory(), "device": _ReadingHistory()}
     )
-    # Step at which growth was first seen.
+    # Step at which growth was first suspected.
     suspected_at: dict[MemoryKind, int] = field(default_factory=dict)
-    # Growth that was reported, with the minutes that were left then, if that is known.
+    # The reported growth, and the minutes left at that time if known.
     reported: dict[MemoryKind, float | None] = field(default_factory=dict)
     trace_requests: int = 0
 
@@ -117,7 +118,7 @@ class MemoryTrends:
         say: Prints a message.
         attempt: Number of the attempt.
         clock: Monotonic seconds.
-        available_bytes: Returns the memory that is left on the host, or None if unknown.
+        available_bytes: Returns the host memory that is left, in bytes, or None if unknown.
     """
 
     def __init__(
@@ -136,27 +137,27 @@ class MemoryTrends:
         self._attempt = attempt
         self._clock = clock
         self._available_bytes = available_bytes
-        # By the name of the process's folder.
+        # Keyed by the name of the process's folder.
         self._trainers: dict[str, _Trainer] = {}
         self._announced: set[str] = set()
         self._pause_until = 0.0
-        # Whether the attempt is over: then nothing is printed, and nobody can trace it.
+        # Whether the attempt is over; then nothing is printed and no trace can be requested.
         self._is_over = False
 
     def look(self) -> None:
-        """Read what was recorded since the last look, test it, and report what has changed."""
+        """Read the samples recorded since the last look, test them, and report changes."""
         began_at = self._clock()
         if began_at < self._pause_until:
             return
         for folder, process in read_processes(self._run_path):
             if process.role == "trainer" and process.attempt == self._attempt:
-                # The files are being made, or a newer holdfast wrote them.
+                # The files are still being created, or a newer holdfast wrote them.
                 with suppress(OSError, RunDirectoryError):
                     self._look_at(self._trainer_in(folder, process.pid))
         self._pause_until = began_at + _PAUSE_PER_LOOK * (self._clock() - began_at)
 
     def look_back(self) -> None:
-        """Look at what an attempt that is over has recorded since the last look."""
+        """Take a last look, after the attempt has ended."""
         self._pause_until = 0.0
         self._is_over = True
         self.look()
@@ -174,6 +175,7 @@ class MemoryTrends:
         return trainer
 
     def _look_at(self, trainer: _Trainer) -> None:
+        """Read the new events and samples of one trainer, and test its memory for growth."""
         for event in trainer.events.new():
             if event.kind == "leak":
                 line = _describe_leak(event)
@@ -194,16 +196,16 @@ class MemoryTrends:
                 self._on_growth(trainer, kind, growth)
 
     def _on_no_growth(self, trainer: _Trainer, kind: MemoryKind) -> None:
-        """Drop a suspicion, and take back a report."""
+        """Drop a suspicion, and retract the report if there was one."""
         trainer.suspected_at.pop(kind, None)
         if kind in trainer.reported:
             del trainer.reported[kind]
             self._emit(MemoryTrend(pid=trainer.pid, what=kind, bytes_per_step=0))
 
     def _is_certain(self, trainer: _Trainer, kind: MemoryKind, growth: Growth) -> bool:
-        """Return whether memory kept growing after it was suspected to.
+        """Return whether memory kept growing after the suspicion.
 
-        Of a run that is over, it must have grown in both parts of it.
+        In a run that has ended, it must have grown in both parts of the run.
         """
         suspected_at = trainer.suspected_at.setdefault(kind, trainer.step)
         if trainer.step >= _CERTAIN_AFTER * suspected_at:
@@ -213,7 +215,7 @@ class MemoryTrends:
         return trainer.history[kind].grew_early()
 
     def _on_growth(self, trainer: _Trainer, kind: MemoryKind, growth: Growth) -> None:
-        """Report growth that is new, or whose end has come much nearer."""
+        """Report growth that is new, or will exhaust memory much sooner than last reported."""
         minutes_left = self._minutes_left(kind, growth)
         is_new = kind not in trainer.reported
         if not is_new and not _is_much_nearer(minutes_left, trainer.reported[kind]):
@@ -245,7 +247,7 @@ class MemoryTrends:
         return growth.minutes_until_used(available_bytes)
 
     def _announce(self, line: str, *, key: str) -> None:
-        """Print a line; if many ranks have one with the same key, only the first."""
+        """Print a line, unless another rank has already printed one with the same key."""
         if key not in self._announced:
             self._announced.add(key)
             self._say(line)
@@ -254,11 +256,11 @@ class MemoryTrends:
 def _readings_of(
     samples: Sequence[StepSample], kind: MemoryKind, first_number: int
 ) -> list[_NumberedReading]:
-    """Return the readings in the samples of steps, the first of which has a number."""
+    """Return the readings in samples; `first_number` numbers the first sample's step."""
     readings = []
     for number, sample in enumerate(samples, first_number):
         used_bytes = sample.host_bytes if kind == "host" else sample.device_allocated_bytes
-        # 0 stands for a step at which memory was not read.
+        # 0 means that memory was not read at this step.
         if used_bytes > 0:
             reading = Reading(step=sample.step, seconds=sample.unix_seconds, used_bytes=used_bytes)
             readings.append(_NumberedReading(number, reading))
@@ -266,7 +268,7 @@ def _readings_of(
 
 
 def _is_much_nearer(minutes_left: float | None, minutes_before: float | None) -> bool:
-    """Return whether the end has come so much nearer that it should be reported again."""
+    """Return whether memory will be exhausted so much sooner that it should be reported again."""
     if minutes_left is None:
         return False
     return minutes_before is None or minutes_left < _REPEAT_AT_SHARE * minutes_before
@@ -285,7 +287,7 @@ def _describe_leak(event: Event) -> str:
         return str(event.data.get(name) or "")[:_MAX_TEXT_LENGTH]
 
     text = f"what holds it: {fact('held_by') or fact('what') or 'something'}"
-    # The place is followed by its function and its code.
+    # The location is followed by its function and its code.
     place, _, _ = fact("retained_at").partition(" in ")
     if place:
         text += f" at {place}"

@@ -1,9 +1,9 @@
-"""Hooks into torch and other packages, installed when the script has imported them.
+"""Install hooks in torch and other packages once the script has imported them.
 
-Where torch has global hooks, these are used; otherwise thin wrappers. Every wrapper keeps the name,
-signature, result and exceptions of what it wraps, and steps aside while torch traces a function to
-compile it: a hook that is traced becomes nothing, and no graph breaks because of us. No random
-state is read, and no mode of torch is changed.
+torch's global hooks are used where they exist, and thin wrappers elsewhere. Every wrapper keeps the
+name, signature, result and exceptions of what it wraps, and does nothing while torch traces a
+function for compilation, so we never cause a graph break. No random state is read, and no torch
+mode is changed.
 
 Does not: decide what a step is (``step_tracker`` does).
 """
@@ -21,7 +21,7 @@ from holdfast.recorder.progress import Phase
 from holdfast.supervise.observe.step_tracker import ObservedProcess, StepTracker
 
 Function = Callable[..., Any]
-# Functions that save in the thread that trains, besides `torch.save`, by their module.
+# Functions besides `torch.save` that save in the training thread, by module.
 _SAVERS = {
     "holdfast.checkpoint.saver": ("snapshot", "write"),
     "safetensors.torch": ("save_file",),
@@ -30,11 +30,11 @@ _SAVERS = {
 
 
 def install(torch: ModuleType, observer: ObservedProcess) -> StepTracker:
-    """Begin to observe the training of this process.
+    """Start observing the training in this process.
 
     Args:
-        torch: The module.
-        observer: The process.
+        torch: The torch module.
+        observer: The observer of this process.
     """
     tracker = StepTracker(observer, torch, partial(_was_any_made, torch.optim.Optimizer))
     hooks = _Hooks(torch, observer, tracker)
@@ -52,16 +52,17 @@ def install(torch: ModuleType, observer: ObservedProcess) -> StepTracker:
     }
     for module_name, functions in _SAVERS.items():
         installers[module_name] = partial(hooks.install_in_savers, functions)
-    # Each on its own: what another version of torch does not have is not observed.
+    # Install each on its own, so that something missing in this torch version disables only its
+    # hook.
     for module_name, installer in installers.items():
         observer.watch.when_imported(module_name, installer)
     return tracker
 
 
 def _was_any_made(optimizer_type: Any) -> bool:
-    """Return whether an optimizer of this class, or of one derived from it, was made.
+    """Return whether an optimizer of this class, or of a subclass, was created.
 
-    torch then marks the method `step` of its class.
+    torch marks the `step` method of an optimizer's class when it creates an instance.
     """
     if getattr(vars(optimizer_type).get("step"), "hooked", False):
         return True
@@ -69,13 +70,13 @@ def _was_any_made(optimizer_type: Any) -> bool:
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
-    """Replace an attribute by what `make` makes of it, under the same name and signature."""
+    """Replace a function by the wrapper that `make` returns, with the same name and signature."""
     original = getattr(owner, name)
     setattr(owner, name, wraps(original)(make(original)))
 
 
 class _Hooks:
-    """Each method installs hooks in one module of torch, or of another package."""
+    """Installs the hooks; each method is responsible for one module of torch or another package."""
 
     def __init__(self, torch: ModuleType, observer: ObservedProcess, tracker: StepTracker) -> None:
         self._torch: Any = torch
@@ -86,7 +87,7 @@ class _Hooks:
         return get_ident() == self._tracker.thread
 
     def _call_after(self, owner: Any, name: str, notice: Callable[..., None]) -> None:
-        """Call `notice` after each call of a function, with its result and its arguments."""
+        """Call `notice` after every call of a function, with its result and its arguments."""
         is_compiling = self._tracker.is_compiling
 
         def make(original: Function) -> Function:
@@ -107,13 +108,14 @@ class _Hooks:
         module.register_optimizer_step_post_hook(self._tracker.optimizer_ends)
 
     def install_in_autograd(self, module: Any) -> None:
+        """Report the begin and end of every outermost backward call."""
         tracker = self._tracker
         is_compiling = tracker.is_compiling
         tensor_type = self._torch.Tensor
 
         def make(original: Function) -> Function:
             def backward(*args: Any, **kwargs: Any) -> Any:
-                # A call within another one is that of a recomputed segment, or of a hook.
+                # A nested call comes from a recomputed segment or from a hook.
                 if is_compiling() or tracker.in_backward:
                     return original(*args, **kwargs)
                 root = args[0] if args else kwargs.get("tensors")
@@ -134,12 +136,12 @@ class _Hooks:
 
     def install_in_clipping(self, module: Any) -> None:
         self._call_after(module, "clip_grad_norm_", self._tracker.norm_computed)
-        # Both names must be one object, or the function could not be pickled.
+        # Both names must refer to the same object, or the function could not be pickled.
         self._torch.nn.utils.clip_grad_norm_ = module.clip_grad_norm_
 
     def install_in_scaler(self, module: Any) -> None:
         def notice(result: Any, _scaler: Any, outputs: Any) -> None:
-            # A disabled scaler returns what it was given; lists are not losses.
+            # A disabled scaler returns its argument unchanged; lists are not losses.
             if result is not outputs and type(result) is self._torch.Tensor:
                 self._tracker.loss_scaled(outputs.detach(), weakref.ref(result))
 
@@ -154,7 +156,7 @@ class _Hooks:
 
     def install_in_loader(self, module: Any) -> None:
         _wrap(module._BaseDataLoaderIter, "__next__", self._as_wait)
-        # The workers are started in `__iter__`.
+        # `__iter__` starts the workers.
         _wrap(module.DataLoader, "__iter__", partial(self._as_aside, Phase.DATA_WAIT))
 
         def notice(_iterator: Any, loader: Any) -> None:
@@ -177,12 +179,12 @@ class _Hooks:
         _wrap(module, "_worker_loop", make)
 
     def _as_wait(self, original: Function) -> Function:
-        """Return `__next__` of a loader, shown as waiting for a batch."""
+        """Return `__next__` of a loader, wrapped so that it shows as waiting for a batch."""
         tracker = self._tracker
         is_grad_enabled = self._torch.is_grad_enabled
 
         def __next__(iterator: Any) -> Any:  # noqa: N807
-            # A loader within a loader, or one that another thread reads ahead.
+            # A loader inside a loader, or one that another thread prefetches from.
             if tracker.is_waiting or get_ident() != tracker.thread:
                 return original(iterator)
             tracker.is_waiting = True
@@ -217,7 +219,7 @@ class _Hooks:
             _wrap(module, name, partial(self._as_aside, Phase.SAVING))
 
     def _as_aside(self, phase: Phase, original: Function) -> Function:
-        """Return a function whose call by the training thread is shown as a phase of its own."""
+        """Return a function that shows as a phase of its own when the training thread calls it."""
         tracker = self._tracker
 
         def aside(*args: Any, **kwargs: Any) -> Any:

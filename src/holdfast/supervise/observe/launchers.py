@@ -1,6 +1,6 @@
-"""Which command lines belong to a program that starts the ranks of a training, such as torchrun.
+"""Recognise the command lines of programs that launch the ranks of a run, such as torchrun.
 
-Imports nothing heavy, since every observed process asks.
+This module imports nothing heavy, since every observed process uses it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _MODULES = (
     "deepspeed.launcher",
 )
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*\Z")
-# Words at the beginning of a command line in which the program is looked for: `uv run torchrun`,
-# `env A=1 torchrun`.
+# How many words at the beginning of a command line may name the program: `uv run torchrun`, `env
+# A=1 torchrun`.
 _MAX_PREFIX_WORDS = 4
 # Options of Python that are followed by a value.
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -60,7 +60,7 @@ def _launcher_in_python(words: Sequence[str]) -> str | None:
 
 
 def _is_launching(program: str, words: Sequence[str]) -> bool:
-    """Return whether a program launches ranks: `accelerate` has other commands too."""
+    """Return whether a program launches ranks; `accelerate` also has other commands."""
     return program != "accelerate" or "launch" in words
 
 
@@ -69,10 +69,10 @@ def _base_name(path: str) -> str:
 
 
 def leave_signals_to_ranks() -> None:
-    """Ignore, in a launcher, the signals that only its ranks can use, unless it handles them.
+    """In a launcher, ignore the signals that only its ranks can use, unless it handles them.
 
-    Slurm sends ``--signal=USR1@60`` to all processes of a step. torchrun would die of it, and take
-    the ranks with it while they save.
+    With ``--signal=USR1@60``, Slurm sends SIGUSR1 to all processes of a job step. torchrun would
+    die of it and kill the ranks while they are saving.
     """
     for number in _RANK_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:

@@ -1,7 +1,7 @@
-"""What scripts log with the usual clients and frameworks, recorded without a second call.
+"""Record what scripts log through common clients and frameworks, without a second call.
 
-The logging functions are wrapped when the script imports their module. For each there is a function
-that reads the values and the step from the arguments.
+The logging functions are wrapped when the script imports their module. For each one, a function
+here extracts the values and the step from its arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.core.importing import ImportWatch
 from holdfast.recorder.scalars import recorded_too
 
-# Values by name, and the step that they belong to; None is the present one.
+# Values by name, and the step that they belong to; None means the current step.
 _Logged = tuple[dict[str, Any], Any]
 
 
@@ -23,9 +23,9 @@ def read_trainer_log(trainer: Any, logs: Any, *_: Any, **__: Any) -> _Logged:
 
 
 def read_lightning_log(connector: Any, metrics: Any, step: Any = None) -> _Logged:
-    """Return what Lightning's trainer logs of ``self.log``.
+    """Return what Lightning's trainer logs for ``self.log``.
 
-    Without a step, a metric that is called "step" is it, as in Lightning itself.
+    As in Lightning itself, a metric called "step" is the step if none is given.
     """
     values = dict(metrics)
     if step is None:
@@ -49,14 +49,14 @@ def read_accelerate_log(
 def read_scalar(
     _writer: Any, tag: Any, scalar_value: Any, global_step: Any = None, *_: Any, **__: Any
 ) -> _Logged:
-    """Return what ``SummaryWriter.add_scalar`` logs; its parameters are named as there."""
+    """Return what ``SummaryWriter.add_scalar`` logs; the parameter names are the same."""
     return {tag: scalar_value}, global_step
 
 
 def read_scalars(
     _writer: Any, main_tag: Any, tag_scalar_dict: Any, global_step: Any = None, *_: Any, **__: Any
 ) -> _Logged:
-    """Return what ``SummaryWriter.add_scalars`` logs; its parameters are named as there."""
+    """Return what ``SummaryWriter.add_scalars`` logs; the parameter names are the same."""
     return {main_tag: tag_scalar_dict}, global_step
 
 
@@ -66,7 +66,7 @@ _SUMMARY_WRITER = {
 }
 _CONNECTOR = "trainer.connectors.logger_connector.logger_connector"
 _LIGHTNING = {"_LoggerConnector.log_metrics": read_lightning_log}
-# By module, its methods that log, each with the function that reads their arguments.
+# For each module, its logging methods, each with the function that reads its arguments.
 _LOGGING_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.utils.tensorboard.writer": {**_SUMMARY_WRITER},
     "tensorboardX.writer": {**_SUMMARY_WRITER},
@@ -79,11 +79,11 @@ _LOGGING_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def install(watch: ImportWatch, note_error: Callable[[Any], None]) -> None:
-    """Record what is logged from now on, by modules that the script imports.
+    """Record what the script logs, through modules that it imports from now on.
 
     Args:
-        watch: Tells when a module has been imported.
-        note_error: Called with errors of ours.
+        watch: Notifies when a module has been imported.
+        note_error: Called with our own errors.
     """
 
     def wrap_methods(module: Any) -> None:

@@ -1,7 +1,7 @@
 """The observer of one Python process: its folder in the run directory, its board, and forks.
 
-It costs what its imports cost, and nothing more happens until torch is imported. No error of ours
-may reach the script: whatever fails is noted in the run directory (`ProcessObserver.note_error`).
+Until torch is imported, it costs no more than its own imports. No error of ours may reach the
+script: failures are noted in the run directory (`ProcessObserver.note_error`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from holdfast.recorder.black_box import EventRing
     from holdfast.supervise.observe.step_tracker import StepTracker
 
-# Environment variables, the first of which that holds a number counts. torch reads the first of
-# each; Slurm and Open MPI set the others, where nobody sets those.
+# The first of these environment variables that holds a number counts. torch reads the first of each
+# group; Slurm and Open MPI set the others, where nobody sets the first.
 _RANK_VARIABLES = {
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
     "local_rank": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
 }
-# Whoever imports one of these trains by reward, so the loss need not fall.
+# A script that imports one of these does reinforcement learning, so its loss need not fall.
 _ENVIRONMENT_PACKAGES = (
     "gymnasium",
     "gym",
@@ -59,14 +59,14 @@ _ENVIRONMENT_PACKAGES = (
     "torchrl",
     "ray.rllib",
 )
-# Errors of ours that one process notes.
+# How many of our own errors a process notes.
 _MAX_NOTES = 20
 _MAX_DIGITS = 9
 _observer: ProcessObserver | None = None
 
 
 def start(run: str) -> None:
-    """Observe this process from now on, if the run directory exists. Further calls do nothing.
+    """Start observing this process, if the run directory exists. Further calls do nothing.
 
     ``injected/sitecustomize.py`` calls it.
 
@@ -83,7 +83,7 @@ def start(run: str) -> None:
 
 
 class ProcessObserver:
-    """Observes this process, and those that are forked from it.
+    """Observes this process and the processes forked from it.
 
     Args:
         run_path: The run directory.
@@ -117,8 +117,8 @@ class ProcessObserver:
     # --- the folder of this process ---
 
     def _reset(self) -> None:
-        """Forget everything that was opened: at the start, and in a forked process."""
-        # The next use of `board` opens one.
+        """Reset everything that was opened; called at the start and in a forked process."""
+        # None makes the next use of `board` open one.
         vars(self).pop("board", None)
         self._has_exited = False
         self._folder: Path | None = None
@@ -132,14 +132,14 @@ class ProcessObserver:
 
     @cached_property
     def board(self) -> ProgressBoard:
-        """The board of this process.
+        """The progress board of this process.
 
-        In a forked process it is created when it is first used, since most forks never use it.
+        In a forked process it is created on first use, since most forks never use it.
         """
         try:
             return self._open()
         except OSError as error:
-            # A forked process then continues unobserved.
+            # If this fails, a forked process continues unobserved.
             self.note_error(error)
             return ProgressBoard(None)
 
@@ -160,7 +160,7 @@ class ProcessObserver:
         return board
 
     def _write_description(self) -> None:
-        """Write what is known about this process now."""
+        """Write the description of this process, as known now."""
         if self._info is None:
             return
         facts: dict[str, Any] = {
@@ -178,7 +178,7 @@ class ProcessObserver:
         return self._folder
 
     def open_samples(self) -> SampleRing:
-        """Return the ring of samples, which is created when it is first used.
+        """Return the ring of samples, creating it on first use.
 
         Raises:
             OSError: If it cannot be created.
@@ -188,7 +188,7 @@ class ProcessObserver:
         return self._samples
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Record what the training is set to.
+        """Record the settings of the training.
 
         Raises:
             OSError: If this process has no folder.
@@ -200,8 +200,7 @@ class ProcessObserver:
     def emit(self, data: EventData) -> None:
         """Record an event; may be called from any thread. Never raises."""
         try:
-            # Imported here, because most processes without torch have no events, and this takes
-            # 20 ms.
+            # Imported late: it takes 20 ms, and most processes without torch have no events.
             from holdfast.core.events.event import Event
             from holdfast.recorder.black_box import EventRing
 
@@ -219,13 +218,13 @@ class ProcessObserver:
             self.note_error(error)
 
     def log(self, values: Found, step: int | None = None) -> None:
-        """Record what the script logs; without a step, at the present one."""
+        """Record what the script logs; without a step, at the current one."""
         if step is None:
             step = self.board.step
         self._scalars.write(values, step, None)
 
     def set_role(self, role: ProcessRole) -> None:
-        """Show what this process has turned out to be. Never raises."""
+        """Show the role that this process has turned out to have. Never raises."""
         try:
             if self.board is not None and role != self._role:
                 self._role = role
@@ -234,24 +233,24 @@ class ProcessObserver:
             self.note_error(error)
 
     def note_error(self, error: BaseException) -> None:
-        """Note an error of ours, where the supervisor finds it. Never raises."""
+        """Note one of our errors where the supervisor finds it. Never raises."""
         self._note_count += 1
         if self._note_count > _MAX_NOTES:
             return
-        # It may be the run directory that fails.
+        # The run directory itself may be what failed.
         with suppress(Exception):
             import traceback
 
             text = "".join(traceback.format_exception(error))
-            # Refuses a link that leads out of the run directory.
+            # This refuses a symbolic link that leads out of the run directory.
             folder = make_folder(self._run_path, PROCESSES_FOLDER)
             with opened_to_write(folder / f"failed-{os.getpid()}.txt", "ab") as file:
                 file.write(text.encode("utf-8", "replace"))
 
     def _on_exit(self, how: str, status: int | None, exit_text: str) -> None:
-        """Show that the process exits. Called each time that its exit is met; see `ProcessEnd`."""
+        """Show that the process is exiting. Called at every sign of its exit; see `ProcessEnd`."""
         try:
-            # In a forked process that has never shown anything.
+            # A forked process that has never used its board has nothing to show.
             if "board" not in vars(self):
                 return
             if self._steps is not None:
@@ -286,12 +285,12 @@ class ProcessObserver:
         self._steps = install(torch, self)
 
     def _after_fork(self) -> None:
-        """Observe a forked process from now on, under a board of its own."""
+        """Start observing a forked process, with a board of its own."""
         try:
             self._reset()
             self._role = "other"
             if getattr(sys.modules.get("holdfast.core.forked"), "is_copying", False):
-                # A guard tries something in a copy of the process, about which nothing is recorded.
+                # A guard forked this copy to try something out; nothing is recorded about it.
                 self.board = ProgressBoard(None)
                 self._note_count = _MAX_NOTES
             self._process_end.after_fork()
@@ -310,7 +309,7 @@ def _read_start_ticks() -> int:
 
 
 def _read_number(*names: str) -> int | None:
-    """Return the number in the first of these environment variables that holds one."""
+    """Return the number from the first of these environment variables that holds one."""
     for name in names:
         text = os.environ.get(name, "")
         if text.isdecimal() and len(text) <= _MAX_DIGITS:
@@ -319,11 +318,11 @@ def _read_number(*names: str) -> int | None:
 
 
 def _ranks_of_torch() -> dict[str, int]:
-    """Return what ``torch.distributed`` says, if it is in use: some scripts set no variables."""
+    """Return the rank from ``torch.distributed`` if it is in use: some scripts set no variables."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None:
         return {}
-    # The module may be half imported, or on its way out.
+    # The module may be only partly imported, or being torn down.
     with suppress(AttributeError, RuntimeError, ValueError):
         if distributed.is_available() and distributed.is_initialized():
             return {"rank": distributed.get_rank(), "world_size": distributed.get_world_size()}

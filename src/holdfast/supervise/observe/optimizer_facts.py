@@ -1,4 +1,4 @@
-"""What can be read from an optimizer of the script, without importing torch."""
+"""Read facts from the script's optimizers, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from holdfast.supervise.observe.values import ValueReader
 
-# Larger counts are no exact floats.
+# Larger counts are not exact as floats.
 _MAX_STEPS = 2**53
 
 
 def steps_before_this(optimizer: Any, read: Callable[[Any], Any]) -> int:
-    """Return how many steps an optimizer had made before the one that it has just made.
+    """Return how many steps an optimizer had made before its newest one.
 
-    That is what a resumed optimizer brings along. Adam's state, for example, counts its steps.
+    A resumed optimizer carries this count in its state, as Adam does.
 
     Args:
         optimizer: The optimizer.
-        read: Reads the number in a tensor.
+        read: Reads the number from a one-element tensor.
 
     Returns:
-        The number of steps; 0 if the state does not say.
+        The number of steps; 0 if the state does not contain it.
     """
     states = getattr(optimizer, "state", None)
     state = next(iter(states.values()), None) if isinstance(states, dict) else None
@@ -44,16 +44,16 @@ def settings_of(optimizer: Any, name: str) -> dict[str, Any]:
 
 
 def only_creates_state(optimizer: Any, reader: ValueReader, *, is_before_training: bool) -> bool:
-    """Return whether a step without a backward before it was made only to create the state.
+    """Return whether a step that no backward preceded was made only to create the state.
 
-    torch.distributed.checkpoint makes such a step with a learning rate of 0; others make one with
-    gradients of 0, before the training begins. Gradients that come by another way than backward are
-    not 0.
+    torch.distributed.checkpoint makes such a step with a learning rate of 0; other libraries make
+    one with zero gradients before training begins. If a script computes its gradients without
+    calling backward, they are not zero, so its steps are real.
 
     Args:
-        optimizer: The optimizer that has stepped.
-        reader: Reads tensors.
-        is_before_training: Whether there was no backward and no step yet.
+        optimizer: The optimizer that has just stepped.
+        reader: Reads values from tensors.
+        is_before_training: Whether there has been no backward and no step yet.
     """
     groups = optimizer.param_groups
     if all(_is_zero(group.get("lr"), reader) for group in groups):
@@ -65,7 +65,8 @@ def only_creates_state(optimizer: Any, reader: ValueReader, *, is_before_trainin
         if parameter.grad is not None
     ]
     if not gradients:
-        # torch's own optimizers do nothing then; another one may create its own gradients.
+        # Without gradients, torch's own optimizers do nothing; others may compute gradients
+        # themselves.
         return type(optimizer).__module__.startswith("torch.optim.")
     return is_before_training and reader.all_zero(gradients)
 

@@ -1,4 +1,4 @@
-"""Numbers from a GPU that complete a recorded sample some steps later, when they have arrived."""
+"""Complete recorded samples with numbers that arrive from a GPU some steps later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Kind = Literal["loss", "part of a loss", "grad_norm"]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A value, the number of its sample, and what is to be added to it."""
+    """A value that is still being copied, the number of its sample, and an amount to add to it."""
 
     sample: int
     kind: _Kind
@@ -24,29 +24,29 @@ class _Entry:
 
 
 class PendingValues:
-    """Values that are on their way, in the order of their steps.
+    """Values that are still being copied, in the order of their steps.
 
     Args:
-        reader: Gets the slots back.
+        reader: Takes back the slots of values that have arrived.
     """
 
     def __init__(self, reader: ValueReader) -> None:
         self._reader = reader
-        # Public, because the caller asks at every step whether there are any.
+        # Public, because the caller checks at every step whether there are any.
         self.entries: deque[_Entry] = deque()
-        # Sum of the parts that have arrived of the loss that comes next.
+        # The next loss to complete is a sum; this is the sum of its parts that have arrived.
         self._sum_of_parts = 0.0
 
     def add_loss(
         self, sample: int, parts: Iterable[PendingValue], last_part: PendingValue, known_part: float
     ) -> None:
-        """Add the loss of a step: the sum over its calls of backward.
+        """Add the loss of a step: the sum over its backward calls.
 
         Args:
             sample: Number of the sample in its ring.
-            parts: Losses of earlier calls of backward that are on their way.
+            parts: Losses of earlier backward calls that are still being copied.
             last_part: The loss of the last call.
-            known_part: Sum of the losses of earlier calls that have arrived.
+            known_part: Sum of the losses of earlier calls that are already known.
         """
         self.entries.extend(_Entry(sample, "part of a loss", part) for part in parts)
         self.entries.append(_Entry(sample, "loss", last_part, addend=known_part))

@@ -1,7 +1,8 @@
-"""How a process ends: uncaught exceptions, also of threads, ``sys.exit``, and the exit itself.
+"""Record how a process ends: uncaught exceptions, ``sys.exit`` and the exit itself.
 
-Every hook of the script's is called as it would be without us. A hook that the script sets later
-replaces ours; then what Python keeps of the last exception is read when the interpreter exits.
+The script's own hooks are called as they would be without us. A hook that the script sets later
+replaces ours; in that case the exception is read from ``sys.last_exc`` or its like when the
+interpreter exits.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from holdfast.core.raised import describe_exception, printable
 if TYPE_CHECKING:
     from holdfast.core.events.event import EventData
 
-# Before the finalizers of multiprocessing, which wait for queues and children.
+# Runs before multiprocessing's own finalizers, which wait for queues and children.
 _FIRST_FINALIZER = 1_000_000
-_OWN_FOLDER = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - as it is spelt in frames
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - in the spelling used by frames
 _MAIN_THREAD = "MainThread"
 
 
@@ -32,10 +33,10 @@ class ProcessEnd:
     """Watch for the end of this process.
 
     Args:
-        emit: Records an event, and notes what goes wrong with that.
-        on_exit: Called each time that the exit is met, with how (``"returned"``, ``"exception"`` or
-            ``"sys.exit"``), the exit status if known, and the text that `sys.exit` was given.
-        watch: Tells when a module has been imported.
+        emit: Records an event; notes its own errors.
+        on_exit: Called at every sign of the exit, with the way (``"returned"``, ``"exception"`` or
+            ``"sys.exit"``), the exit status if known, and the text passed to `sys.exit`.
+        watch: Notifies when a module has been imported.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class ProcessEnd:
         self._fatal_error: BaseException | None = None
         self._how = "returned"
         self._status: int | None = None
-        # What the script gave to `sys.exit` as a text.
+        # The text that the script passed to `sys.exit`.
         self._exit_text = ""
 
     def after_fork(self) -> None:
-        """Start again in a forked process: what its parent met is not its own."""
+        """Start over in a forked process: its parent's exceptions are not its own."""
         self._reset()
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
-            # The parent's finalizers do nothing here.
+            # The parent's finalizers have no effect here.
             self._add_finalizer(util)
 
     # --- exceptions ---
@@ -96,7 +97,7 @@ class ProcessEnd:
             previous(args)
 
         threading.excepthook = excepthook
-        # Called before threads are waited for, which may take for ever. Not every Python has it.
+        # Called before Python waits for threads, which may take forever. Not every Python has it.
         register_atexit = getattr(threading, "_register_atexit", None)
         if register_atexit is not None:
             register_atexit(self._leave)
@@ -114,9 +115,9 @@ class ProcessEnd:
     def _record(
         self, error: BaseException, traceback: TracebackType | None, thread: str, *, fatal: bool
     ) -> None:
-        # Whatever goes wrong here, the script's own hook must be called.
+        # Whatever goes wrong here, the script's own hook must still be called.
         with suppress(Exception):
-            # Imported here, because it takes too long at every start of a process.
+            # Imported late, because it would slow down the start of every process.
             from holdfast.core.events.process_events import ExceptionRaised
 
             facts = describe_exception(error, traceback, without=_OWN_FOLDER)
@@ -136,15 +137,15 @@ class ProcessEnd:
         sys.exit = exit
 
     def _note_exit(self, status: Any) -> None:
-        """Note the argument of `sys.exit`: an exit status, a text (status 1) or None (status 0)."""
+        """Note the argument of `sys.exit`: a status, a message (status 1) or None (status 0)."""
         self._how = "sys.exit"
         self._status = status if isinstance(status, int) else int(status is not None)
         self._exit_text = printable(status) if type(status) is str else ""
 
     def _leave(self) -> None:
-        """Report the exit, each time that it is met: some things may still be waited for."""
+        """Report the exit at every sign of it, since Python may still wait afterwards."""
         last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # The script's own hook has replaced ours.
+        # This is still unrecorded if the script's own hook has replaced ours.
         if isinstance(last_error, BaseException):
             self._record_fatal(last_error, last_error.__traceback__, _MAIN_THREAD)
         self._on_exit(self._how, self._status, self._exit_text)
@@ -158,9 +159,10 @@ class ProcessEnd:
     def _add_finalizer(self, util: ModuleType) -> None:
         """Report the exit of a child before the other finalizers run.
 
-        Up to Python 3.12, these run while the exception that ends the child is the current one.
+        Up to Python 3.12, the finalizers run while the exception that ends the child is the current
+        one.
         """
-        # A parent may have forked while it handled an exception.
+        # The parent may have forked while it was handling an exception.
         inherited_error = sys.exc_info()[1]
 
         def leave() -> None:
@@ -175,9 +177,9 @@ class ProcessEnd:
         util.Finalize(None, leave, exitpriority=_FIRST_FINALIZER)
 
     def _hook_into_traceback(self, traceback: Any) -> None:
-        """Record the exception that ends a child from Python 3.13 on, when it is printed.
+        """From Python 3.13 on, record the exception that ends a child when it is printed.
 
-        The finalizers run too late there: the exception is no longer the current one.
+        There the finalizers run too late: the exception is no longer the current one.
         """
         previous = traceback.print_exc
 

@@ -1,7 +1,7 @@
-"""Stacks of all threads, written in C by ``faulthandler``: when asked by a signal, and at death.
+"""Let ``faulthandler`` write the stacks of all threads: on a signal, and on a fatal error.
 
-A handler that the script installs for `STACKS_SIGNAL`, at any time, replaces ours. The observer
-then shows that nobody may send the signal any more.
+If the script ever installs its own handler for `STACKS_SIGNAL`, that one replaces ours. The
+observer then shows that the signal must not be sent any more.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_SIGNAL
 
 
 class StackWriter:
-    """Write stacks into a file of this process.
+    """Has stacks written to a file of this process.
 
     Args:
-        on_signal_taken: Called when the script handles the signal itself; may raise OSError.
+        on_signal_taken: Called when the script installs its own handler for the signal; may raise
+            OSError.
     """
 
     def __init__(self, on_signal_taken: Callable[[], None]) -> None:
         self._on_signal_taken = on_signal_taken
-        # The functions themselves, since `watch` replaces them for the script.
+        # Keep the original functions, since `watch` replaces them for the script.
         self._enable = faulthandler.enable
         self._register = faulthandler.register
-        # If the user has enabled faulthandler, the stacks at death belong elsewhere.
+        # If the user has enabled faulthandler, the stacks of a fatal error belong in the user's
+        # file.
         self._writes_at_death = not faulthandler.is_enabled()
         is_free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
-        # The signal upon which stacks are written; None if the script handles it.
+        # The signal on which stacks are written; None if the script handles it.
         self.signal = STACKS_SIGNAL if is_free else None
 
     def open(self, folder: Path) -> None:
-        """Write into a folder from now on: that of this process, which may have been forked.
+        """From now on, write to the folder of this process, which may have been forked.
 
         Raises:
             OSError: If the file cannot be opened.
         """
-        # The file stays open, because the handlers write to it.
+        # The file stays open, because the signal handlers write to it.
         file = open_file(folder / FAULTHANDLER_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         if self._writes_at_death:
             self._enable(file=file, all_threads=True)
@@ -51,7 +53,7 @@ class StackWriter:
             self._register(self.signal, file=file, all_threads=True)
 
     def watch(self) -> None:
-        """Notice from now on when the script handles the signal, or enables faulthandler."""
+        """From now on, notice when the script handles the signal or enables faulthandler."""
         signal.signal = self._wrap(signal.signal, self._on_handler)
         faulthandler.register = self._wrap(faulthandler.register, self._on_handler)
         faulthandler.enable = self._wrap(faulthandler.enable, self._on_enable)
@@ -59,7 +61,7 @@ class StackWriter:
     def _wrap(
         self, original: Callable[..., Any], notice: Callable[[Any], None]
     ) -> Callable[..., Any]:
-        """Return a function that calls `notice` with the signal's number after each call."""
+        """Return a wrapper that calls `notice` with the signal's number after every call."""
 
         @wraps(original)
         def wrapped(*args: Any, **options: Any) -> Any:

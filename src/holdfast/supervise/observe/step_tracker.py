@@ -1,14 +1,14 @@
-"""What a training process is doing, and what a step is, from calls that torch makes anyway.
+"""`StepTracker`: derive steps and phases of training from calls that torch makes anyway.
 
-A step ends when an optimizer has stepped. Several optimizers that step after one backward make one
-step. Without an optimizer, each backward is a step. The number of a step is the guard's if one has
-the optimizer; otherwise it continues what the state of the optimizer counts, as Adam's does. Only
-one thread is tracked: the one that calls backward, until then the main thread. Other threads load,
-save and evaluate beside it.
+A step ends when an optimizer has stepped. If several optimizers step after one backward, they make
+one step together. Without an optimizer, every backward is a step. If a guard owns the optimizer,
+steps have the guard's numbers; otherwise numbering continues from the count in the optimizer's
+state, as Adam has one. Only one thread is tracked: the one that calls backward, and until then the
+main thread. Other threads may load, save and evaluate at the same time.
 
-Nothing here raises into the script: errors are noted. Methods that run at every step catch them
-themselves, and do without calls of small functions, because a call costs up to a microsecond
-between the operations of a small step. The others use `_noted`.
+Nothing here raises into the script: errors are noted. Methods that run at every step catch errors
+inline and avoid calls of small functions, because each call costs up to a microsecond between the
+operations of a small step. The others use `_noted`.
 
 Does not: hook into torch (``hooks`` does).
 """
@@ -48,48 +48,48 @@ if TYPE_CHECKING:
 
 P = TypeVarTuple("P")
 _Value: TypeAlias = float | PendingValue | None
-# If an optimizer was made but never seen to step, it is compiled, so that its hooks do not run.
-# After this many calls of backward, which is more than recipes accumulate, each call counts as a
+# If an optimizer exists but is never seen to step, its step is compiled, so that its hooks do not
+# run. After this many backward calls, which is more than recipes accumulate, each call counts as a
 # step.
-_BACKWARDS_WITHOUT_STEP = 256
-# Loss and norm are read at each of the first steps, then once in this time: a NaN that matters
-# stays.
+_MAX_BACKWARDS_WITHOUT_STEP = 256
+# Loss and gradient norm are read at each of the first steps, then once per pause: a NaN that
+# matters persists.
 _STEPS_ALL_READ = 1000
 _READ_PAUSE_NANOSECONDS = 2_000_000
-# The board has 32 bits for the steps of the process.
+# The board has 32 bits for the number of steps.
 _MADE_MASK = 0xFFFFFFFF
-# Looking up a member of an enumeration is slow.
+# Looking up a member of an enumeration is slow, so these are kept as module constants.
 _DATA_WAIT = Phase.DATA_WAIT
 _OPTIMIZER = Phase.OPTIMIZER
 
 
 class ObservedProcess(Protocol):
-    """The process that is observed, as far as its steps need it."""
+    """The part of `ProcessObserver` that the step tracker needs."""
 
     watch: ImportWatch
 
     @property
     def board(self) -> ProgressBoard:
-        """What the process shows of its progress."""
+        """The board on which the process shows its progress."""
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Record what the training is set to."""
+        """Record the settings of the training."""
 
     def open_samples(self) -> SampleRing:
-        """Open the ring in which steps are recorded."""
+        """Open the ring buffer in which steps are recorded."""
 
     def emit(self, data: EventData) -> None:
         """Record an event."""
 
     def set_role(self, role: ProcessRole) -> None:
-        """Show what the process has turned out to be."""
+        """Show the role that the process has turned out to have."""
 
     def note_error(self, error: BaseException) -> None:
-        """Note an error of ours, which must not reach the script."""
+        """Note one of our errors, which must not reach the script."""
 
 
 def _noted(method: Callable[[StepTracker, *P], None]) -> Callable[[StepTracker, *P], None]:
-    """Note an error of a method instead of raising it into the script."""
+    """Decorate a method so that it notes its errors instead of raising them into the script."""
 
     @wraps(method)
     def noting(tracker: StepTracker, *args: *P) -> None:
@@ -102,23 +102,24 @@ def _noted(method: Callable[[StepTracker, *P], None]) -> Callable[[StepTracker, 
 
 
 class _Step:
-    """What is known about one step. Times are in nanoseconds, on the monotonic clock.
+    """The measurements of one step. Times are in nanoseconds, on the monotonic clock.
 
-    It has no `__init__`, whose call would cost time at every step.
+    The class has no `__init__`, because its call would cost time at every step.
     """
 
-    # Its number, once it has ended.
+    # Number of the step, once it has ended.
     number = 0
 
-    # When it began; 0 if unknown.
+    # When the step began; 0 if unknown.
     began_at = 0
     # Time spent waiting for the loader.
     waited = 0
-    # `ProgressBoard.micro_step` when it began.
+    # `ProgressBoard.micro_step` when the step began.
     first_micro_step = 0
-    # Loss of the last call of backward.
+    # Loss of the last backward call.
     loss: _Value = None
-    # Sum of the losses of earlier calls of backward that are known, and those still on their way.
+    # Losses of earlier backward calls: the sum of those that are known, and those that are still
+    # being copied.
     earlier_loss = 0.0
     earlier_parts: tuple[PendingValue, ...] = ()
     # Gradient norm.
@@ -126,12 +127,12 @@ class _Step:
 
 
 class StepTracker:
-    """Count the steps of this process and show its phases.
+    """Counts the steps of this process and shows its phases.
 
     Args:
         observer: The process.
         torch: The module.
-        has_optimizer: Returns whether any optimizer was made.
+        has_optimizer: Returns whether any optimizer was created.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class StepTracker:
     ) -> None:
         self.observer = observer
         self._has_optimizer = has_optimizer
-        # Costs one call; `torch.compiler.is_compiling` costs two.
+        # This costs one function call; `torch.compiler.is_compiling` costs two.
         self.is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
         self._values = ValueReader(torch)
         self._read = self._values.read
@@ -148,7 +149,7 @@ class StepTracker:
         self._reset(main_thread if main_thread is not None else get_ident())
 
     def reset_after_fork(self) -> None:
-        """Start again in a forked process."""
+        """Start over in a forked process."""
         step = self._step
         self._values.reset_after_fork([step.loss, step.earlier_parts, step.norm, self._pending])
         self._memory.reset()
@@ -156,48 +157,50 @@ class StepTracker:
 
     @_noted
     def finish(self) -> None:
-        """Complete the newest samples, as far as that needs no waiting."""
+        """Complete the newest samples, as far as possible without waiting."""
         if self._samples is not None:
             self._pending.complete(self._samples)
 
     def _reset(self, thread: int) -> None:
-        # The thread that trains.
+        # Identifier of the thread that trains.
         self.thread = thread
-        # Whether that thread waits for a loader, does something beside training such as saving, or
-        # is in a call of backward.
+        # What that thread is doing: waiting for a loader, something other than training such as
+        # saving, a backward call, or an optimizer's step.
         self.is_waiting = False
         self.is_aside = False
         self.in_backward = False
         self._in_optimizer = False
-        # The observer's board, kept here once it was used.
+        # The observer's board, cached here on first use.
         self._board: ProgressBoard | None = None
-        # The phase that forward and backward are a part of: the first step is one of its own.
+        # The phase that forward and backward belong to: the first step is a phase of its own.
         self._training_phase = Phase.FIRST_STEP
-        # Phases to return to.
+        # The phases to return to afterwards.
         self._phase_before_aside = Phase.STARTING
         self._phase_before_compiling = Phase.STARTING
         self._phase_before_optimizer = Phase.STARTING
-        # Samples, and values that complete them later.
+        # The samples, and the values that complete them later.
         self._samples: SampleRing | None = None
         self._cannot_record = False
         self._pending = PendingValues(self._values)
         self._step = _Step()
         self._wait_began_at = 0
-        # The loss that a gradient scaler was given last, with a weak reference to the result.
+        # The loss that a gradient scaler scaled last, and a weak reference to the scaled loss.
         self._scaled_loss: tuple[Any, Any] | None = None
-        # Number of the newest sample, until there are other gradients; 0 then.
+        # Number of the newest sample as long as its gradients still exist; 0 after the next
+        # backward.
         self._ended_sample = 0
-        # `id` of the optimizer that ended the newest step; 0 before the first.
-        self._stepping_optimizer = 0
-        # Calls of backward after which each is a step; None before the first.
-        self._backwards_without_step: int | None = None
-        # Numbers of the optimizers in the ring, by `id`, and the settings of the training.
+        # `id` of the optimizer that ended the newest step; 0 if none has stepped yet.
+        self._last_optimizer_id = 0
+        # Without an optimizer step, backward calls count as steps after this many; None before the
+        # first backward.
+        self._max_backwards_without_step: int | None = None
+        # Numbers of the optimizers in the ring buffer, by `id`; and the settings of the training.
         self._optimizer_numbers: dict[int, int] = {}
         self._settings: dict[str, Any] = {}
-        # Whether loss and norm of this step are read, and when they are next read.
+        # Whether loss and norm of this step are read, and when they will be read next.
         self._reads_values = True
         self._next_read = 0
-        # The tracer of leaks, once a trace was requested, and the newest request.
+        # The leak tracer, once a trace was requested, and the number of the newest request.
         self._tracer: Any = None
         self._trace_request = 0
 
@@ -208,7 +211,7 @@ class StepTracker:
     # --- loader ---
 
     def wait_begins(self) -> None:
-        """The loop asks a loader for a batch."""
+        """The training loop has requested a batch from a loader."""
         try:
             now = (self._board or self._use_board()).enter(_DATA_WAIT)
             self._wait_began_at = now
@@ -218,10 +221,10 @@ class StepTracker:
             self.observer.note_error(error)
 
     def wait_ends(self, phase: Phase | None) -> None:
-        """The loop has a batch, or there is none.
+        """The loader has returned a batch, or is exhausted.
 
         Args:
-            phase: What follows; None for training.
+            phase: The phase that follows; None for training.
         """
         try:
             now = (self._board or self._use_board()).enter(phase or self._training_phase)
@@ -231,7 +234,7 @@ class StepTracker:
 
     @_noted
     def loader_begins(self, loader: Any) -> None:
-        """The loop begins to iterate over a loader, to train with."""
+        """The training loop begins to iterate over a loader."""
         sampler = getattr(loader, "batch_sampler", None)
         batch_size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         if batch_size is not None:
@@ -239,7 +242,7 @@ class StepTracker:
 
     @_noted
     def evaluation_begins(self) -> None:
-        """A module was switched to eval mode, which may be all that is seen of an evaluation."""
+        """A module was switched to eval mode, which may be the only sign of an evaluation."""
         board = self.observer.board
         trains = board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH)
         if board.made > 0 and trains:
@@ -252,8 +255,8 @@ class StepTracker:
         """A gradient scaler has multiplied a loss.
 
         Args:
-            loss: The loss before.
-            scaled: Weak reference to the scaled loss, which backward will get.
+            loss: The loss before scaling.
+            scaled: Weak reference to the scaled loss, from which backward will start.
         """
         self._scaled_loss = (loss, scaled)
 
@@ -261,7 +264,7 @@ class StepTracker:
         """Backward is called.
 
         Args:
-            root: The tensor that it begins with; None if there are several.
+            root: The tensor that backward starts from; None if there are several.
         """
         try:
             self.thread = get_ident()
@@ -281,9 +284,9 @@ class StepTracker:
             self.observer.note_error(error)
 
     def _take_unscaled_loss(self, root: Any) -> Any:
-        """Return the loss before it was scaled, or None if backward begins with something else.
+        """Return the loss before scaling, or None if backward starts from another tensor.
 
-        A sum of scaled losses, for example, contains the scale.
+        A sum of scaled losses, for example, cannot be unscaled.
         """
         assert self._scaled_loss is not None
         loss, scaled = self._scaled_loss
@@ -291,7 +294,7 @@ class StepTracker:
         return loss if scaled() is root else None
 
     def _keep_earlier_loss(self, loss: float | PendingValue) -> None:
-        """Keep the loss of an earlier call of backward: gradients are those of the sum."""
+        """Keep the loss of an earlier backward call: the step's gradients are those of the sum."""
         step = self._step
         if not isinstance(loss, PendingValue):
             step.earlier_loss += loss
@@ -306,28 +309,32 @@ class StepTracker:
         try:
             board = self._board or self._use_board()
             board.micro_step += 1
-            if self._backwards_without_step is None:
+            if self._max_backwards_without_step is None:
                 self.observer.set_role("trainer")
-                self._backwards_without_step = (
-                    _BACKWARDS_WITHOUT_STEP if self._has_optimizer() else 0
+                self._max_backwards_without_step = (
+                    _MAX_BACKWARDS_WITHOUT_STEP if self._has_optimizer() else 0
                 )
-            if self._stepping_optimizer == 0 and board.micro_step > self._backwards_without_step:
+            no_optimizer_steps = self._last_optimizer_id == 0
+            if no_optimizer_steps and board.micro_step > self._max_backwards_without_step:
+                # Every backward is a step.
                 self._end_step(board, None)
             elif self._in_optimizer and board.made > 0:
+                # The closure of an optimizer called backward; its step continues.
                 board.enter(_OPTIMIZER)
             else:
+                # Entering the same phase again shows progress.
                 board.enter(board.phase)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.observer.note_error(error)
 
     def norm_computed(self, norm: Any, *_: Any) -> None:
-        """The script has computed the norm of the gradients."""
+        """The script has computed the gradient norm."""
         try:
             if not self._reads_values:
                 return
             value = self._read(norm)
             if self._ended_sample and self._samples is not None:
-                # The step has ended already, with these gradients.
+                # The step with these gradients has already ended.
                 if isinstance(value, PendingValue):
                     self._pending.add_norm(self._ended_sample, value)
                 else:
@@ -347,7 +354,7 @@ class StepTracker:
     ) -> None:
         """An optimizer is about to step.
 
-        With a closure, the first argument of `step`, it runs forward and backward itself.
+        If `step` is called with a closure, it runs forward and backward itself.
 
         Args:
             args: Arguments of `step`, the optimizer first.
@@ -375,35 +382,35 @@ class StepTracker:
             self._in_optimizer = False
             board = self._board or self._use_board()
             had_backward = board.micro_step != self._step.first_micro_step
-            if not had_backward and self._is_part_of_a_step(board, optimizer):
+            if not had_backward and self._skips_step_without_backward(board, optimizer):
                 return
-            self._stepping_optimizer = id(optimizer)
+            self._last_optimizer_id = id(optimizer)
             rate = optimizer.param_groups[0].get("lr")
             if not isinstance(rate, (int, float)):
-                # A rate that is a tensor may be on a device.
+                # A learning rate that is a tensor may be on a device, so reading it could wait.
                 rate = None
             self._end_step(board, rate, optimizer)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.observer.note_error(error)
 
-    def _is_part_of_a_step(self, board: ProgressBoard, optimizer: Any) -> bool:
-        """Return whether an optimizer's step, without a backward before it, is no step of its own.
+    def _skips_step_without_backward(self, board: ProgressBoard, optimizer: Any) -> bool:
+        """Decide whether an optimizer step that no backward preceded counts; return True if not.
 
-        It may only create the optimizer's state, or be that of a further optimizer after the same
-        backward.
+        Two kinds do not count: a step that only creates the optimizer's state, and the step of
+        another optimizer after the same backward. For these, the phase is restored here. Any other
+        one counts, since the script computed its gradients without calling backward.
         """
         is_before_training = board.made == 0 and board.micro_step == 0
         if only_creates_state(optimizer, self._values, is_before_training=is_before_training):
             board.enter(self._phase_before_optimizer)
             return True
-        if board.micro_step and id(optimizer) != self._stepping_optimizer:
-            # Before any optimizer was seen, calls of backward were counted; now this one is.
-            self._stepping_optimizer = self._stepping_optimizer or id(optimizer)
+        if board.micro_step and id(optimizer) != self._last_optimizer_id:
+            # If backward calls were counted so far, count the steps of this optimizer from now on.
+            self._last_optimizer_id = self._last_optimizer_id or id(optimizer)
             board.enter(self._training_phase)
             return True
-        if self._backwards_without_step is None:
-            # The gradients came by another way than backward.
-            self._backwards_without_step = _BACKWARDS_WITHOUT_STEP
+        if self._max_backwards_without_step is None:
+            self._max_backwards_without_step = _MAX_BACKWARDS_WITHOUT_STEP
             self.observer.set_role("trainer")
         return False
 
@@ -415,9 +422,9 @@ class StepTracker:
         """Count a step, record it, and begin the next one.
 
         Args:
-            board: The board of this process.
-            learning_rate: Of the first parameter group; None if unknown.
-            optimizer: The one that has stepped; None if calls of backward are counted.
+            board: The progress board of this process.
+            learning_rate: The rate of the first parameter group; None if unknown.
+            optimizer: The optimizer that has stepped; None if backward calls are counted.
         """
         ended = self._step
         self._step = _Step()
@@ -435,22 +442,22 @@ class StepTracker:
         self._reads_values = board.made < _STEPS_ALL_READ or now >= self._next_read
         if self._reads_values:
             self._next_read = now + _READ_PAUSE_NANOSECONDS
-        # Whoever requests a trace has seen the memory grow that is read here.
+        # A trace is requested because of the memory readings taken here, so check after those only.
         if memory is not NOT_READ or self._tracer is not None:
             self._trace_if_requested(board)
 
     def _count_step(self, board: ProgressBoard, optimizer: Any) -> None:
-        """Count a step, and give it the number that the training counts."""
+        """Count a step, and give it the number in the training's own count."""
         board.made = (board.made + 1) & _MADE_MASK
         guard_entry = guarded.get(id(optimizer))
         guard = None if guard_entry is None else guard_entry[1]()
         if guard is not None:
-            # The guard counts the step after this hook.
+            # The guard increments its count only after this hook.
             board.step = guard.global_step + 1
         else:
             is_new = id(optimizer) not in self._optimizer_numbers
-            # Only while every optimizer so far has made one step: one that comes later was not
-            # resumed, but made during the training.
+            # Only while every optimizer so far has made exactly one step: an optimizer that appears
+            # later was created during training, not resumed.
             if is_new and board.made == len(self._optimizer_numbers) + 1:
                 board.step += steps_before_this(optimizer, self._read)
             board.step += 1
@@ -465,7 +472,7 @@ class StepTracker:
         learning_rate: float | None,
         optimizer: Any,
     ) -> None:
-        """Record a step that has ended; values that are on their way complete the sample later."""
+        """Record a step that has ended; values still being copied complete the sample later."""
         micro_steps = self._step.first_micro_step - ended.first_micro_step
         seconds = math.nan
         if ended.began_at:
@@ -476,7 +483,7 @@ class StepTracker:
         loss = ended.loss
         norm = ended.norm
         known_loss = None
-        # If earlier losses are still on their way, the sum is not known.
+        # If earlier losses are still being copied, the sum is not known yet.
         if type(loss) is float and not ended.earlier_parts:
             known_loss = loss + ended.earlier_loss
         number = samples.write(
@@ -500,18 +507,18 @@ class StepTracker:
             self._pending.complete(samples)
 
     def _complete_loss_later(self, number: int, ended: _Step) -> None:
-        """Let a loss that is on its way complete its sample; without its last part it is lost."""
+        """Let a loss still being copied complete its sample; without its last part, drop it."""
         if isinstance(ended.loss, PendingValue):
             self._pending.add_loss(number, ended.earlier_parts, ended.loss, ended.earlier_loss)
         else:
             for part in ended.earlier_parts:
-                # The copy that uses its slot next follows it in the stream.
+                # The slot can be reused at once: its next copy follows this one in the stream.
                 self._values.release(part)
 
     def _register_optimizer(self, optimizer: Any, samples: SampleRing) -> int:
-        """Return the number of an optimizer that has not stepped before, 0 for None.
+        """Number an optimizer that has not stepped before, and return the number; 0 for None.
 
-        Its name and its settings are recorded, unless a guard records these.
+        Its name and settings are recorded, unless a guard records them.
         """
         if optimizer is None:
             return 0
@@ -528,7 +535,7 @@ class StepTracker:
         return number
 
     def _open_samples(self) -> SampleRing | None:
-        """Return the ring of samples; None on a full disk, where steps are counted all the same."""
+        """Return the ring of samples; None on a full disk, where steps are still counted."""
         if self._cannot_record:
             return None
         try:
@@ -540,7 +547,7 @@ class StepTracker:
         return self._samples
 
     def _trace_if_requested(self, board: ProgressBoard) -> None:
-        """Look for what holds memory, once the supervisor has asked for that."""
+        """Let the leak tracer look, if the supervisor has requested a trace."""
         request = board.trace_requested()
         if request == self._trace_request and self._tracer is None:
             return
@@ -555,18 +562,18 @@ class StepTracker:
 
     @_noted
     def aside_begins(self, phase: Phase) -> None:
-        """Something beside training begins, such as saving."""
+        """Something other than training begins, such as saving."""
         self._phase_before_aside = self.observer.board.phase
         self.observer.board.enter(phase)
 
     @_noted
     def aside_ends(self) -> None:
-        """It has ended, perhaps with an exception."""
+        """Whatever `aside_begins` announced has ended, perhaps with an exception."""
         self.observer.board.enter(self._phase_before_aside)
 
     @_noted
     def compile_begins(self) -> None:
-        """A part of the model is about to be compiled."""
+        """A part of the model is about to be compiled by torch."""
         self._training_phase = Phase.FIRST_STEP
         board = self.observer.board
         if board.phase not in (Phase.DATA_WAIT, Phase.SAVING, Phase.ENDING):
@@ -575,7 +582,7 @@ class StepTracker:
 
     @_noted
     def compile_ends(self) -> None:
-        """The part is compiled."""
+        """The compilation has finished."""
         board = self.observer.board
         if board.made > 0:
             self._training_phase = Phase.FORWARD_BACKWARD
@@ -588,5 +595,5 @@ class StepTracker:
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether `step` of an optimizer was called with a closure, by these arguments."""
+    """Return whether these arguments of an optimizer's `step` include a closure."""
     return any(argument is not None for argument in (*args[1:], *kwargs.values()))

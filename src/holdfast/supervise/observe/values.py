@@ -1,8 +1,8 @@
-"""Read numbers from one-element tensors, and memory use, without a synchronisation.
+"""Read numbers from one-element tensors, and memory use, without synchronising with the GPU.
 
-On the host, a number is read straight from memory, which neither autograd nor any mode of the
-script can see. On a GPU it is copied to pinned memory in the stream of the script, and read at a
-later step when it has arrived. Nothing waits for it, and CUDA is not initialised by us.
+On the host, a number is read straight from memory, invisible to autograd and to any mode of the
+script. On a GPU it is copied to pinned memory in the script's stream, and read at a later step once
+it has arrived. Nothing waits for it, and we never initialise CUDA.
 
 Nothing here imports torch: the module is passed in.
 """
@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# Copies that may be under way for each dtype: at one or two for each step, far more than a GPU lags
+# How many copies per dtype may be in flight: at one or two per step, far more than a GPU lags
 # behind.
 _SLOTS = 16
-# A look at /proc costs a system call, and one at the allocator's statistics 0.1 ms for each device.
-# With these pauses both stay far below 1 % of any step.
+# Reading /proc costs a system call, and reading the allocator's statistics 0.1 ms per device. With
+# these pauses both stay far below 1 % of the time.
 _HOST_PAUSE_NANOSECONDS = 20_000_000
 _DEVICE_PAUSE_NANOSECONDS = 250_000_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -29,7 +29,7 @@ _MAX_STATM_BYTES = 64
 
 
 class _Float16:
-    """A number at an address, in the manner of a ctypes type."""
+    """A number type that can be read from an address, like a ctypes type."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -40,7 +40,7 @@ class _Float16:
 
 
 class _BFloat16(_Float16):
-    """A bfloat16, which is the upper half of a float32."""
+    """A bfloat16 number, which is the upper half of a float32."""
 
     @classmethod
     def from_address(cls, address: int) -> _BFloat16:
@@ -48,11 +48,11 @@ class _BFloat16(_Float16):
 
 
 class PendingValue:
-    """A number that is on its way from a GPU.
+    """A number that is being copied from a GPU.
 
     Args:
-        slot: One-element tensor in pinned memory, which the number is copied to.
-        event: A CUDA event after the copy.
+        slot: One-element tensor in pinned memory, the target of the copy.
+        event: A CUDA event recorded after the copy.
         number_type: How the number is read from the slot.
     """
 
@@ -62,17 +62,17 @@ class PendingValue:
         self._number_type = number_type
 
     def has_arrived(self) -> bool:
-        """Return whether it can be read."""
+        """Return whether the number has arrived."""
         return bool(self.event.query())
 
     def value(self) -> float:
-        """Return the number, once it has arrived."""
+        """Return the number; call this only once it has arrived."""
         number: float = self._number_type.from_address(self.slot.data_ptr()).value
         return number
 
 
 class ValueReader:
-    """Read one-element tensors.
+    """Reads one-element tensors.
 
     Args:
         torch: The module.
@@ -87,40 +87,41 @@ class ValueReader:
             torch.float16: _Float16,
             torch.bfloat16: _BFloat16,
         }
-        # Modes of the script that look at every call to torch must not see ours.
+        # The script's torch-function modes must not see our calls.
         self._disable_torch_function: Any = torch._C.DisableTorchFunction
         self._is_torch_function_mode_enabled: Callable[[], bool] = (
             torch._C._is_torch_function_mode_enabled
         )
         self._dispatch_mode_count: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-        # By dtype, slots in pinned memory that are not in use, each with its event.
+        # Free slots in pinned memory, each with its event, by dtype.
         self._free_slots: dict[Any, list[tuple[Any, Any]]] = {}
-        # Slots of the process that this one was forked from; see `reset_after_fork`.
+        # Slots of the parent process; see `reset_after_fork`.
         self._abandoned: list[Any] = []
 
     def reset_after_fork(self, pending: list[Any]) -> None:
-        """Start again in a forked process, which cannot use the GPU of its parent.
+        """Start over in a forked process, which cannot use its parent's GPU.
 
-        It cannot even free what belongs to that GPU, so everything is kept.
+        It cannot even free what belongs to that GPU, so references to everything are kept.
 
         Args:
-            pending: Values that were on their way in the parent, in any nesting.
+            pending: Values that were being copied in the parent, in any nesting.
         """
         self._abandoned += [self._free_slots, *pending]
         self._free_slots = {}
 
     def read(self, tensor: Any) -> float | PendingValue | None:
-        """Return the number in a tensor, or a promise of it.
+        """Return the number in a tensor, or a `PendingValue` for it.
 
         A ``DTensor`` counts as its local part if every rank holds all of it.
 
         Returns:
             None for anything but a plain tensor with one floating-point element on the host or a
-            CUDA device, and for a number that cannot be read unseen.
+            CUDA device, and for a number that cannot be read without side effects.
         """
         if type(tensor) is not self._tensor_type:
             tensor = _replicated_part(tensor)
-            # Any other subclass may do anything when it is touched, such as talk to other ranks.
+            # Another subclass may run any code when touched, such as communicating with other
+            # ranks.
             if type(tensor) is not self._tensor_type:
                 return None
         if self._is_torch_function_mode_enabled():
@@ -136,19 +137,19 @@ class ValueReader:
             if tensor.is_cuda and self._may_copy():
                 return self._start_copy(tensor, number_type)
         except (RuntimeError, NotImplementedError):
-            # A tensor inside a torch.func transform, a sparse one, or one of another layout has no
-            # memory that could be read.
+            # A tensor inside a torch.func transform, or with a sparse or other layout, has no
+            # memory that could be read directly.
             return None
         return None
 
     def _may_copy(self) -> bool:
-        """Return whether a copy would be seen by no mode, and become part of no CUDA graph."""
+        """Return whether a copy would be invisible to modes and not be captured in a CUDA graph."""
         if self._dispatch_mode_count():
             return False
         return not self._torch.cuda.is_current_stream_capturing()
 
     def _start_copy(self, tensor: Any, number_type: Any) -> PendingValue | None:
-        """Copy a number to the host without waiting; None if all slots are in use."""
+        """Start copying a number to the host; None if all slots are in use."""
         free_slots = self._free_slots.get(tensor.dtype)
         if free_slots is None:
             free_slots = self._allocate_slots(tensor.dtype)
@@ -170,7 +171,7 @@ class ValueReader:
         return [(memory[index : index + 1], self._torch.cuda.Event()) for index in range(_SLOTS)]
 
     def release(self, pending: PendingValue) -> None:
-        """Let the slot of a value be used again."""
+        """Return the slot of a value to the free slots."""
         free_slots = self._free_slots.get(pending.slot.dtype)
         if free_slots is not None:
             free_slots.append((pending.slot, pending.event))
@@ -187,16 +188,16 @@ class ValueReader:
                     if bool(local_tensor.any()):
                         return False
             except (RuntimeError, NotImplementedError):
-                # For example a sparse tensor, or one without data.
+                # For example, the tensor is sparse or has no data.
                 return False
         return True
 
 
 def _replicated_part(tensor: Any) -> Any:
-    """Return the local part of a ``DTensor`` that every rank holds whole; None if it is sharded.
+    """Return the local part of a replicated ``DTensor``; None if it is sharded.
 
     FSDP2 returns such tensors as gradient norms. Only attributes are read, since any computation
-    could talk to the other ranks. Anything that is no ``DTensor`` is returned as it is.
+    could communicate with other ranks. Anything other than a ``DTensor`` is returned unchanged.
     """
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     if distributed is None or type(tensor) is not distributed.DTensor:
@@ -204,18 +205,18 @@ def _replicated_part(tensor: Any) -> Any:
     if not all(placement.is_replicate() for placement in tensor._spec.placements):
         return None
     local = tensor._local_tensor
-    # A tensor that a collective still has to fill is waited for by whoever uses it, never by us.
+    # A collective may still have to fill this tensor. Whoever uses it waits for that; we never do.
     return local.elem if getattr(local, "completed", False) else local
 
 
 class MemoryUse(NamedTuple):
-    """Memory in bytes; 0 for what was not read, or is unknown.
+    """Memory use in bytes; 0 means not read or unknown.
 
     Args:
-        resident: Of this process, on the host.
-        allocated: Of all devices together, by tensors.
-        reserved: Of all devices together, by the caching allocator.
-        peak: The sum of the largest `allocated` of each device.
+        resident: Resident memory of this process on the host.
+        allocated: Memory allocated by tensors, over all devices.
+        reserved: Memory reserved by the caching allocator, over all devices.
+        peak: Sum of the devices' peaks of `allocated`.
     """
 
     resident: int = 0
@@ -228,7 +229,7 @@ NOT_READ = MemoryUse()
 
 
 class MemoryReader:
-    """Read the memory use of this process and its devices, as rarely as its course can be seen.
+    """Reads the memory use of this process and its devices, often enough to follow its course.
 
     Args:
         torch: The module.
@@ -239,14 +240,14 @@ class MemoryReader:
         self.reset()
 
     def reset(self) -> None:
-        """Start again in this process, which may have been forked."""
+        """Start over in this process, which may have been forked."""
         self._statm_descriptor: int | None = None
-        # Monotonic nanoseconds; before this time `read` need not be called.
+        # In monotonic nanoseconds; before this time `read` need not be called.
         self.next_look = 0
         self._next_device_look = 0
 
     def read(self, now: int) -> MemoryUse:
-        """Return the memory use; devices only if they were not read a short time ago.
+        """Return the memory use; device memory only if it was not read a moment ago.
 
         Args:
             now: Monotonic nanoseconds, not before `next_look`.
@@ -255,7 +256,7 @@ class MemoryReader:
         try:
             resident = self._read_resident_bytes()
         except (OSError, ValueError, IndexError):
-            # A script that became a daemon has closed the file.
+            # A script that daemonised itself has closed the file.
             self._statm_descriptor = None
             return NOT_READ
         if now < self._next_device_look or not self._cuda.is_initialized():
@@ -269,6 +270,7 @@ class MemoryReader:
         return int(words[1]) * _PAGE_BYTES
 
     def _read_devices(self, resident: int, now: int) -> MemoryUse:
+        """Return the memory use with the statistics of all devices added."""
         device_count = self._cuda.device_count()
         self._next_device_look = now + device_count * _DEVICE_PAUSE_NANOSECONDS
         allocated = 0

@@ -3,12 +3,13 @@
 Read in this order:
 
 1. ``threads``: the two threads that watch, and what happens if one of them fails.
-2. ``watchdog``: notices that training stands still, examines it and proposes a remedy.
-3. ``processes``: which processes are watched, and for how long each has not moved.
+2. ``watchdog``: notices that training makes no progress, examines it and proposes a remedy.
+3. ``processes``: which processes are watched, and for how long each has made no progress.
 4. ``limits``: how long a phase may take.
 5. ``stacks``, ``py_spy``, ``faulthandler_dumps``, ``process_evidence``: what is read from a process
-   that stands still.
+   that makes no progress.
 6. ``inspection``: the same for a process that was started without holdfast (``holdfast attach``).
 
-Nothing here acts on a process: ``launch.attempt`` does. Growing memory is in ``supervise.leaks``.
+Nothing here acts on a process: ``launch.attempt`` does. Growing memory is the subject of
+``supervise.leaks``.
 """

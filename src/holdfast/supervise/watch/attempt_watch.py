@@ -1,4 +1,4 @@
-"""What the watching threads need to know about an attempt, and where they report."""
+"""`AttemptWatch`: what the watching threads know about an attempt, and where they report."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class AttemptWatch:
 
     Args:
         run_path: The run directory.
-        attempt: Number of the attempt; processes of others are ignored.
+        attempt: Number of the attempt; processes of other attempts are ignored.
         limits: How long phases may take.
         emit: Records an event.
-        on_hang: Called with each hang, including those that only need patience.
+        on_hang: Called with each hang, including those that need no action but waiting.
         say: Prints a message.
     """
 

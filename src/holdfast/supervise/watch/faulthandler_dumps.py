@@ -1,4 +1,4 @@
-"""Stacks that an observed process writes itself, by ``faulthandler``, when a signal asks it."""
+"""Request the stacks that an observed process writes through ``faulthandler`` on a signal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.recorder.run_files import STACKS_SIGNAL
 from holdfast.supervise.process_tree import catches
 from holdfast.supervise.watch.py_spy import MAX_FRAMES
 
-# faulthandler takes 0.003 s.
+# Time to wait for a dump, which takes faulthandler 0.003 s.
 _ANSWER_SECONDS = 0.5
 # The dump is complete when its file has not grown for this long.
 _QUIET_SECONDS = 0.02
@@ -28,19 +28,19 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 
 
 def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
-    """Let an observed process write its own stacks, and return them.
+    """Make an observed process write its own stacks, and return them.
 
     Args:
         pid: The process.
         file: The file that it appends its stacks to.
 
     Returns:
-        Its threads; None if it has no handler for the signal, or does not answer.
+        Its threads; None if it has no handler for the signal or does not respond.
     """
     try:
         size_before = file.stat().st_size
-        # Whoever replaces the file by a pipe gets no reader. A process without a handler would die
-        # of the signal.
+        # Refuse anything but a regular file, such as a pipe put in its place. A process without a
+        # handler would die of the signal.
         if not file.is_file() or not catches(pid, STACKS_SIGNAL):
             return None
         os.kill(pid, STACKS_SIGNAL)
@@ -66,7 +66,7 @@ def _wait_for_dump(file: Path, size_before: int) -> None:
 
 @dataclass(slots=True)
 class _DumpedThread:
-    """A thread of a dump. `ident` is not the system's number, but the same at each look."""
+    """A thread in a dump. `ident` is not the kernel's thread ID, but the same in every dump."""
 
     ident: int
     name: str
@@ -74,7 +74,7 @@ class _DumpedThread:
 
 
 def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
-    """Return the threads in a dump by faulthandler, which lists the main thread last."""
+    """Return the threads in a faulthandler dump, which lists the main thread last."""
     threads: list[_DumpedThread] = []
     for line in text.splitlines():
         thread = _THREAD.match(line)

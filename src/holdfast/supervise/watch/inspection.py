@@ -1,7 +1,7 @@
-"""Inspect a training process that was started without holdfast: does it move, and if not, why?
+"""Inspect a training process started without holdfast: does it make progress, and if not, why?
 
-The process is only read, neither stopped nor changed. It has no board that would show its progress,
-so whether it moves is inferred from its stacks, and from what its threads do between two looks.
+The process is only read, neither stopped nor changed. It has no progress board, so progress is
+inferred from its stacks and from what its threads do between two looks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from holdfast.supervise.watch.stacks import StackSampler, Subject, stays_at_same
 
 _cannot_inspect = partial(PolicyError, rule="H741")
 
-# CPU time that a thread must use for each of its waits to count as work. One that polls was seen to
-# use up to 225,000 ns, a small step 1,000,000 ns.
+# CPU time per wait above which a thread counts as working. Polling threads were measured at up to
+# 225,000 ns per wait, small training steps at 1,000,000 ns.
 _WORK_NANOSECONDS_PER_WAIT = 400_000
 _WORKER_PHASE = "makes batches"
 _UNKNOWN_PHASE = "phase not known"
 _OWN_CODE_PHASE = "in code of its own"
-# A phase, and what is on the stack of the main thread in it. The first that matches wins.
+# Phases, each with a pattern for the main thread's stack. The first match wins.
 _PHASES = {
     _WORKER_PHASE: r":_worker_loop$",
     "data wait": r"/torch/utils/data/dataloader\.py:|/holdfast/loader/",
@@ -50,12 +50,12 @@ IMPORT_FILE = "<frozen importlib"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What two looks at a process, and at what it has started, have shown.
+    """What two looks at a process and its descendants have shown.
 
     Args:
-        processes: The Python processes that were still there at the second look.
-        diagnosis: What is to blame if nothing moves.
-        is_moving: Whether any process whose progress counts has moved between the looks.
+        processes: The Python processes that still existed at the second look.
+        diagnosis: What is to blame if there is no progress.
+        is_moving: Whether any process whose progress counts made progress between the looks.
     """
 
     processes: tuple[Examined, ...]
@@ -64,7 +64,7 @@ class Inspection:
 
 
 def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
-    """Look twice at a process and at what it has started.
+    """Look twice at a process and its descendants.
 
     Args:
         pid: The process.
@@ -72,15 +72,16 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
         folder: An empty directory for the stacks.
 
     Raises:
-        PolicyError: H741 if the process cannot be inspected, or has ended meanwhile.
+        PolicyError: H741 if the process cannot be inspected or has ended in the meantime.
     """
     subjects = find_subjects(pid, seconds)
     judged_pids = [subject.about.pid for subject in subjects if subject.about.judged]
-    # Threads that did something between the looks.
+    # Threads that did some work between the looks.
     working: set[int] = set()
 
     def observe_threads(_: float) -> None:
-        # Only the pause is measured, so that nothing counts which the looks themselves cause.
+        # Measure only during the pause, so that activity caused by the looks themselves does not
+        # count.
         before = _read_activities(judged_pids)
         time.sleep(seconds)
         after = _read_activities(judged_pids)
@@ -94,7 +95,7 @@ def inspect_process(pid: int, seconds: float, folder: Path) -> Inspection:
         raise _cannot_inspect(
             f"process {pid} has ended",
             limit="nothing is left to inspect",
-            fix="see its own output.",
+            fix="look at its own output.",
         )
     diagnosis = diagnose_hang(processes, judged[0].pid)
     return Inspection(
@@ -110,10 +111,10 @@ def _is_moving(
     diagnosis: Diagnosis,
     working_threads: set[int],
 ) -> bool:
-    """Return whether training moves.
+    """Return whether training makes progress.
 
-    A loop that mostly waits is found in the same wait at both looks, so its stack alone does not
-    tell: what its threads and its loader workers have done meanwhile counts too.
+    A loop that mostly waits shows the same wait at both looks, so its stack alone is not
+    conclusive: what its threads and its loader workers did in between counts too.
     """
     training_threads = {process.pid for process in judged}
     training_threads |= {
@@ -127,7 +128,7 @@ def _is_moving(
 
 
 def phase_of(process: Examined) -> str:
-    """Return in words what a process does, judged by the stack of its main thread."""
+    """Describe what a process is doing, judged by the stack of its main thread."""
     frames = process.last.main.frames
     if not frames:
         return _UNKNOWN_PHASE
@@ -141,7 +142,7 @@ def phase_of(process: Examined) -> str:
 
 
 def _is_importing(frames: Sequence[Frame]) -> bool:
-    """Return whether the script is in an import, whichever library it is that imports."""
+    """Return whether the script is executing an import, whichever library is being imported."""
     called_by_script = takewhile(lambda frame: not is_user_code(frame), reversed(frames))
     return any(IMPORT_FILE in frame.file for frame in called_by_script)
 
@@ -150,13 +151,14 @@ def _is_importing(frames: Sequence[Frame]) -> bool:
 
 
 def find_subjects(pid: int, seconds: float) -> list[Subject]:
-    """Return the process and what it has started, as far as that is Python.
+    """Return the process and its descendants, as far as they run Python.
 
-    Those whose progress counts are `judged`.
+    Subjects whose progress counts are marked as judged.
 
     Args:
         pid: The process.
-        seconds: Time between the two looks, for which a judged process is said to stand still.
+        seconds: Time between the two looks; assumed as the time without progress of a judged
+            process.
 
     Raises:
         PolicyError: H741 if the process cannot be inspected.
@@ -170,9 +172,9 @@ def find_subjects(pid: int, seconds: float) -> list[Subject]:
     if not pids:
         program = Path(f"/proc/{pid}/comm").read_text().strip()
         raise _cannot_inspect(
-            f"process {pid} ({program}) is not Python",
-            limit="nor is any process that it has started",
-            fix="`pgrep -af python` lists those that are.",
+            f"process {pid} ({program}) does not run Python",
+            limit="nor does any of its descendants",
+            fix="`pgrep -af python` lists processes that do.",
         )
     judged = _choose_judged(pids, table)
     return [
@@ -194,7 +196,7 @@ def find_subjects(pid: int, seconds: float) -> list[Subject]:
 def _check_exists(pid: int, table: dict[int, Process]) -> None:
     if pid not in table or table[pid].state in "ZX":
         raise _cannot_inspect(
-            f"there is no process with PID {pid}",
+            f"no process with PID {pid}",
             limit="only a running process has stacks",
             fix="`ps aux` lists the processes.",
         )
@@ -205,14 +207,14 @@ def _check_traceable(pid: int) -> None:
         Path(f"/proc/{pid}/mem").open("rb").close()
     except PermissionError as error:
         fix = (
-            "run this as the user of the process or with sudo; in a container, start the container"
+            "run this as the user of the process, or with sudo; in a container, start the container"
             " with --cap-add SYS_PTRACE."
         )
         if Path("/proc/sys/kernel/yama/ptrace_scope").exists():
             fix += " `sudo sysctl kernel.yama.ptrace_scope=0` allows it for all processes."
         raise _cannot_inspect(
-            f"no right to trace process {pid}",
-            limit="its stack is in its memory",
+            f"no permission to trace process {pid}",
+            limit="the stack has to be read from its memory",
             fix=fix,
         ) from error
 
@@ -221,7 +223,7 @@ def _check_py_spy() -> None:
     if not find_py_spy():
         raise _cannot_inspect(
             "py-spy is not installed",
-            limit="it reads the stack of another process",
+            limit="py-spy reads the stacks of other processes",
             fix='install the extra: pip install "torch-holdfast[stacks]".',
         )
 
@@ -229,9 +231,11 @@ def _check_py_spy() -> None:
 def _choose_judged(pids: Sequence[int], table: dict[int, Process]) -> list[int]:
     """Return the processes whose progress counts: ranks, or else those that use torch.
 
-    Of a process and its descendants, the topmost counts. A launcher has neither a rank nor torch.
+    If a process and its descendant both qualify, only the topmost counts. A launcher has neither a
+    rank nor torch.
     """
-    ranks = {pid: rank for pid in pids if (rank := _read_rank(pid)) is not None}
+    all_ranks = {pid: _read_rank(pid) for pid in pids}
+    ranks = {pid: rank for pid, rank in all_ranks.items() if rank is not None}
     topmost_ranks = [pid for pid in ranks if ranks.get(table[pid].ppid) != ranks[pid]]
     if topmost_ranks:
         return topmost_ranks
@@ -247,7 +251,7 @@ def _read_rank(pid: int) -> int | None:
 
 
 def _read_proc(pid: int, name: str) -> bytes:
-    """Return a file of the kernel about a process; nothing for one that is gone."""
+    """Return a file from ``/proc/<pid>``; empty if the process is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_bytes()
     return b""
@@ -258,16 +262,16 @@ def _read_proc(pid: int, name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ThreadActivity:
-    """What a thread has done so far: bytes read and written, waits, and CPU time."""
+    """What a thread has done so far: bytes read and written, number of waits, and CPU time."""
 
     io_bytes: int
     waits: int
     cpu_nanoseconds: int
 
     def has_worked_since(self, before: _ThreadActivity) -> bool:
-        """Return whether the thread did something between its waits.
+        """Return whether the thread did more than wait.
 
-        One that is blocked has no waits in between, and one that polls uses little time for each.
+        A blocked thread has no new waits, and a polling thread uses little CPU time per wait.
         """
         if self.io_bytes != before.io_bytes:
             return True
@@ -277,7 +281,7 @@ class _ThreadActivity:
 
 
 def _read_activities(pids: Sequence[int]) -> dict[int, _ThreadActivity]:
-    """Return what each thread of these processes has done so far, by its number."""
+    """Return what each thread of these processes has done so far, by thread ID."""
     activities = {}
     for pid in pids:
         for folder in Path(f"/proc/{pid}/task").glob("*"):

@@ -1,7 +1,7 @@
-"""How long each phase of training may stand still: learned from the run, or as the user asks. Pure.
+"""How long each phase of training may go without progress: learned, or set by the user.
 
-A phase may take 8 times the longest that it took recently, and never less than its floor. What
-counts is that something moves: a long evaluation that hands out batches moves with each of them.
+A phase may take 8 times its longest recent duration, and always at least its floor. Any progress
+counts: a long evaluation makes progress with every batch. Everything here is pure.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.recorder.progress import Phase
 
-# Least limit of each phase, in seconds. Steps repeat, so 30 s suffice for their phases until more
-# is learned. What comes once or rarely cannot be learned in time: reading a data set into memory,
-# compiling a large model, a metric over a whole test set, a checkpoint on a network disk take
-# minutes. (NVIDIA's resiliency extension allows 60 minutes before the first step and 45 after it.)
+# Minimum limit of each phase, in seconds. Steps repeat, so 30 s suffice for their phases until more
+# is learned. Phases that occur once or rarely cannot be learned in time: reading a data set into
+# memory, compiling a large model, computing a metric over a whole test set, or writing a checkpoint
+# to a network disk takes minutes. (NVIDIA's resiliency extension allows 60 minutes before the first
+# step and 45 after it.)
 FLOORS: Mapping[Phase, float] = {
     Phase.STARTING: 900.0,
     Phase.FIRST_STEP: 1800.0,
@@ -28,12 +29,12 @@ FLOORS: Mapping[Phase, float] = {
     Phase.END_OF_EPOCH: 600.0,
     Phase.ENDING: 300.0,
 }
-# As for the loader's workers: none of a million heavy-tailed steps took so many times the longest
-# one before it.
+# The same factor as for loader workers: of a million heavy-tailed steps, none took this many times
+# as long as the longest one before it.
 _SLACK_FACTOR = 8.0
-# These come once, so there is nothing to learn from.
+# These phases occur once, so there is nothing to learn from.
 _PHASES_SEEN_ONCE = frozenset({Phase.STARTING, Phase.FIRST_STEP, Phase.ENDING})
-# Settings that are no phases; see `HangLimits.parse`.
+# Settings other than phases; see `HangLimits.parse`.
 _OTHER_SETTINGS = ("all", "moving")
 _WINDOW_SECONDS = 3600.0
 _WINDOW_COUNT = 256
@@ -51,13 +52,13 @@ _PHASES = {name_of(phase): phase for phase in Phase}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangLimits:
-    """How long is too long.
+    """How long a phase may go without progress: the settings that apply to all processes.
 
     Args:
-        fixed: Limits in seconds that were given for a phase, for which nothing is learned.
-            `math.inf` is no limit.
-        moving_seconds: How long a process is left alone that makes no progress but uses a processor
-            or moves bytes: ending a run that still computes is worse than waiting an hour.
+        fixed: Limits in seconds set by the user, by phase; nothing is learned for these. `math.inf`
+            means no limit.
+        moving_seconds: How long a process without progress is left alone while it uses CPU time or
+            moves bytes: ending a run that still computes is worse than waiting an hour.
     """
 
     fixed: Mapping[Phase, float] = field(default_factory=dict)
@@ -65,12 +66,12 @@ class HangLimits:
 
     @classmethod
     def parse(cls, settings: Sequence[str]) -> HangLimits:
-        """Return the limits that a command line gives, such as ``["data wait=120", "saving=off"]``.
+        """Return the limits given on a command line, such as ``["data wait=120", "saving=off"]``.
 
         Args:
             settings: Each is ``PHASE=SECONDS``, or ``PHASE=off`` for no limit. Besides the phases
-                there are ``all`` (every phase that is not named), and ``moving``, the field of this
-                class.
+                there are ``all`` (every phase that is not named) and ``moving`` (see
+                `moving_seconds`).
 
         Raises:
             PolicyError: H726 without ``=``, H727 for an unknown phase, H728 if the limit is not a
@@ -85,11 +86,11 @@ class HangLimits:
         return cls(fixed=fixed, moving_seconds=moving_seconds)
 
     def floor(self, phase: Phase) -> float:
-        """Return the least limit of a phase, in seconds."""
+        """Return the minimum limit of a phase, in seconds."""
         return self.fixed.get(phase, FLOORS[phase])
 
     def limit(self, phase: Phase, longest_seconds: float) -> float:
-        """Return the limit of a phase in seconds, given the longest that it took recently."""
+        """Return the limit of a phase in seconds, given its longest recent duration."""
         if phase in self.fixed or phase in _PHASES_SEEN_ONCE:
             return self.floor(phase)
         return max(self.floor(phase), _SLACK_FACTOR * longest_seconds)
@@ -100,9 +101,9 @@ def _parse_setting(setting: str) -> tuple[str, float]:
     left, equals, right = setting.partition("=")
     if not equals:
         raise PolicyError(
-            f"{setting!r} is no limit",
+            f"{setting!r} is not a limit",
             limit="a limit is written PHASE=SECONDS",
-            fix="for instance --hang-limit 'data wait=120', or 'saving=off'.",
+            fix="for example --hang-limit 'data wait=120' or 'saving=off'.",
             rule="H726",
         )
     name = " ".join(left.lower().replace("_", " ").replace("-", " ").split())
@@ -111,7 +112,7 @@ def _parse_setting(setting: str) -> tuple[str, float]:
     names = [*_PHASES, *_OTHER_SETTINGS]
     if name not in names:
         raise PolicyError(
-            f"{left.strip()!r} is no phase",
+            f"{left.strip()!r} is not a phase",
             limit=f"the phases are {', '.join(names)}",
             fix=did_you_mean(name, names, otherwise="use one of these."),
             rule="H727",
@@ -129,7 +130,7 @@ def _parse_setting(setting: str) -> tuple[str, float]:
 
 
 def _parse_seconds(text: str) -> float:
-    """Return a number of seconds; infinity for ``off``, NaN for what is no number."""
+    """Return a number of seconds; infinity for ``off``, NaN for anything else."""
     if text.lower() in ("off", "none"):
         return math.inf
     try:
@@ -140,7 +141,7 @@ def _parse_seconds(text: str) -> float:
 
 @dataclass(slots=True)
 class _LongestDuration:
-    """The longest duration of a phase, in the present window of time and in the one before."""
+    """The longest duration of a phase in the current and in the previous window of time."""
 
     window_began: float
     count: int = 0
@@ -163,14 +164,14 @@ class _LongestDuration:
 
 
 class LearnedLimits:
-    """The limits of one process, learned from how it trains.
+    """The limits of one process, learned from its training.
 
-    A window closes after an hour in which a phase ended at least 256 times. So a phase that comes
-    rarely is never forgotten, and one that comes with each step is forgotten after one to two
-    hours.
+    A window closes after an hour in which a phase ended at least 256 times. So a rare phase is
+    never forgotten, and the durations of a phase that occurs in every step are forgotten after one
+    to two hours.
 
     Args:
-        limits: Floors, and what the user has fixed.
+        limits: The floors and the user's settings.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -178,7 +179,7 @@ class LearnedLimits:
         self._longest: dict[Phase, _LongestDuration] = {}
 
     def add_duration(self, phase: Phase, seconds: float, now: float) -> None:
-        """Learn that a phase, or a part of it that made progress, took this long.
+        """Learn that a phase took this long, or a part of it between two signs of progress.
 
         Args:
             phase: The phase that has ended.
@@ -188,6 +189,6 @@ class LearnedLimits:
         self._longest.setdefault(phase, _LongestDuration(now)).add(seconds, now)
 
     def limit(self, phase: Phase) -> float:
-        """Return how long a phase may stand still, in seconds."""
+        """Return how long a phase may go without progress, in seconds."""
         longest = self._longest.get(phase)
         return self._limits.limit(phase, 0.0 if longest is None else longest.seconds)

@@ -1,9 +1,9 @@
-"""What the kernel says about a process: what each thread waits for, its CPU time and descriptors.
+"""Read the kernel's view of a process: what its threads wait for, CPU time and descriptors.
 
-Reads only what does not block on a process that is stuck itself. Its memory map, which may block,
-is read only if no thread of it is in an uninterruptible wait. Whatever may not be read is left out.
+Only files are read that do not block if the process is stuck. The memory map, which may block, is
+read only if no thread is in an uninterruptible wait. What cannot be read is left out.
 
-Does not: look into Python (``py_spy`` and ``faulthandler_dumps`` do).
+Does not: look at Python frames (``py_spy`` and ``faulthandler_dumps`` do).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_THREADS = 128
 _MAX_DESCRIPTORS = 4096
 _MAX_BYTES = 4 << 20
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-# Numbers of the system calls that a stuck process may be in, from the kernel's tables of each
+# Numbers of the system calls in which a process may be stuck, from the kernel's table for each
 # architecture.
 _X86 = """
     read 0  write 1  open 2  close 3  poll 7  ioctl 16  pread64 17  pwrite64 18  readv 19
@@ -44,13 +44,13 @@ _ARM = """
 
 
 def _parse_system_calls(table: str) -> dict[int, str]:
-    """Return the names of system calls by their number, from a text of names and numbers."""
+    """Return the names of system calls by number, from a text of names and numbers."""
     words = table.split()
     return {int(number): name for name, number in zip(words[::2], words[1::2], strict=True)}
 
 
 _SYSTEM_CALLS = _parse_system_calls({"x86_64": _X86, "aarch64": _ARM}.get(platform.machine(), ""))
-# System calls whose first argument is a descriptor.
+# System calls whose first argument is a file descriptor.
 _CALLS_ON_DESCRIPTORS = frozenset(
     {
         "read",
@@ -81,8 +81,8 @@ class Wait:
     """What a thread waits for.
 
     Args:
-        waits: By the names of ``kernel.yaml`` of ``explain.hangs``; empty if unknown.
-        target: The file, pipe or socket of that, if it is one.
+        waits: A name from ``kernel.yaml`` of ``explain.hangs``; empty if unknown.
+        target: The file, pipe or socket that it waits for, if any.
     """
 
     waits: Waits = ""
@@ -97,7 +97,7 @@ class KernelView:
         state: The letter in ``/proc/<pid>/stat``; empty if the process is gone.
         cpu_seconds: CPU time of all its threads.
         io_bytes: Bytes read and written, by whatever system call; 0 if unknown.
-        waits: What each thread waits for, by the thread's number.
+        waits: What each thread waits for, by thread ID.
     """
 
     state: str
@@ -108,7 +108,7 @@ class KernelView:
 
 @dataclass(frozen=True, slots=True)
 class _CodeRange:
-    """Addresses of a process that hold the code of a file; `end` is excluded."""
+    """A range of addresses that holds the code of a file; `end` is exclusive."""
 
     start: int
     end: int
@@ -124,7 +124,7 @@ class _Status:
 
 
 def read_kernel_view(pid: int) -> KernelView:
-    """Return how the kernel sees a process; one that is gone has no state and no threads."""
+    """Return the kernel's view of a process; one that is gone has no state and no threads."""
     status = _read_status(f"/proc/{pid}/stat")
     threads = _list_threads(pid)
     is_blocked = any(
@@ -144,7 +144,7 @@ def read_kernel_view(pid: int) -> KernelView:
 
 
 def _list_threads(pid: int) -> list[int]:
-    """Return the numbers of a process's threads, the main one first."""
+    """Return the thread IDs of a process, the main thread first."""
     threads: list[int] = []
     with suppress(OSError):
         threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
@@ -172,7 +172,7 @@ def _read_io_bytes(pid: int) -> int:
 
 
 def _read_wait(pid: int, thread: int, code_ranges: Callable[[], list[_CodeRange]]) -> Wait:
-    """Return what a thread waits for, and with which file, pipe or socket."""
+    """Return what a thread waits for, with the file, pipe or socket concerned."""
     folder = f"/proc/{pid}/task/{thread}"
     channel = _read_text(f"{folder}/wchan").strip()
     # The number of the system call, six arguments, stack pointer and program counter; or "running".
@@ -206,7 +206,7 @@ def _file_at(address: int, code_ranges: list[_CodeRange]) -> str:
 
 
 def _read_code_ranges(pid: int) -> list[_CodeRange]:
-    """Return which file's code is at which addresses of a process."""
+    """Return the ranges of addresses of a process that hold code."""
     code_ranges = []
     for line in _read_text(f"/proc/{pid}/maps").splitlines():
         words = line.split(maxsplit=5)
@@ -218,7 +218,7 @@ def _read_code_ranges(pid: int) -> list[_CodeRange]:
 
 
 def uses_gpu(pid: int) -> bool:
-    """Return whether a process has a GPU's device file open."""
+    """Return whether a process has a GPU device file open."""
     with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in itertools.islice(entries, _MAX_DESCRIPTORS):
             with suppress(OSError):
@@ -228,7 +228,7 @@ def uses_gpu(pid: int) -> bool:
 
 
 def is_python(pid: int) -> bool:
-    """Return whether a process runs a Python interpreter, judged by the name of its file."""
+    """Return whether a process runs a Python interpreter, judged by its executable's name."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/exe").readlink().name.startswith(("python", "pypy"))
     return False

@@ -1,7 +1,7 @@
-"""The processes that a watchdog watches: which count, and for how long each stands still.
+"""The processes that a watchdog watches: which count, and how long each makes no progress.
 
-Their folders appear in the run directory as they start. Of helper processes that ended well only
-the newest folders are kept, because a long run has thousands.
+Their folders appear in the run directory as they start. Only the newest folders of helper processes
+that ended well are kept, because a long run has thousands of them.
 
 Does not: decide what is a hang (``watchdog`` does).
 """
@@ -31,18 +31,18 @@ from holdfast.recorder.run_files import (
 from holdfast.supervise.process_tree import read_process
 from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
 
-# Folders and process states are read this often; boards at each look.
+# How often folders and process states are read; boards are read at every look.
 _REFRESH_SECONDS = 0.5
-# Folders of helpers that ended well which are kept.
+# How many folders of helpers that ended well are kept.
 _MAX_ENDED_FOLDERS = 64
-# Files that every process has, and that say nothing about a failure.
+# Files that every process has, and that reveal nothing about a failure.
 _USUAL_FILES = {PROCESS_FILE, BOARD_FILE, FAULTHANDLER_FILE, EVENTS_FILE}
-# Events of a process that ended well.
+# Events recorded by a process that ended well.
 _HARMLESS_EVENTS = ("torch_imported", "environments_imported", "exiting")
-# File times are as coarse as 10 ms, and 1 s on some file systems.
+# File times have a resolution of 10 ms, on some file systems only 1 s.
 _FILE_TIME_TICK_NS = 1_000_000_000
 _FOLDER_NAME = re.compile(r"\d{1,20}-\d{1,20}")
-# Stands for a board that has not been read yet.
+# Placeholder for a board that has not been read yet.
 _UNKNOWN = Standing(
     pid=0, phase=Phase.STARTING, since_seconds=0.0, progress=0, step=0, micro_step=0
 )
@@ -53,24 +53,24 @@ class WatchedProcess:
 
     Args:
         folder: Its folder in the run directory.
-        info: What it says about itself there.
-        limits: How long its phases may take.
+        info: Its own description there.
+        limits: How long its phases may go without progress.
     """
 
     def __init__(self, folder: Path, info: ProcessInfo, limits: HangLimits) -> None:
         self.folder = folder
         self.info = info
         self.is_alive = True
-        # When `refresh` first found it stopped by a signal; None while it runs.
+        # When `refresh` first saw it stopped by a signal; None while it runs.
         self.stopped_since: float | None = None
-        # What its board shows.
+        # The newest reading of its board.
         self.standing = _UNKNOWN
         self._learned_limits = LearnedLimits(limits)
         # When its board was last read.
         self._seen_at = 0.0
-        # Time before this is not counted, because the process could not move then.
+        # Time before this does not count as time without progress: the process could not run.
         self._counted_from = 0.0
-        # It is examined again once it has stood still for this long.
+        # Seconds without progress after which it is examined again.
         self._next_examination_age = 0.0
         self._info_written_ns = 0
 
@@ -81,15 +81,15 @@ class WatchedProcess:
 
     @property
     def phase_name(self) -> str:
-        """Return its phase in words."""
+        """Return the process's phase in words."""
         return name_of(self.standing.phase)
 
     # --- reading ---
 
     def read_progress(self, now: float) -> None:
-        """Read its board, and learn from the phase that has ended since the last look."""
+        """Read the board, and learn from a phase that has ended since the last look."""
         standing = None
-        # A board of a newer holdfast cannot be read, so the process is not judged.
+        # A newer holdfast wrote the board, so it cannot be read and the process is not judged.
         with suppress(RunDirectoryError):
             standing = read_board(self.folder / BOARD_FILE)
         if standing is None:
@@ -101,11 +101,12 @@ class WatchedProcess:
         self._seen_at = now
 
     def _learn_duration(self, newer: Standing, now: float) -> None:
+        """Learn how long the phase took that was current at the last look."""
         before = self.standing
         if before is _UNKNOWN:
             return
-        # If more than one thing has happened since, their ends are unknown; the phase that was seen
-        # last took at least until then.
+        # If several phases have ended since, their ends are unknown, but the last known phase took
+        # at least until the last look.
         ended_at = self._seen_at
         if newer.progress == before.progress + 1:
             ended_at = newer.since_seconds
@@ -113,7 +114,7 @@ class WatchedProcess:
         self._learned_limits.add_duration(before.phase, max(0.0, ended_at - began_at), now)
 
     def refresh(self, now: float) -> None:
-        """Find out whether the process lives and runs, and read its description if that is new."""
+        """Check whether the process is alive and running, and read a new description."""
         process = read_process(self.pid)
         self.is_alive = (
             process is not None and process.ticks == self.info.ticks and process.state not in "ZX"
@@ -126,6 +127,7 @@ class WatchedProcess:
             self._refresh_info()
 
     def _refresh_info(self) -> None:
+        """Read the process description again if its file has changed."""
         file = self.folder / PROCESS_FILE
         written_ns = os.stat(file).st_mtime_ns  # noqa: PTH116 - called often, and this is faster
         if written_ns == self._info_written_ns:
@@ -135,48 +137,48 @@ class WatchedProcess:
         if info is not None and info.folder == self.folder.name:
             self.info = info
 
-    # --- how long it stands still ---
+    # --- time without progress ---
 
     def count_from(self, now: float) -> None:
-        """Do not count the time until now, in which the process could not move."""
+        """Start counting time without progress from now: the process could not run before."""
         self._counted_from = now
         self._next_examination_age = 0.0
 
     def age(self, now: float) -> float:
-        """Return for how long nothing has moved; 0 without a board that can be read."""
+        """Return the seconds without progress; 0 without a readable board."""
         if self.standing is _UNKNOWN:
             return 0.0
         return now - max(self.standing.since_seconds, self._counted_from)
 
     def limit(self) -> float:
-        """Return how long its phase may stand still, in seconds."""
+        """Return how long the current phase may go without progress, in seconds."""
         return self._learned_limits.limit(self.standing.phase)
 
     def is_moving(self, now: float) -> bool:
-        """Return whether it is known to be within its limit."""
+        """Return whether the process is known to be within its limit."""
         return self.standing is not _UNKNOWN and self.age(now) <= self.limit()
 
     def seconds_until_examination(self, now: float) -> float:
-        """Return the seconds until a closer look is due.
+        """Return the seconds until an examination is due.
 
-        That is at its limit, and later at the age that `postpone_examination` has set.
+        The first one is due at its limit, later ones at the age set by `postpone_examination`.
         """
         return max(self.limit(), self._next_examination_age) - self.age(now)
 
     def postpone_examination(self, until_age: float) -> None:
-        """Take the next closer look only when it has stood still for this long."""
+        """Examine the process again only after this many seconds without progress."""
         self._next_examination_age = until_age
 
     # --- its relations ---
 
     def is_in_same_group(self, other: WatchedProcess) -> bool:
-        """Return whether both are ranks of one training, and so wait for each other."""
+        """Return whether both are ranks of the same run, and so wait for each other."""
         if self.info.rank is None or other.info.rank is None:
             return False
         return self.info.world_size != 1
 
     def is_disposable(self) -> bool:
-        """Return whether no verdict needs its folder: a helper that ended well and said nothing."""
+        """Return whether no verdict needs its folder: it is a helper that ended well."""
         info = self.info
         is_plain_helper = info.role == "other" and info.rank is None and info.torch is None
         if info.role != "loader worker" and not is_plain_helper:
@@ -187,7 +189,7 @@ class WatchedProcess:
 
     def _ended_well(self) -> bool:
         board = read_board(self.folder / BOARD_FILE)
-        # In any other phase it was killed, or left without its interpreter's exit.
+        # In any other phase it was killed, or it ended without a regular interpreter exit.
         if board is None or board.phase is not Phase.ENDING:
             return False
         return all(
@@ -216,20 +218,20 @@ class WatchedProcesses:
         self._attempt = attempt
         self._limits = limits
         self.alive: list[WatchedProcess] = []
-        # Those of `alive` whose progress counts.
+        # The processes in `alive` whose progress counts.
         self.judged: list[WatchedProcess] = []
-        # Names of folders that were read, whichever attempt they belong to.
+        # Names of folders that were already read, of any attempt.
         self._known_names: set[str] = set()
         self._disposable_folders: list[Path] = []
-        # Parent and rank of every rank that was judged; see `gone_ranks`.
+        # Parent and rank of every rank that was ever judged; see `gone_ranks`.
         self._seen_ranks: set[tuple[int, int]] = set()
         self._folder_changed_ns = 0
         self._refreshed_at = float("-inf")
 
     def look(self, now: float) -> None:
-        """Read the boards of the processes that count; now and then, list the processes again."""
+        """Read the boards of the judged processes; at intervals, list the processes again."""
         is_refresh_due = now - self._refreshed_at >= _REFRESH_SECONDS
-        # A clock that goes back must not stop the refreshes.
+        # A clock that jumps backwards must not stop the refreshes.
         if is_refresh_due or now < self._refreshed_at:
             self._refreshed_at = now
             self._refresh(now)
@@ -237,6 +239,7 @@ class WatchedProcesses:
             process.read_progress(now)
 
     def _refresh(self, now: float) -> None:
+        """List the processes again: add new ones, drop ended ones, and choose the judged ones."""
         self.alive += self._find_new_processes()
         for process in self.alive:
             process.refresh(now)
@@ -251,6 +254,7 @@ class WatchedProcesses:
                 self._seen_ranks.add((process.info.ppid, process.info.rank))
 
     def _remove_old_folders(self) -> None:
+        """Delete the folders of helpers that ended well, except the newest ones."""
         for folder in self._disposable_folders[:-_MAX_ENDED_FOLDERS]:
             self._disposable_folders.remove(folder)
             with suppress(OSError):
@@ -261,10 +265,12 @@ class WatchedProcesses:
                     self._known_names.discard(folder.name)
 
     def _find_new_processes(self) -> Iterator[WatchedProcess]:
+        """Yield the processes of this attempt whose folders are new."""
         for name in self._find_new_names():
             info = read_process_file(self._folder / name / PROCESS_FILE)
             if info is None:
-                # Not written yet: look again next time, even if no folder is added by then.
+                # Its description is not written yet: look again next time, even if no folder is
+                # added.
                 self._folder_changed_ns = 0
                 continue
             self._known_names.add(name)
@@ -272,13 +278,13 @@ class WatchedProcesses:
                 yield WatchedProcess(self._folder / name, info, self._limits)
 
     def _find_new_names(self) -> list[str]:
-        """Return the names of folders that were not there before."""
+        """Return the names of new folders."""
         with suppress(OSError):
             changed_ns = self._folder.stat().st_mtime_ns
             if changed_ns == self._folder_changed_ns:
                 return []
-            # Another folder that is made within the same tick of the clock does not change the
-            # time, so a recent change is looked at once more.
+            # A folder created within the same tick of the file system's clock does not change the
+            # time, so check again after a recent change.
             is_recent = time.time_ns() - changed_ns <= _FILE_TIME_TICK_NS
             self._folder_changed_ns = 0 if is_recent else changed_ns
             with os.scandir(self._folder) as entries:
@@ -292,8 +298,8 @@ class WatchedProcesses:
     def _choose_judged(self) -> list[WatchedProcess]:
         """Return the processes whose progress counts.
 
-        These are the trainers and ranks, since anything else may be waiting for them. Before there
-        are any, it is the process that was started first.
+        These are the trainers and ranks, since all others may be waiting for them. Before there are
+        any, it is the process that started first.
         """
         candidates = [
             process for process in self.alive if process.info.role in ("trainer", "other")
@@ -311,7 +317,7 @@ class WatchedProcesses:
         return sorted(topmost, key=lambda process: process.info.started)[:1]
 
     def gone_ranks(self, process: WatchedProcess) -> list[int]:
-        """Return the ranks of a process's group that were there and are gone."""
+        """Return the ranks of a process's group that have disappeared."""
         if process.info.rank is None:
             return []
         alive = {other.info.rank for other in self.alive}

@@ -1,4 +1,4 @@
-"""Python and native stacks of another process, read by py-spy without stopping it."""
+"""Read Python and native stacks of another process with py-spy, without stopping it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typing import Any
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import ThreadLook, clean
 
-# py-spy takes 0.02 s, on a busy machine 0.1 s.
+# Time limit in seconds. py-spy takes 0.02 s, on a busy machine 0.1 s.
 _DUMP_SECONDS = 3.0
-# For native stacks it reads the symbols of every library.
+# The limit is longer for native stacks, since py-spy then reads the symbols of every library.
 _NATIVE_SECONDS = 10.0
-# After SIGKILL: py-spy may hang with the process that it looks at.
+# How long to wait after SIGKILL: py-spy may hang together with the process that it reads.
 _KILL_SECONDS = 1.0
-# Where a loop spends half its time in C, one look finds it there as often as not.
+# If a loop spends half its time in C, a single look finds it there as often as not.
 _NATIVE_LOOKS = 3
 MAX_FRAMES = 256
-# Any Python runs these (allocating, copying, reading clocks).
+# All Python code calls into these libraries (to allocate, copy or read clocks).
 _C_LIBRARY = re.compile(r"lib(?:c|m|pthread)[-.]|ld-|\[vdso\]")
 _INTERPRETER = re.compile(r"(?:lib)?(?:python|pypy)\d")
 
 
 def find_py_spy() -> str:
-    """Return the path of py-spy, beside this interpreter or on the PATH; empty without it."""
+    """Return the path of py-spy, next to this interpreter or on the PATH; empty if missing."""
     beside_interpreter = shutil.which("py-spy", path=str(Path(sys.executable).parent))
     return beside_interpreter or shutil.which("py-spy") or ""
 
@@ -41,9 +41,10 @@ class NativeFunction:
     """A native function on a stack.
 
     Args:
-        name: Its name; that of its library if it has none.
-        home: What it is a part of: its library, because not all functions have names, and of MKL
-            py-spy often finds only the innermost. Within the interpreter it is the function itself.
+        name: Name of the function, or of its library if the function has none.
+        home: What to compare between looks: the library, because not all functions have names and
+            py-spy often finds only the innermost function of MKL. Within the interpreter it is the
+            function itself.
     """
 
     name: str
@@ -51,10 +52,10 @@ class NativeFunction:
 
 
 class PySpy:
-    """Run py-spy on other processes.
+    """Runs py-spy on other processes.
 
     Args:
-        program: Its path; empty if it is not installed.
+        program: Path of py-spy; empty if it is not installed.
     """
 
     def __init__(self, program: str) -> None:
@@ -69,8 +70,8 @@ class PySpy:
         """
         dump = self._dump(pid, ["--nonblocking"], _DUMP_SECONDS)
         if dump is None and not is_stopped:
-            # A stack that changes while it is read may be torn, so let py-spy stop the process. One
-            # that is stopped already cannot be stopped again.
+            # A stack that changes while it is read may be inconsistent, so then let py-spy pause
+            # the process. A process that is already stopped cannot be paused.
             dump = self._dump(pid, [], _DUMP_SECONDS)
         if dump is None:
             return None
@@ -79,19 +80,19 @@ class PySpy:
     def read_native_functions(
         self, pid: int, python_line: int, pause: Callable[[], None]
     ) -> tuple[str, ...] | None:
-        """Return the native functions that the main thread stays in below Python, innermost first.
+        """Return the native functions in which the main thread stays, innermost first.
 
-        A loop calls functions in C too, for a moment each, so only libraries that are there at each
-        of a few looks count. There are none if Python's innermost line is another one than before:
-        a thread that moves is in no native function for long.
+        A loop calls C functions too, for a moment each, so only libraries that appear in each of a
+        few looks count. The result is empty if Python's innermost line has changed: a thread that
+        makes progress is in no native function for long.
 
         Args:
             pid: The process.
-            python_line: Line of Python's innermost frame at the looks before.
+            python_line: Line of Python's innermost frame at the previous looks.
             pause: Waits between two looks.
 
         Returns:
-            Names of functions, or of libraries without names; None if py-spy cannot tell.
+            Names of functions, or of libraries if functions have no names; None if py-spy fails.
         """
         names: tuple[str, ...] | None = None
         common_homes: set[str] | None = None
@@ -174,15 +175,16 @@ def _parse_thread(thread: Mapping[str, Any]) -> ThreadLook:
 
 
 def _native_functions(thread: Mapping[str, Any], python_line: int) -> list[NativeFunction]:
-    """Return the native functions below Python's innermost frame, if that is at a line.
+    """Return the native functions called by Python's innermost frame, if it is at a given line.
 
-    Those of the C library and of the kernel are left out.
+    Functions of the C library and the kernel are left out.
     """
     functions: list[NativeFunction] = []
     for frame in _parse_frames(thread):
         name = clean(str(frame.get("name")))
         library = clean(Path(str(frame.get("module") or "")).name)
-        # A frame without a library is Python's; with "?" it is machine code that came from no file.
+        # A frame without a library is a Python frame; "?" means machine code that was not loaded
+        # from a file.
         if not library and frame.get("filename") != "?":
             return functions if frame.get("line") == python_line else []
         if library and not _C_LIBRARY.match(library):

@@ -1,11 +1,11 @@
-"""Take the stacks of processes that stand still, twice, and write them into the run directory.
+"""Take the stacks of stuck processes, twice, and write them to the run directory.
 
-Three sources are tried for each process: py-spy reads it without stopping it. Where py-spy is
-missing or not permitted (a container without ptrace), an observed process writes its own stacks
-when it is asked by a signal. Otherwise only the kernel's view is left. Everything has a time limit:
-a process in an uninterruptible wait must not block whoever looks at it.
+Three sources are tried for each process. py-spy reads it without stopping it. If py-spy is missing
+or not permitted (a container without ptrace), an observed process writes its own stacks on a
+signal. Otherwise only the kernel's view is left. Everything has a time limit: a process in an
+uninterruptible wait must not block the supervisor.
 
-Does not: interpret what it sees (``explain.hangs`` does).
+Does not: interpret the stacks (``explain.hangs`` does).
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ from holdfast.supervise.watch.process_evidence import (
 )
 from holdfast.supervise.watch.py_spy import PySpy, find_py_spy
 
-# Time between the two looks. After a second, what is blocked (no CPU time, the same frames) differs
-# from what is slow.
+# Time between the two looks. After a second, a blocked process (no CPU time, same frames) can be
+# distinguished from a slow one.
 _APART_SECONDS = 1.0
 _PARALLEL_LOOKS = 8
-# Further looks at a process that computes. A loop that spends most of its time in a helper function
-# is seen there many times in a row.
+# Number of further looks at a process that computes. A loop that spends most of its time in a
+# helper function shows that function at many consecutive looks.
 _MORE_LOOKS = 3
 _MORE_LOOKS_IF_SAME = 24
-# Time between these, drawn anew each time: a loop of equal steps would otherwise be met at the same
-# line again and again.
+# Range for the time between these looks. It is drawn at random, since a loop of equal steps could
+# otherwise be caught at the same line every time.
 _MORE_APART_SECONDS = (0.01, 0.05)
-# Not seeded by the training, and nobody relies on its sequence.
+# Independent of the training's random state; nobody relies on its sequence.
 _RANDOM = random.SystemRandom()
-# From this share of one processor on, a process computes.
+# A process computes if it uses at least this share of one processor.
 _BUSY_CPU_SHARE = 0.3
-# Dumps that are kept, about 5 KB each.
+# How many dumps are kept, at about 5 KB each.
 _MAX_DUMP_FILES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A process to look at.
+    """A process to examine.
 
     Args:
-        about: What is known about it already.
-        folder: Where it writes its stacks when it gets `STACKS_SIGNAL`; None if it does not.
+        about: What is already known about it.
+        folder: Where it writes its stacks on `STACKS_SIGNAL`; None if it does not handle the
+            signal.
         is_observed: Whether it is known to be Python.
     """
 
@@ -72,9 +73,9 @@ class StackDump:
     """The stacks that were taken.
 
     Args:
-        processes: The processes that were still there.
+        processes: The processes that still existed.
         files: Names of the files that hold their stacks, by PID.
-        seconds: How long it took.
+        seconds: How long taking the stacks took.
     """
 
     processes: tuple[Examined, ...]
@@ -88,7 +89,7 @@ class StackSampler:
     Args:
         run_path: The run directory.
         pause: Waits a number of seconds between the two looks.
-        py_spy: Path of py-spy, empty for none; by default the one that is installed.
+        py_spy: Path of py-spy, empty for none; by default the installed one.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class StackSampler:
         self._folder = run_path / STACKS_FOLDER
         self._pause = pause
         self._py_spy = PySpy(find_py_spy() if py_spy is None else py_spy)
-        # Number of the newest dump; those of earlier attempts are continued.
+        # Number of the newest dump; numbering continues from earlier attempts.
         self._number = self._last_number()
 
     def _last_number(self) -> int:
@@ -109,7 +110,7 @@ class StackSampler:
         return max((int(prefix) for prefix in prefixes if prefix.isdigit()), default=0)
 
     def take(self, subjects: Sequence[Subject]) -> StackDump:
-        """Look at processes twice, about a second apart, and write both looks down.
+        """Look at processes twice, about a second apart, and write both looks to files.
 
         Never raises on account of a process.
         """
@@ -130,7 +131,7 @@ class StackSampler:
         )
 
     def delete(self, dump: StackDump) -> None:
-        """Delete the files of a dump that led to nothing."""
+        """Delete the files of a dump that turned out to be unnecessary."""
         for names in dump.files.values():
             for name in names:
                 with suppress(OSError):
@@ -145,13 +146,13 @@ class StackSampler:
         letter: str,
         files: dict[int, list[str]],
     ) -> list[Subject]:
-        """Look once at each process, write the looks down, and return who is still there.
+        """Look once at each process, write the looks to files, and return the processes left.
 
         Args:
             pool: Runs the looks.
             subjects: The processes.
-            letter: Distinguishes the files of this look from those of the other one.
-            files: By PID, the names of the files, which are added.
+            letter: Distinguishes the files of the first look from those of the second.
+            files: Names of the files by PID; new ones are added.
         """
         remaining = []
         for subject, look in zip(subjects, pool.map(self._look, subjects), strict=True):
@@ -160,7 +161,7 @@ class StackSampler:
             about = replace(subject.about, looks=(*subject.about.looks, look))
             remaining.append(replace(subject, about=about))
             name = f"{self._number:04d}-{about.pid}-{letter}.txt"
-            # On a full disk the event of the hang still has the frame.
+            # On a full disk, the event about the hang still contains the innermost frame.
             with suppress(OSError):
                 self._write(name, about)
                 files.setdefault(about.pid, []).append(name)
@@ -172,7 +173,7 @@ class StackSampler:
             file.write(describe(about).encode("utf-8", "replace"))
 
     def _delete_old_files(self) -> None:
-        """Keep the newest files: a hang limit that is too low would fill a disk within weeks."""
+        """Delete all but the newest files, which could otherwise fill a disk within weeks."""
         with suppress(OSError):
             for path in sorted(self._folder.glob("*.txt"))[:-_MAX_DUMP_FILES]:
                 path.unlink()
@@ -188,7 +189,7 @@ class StackSampler:
         seconds = time.monotonic()
         source = "/proc"
         threads: tuple[ThreadLook, ...] | None = None
-        # In an uninterruptible wait, a process answers to nobody.
+        # A process in an uninterruptible wait responds to nothing.
         if view.state != "D" and (subject.is_observed or is_python(pid)):
             is_stopped = view.state in "Tt"
             source = "py-spy"
@@ -206,19 +207,19 @@ class StackSampler:
         )
 
     def _look_closer(self, subject: Subject) -> Examined:
-        """Look a few more times at a process that computes, and into its native code.
+        """Look a few more times at a process that computes, and at its native code.
 
-        The native code matters only if the Python stack does not move.
+        The native code matters only if the Python stack does not change.
         """
         about = replace(subject.about, uses_gpu=uses_gpu(subject.about.pid))
         is_computing = about.cpu_share >= _BUSY_CPU_SHARE or about.last.main.waits == "running"
         if not is_computing:
             return about
         for number in range(_MORE_LOOKS_IF_SAME):
-            # Functions are compared, not lines: the innermost may be the helper of a loop.
+            # Compare functions, not lines: the innermost one may be the helper of a loop.
             if number >= _MORE_LOOKS and not stays_in_same_functions(about):
                 break
-            # Without stacks, further looks show nothing.
+            # Without stacks, further looks are useless.
             if about.last.source == "/proc":
                 break
             _pause_randomly()
@@ -237,14 +238,14 @@ def _pause_randomly() -> None:
 
 
 def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
-    """Add what the kernel says about each thread; the main thread comes first.
+    """Combine Python's threads with the kernel's view of them; the main thread comes first.
 
     Threads without Python frames are left out, except the main one.
     """
     others = [thread for thread in threads if not thread.main]
     main = [thread for thread in threads if thread.main] or [ThreadLook(tid=pid, main=True)]
-    # faulthandler does not know the system's numbers of threads. Where there are two threads, the
-    # one that is not the main thread can be told all the same.
+    # faulthandler does not report the kernel's thread IDs. If there are only two threads, the one
+    # other than the main thread can still be identified.
     other_tids = [tid for tid in view.waits if tid != pid]
     only_other_tid = None
     if len(other_tids) == 1 and len(threads) == 2:
@@ -258,17 +259,17 @@ def _add_waits(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tup
 
 
 def stays_at_same_lines(about: Examined) -> bool:
-    """Return whether the main thread was at the same lines of all its functions at each look."""
+    """Return whether the main thread was at the same lines of the same functions at every look."""
     return _is_constant(about, lambda frame: frame)
 
 
 def stays_in_same_functions(about: Examined) -> bool:
-    """Return whether the main thread was in the same functions at each look."""
+    """Return whether the main thread was in the same functions at every look."""
     return _is_constant(about, lambda frame: (frame.file, frame.function))
 
 
 def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
-    """Return whether a fact about each frame of the main thread is known, and never changed."""
+    """Return whether a fact about the main thread's frames is known and the same at every look."""
     stacks = {tuple(key(frame) for frame in look.main.frames) for look in about.looks}
     return bool(about.last.main.frames) and len(stacks) == 1
 
@@ -277,7 +278,7 @@ def _is_constant(about: Examined, key: Callable[[Frame], Hashable]) -> bool:
 
 
 def describe(about: Examined) -> str:
-    """Return the newest look at a process as text, the innermost frames first."""
+    """Return the newest look at a process as text, innermost frames first."""
     lines = [_describe_process(about)]
     if about.phase:
         lines.append(

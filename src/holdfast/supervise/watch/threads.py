@@ -1,4 +1,4 @@
-"""The supervisor's threads that watch an attempt while it runs: the watchdog and the memory trend.
+"""The supervisor's threads that watch a running attempt: the watchdog and the memory trend.
 
 An error in one of them is recorded and ends that thread, never the supervisor. They do not act on
 the command: see ``launch.attempt``.
@@ -18,18 +18,18 @@ from holdfast.supervise.watch.attempt_watch import AttemptWatch
 if TYPE_CHECKING:
     from holdfast.supervise.leaks.trends import MemoryTrends
 
-# A command that is over sooner needs none of this, not even the imports.
+# A command that ends sooner needs none of this, not even the imports.
 _FIRST_SECONDS = 1.0
-# A slope over minutes is wanted, and reading the samples of a run takes some milliseconds.
+# The slope is measured over minutes, and reading the samples of a run takes a few milliseconds.
 _TREND_SECONDS = 10.0
-# A dump of stacks may be under way. The threads are daemons, so the exit does not wait for them.
+# A thread may be taking stacks. The threads are daemons, so the exit does not wait for them.
 _JOIN_SECONDS = 5.0
 _MAX_MESSAGE_LENGTH = 300
 
 
 @contextmanager
 def watching(watch: AttemptWatch) -> Iterator[None]:
-    """Watch an attempt while the context lasts."""
+    """Context manager that watches an attempt."""
     stop = threading.Event()
     threads = [
         _start_thread("watchdog", watch_for_hangs, watch, stop),
@@ -53,7 +53,7 @@ def watch_for_hangs(watch: AttemptWatch, stop: threading.Event) -> None:
 
 
 def watch_memory(watch: AttemptWatch, stop: threading.Event) -> None:
-    """Follow the memory of the trainers until the event is set, and look back once after it."""
+    """Follow the memory of the trainers until the event is set, then take a last look."""
     began_at = time.monotonic()
     trends: MemoryTrends | None = None
     while not stop.wait(_TREND_SECONDS):
@@ -79,7 +79,7 @@ def _start_thread(
     def run() -> None:
         try:
             body(watch, stop)
-        except Exception as error:  # noqa: BLE001 - training continues unwatched, and an event says so
+        except Exception as error:  # noqa: BLE001 - training continues unwatched
             _report_failure(name, error, watch)
 
     thread = threading.Thread(target=run, name=f"holdfast {name}", daemon=True)

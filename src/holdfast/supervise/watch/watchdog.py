@@ -1,9 +1,9 @@
-"""Notice that training stands still, find out how and where, and propose what to do.
+"""Notice that training makes no progress, find out where it is stuck, and propose a remedy.
 
-The watchdog works from outside, without torch. It polls the boards of the processes that train:
-what counts is that something moves, not that the process exists. Once a phase has stood still for
-longer than its limit, stacks are taken twice, a second apart; if nothing moved meanwhile, a hang is
-reported.
+The watchdog works from outside, without torch. It polls the progress boards of the training
+processes: progress counts, not that the process exists. Once a phase has gone without progress for
+longer than its limit, stacks are taken twice, a second apart; if there was no progress in between,
+a hang is reported.
 
 Does not: act on a hang (``launch.attempt`` does), or interpret stacks (``explain.hangs`` does).
 """
@@ -35,17 +35,18 @@ from holdfast.supervise.watch.attempt_watch import AttemptWatch
 from holdfast.supervise.watch.processes import WatchedProcess, WatchedProcesses
 from holdfast.supervise.watch.stacks import StackDump, StackSampler, Subject
 
-# Near a limit: a part of the 0.2 s that may pass between the limit and its notice.
+# Polling pause close to a limit. A hang should be noticed within 0.2 s of its limit.
 _POLL_SECONDS = 0.05
-# Far from any limit.
+# Polling pause far from any limit.
 _REST_SECONDS = 0.5
-# If we did not run for this long, the machine or the container was suspended, and the training too.
+# If the watchdog itself did not run for this long, the machine or the container was suspended, and
+# the training too.
 _SUSPENDED_SECONDS = 5.0
-# holdfast's own loader replaces a stuck worker after a minute, or after 8 times the longest sample
-# so far.
+# holdfast's own loader replaces a stuck worker after a minute, or after 8 times its longest sample
+# so far. Do not interfere before that.
 _WORKER_RECOVERY_SECONDS = 180.0
 _MAX_EXAMINED = 64
-# After this many errors in a row the watchdog gives up.
+# After this many consecutive errors the watchdog gives up.
 _MAX_ERRORS = 20
 _ERROR_PAUSE_SECONDS = 1.0
 _MAX_ERROR_LENGTH = 500
@@ -54,11 +55,11 @@ _MAX_MESSAGE_LENGTH = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Examination:
-    """A closer look at a process that has exceeded its limit, and what led to it."""
+    """An examination of a process that has exceeded its limit."""
 
     suspect: WatchedProcess
     suspicion: HangSuspected
-    # `Standing.progress` of the suspect before the stacks were taken.
+    # The suspect's `Standing.progress` before the stacks were taken.
     progress: int
     dump: StackDump
 
@@ -70,12 +71,12 @@ class _Examination:
 
 
 class Watchdog:
-    """Watch the processes of one attempt, from a thread of its own.
+    """Watches the processes of one attempt, in a thread of its own.
 
     Args:
         watch: The attempt, and where to report.
         clock: The clock of the boards: monotonic seconds.
-        stacks: Takes the stacks; by default into the run directory.
+        stacks: Takes the stacks; by default they are written to the run directory.
     """
 
     def __init__(
@@ -94,24 +95,24 @@ class Watchdog:
         self._stacks = stacks
         self._processes = WatchedProcesses(watch.run_path, watch.attempt, watch.limits)
         self._last_look_at: float | None = None
-        # Kind and place of what was announced as left alone.
+        # Kind and place of hangs that were announced as left alone.
         self._announced: set[tuple[str, str]] = set()
-        # PIDs that were continued after a signal had stopped them: it helps once or not at all.
+        # PIDs that we continued after a signal had stopped them: that helps once or not at all.
         self._continued: set[int] = set()
-        # PIDs that a signal has stopped, and since when.
+        # PIDs of processes that a signal has stopped, and since when.
         self._stopped: dict[int, float] = {}
 
     # --- the loop ---
 
     def run(self, stop: threading.Event) -> None:
-        """Watch until the event is set: the body of a thread."""
+        """Watch until the event is set; the main function of the thread."""
         self._stop = stop
         errors_in_a_row = 0
         while not stop.wait(self._pause_seconds()):
             try:
                 self.look(self._clock())
                 errors_in_a_row = 0
-            except Exception as error:  # noqa: BLE001 - whatever a stranger's process does to us
+            except Exception as error:  # noqa: BLE001 - anything may fail here
                 errors_in_a_row += 1
                 self._report_error(error, errors_in_a_row)
                 if errors_in_a_row >= _MAX_ERRORS:
@@ -127,11 +128,11 @@ class Watchdog:
                 )
             )
         if errors_in_a_row >= _MAX_ERRORS:
-            text = f"the watchdog has given up after {errors_in_a_row} errors in a row: {error}"
+            text = f"the watchdog gave up after {errors_in_a_row} consecutive errors: {error}"
             self._watch.say(text[:_MAX_MESSAGE_LENGTH])
 
     def _pause_seconds(self) -> float:
-        """Return how long no process can exceed its limit, within bounds."""
+        """Return how long to sleep: no process can exceed its limit earlier, within bounds."""
         now = self._clock()
         pause = _REST_SECONDS
         for process in self._processes.judged:
@@ -158,16 +159,16 @@ class Watchdog:
             try:
                 self._examine(process, now)
             finally:
-                # An examination takes its time, which is no suspension.
+                # An examination takes a while, which does not mean that the machine was suspended.
                 self._last_look_at = self._clock()
-            # The others have changed meanwhile; the next look comes at once.
+            # The other processes may have changed in the meantime, so look again immediately.
             return
         self._last_look_at = now
 
-    # --- what is no hang ---
+    # --- what does not count as a hang ---
 
     def _ignore_suspension(self, now: float) -> None:
-        """Do not count the time in which nothing ran on this machine: a laptop's lid was closed."""
+        """Do not count the time in which this machine was suspended, such as with a closed lid."""
         if self._last_look_at is None or now - self._last_look_at <= _SUSPENDED_SECONDS:
             return
         seconds = round(now - self._last_look_at, 1)
@@ -176,23 +177,25 @@ class Watchdog:
             process.count_from(now)
 
     def _report_stopped_processes(self, now: float) -> None:
-        """Report which trainers a signal has stopped, and which continue."""
+        """Report which trainers a signal has stopped, and which have continued."""
         judged = {process.pid: process for process in self._processes.judged}
         for process in judged.values():
-            since = process.stopped_since
-            is_new = process.pid not in self._stopped
-            if since is not None and now > since and is_new:
-                self._stopped[process.pid] = since
+            if process.stopped_since is None or process.pid in self._stopped:
+                continue
+            # Report a stop only if it lasts until the next look.
+            if now > process.stopped_since:
+                self._stopped[process.pid] = process.stopped_since
                 process.count_from(now)
                 self._report_stop(process)
-        for pid in list(self._stopped):
-            continued = judged.get(pid)
-            if continued is not None and continued.stopped_since is not None:
-                continue
-            stopped_at = self._stopped.pop(pid)
-            if continued is not None:
-                continued.count_from(now)
-                self._report_continue(continued, seconds=round(now - stopped_at, 1))
+        for pid, stopped_at in list(self._stopped.items()):
+            current = judged.get(pid)
+            if current is None:
+                # It has ended, or its progress does not count any more.
+                del self._stopped[pid]
+            elif current.stopped_since is None:
+                del self._stopped[pid]
+                current.count_from(now)
+                self._report_continue(current, seconds=round(now - stopped_at, 1))
 
     def _report_stop(self, process: WatchedProcess) -> None:
         pid = process.pid
@@ -212,9 +215,9 @@ class Watchdog:
         self._watch.say(f"process {process.pid} continues after {seconds:g} s")
 
     def _is_paused(self, process: WatchedProcess, now: float) -> bool:
-        """Return whether Ctrl-Z or a debugger has stopped the process, or it has ended.
+        """Return whether the process is stopped (by Ctrl-Z or a debugger) or has ended.
 
-        The time in which it is stopped is not counted.
+        The time in which it is stopped does not count.
         """
         current = read_process(process.pid)
         if current is None or current.ticks != process.info.ticks or current.state in "ZX":
@@ -228,7 +231,7 @@ class Watchdog:
     def _waits_for_others(self, process: WatchedProcess, now: float) -> bool:
         """Return whether another rank is within its limit, so that this one may be waiting for it.
 
-        A rank that a signal has stopped does not move, although its time is not counted either.
+        A rank that a signal has stopped makes no progress, although its time does not count either.
         """
         return any(
             other.is_moving(now) and other.stopped_since is None
@@ -239,7 +242,7 @@ class Watchdog:
     # --- a hang ---
 
     def _examine(self, suspect: WatchedProcess, now: float) -> None:
-        """Take stacks of a process that stands still, and report what they show."""
+        """Take the stacks of a process without progress, and report what they show."""
         suspicion = process_events.HangSuspected(
             pid=suspect.pid,
             rank=suspect.info.rank,
@@ -249,7 +252,7 @@ class Watchdog:
             limit=round(suspect.limit(), 3),
         )
         self._emit(suspicion)
-        # The result holds for the whole group; the next look is due when the time has doubled.
+        # The result applies to the whole group; examine it again once this time has doubled.
         for process in self._group_of(suspect):
             process.postpone_examination(until_age=2.0 * process.age(now))
         progress = suspect.standing.progress
@@ -259,9 +262,9 @@ class Watchdog:
             suspect=suspect, suspicion=suspicion, progress=progress, dump=dump
         )
         if suspect.standing.progress != progress:
-            self._dismiss(examination, "it has moved meanwhile")
+            self._dismiss(examination, "it has made progress in the meantime")
         elif examination.suspect_has_ended:
-            self._dismiss(examination, "it has ended meanwhile")
+            self._dismiss(examination, "it has ended in the meantime")
         else:
             self._diagnose(examination)
 
@@ -273,16 +276,17 @@ class Watchdog:
         ]
 
     def _diagnose(self, examination: _Examination) -> None:
-        """Report a hang, unless the process only waits for others that move."""
+        """Report a hang, unless the process only waits for others that make progress."""
         suspect = examination.suspect
         diagnosis = diagnose_hang(
             examination.dump.processes,
             suspect.pid,
             gone_ranks=self._processes.gone_ranks(suspect),
         )
-        # Ranks that were not recognised as ranks: one that waits for a slow one is not stuck.
+        # These may be ranks that were not recognised as such: one that waits for a slow rank is not
+        # stuck.
         if diagnosis.kind == "collective" and self._any_other_moves(suspect):
-            self._dismiss(examination, "it waits for others, which move")
+            self._dismiss(examination, "it waits for others, which make progress")
             return
         hang = self._make_hang(examination, diagnosis)
         if hang.remedy == "restart":
@@ -297,6 +301,7 @@ class Watchdog:
             self._announce_left_alone(hang, is_starting=is_starting)
 
     def _any_other_moves(self, suspect: WatchedProcess) -> bool:
+        """Return whether any other judged process makes progress."""
         now = self._clock()
         return any(
             process.is_moving(now) for process in self._processes.judged if process is not suspect
@@ -313,7 +318,7 @@ class Watchdog:
         )
 
     def _announce_left_alone(self, hang: Hang, *, is_starting: bool) -> None:
-        """Announce once for each place what computes without progress, and how long it may."""
+        """Announce, once per place, a process that computes without progress and is left alone."""
         place = (hang.hang_kind, hang.frame)
         if place in self._announced:
             return
@@ -322,7 +327,9 @@ class Watchdog:
         if hang.hang_kind == "Python loop":
             seems = "seems to loop"
         where = f" at {hang.frame}" if hang.frame else ""
-        text = f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s now; left alone"
+        text = (
+            f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s so far; it is left alone"
+        )
         if not is_starting:
             seconds = self._watch.limits.moving_seconds
             if seconds < math.inf:
@@ -334,7 +341,7 @@ class Watchdog:
         blamed = diagnosis.process
         dump = examination.dump
         files = [name for process in dump.processes for name in dump.files.get(process.pid, ())]
-        # The stacks of the process to blame come first; the sort keeps the order otherwise.
+        # The stacks of the process to blame come first; the sort is stable for the rest.
         files.sort(key=lambda name: f"-{blamed.pid}-" not in name)
         return Hang(
             **examination.suspicion.facts(),
@@ -355,17 +362,17 @@ class Watchdog:
     def _choose_remedy(
         self, suspect: WatchedProcess, diagnosis: Diagnosis, seconds: float
     ) -> Remedy:
-        """Choose what costs least: ending a run that would continue costs more than an hour's wait.
+        """Choose the cheapest remedy: ending a run that would recover costs more than waiting.
 
         Args:
-            suspect: The process that stands still.
-            diagnosis: What its stacks, and those of the others, show.
-            seconds: How long it has stood still.
+            suspect: The process without progress.
+            diagnosis: What its stacks and those of the others show.
+            seconds: Time without progress.
         """
         blamed = diagnosis.process
         phase = suspect.standing.phase
         is_traced = blamed.last.state == "t"
-        # A debugger holds it; or it is a program about which nothing is known.
+        # A debugger holds it, or it is a program about which nothing is known.
         if is_traced or suspect.info.torch is None:
             return "wait"
         if diagnosis.kind == "stopped" and blamed.pid not in self._continued:
@@ -381,10 +388,10 @@ class Watchdog:
     # --- which processes are examined ---
 
     def _subjects(self, suspect: WatchedProcess, now: float) -> list[Subject]:
-        """Return the suspect, the other trainers, their workers, and whatever else they started.
+        """Return the suspect, the other trainers, their workers and their other descendants.
 
-        Only descendants of the supervisor are looked at. The order is that of their importance,
-        since their number is limited.
+        Only descendants of the supervisor are included. They are in order of importance, since
+        their number is limited.
         """
         table = read_table()
         own_pids = descendants(table, [os.getpid()])
@@ -417,12 +424,12 @@ class Watchdog:
 def _make_subject(
     process: Process, watched: WatchedProcess | None, judged_at: float | None
 ) -> Subject:
-    """Return a process to look at.
+    """Return a process to examine.
 
     Args:
         process: The process.
-        watched: What is known about it; None if it does not record itself.
-        judged_at: The time at which its progress was judged; None if its progress does not count.
+        watched: The watched process; None if it does not record itself.
+        judged_at: When its progress was judged; None if its progress does not count.
     """
     if watched is None:
         return Subject(about=Examined(pid=process.pid, ppid=process.ppid, role="unobserved"))
