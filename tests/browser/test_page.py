@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tests.unit.report.made_runs import (
     VERDICT,
     add_process,
@@ -25,7 +26,6 @@ from tests.unit.report.made_runs import (
 )
 from tests.unit.report.test_page import hostile_run
 
-from holdfast.guard.images import encoded_png
 from holdfast.recorder.run_files import SAMPLES_FILE, VERDICT_FILE
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
@@ -239,7 +239,7 @@ def test_images_of_the_run_are_shown_under_the_policy_of_the_page(browser, tmp_p
     for step, size in ((1, (4, 6, 3)), (2, (300, 2000))):
         path = run / "images" / "samples" / f"{step}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded_png(np.full(size, 99, np.uint8)))
+        Image.fromarray(np.full(size, 99, np.uint8)).save(path)
     opened(browser, render(gather(run)), tmp_path / "page.html")
     assert (said(browser), requested(browser)) == ([], [])
     sizes = (

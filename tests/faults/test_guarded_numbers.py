@@ -81,7 +81,7 @@ def test_steps_names_and_processes_are_those_of_the_guard(tmp_path: Path) -> Non
     run = tmp_path / "runs" / "a"
     lanes = {lane.label: lane for lane in gather(run).lanes}
     second = next(lane for name, lane in lanes.items() if "attempt 1" in name and "critic" in name)
-    assert (second.columns["loss"].steps.min() > 20, second.last_step) == (True, 200)
+    assert (second.curves["loss"].steps.min() > 20, second.last_step) == (True, 200)
     assert any("maker" in name for name in lanes)
     assert not any("Adam" in name for name in lanes)
     seen = Watched(run, SystemClock()).look()

@@ -182,6 +182,7 @@ class Bench:
         refuser = Refuser(traces, plan) if plan.injection.errno is not None else None
         began = time.monotonic()
         child = self._start(traces, mark)
+        assert child.stdout is not None
         output = OutputTail(child.stdout)
         (traces / COMMAND_FILE).write_text(str(child.pid))
         try:
@@ -271,7 +272,7 @@ class OutputTail:
         pipe: The output of the command.
     """
 
-    def __init__(self, pipe: IO[bytes] | None) -> None:
+    def __init__(self, pipe: IO[bytes]) -> None:
         self._tail = b""
         # Bytes that were printed so far: a sign of life.
         self.total_bytes = 0

@@ -32,7 +32,9 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         CheckpointError: H310 if there are no such weights, or the format cannot hold them.
         OSError: The file cannot be written.
     """
-    tensors = _averaged_weights(entry) if averaged else _model_weights(entry)
+    tensors = _averaged_weights(entry) if averaged else _weights_of(entry, kind="model")
+    if not tensors:
+        raise _no_weights(entry, averaged=averaged)
     for name, tensor in tensors.items():
         if tensor.dtype not in SAVED_AS or tensor.layout != torch.strided:
             raise CheckpointError(
@@ -53,22 +55,25 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _model_weights(entry: Entry) -> dict[str, torch.Tensor]:
-    return _weights_of(entry, kind="model")
-
-
 def _averaged_weights(entry: Entry) -> dict[str, torch.Tensor]:
     # AveragedModel keeps the averaged module under this name, beside a counter.
-    module = "module."
-    tensors = _weights_of(entry, kind="state.averaged", inside=module)
-    if not tensors:
-        raise CheckpointError(
+    return _weights_of(entry, kind="state.averaged", inside="module.")
+
+
+def _no_weights(entry: Entry, *, averaged: bool) -> CheckpointError:
+    if averaged:
+        return CheckpointError(
             f"{entry.path.name} holds no averaged weights",
             limit="only a run that keeps an average has them",
             fix="pass averaged= to Guard, or use --export.",
             rule="H310",
         )
-    return tensors
+    return CheckpointError(
+        f"{entry.path.name} holds no weights",
+        limit="only tensors in the state_dict of a model are exported",
+        fix="pass the model that has them to Guard.",
+        rule="H310",
+    )
 
 
 def _weights_of(entry: Entry, kind: str, inside: str = "") -> dict[str, torch.Tensor]:

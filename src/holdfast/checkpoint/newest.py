@@ -57,9 +57,7 @@ def newest_good(
     good: Path | None = None
     refusals: list[_Refusal] = []
     for checkpoint in checkpoints:
-        why = None
-        if must_verify or is_unfinished(checkpoint):
-            why = _why_refused(checkpoint)
+        why = _why_refused(checkpoint, must_verify=must_verify)
         if why is None:
             good = checkpoint
             break
@@ -80,14 +78,19 @@ def _check_links(checkpoints: Sequence[Path]) -> None:
             raise out_of_reach(checkpoint, "it is a broken link")
 
 
-def _why_refused(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None if it verifies.
+def _why_refused(checkpoint: Path, *, must_verify: bool) -> str | None:
+    """Return what is wrong with a checkpoint, or None if it is good.
+
+    Args:
+        checkpoint: The checkpoint.
+        must_verify: Whether it is verified although it is not marked as unfinished.
 
     Raises:
         RunDirectoryError: H307 if it cannot be read now, H303 for a newer format.
     """
     try:
-        _verify_twice(checkpoint)
+        if must_verify or is_unfinished(checkpoint):
+            _verify_twice(checkpoint)
     except CheckpointError as error:
         return error.what
     except OSError as error:

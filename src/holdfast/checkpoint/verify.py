@@ -116,7 +116,7 @@ def _matches_header(path: Path, extents: Extents) -> bool:
         if {HEADER, *(place.name for place in places)} != extents.keys():
             return False
         header = extents[HEADER]
-        if (header.begin, header.end) != (0, header_bytes(path)):
+        if header != Extent(begin=0, end=header_bytes(path), sha256=header.sha256):
             return False
         return all(_matches(place, extents[place.name]) for place in places)
     except MALFORMED:

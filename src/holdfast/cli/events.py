@@ -10,7 +10,7 @@ from holdfast.cli.output import Json, RunDirectory, failing_clearly, print_json
 from holdfast.core.text import as_json_value, moment, sanitise
 from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordings
 from holdfast.recorder.run_files import folder_of_first_host
-from holdfast.report.sources import EventSeen, is_sound_event
+from holdfast.report.sources import RecordedEvent, is_sound_event
 
 # A sentence may quote the message of an exception, which has up to 2,000 characters.
 _MAX_SENTENCE_CHARACTERS = 800
@@ -43,7 +43,7 @@ def run(
         typer.echo(f"not read: {sanitise(reason)}", err=True)
 
 
-def _read_events(recordings: Recordings) -> list[EventSeen]:
+def _read_events(recordings: Recordings) -> list[RecordedEvent]:
     """Return the events of all processes by time; what cannot be read is noted in `recordings`."""
     all_events = []
     for source, folder in all_rings(recordings):
@@ -53,18 +53,18 @@ def _read_events(recordings: Recordings) -> list[EventSeen]:
         left_out = len(events) - len(sound_events)
         if left_out:
             recordings.missing.append(f"{left_out} events of {source} without a time or a step")
-        all_events += [EventSeen(source=source, event=event) for event in sound_events]
+        all_events += [RecordedEvent(source=source, event=event) for event in sound_events]
     return sorted(all_events, key=lambda seen: seen.event.unix_seconds)
 
 
-def _of_kinds(events: list[EventSeen], kinds: list[str] | None) -> list[EventSeen]:
+def _of_kinds(events: list[RecordedEvent], kinds: list[str] | None) -> list[RecordedEvent]:
     """Return the events of these kinds, or all events if no kind is asked for."""
     if not kinds:
         return events
     return [seen for seen in events if seen.event.kind in kinds]
 
 
-def _as_json(seen: EventSeen) -> Any:
+def _as_json(seen: RecordedEvent) -> Any:
     event = seen.event
     return as_json_value(
         {
@@ -77,14 +77,14 @@ def _as_json(seen: EventSeen) -> Any:
     )
 
 
-def _line(seen: EventSeen) -> str:
+def _line(seen: RecordedEvent) -> str:
     """Return the time, source, step and sentence of an event."""
     time = moment(seen.event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
     sentence = sanitise(str(seen.event), most=_MAX_SENTENCE_CHARACTERS)
     return f"{time}  {sanitise(seen.source)}  {sentence}"
 
 
-def _no_such_events(all_events: list[EventSeen]) -> str:
+def _no_such_events(all_events: list[RecordedEvent]) -> str:
     kinds = sorted({seen.event.kind for seen in all_events})
     if not kinds:
         return "this run has no events"

@@ -1,6 +1,7 @@
-"""`holdfast watch`, `report` and `metrics`.
+"""`holdfast watch`, `report`, `compare` and `metrics`: runs in a terminal, on pages, elsewhere.
 
-A run in the terminal, as a page, and in other tools.
+Modules of ``report`` are imported inside the commands, since several of them need numpy, which
+takes a tenth of a second to import.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,9 +41,13 @@ from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.text import as_json_value, sanitise
 
 if TYPE_CHECKING:
+    from holdfast.report.comparing import Comparison
+    from holdfast.report.metrics.copying import CopySummary
+    from holdfast.report.run_snapshot import RunSnapshot
     from holdfast.report.watching import Runs, Watched
 
-_MOST_COMPARED = 10  # colours
+# The page has as many colours for runs.
+_MOST_COMPARED = 10
 
 
 def watch(
@@ -50,34 +55,30 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what every process of a run does right now, until the run ends.
+    """Show what each process of a run is doing, until the run ends.
 
-    In a file or a pipe, one picture.
-
-    Of a directory of runs, such as runs/, one line for each run. Any key shows more of one thing, q
-    quits.
+    Given a directory of runs, such as runs/, show one line for each run. Any key switches between
+    everything, processes, training and events; q quits. Without a terminal, print one picture and
+    exit.
     """
-    from holdfast.report.live import draw, follow  # here: `holdfast run` starts without them
+    from holdfast.report.live import draw, follow
 
     with failing_clearly(as_json=as_json):
         watched = _watched(run_dir)
         screen = console()
         if as_json:
-            seen = watched.look()
-            print_json(
-                as_json_value(
-                    [each.as_json() for each in (seen if isinstance(seen, tuple) else [seen])]
-                )
-            )
+            snapshots = watched.look()
+            runs = snapshots if isinstance(snapshots, tuple) else (snapshots,)
+            print_json(as_json_value([run.as_json() for run in runs]))
         elif once or not screen.is_terminal:
             screen.print(draw(watched.look(), screen.width))
         else:
-            with contextlib.suppress(KeyboardInterrupt), _keys() as wait:
-                follow(watched, screen, wait)
+            with contextlib.suppress(KeyboardInterrupt), _reading_keys() as wait_for_key:
+                follow(watched, screen, wait_for_key)
 
 
 def _watched(path: Path) -> Watched | Runs:
-    """Return one run to watch, or all that are in a directory."""
+    """Return one run to watch, or all runs in a directory."""
     from holdfast.report.sources import check_run, runs_in
     from holdfast.report.watching import Runs, Watched
 
@@ -90,160 +91,193 @@ def _watched(path: Path) -> Watched | Runs:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], object]]:
-    """Yield what waits so many seconds for a key, and returns it if there was one."""
+def _reading_keys() -> Iterator[Callable[[float], object]]:
+    """Yield a function that waits for a key, at most for the given seconds, and returns the key.
+
+    Without a terminal it only waits.
+    """
     if not sys.stdin.isatty():
         yield time.sleep
         return
-    before = termios.tcgetattr(0)
+    settings = termios.tcgetattr(0)
     try:
         tty.setcbreak(0)
-        yield (
-            lambda seconds: (
-                os.read(0, 64).decode("latin-1") if select.select([0], [], [], seconds)[0] else ""
-            )
-        )
+        yield _wait_for_key
     finally:
-        termios.tcsetattr(0, termios.TCSADRAIN, before)
+        termios.tcsetattr(0, termios.TCSADRAIN, settings)
+
+
+def _wait_for_key(seconds: float) -> str:
+    readable, _, _ = select.select([0], [], [], seconds)
+    return os.read(0, 64).decode("latin-1") if readable else ""
 
 
 def report(
     run_dir: RunDirectory,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The page; else report.html in RUN.")
+        Path | None,
+        typer.Option("--out", "-o", help="Path of the page; report.html in RUN by default."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write one page that says why a run ended and how it went; it needs no network."""
+    """Write an HTML page that says why a run ended and how it went; it opens offline."""
     with failing_clearly(as_json=as_json):
-        # Here, since numpy takes a tenth of a second to import
         from holdfast.report.gathering import gather
         from holdfast.report.page import render
         from holdfast.report.sources import check_run
 
         with working("reading the run"):
-            picture = gather(check_run(run_dir))
-            data = render(picture).encode()
-        page = _write(out or picture.path / "report.html", data)
+            run = gather(check_run(run_dir))
+            data = render(run).encode()
+        page = _write_page(out or run.path / "report.html", data)
     if as_json:
-        print_json(
-            {
-                "page": str(page),
-                "bytes": len(data),
-                "processes": len(picture.processes),
-                "curves": len(picture.lanes),
-                "events": len(picture.events),
-                "problems": list(picture.problems),
-            }
-        )
+        print_json(_report_as_json(run, page, len(data)))
         return
-    typer.echo(f"wrote {page} ({len(data) / 2**20:.1f} MiB)")
-    for problem in picture.problems:
+    _print_written(page, data)
+    for problem in run.problems:
         typer.echo(f"note: {problem}", err=True)
 
 
-def _write(path: Path, data: bytes) -> Path:
+def _report_as_json(run: RunSnapshot, page: Path, size_bytes: int) -> dict[str, object]:
+    return {
+        "page": str(page),
+        "bytes": size_bytes,
+        "processes": len(run.processes),
+        "curves": len(run.lanes),
+        "events": len(run.events),
+        "problems": list(run.problems),
+    }
+
+
+def _write_page(path: Path, data: bytes) -> Path:
+    """Write a page and return its absolute path; OSError, with the way out, if it cannot be."""
     page = path.absolute()
     if page.exists() and not page.is_file():
-        raise OSError(
-            errno.EINVAL,
-            "it is a device, a pipe or a folder; --out FILE takes another place",
-            str(page),
-        )
+        reason = "it is a device, a pipe or a directory; choose another path with --out FILE"
+        raise OSError(errno.EINVAL, reason, str(page))
     try:
         replace_file(page, data)
     except OSError as error:
-        why = f"the page cannot be written here ({error.strerror}); --out FILE takes another place"
-        raise OSError(error.errno, why, str(page)) from error
+        reason = (
+            f"the page cannot be written here ({error.strerror}); choose another path with --out"
+            " FILE"
+        )
+        raise OSError(error.errno, reason, str(page)) from error
     return page
+
+
+def _print_written(page: Path, data: bytes) -> None:
+    typer.echo(f"wrote {page} ({len(data) / 2**20:.1f} MiB)")
 
 
 def compare(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run directories.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("compare.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the page.")] = Path(
+        "compare.html"
+    ),
     as_json: Json = False,
 ) -> None:
-    """Write one page with several runs side by side.
-
-    Curves over each other, what differs, and what came of each.
-    """
+    """Write an HTML page that compares runs: curves, settings that differ, and how each ended."""
     with failing_clearly(as_json=as_json):
         from holdfast.report.comparing import Comparison
         from holdfast.report.gathering import gather
         from holdfast.report.sources import check_run
 
-        paths = list(dict.fromkeys(check_run(each) for each in run_dirs))
-        if not 2 <= len(paths) <= _MOST_COMPARED:
-            what, limit = (
-                f"{len(paths)} of them to compare",
-                f"2 to {_MOST_COMPARED} different runs fit on a page",
-            )
-            raise PolicyError(
-                what,
-                limit=limit,
-                fix="pass runs/a runs/b; `holdfast report` shows one.",
-                rule="H105",
-            )
+        # A run that is named twice is one.
+        paths = list(dict.fromkeys(check_run(path) for path in run_dirs))
+        _check_count(len(paths))
         with working(f"reading {len(paths)} runs"):
-            found = Comparison([gather(path) for path in paths])
-            data = found.page().encode()
-        page = _write(out, data)
+            comparison = Comparison([gather(path) for path in paths])
+            data = comparison.page().encode()
+        page = _write_page(out, data)
     if as_json:
-        print_json(as_json_value({"page": str(page), "bytes": len(data), **found.as_json()}))
+        values = {"page": str(page), "bytes": len(data), **comparison.as_json()}
+        print_json(as_json_value(values))
         return
-    for title, rows in (("", found.facts), ("what differs", found.differs)):
-        table = Table(title, box=box.SIMPLE_HEAD)
-        for name in found.names:
-            table.add_column(Text(sanitise(name, most=60)))
-        for name, values in rows.items():
-            table.add_row(*(Text(sanitise(each, most=200)) for each in (name, *values)))
-        console().print(table)
-    typer.echo(f"wrote {page} ({len(data) / 2**20:.1f} MiB)")
+    _print_comparison(comparison)
+    _print_written(page, data)
+
+
+def _check_count(runs: int) -> None:
+    if 2 <= runs <= _MOST_COMPARED:
+        return
+    raise PolicyError(
+        f"{runs} different runs to compare",
+        limit=f"a page compares 2 to {_MOST_COMPARED} runs",
+        fix="pass at least two, such as runs/a runs/b; `holdfast report` shows a single run.",
+        rule="H105",
+    )
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    for title, rows in (("", comparison.facts), ("what differs", comparison.differs)):
+        console().print(_comparison_table(title, comparison.names, rows))
+
+
+def _comparison_table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+    """Return a table with a column for each run; the title stands above the names of the rows."""
+    table = Table(title, box=box.SIMPLE_HEAD)
+    for name in names:
+        table.add_column(Text(sanitise(name, most=60)))
+    for name, values in rows.items():
+        table.add_row(*(Text(sanitise(cell, most=200)) for cell in (name, *values)))
+    return table
 
 
 def metrics(
     run_dir: RunDirectory,
-    tensorboard: Annotated[str | None, typer.Option(metavar="DIR", help="Event files.")] = None,
-    jsonl: Annotated[
-        str | None, typer.Option(metavar="FILE|-", help="Lines of JSON, appended.")
+    tensorboard: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write event files to DIR.")
     ] = None,
-    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Weights & Biases.")] = None,
-    follow_run: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+    jsonl: Annotated[
+        str | None, typer.Option(metavar="FILE|-", help="Append JSON lines to FILE; - prints them.")
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log to a project of W&B.")
+    ] = None,
+    follow_run: Annotated[
+        bool, typer.Option("--follow", help="Continue until the run ends.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Copy steps and events of a run to TensorBoard, JSON lines or Weights & Biases.
 
-    Exit code 1: some sink failed on the way.
+    The exit code is 1 if one of them could not be written to.
     """
     from holdfast.report.metrics.copying import follow
     from holdfast.report.metrics.sinks import open_sinks
     from holdfast.report.sources import check_run
 
-    given = {"tensorboard": tensorboard, "jsonl": jsonl, "wandb": wandb}
-    wanted = {name: target for name, target in given.items() if target is not None}
+    options = {"tensorboard": tensorboard, "jsonl": jsonl, "wandb": wandb}
+    targets = {kind: target for kind, target in options.items() if target is not None}
     with failing_clearly(as_json=as_json):
-        path = check_run(run_dir)
-        if not wanted:
+        run = check_run(run_dir)
+        if not targets:
             raise PolicyError(
                 "no target for the metrics",
-                limit="somebody must be able to read them",
-                fix="pass one such as --tensorboard DIR or --jsonl -.",
+                limit="at least one is needed",
+                fix="pass one, such as --tensorboard DIR or --jsonl -.",
                 rule="H743",
             )
-        sinks = open_sinks(wanted, path)
+        sinks = open_sinks(targets, run)
         stop = threading.Event()
         if follow_run:
-            signal.signal(signal.SIGINT, lambda *_: stop.set())  # the usual way to leave
+            # Ctrl-C is the usual way to leave: it ends copying, and the sinks are closed properly.
+            signal.signal(signal.SIGINT, lambda *_: stop.set())
         else:
             stop.set()
-        copied = follow(path, sinks, stop)
+        summary = follow(run, sinks, stop)
     if as_json:
-        print_json(dataclasses.asdict(copied))
+        print_json(dataclasses.asdict(summary))
     else:
-        typer.echo(f"{copied.points} steps and {copied.events} events", err=jsonl == "-")
-        for sentence in copied.gone:
-            typer.echo(f"note: {sentence}", err=True)
-        for failure in copied.failures:
-            typer.echo(f"failed: {failure}", err=True)
-    if copied.failures:
+        _print_copied(summary, stdout_is_taken=jsonl == "-")
+    if summary.failures:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _print_copied(summary: CopySummary, *, stdout_is_taken: bool) -> None:
+    typer.echo(f"{summary.points} steps and {summary.events} events", err=stdout_is_taken)
+    for sentence in summary.gone:
+        typer.echo(f"note: {sentence}", err=True)
+    for failure in summary.failures:
+        typer.echo(f"failed: {failure}", err=True)

@@ -555,8 +555,8 @@ class Guard:
                 both.
 
         Raises:
-            PolicyError: H105, for a tag or an image that cannot be used. A full disk raises
-                nothing.
+            PolicyError: H105, for a tag or an image that cannot be used; H742, if Pillow, of the
+                extra ``report``, is not installed. A full disk raises nothing.
         """
         with self._session.recording():
             keep_image(self._directory.path, self._record, tag, image)

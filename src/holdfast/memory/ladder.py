@@ -29,8 +29,8 @@ _LONGEST_WAIT_FACTOR = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """How attempts run: the size of their micro-batches, and what they recompute."""
+class StepPlan:
+    """How the attempts of a step run: the size of micro-batches, and what is recomputed."""
 
     # Samples in one forward/backward pass at most; None is the whole batch.
     micro_batch_size: int | None = None
@@ -82,11 +82,11 @@ class MemoryLadder:
         self._largest = largest
         self._grow_after_steps = grow_after_steps
         self._always_recompute = recompute
-        self.plan = MemoryPlan(
+        self.plan = StepPlan(
             micro_batch_size=largest if start is None else start, recompute=recompute
         )
         # The plan that is known to fit, while a larger one is on trial.
-        self._fallback: MemoryPlan | None = None
+        self._fallback: StepPlan | None = None
         self._clean_steps = 0
         self._wait = grow_after_steps
         # Samples of the largest batch that ran out of memory.
@@ -129,7 +129,7 @@ class MemoryLadder:
             return self._recompute_more()
         return self._split_or_stop(batch_size)
 
-    def _end_trial(self, batch_size: int, fallback: MemoryPlan) -> Decision:
+    def _end_trial(self, batch_size: int, fallback: StepPlan) -> Decision:
         self.plan = fallback
         self._fallback = None
         self._wait = min(2 * self._wait, _LONGEST_WAIT_FACTOR * self._grow_after_steps)
@@ -189,7 +189,7 @@ class MemoryLadder:
             return None
         return self._begin_trial(larger)
 
-    def _begin_trial(self, larger: MemoryPlan) -> Decision:
+    def _begin_trial(self, larger: StepPlan) -> Decision:
         smaller = self.plan
         self._fallback = smaller
         self.plan = larger
@@ -204,10 +204,10 @@ class MemoryLadder:
             micro_batch_size=larger.micro_batch_size,
         )
 
-    def _is_largest(self, plan: MemoryPlan) -> bool:
+    def _is_largest(self, plan: StepPlan) -> bool:
         return plan.micro_batch_size == self._largest and plan.recompute == self._always_recompute
 
-    def _larger_plan(self, batch_size: int) -> MemoryPlan:
+    def _larger_plan(self, batch_size: int) -> StepPlan:
         size = self.plan.micro_batch_size
         if size is None or size == self._largest:
             return replace(self.plan, recompute=self._always_recompute)
@@ -248,10 +248,10 @@ class MemoryLadder:
         self._wait = max(count(state["wait"]), self._grow_after_steps)
         self._tight_batch = number(state["tight_batch"], or_none=True)
 
-    def _plan_from(self, state: dict[str, Any]) -> MemoryPlan:
+    def _plan_from(self, state: dict[str, Any]) -> StepPlan:
         size = state["micro_batch_size"]
         if size is not None:
             size = count(size, least=1, below=2**31)
         if self._largest is not None:
             size = self._largest if size is None else min(size, self._largest)
-        return MemoryPlan(micro_batch_size=size, recompute=tuple(state["recompute"]))
+        return StepPlan(micro_batch_size=size, recompute=tuple(state["recompute"]))

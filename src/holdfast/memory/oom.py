@@ -75,8 +75,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
-    if isinstance(error, ImportError):
-        return _LIBRARY_DOES_NOT_FIT.search(text) is not None
+    if isinstance(error, ImportError) and _LIBRARY_DOES_NOT_FIT.search(text):
+        return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     if isinstance(error, (RuntimeError, OSError)):

@@ -115,9 +115,9 @@ class Measurement:
     def bytes_inside(self, call: _Call, kept: Collection[int] = ()) -> int:
         """Return the bytes that a call saved beyond its inputs and the storages in `kept`."""
         storages = {save.storage for save in self.saves[call.begin : self._end(call)]}
-        storages -= set(kept)
-        storages -= set(call.inputs)
-        return sum(self.sizes[storage] for storage in storages)
+        storages.difference_update(call.inputs)
+        # Not as a difference of sets: `kept` is large, and this runs for each of many calls.
+        return sum(self.sizes[storage] for storage in storages if storage not in kept)
 
     def _recomputed_owners(self, chosen: Collection[str]) -> list[int]:
         """Return, for each call, the outermost chosen call that it is or is in, or `_NO_CALL`."""

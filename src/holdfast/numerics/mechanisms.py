@@ -206,7 +206,8 @@ def _overflow(suspect: Suspect) -> str | None:
     produced = suspect.produced
     if not (produced.inf or produced.nan):
         return None
-    magnitudes = [abs(number) for number in suspect.scalars]
+    # A number that is NaN has no magnitude, and nothing exceeds it.
+    magnitudes = [abs(number) for number in suspect.scalars if not math.isnan(number)]
     magnitudes += [operand.largest for operand in suspect.operands]
     largest = max(magnitudes, default=0.0)
     # The most that one operation can make is a product of two such values, summed over as many

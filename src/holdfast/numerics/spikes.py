@@ -324,6 +324,10 @@ class _Usual:
         return min(rise / self.scatter, _LARGEST)
 
 
+def _usual_or_none(state: Sequence[Any] | None) -> _Usual | None:
+    return None if state is None else _Usual.from_state(state)
+
+
 def _upper_quantiles(ordered: Sequence[float]) -> tuple[float, float, float]:
     """Return the median and the quantiles at 0.75 and 0.95."""
     size = len(ordered)
@@ -606,10 +610,10 @@ class _Track:
         track.odd_since = number(state["odd_since"], or_none=True)
         track.drift = number(state["drift"])
         track.hard = number(state["hard"])
-        track.loss = state["loss"] and _Usual.from_state(state["loss"])
-        track.norm = state["norm"] and _Usual.from_state(state["norm"])
+        track.loss = _usual_or_none(state["loss"])
+        track.norm = _usual_or_none(state["norm"])
         track.first_level = number(state["first"], or_none=True)
-        track.best = state["best"] and _Usual.from_state(state["best"])
+        track.best = _usual_or_none(state["best"])
         track._update_bounds()
         return track
 

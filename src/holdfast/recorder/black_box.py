@@ -1,6 +1,6 @@
-"""What one process records: a ring of steps and a ring of events, under one directory.
+"""What one process records: a ring of steps and a ring of events, in one directory.
 
-Steps are frequent and of fixed size; events are rare, of any size, and must not be pushed out by
+Steps are frequent and of fixed size. Events are rare and of any size, and must not be pushed out by
 steps. Both files are allocated when the run starts, so a full disk cannot silence them.
 
     steps.ring   32,768 marks, 2 MiB: kind, samples per pass, global step, loss, gradient norm,
@@ -23,15 +23,25 @@ from holdfast.core.files import make_folder
 from holdfast.recorder.ring import RingWriter
 from holdfast.recorder.run_files import Optimizers
 
-STEPS_FILE, EVENTS_FILE = "steps.ring", "events.ring"
-# mark | which of loss and norm are values, also if NaN; optimizer | samples a pass, step, loss,
-# norm, seconds
+STEPS_FILE = "steps.ring"
+EVENTS_FILE = "events.ring"
+
+# A mark of a step: kind, flags, samples per pass, global step, loss, gradient norm, seconds. The
+# low byte of the flags says which of loss and norm are values, even if they are NaN; the high byte
+# is the number of the optimizer.
 STEP = struct.Struct("<HHIQddd")
 _pack_step = STEP.pack
+LOSS_IS_READ = 1
+NORM_IS_READ = 2
+OPTIMIZER_SHIFT = 8
+
+# A part of an event: its index and the number of parts, before the text.
 PART = struct.Struct("<HH")
 PART_BYTES = 480
-LOSS_IS_READ, NORM_IS_READ = 1, 2
 _MOST_PARTS = 64
+_MOST_EVENT_BYTES = PART_BYTES * _MOST_PARTS
+# Of the text of facts that are too long: JSON may escape each character with several others.
+_CUT_CHARACTERS = _MOST_EVENT_BYTES // 8
 
 
 class StepMark(IntEnum):
@@ -43,9 +53,14 @@ class StepMark(IntEnum):
 
 
 class EventRing:
-    """Write the events of one process into a directory; OSError as `RingWriter`.
+    """Write the events of one process into a directory.
 
-    `capacity` is in parts: 512 of them take 254 KiB, and an exception takes about 4.
+    Args:
+        directory: Of the recording.
+        capacity: In parts. 512 of them take 254 KiB; an exception takes about 4.
+
+    Raises:
+        OSError: As `RingWriter`.
     """
 
     def __init__(self, directory: Path, *, capacity: int = 512) -> None:
@@ -55,10 +70,10 @@ class EventRing:
         self.moved_aside = self._ring.moved_aside
 
     def event(self, event: Event) -> None:
-        """Record one event; facts that are too long to keep whole are cut and marked as cut."""
+        """Record one event. Facts that are too long are cut and marked as cut."""
         data = _encode(event, event.data)
-        if len(data) > PART_BYTES * _MOST_PARTS:
-            data = _encode(event, {"cut": str(dict(event.data))[: PART_BYTES * _MOST_PARTS // 8]})
+        if len(data) > _MOST_EVENT_BYTES:
+            data = _encode(event, {"cut": str(dict(event.data))[:_CUT_CHARACTERS]})
         parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
         for index, part in enumerate(parts):
             self._ring.append(PART.pack(index, len(parts)) + part)
@@ -72,17 +87,17 @@ def _encode(event: Event, facts: Mapping[str, Any]) -> bytes:
     head = [event.kind, event.global_step, event.unix_seconds]
     try:
         return json.dumps([*head, dict(facts)], separators=(",", ":"), default=str).encode()
-    # Keys that are no text, circles: never the run's problem
+    # Keys that are not text, or a circle. That is never a reason to stop a run.
     except (TypeError, ValueError, RecursionError):
-        return json.dumps(
-            [*head, {"unreadable": list(map(str, facts))}], separators=(",", ":")
-        ).encode()
+        unreadable = {"unreadable": [str(key) for key in facts]}
+        return json.dumps([*head, unreadable], separators=(",", ":")).encode()
 
 
 class BlackBox:
-    """Write steps and events of one process, into two files of a directory that is made if missing.
+    """Write the steps and events of one process, into a directory that is created if missing.
 
-    OSError if the files cannot be created or their 3 MiB cannot be allocated.
+    Raises:
+        OSError: The files cannot be created or their 3 MiB cannot be allocated.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -92,11 +107,13 @@ class BlackBox:
         )
         self._events = EventRing(directory, capacity=2_048)
         self.optimizers = Optimizers(directory)
-        found = {STEPS_FILE: self._steps.moved_aside, EVENTS_FILE: self._events.moved_aside}
-        self.moved_aside = [f"{name} begins anew: {why}" for name, why in found.items() if why]
-        """What lay in place of a file and could not be continued, one sentence for each."""
+        # One sentence about each file that could not be continued.
+        self.moved_aside: list[str] = []
+        for name, ring in ((STEPS_FILE, self._steps), (EVENTS_FILE, self._events)):
+            if ring.moved_aside:
+                self.moved_aside.append(f"{name} begins anew: {ring.moved_aside}")
 
-    def step(
+    def step(  # noqa: PLR0913
         self,
         mark: StepMark,
         global_step: int,
@@ -106,15 +123,32 @@ class BlackBox:
         seconds: float,
         optimizer: int = 0,
     ) -> None:
-        """Record one mark of a step; None: that was not read. Cost: below 1 microsecond."""
-        is_read = (loss is not None) + 2 * (norm is not None) + (optimizer << 8)
-        loss, norm = math.nan if loss is None else loss, math.nan if norm is None else norm
+        """Record one mark of a step. Cost: below 1 microsecond.
+
+        Args:
+            mark: What happened.
+            global_step: Optimizer steps committed.
+            micro_batch_size: Samples per pass, 0 if unknown.
+            loss: None if it was not read.
+            norm: The gradient norm, None if it was not read.
+            seconds: How long the step took.
+            optimizer: The number of the one that stepped, see `Optimizers`; 0 if there is only one.
+        """
+        flags = optimizer << OPTIMIZER_SHIFT
+        if loss is None:
+            loss = math.nan
+        else:
+            flags |= LOSS_IS_READ
+        if norm is None:
+            norm = math.nan
+        else:
+            flags |= NORM_IS_READ
         self._steps.append(
-            _pack_step(mark, is_read, micro_batch_size, global_step, loss, norm, seconds)
+            _pack_step(mark, flags, micro_batch_size, global_step, loss, norm, seconds)
         )
 
     def event(self, event: Event) -> None:
-        """Record one event; facts that are too long to keep whole are cut and marked as cut."""
+        """Record one event. Facts that are too long are cut and marked as cut."""
         self._events.event(event)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Read only what was appended since the last look, while the process that records goes on or after
-it was killed.
+"""Read only the records that are new since the last look, of a process that may still be running.
 
-A look costs one system call for every 256 new records; the whole ring is read at the first look,
-and again if the writer went around it in between. Does not: wait or poll (the caller does), write.
+A look costs one system call for every 256 new records. The whole ring is read at the first look,
+and again if the writer has wrapped around in between. Does not: wait or poll (the caller does), or
+write.
 """
 
 from __future__ import annotations
@@ -19,102 +19,120 @@ from holdfast.recorder.progress import StepSample, sample_of
 from holdfast.recorder.reader import EventParts, mark_of
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_ring, slot_struct
 
+# Records that are read in one system call.
 _BLOCK = 256
-_HELD_SAMPLES, _HELD_SECONDS = 16, 2.0  # far above how long a copy from a device takes
+# A sample waits this long for its loss, which is far above what a copy from a device takes.
+_HELD_SAMPLES = 16
+_HELD_SECONDS = 2.0
 
 
 class RingFollower:
-    """Follow one ring; a file that does not exist yet has no records, and one that is none
-    raises H305.
-    """
+    """Follows one ring. A file that does not exist yet has no records."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._sequence = self._inode = 0
-        self._read_whole = False
+        # The number of the newest record that was returned.
+        self._sequence = 0
+        self._inode = 0
+        self._has_read_all = False
+        # Records that were overwritten before they were read.
         self.lost = 0
-        """Records that were overwritten before they were read."""
 
     def records(self) -> list[Record]:
-        """Return the whole records since the last call, oldest first; H305 as `read_ring`."""
+        """Return the whole records since the last call, oldest first.
+
+        Raises:
+            RunDirectoryError: H305 for a file that is no ring, as `read_ring`.
+        """
         try:
             descriptor = open_file(self._path)
         except OSError:
             return []
         try:
-            status = os.fstat(descriptor)
-            # The first look, or a writer with another layout began anew
-            if status.st_ino != self._inode:
-                self._inode, self._sequence, self._read_whole = status.st_ino, 0, False
-            header = os.pread(descriptor, HEADER.size, 0)
-            if len(header) < HEADER.size or not header.strip(b"\0"):
-                return []  # being made, or cut
-            if not self._read_whole or not header.startswith(MAGIC):
-                return self._all()
-            return self._after(descriptor, header, status.st_size)
+            return self._records_in(descriptor)
         except OSError:
             return []
         finally:
             close_descriptor(descriptor)
 
-    def _all(self) -> list[Record]:
-        found = [record for record in read_ring(self._path) if record.sequence > self._sequence]
-        if found:
-            self.lost += found[0].sequence - self._sequence - 1
-            self._sequence = found[-1].sequence
-        self._read_whole = True
-        return found
+    def _records_in(self, descriptor: int) -> list[Record]:
+        status = os.fstat(descriptor)
+        if status.st_ino != self._inode:
+            # The first look, or a writer with another layout has begun a new file.
+            self._inode = status.st_ino
+            self._sequence = 0
+            self._has_read_all = False
+        header = os.pread(descriptor, HEADER.size, 0)
+        if len(header) < HEADER.size or not header.strip(b"\0"):
+            # The file is being created, or was cut.
+            return []
+        if not self._has_read_all or not header.startswith(MAGIC):
+            return self._read_all()
+        return self._read_new(descriptor, header, status.st_size)
 
-    def _after(self, descriptor: int, header: bytes, size: int) -> list[Record]:
+    def _read_all(self) -> list[Record]:
+        records = [record for record in read_ring(self._path) if record.sequence > self._sequence]
+        if records:
+            self.lost += records[0].sequence - self._sequence - 1
+            self._sequence = records[-1].sequence
+        self._has_read_all = True
+        return records
+
+    def _read_new(self, descriptor: int, header: bytes, size_bytes: int) -> list[Record]:
         _, _, payload_bytes, capacity = HEADER.unpack(header)
         slot = slot_struct(payload_bytes)
-        found: list[Record] = []
+        records: list[Record] = []
         while capacity:
             start = (self._sequence + 1) % capacity
             wanted = min(_BLOCK, capacity - start)
-            place = HEADER_BYTES + start * slot.size
-            data = os.pread(descriptor, max(0, min(wanted * slot.size, size - place)), place)
-            for first, nanoseconds, payload, last in slot.iter_unpack(
-                data[: len(data) // slot.size * slot.size]
-            ):
+            offset = HEADER_BYTES + start * slot.size
+            available_bytes = max(0, size_bytes - offset)
+            data = os.pread(descriptor, min(wanted * slot.size, available_bytes), offset)
+            whole_bytes = len(data) // slot.size * slot.size
+            for first, nanoseconds, payload, last in slot.iter_unpack(data[:whole_bytes]):
                 if first == last and first > self._sequence + 1:
-                    return found + self._all()
+                    # The writer has wrapped around.
+                    return records + self._read_all()
                 if first != last or first <= self._sequence:
-                    return found
-                found.append(Record(first, nanoseconds, payload))
+                    # Not written yet.
+                    return records
+                records.append(Record(first, nanoseconds, payload))
                 self._sequence = first
             if len(data) < wanted * slot.size:
                 break
-        return found
+        return records
 
 
 class SampleFollower(RingFollower):
-    """Follow the samples of a process's steps, or a guard's marks of those that were made or
-    refused.
+    """Follows the samples of a process's steps, or a guard's marks of steps.
 
     A loss that comes from a device is written into its sample some steps later. So a sample without
-    a loss is held back, with those after it, until 16 newer ones or 2 seconds have passed.
+    a loss is held back, with those after it, until 16 newer ones exist or 2 seconds have passed.
     """
 
     def new(self, *, hold_back: bool = True) -> list[StepSample]:
         """Return the samples since the last call, oldest first.
 
-        Without `hold_back` all, such as at the last look.
+        Args:
+            hold_back: Whether to wait for losses. Not at the last look.
         """
-        records = self.records()
-        pairs = [
-            (record.sequence, sample)
-            for record in records
-            if (sample := _sample_in(record)) is not None
-        ]
-        recent = time.time() - _HELD_SECONDS
-        for index in range(max(0, len(pairs) - _HELD_SAMPLES), len(pairs) if hold_back else 0):
-            sequence, sample = pairs[index]
-            if sample.loss is None and sample.unix_seconds > recent:
-                self._sequence = sequence - 1  # the next look begins again with it
-                del pairs[index:]
-                break
-        return [sample for _, sample in pairs]
+        samples: list[StepSample] = []
+        sequences: list[int] = []
+        for record in self.records():
+            sample = _sample_in(record)
+            if sample is not None:
+                samples.append(sample)
+                sequences.append(record.sequence)
+        if not hold_back:
+            return samples
+        oldest_waiting = time.time() - _HELD_SECONDS
+        for index in range(max(0, len(samples) - _HELD_SAMPLES), len(samples)):
+            sample = samples[index]
+            if sample.loss is None and sample.unix_seconds > oldest_waiting:
+                # The next look begins with it.
+                self._sequence = sequences[index] - 1
+                return samples[:index]
+        return samples
 
 
 def _sample_in(record: Record) -> StepSample | None:
@@ -135,14 +153,13 @@ def _sample_in(record: Record) -> StepSample | None:
 
 
 class EventFollower(RingFollower):
-    """Follow the events of a process."""
+    """Follows the events of a process."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._parts = EventParts()
 
     def new(self) -> list[Event]:
-        """Return the events that were finished since the last call, oldest first."""
-        return [
-            event for record in self.records() if (event := self._parts.add(record)) is not None
-        ]
+        """Return the events that were completed since the last call, oldest first."""
+        events = [self._parts.add(record) for record in self.records()]
+        return [event for event in events if event is not None]

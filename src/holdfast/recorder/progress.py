@@ -1,12 +1,11 @@
-"""Where a training process stands, and what each step took.
+"""The phase of a training process and what each of its steps took.
 
-Written inside it, read from outside, also after its end.
+It is written inside the process and read from outside, also after its end. A *board* is one small
+page: the phase that the process is in, since when, and how much it has done. A *ring of samples*
+holds one record per step. Both are mapped files, so a record costs no system call and survives
+SIGKILL.
 
-A *board* is one small page: the phase that the process is in, since when, and how much it has done.
-A *ring of samples* holds one record for each step. Both are mapped files, so a record costs no
-system call and survives SIGKILL.
-
-Does not: decide what is too long (``supervise``), record events (``black_box``).
+Does not: decide what takes too long (``supervise``), or record events (``black_box``).
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import os
 import struct
 from enum import IntEnum
 from pathlib import Path
-
-from time import monotonic_ns as _now, time_ns  # isort: skip
+from time import monotonic_ns as _now
+from time import time_ns
 from typing import NamedTuple
 
 from holdfast.core.files import created, opened_to_write, read_file
@@ -33,48 +32,66 @@ from holdfast.recorder.ring import (
 )
 from holdfast.recorder.run_files import Optimizers
 
+# --- The layout of a board: what is at which offset.
+
 BOARD_BYTES = 4096
 _MAGIC = b"HOLDPROG"
-_HEADER = struct.Struct("<8sII")  # magic, version, pid
-_HEADER_AT = 0
-# progress | phase, steps made | since, step, micro steps | progress: torn if the ends differ
+# Magic, version, process ID.
+_HEADER = struct.Struct("<8sII")
+_HEADER_OFFSET = 0
+# Progress, phase, steps made, since, step, micro-steps, progress. If the first and the last differ,
+# the write was torn.
 _STANDING = struct.Struct("<QIIQQQQ")
-_STANDING_AT = 64
-_SPENT = struct.Struct("<10q")  # nanoseconds in each phase that has ended, by its number
-_SPENT_AT = 320
-_PAUSE = 20_000_000  # nanoseconds between two that are written: a step may take microseconds
+_STANDING_OFFSET = 64
+# The number of the newest request to trace memory.
 _REQUEST = struct.Struct("<Q")
-_REQUEST_AT = 256
-# step, micro steps | which of the next three are values, also if NaN; optimizer | loss, norm, rate
-# | the rest
+_REQUEST_OFFSET = 256
+# Nanoseconds in each phase that has ended, by the phase's number.
+_PHASE_COUNT = 10
+_SPENT = struct.Struct(f"<{_PHASE_COUNT}q")
+_SPENT_OFFSET = 320
+# Nanoseconds between two writes of those times: a step may take only microseconds.
+_SPENT_INTERVAL = 20_000_000
+
+# --- The layout of a sample: step, micro-steps, flags, loss, gradient norm, learning rate, seconds,
+# seconds of waiting, and four sizes in bytes. The low byte of the flags says which of loss, norm
+# and rate are values, even if they are NaN; the next byte is the number of the optimizer.
+
 _SAMPLE = struct.Struct("<QIIdddddQQQQ")
-# As a slot of a ring, see `slot_struct`
-_pack_into = struct.Struct(f"<QQ{_SAMPLE.format[1:]}Q").pack_into
-LOSS_IS_READ, NORM_IS_READ, RATE_IS_READ = 1, 2, 4
-_READ_OFFSET, _LOSS_OFFSET, _NORM_OFFSET = 12, 16, 24  # in a sample
+# The same as a slot of a ring, see `slot_struct`.
+_pack_slot_into = struct.Struct(f"<QQ{_SAMPLE.format[1:]}Q").pack_into
+LOSS_IS_READ = 1
+NORM_IS_READ = 2
+RATE_IS_READ = 4
+OPTIMIZER_SHIFT = 8
 _FLOAT = struct.Struct("<d")
-_BEFORE_PAYLOAD = 16  # in a slot of a ring: sequence and time
+# Offsets in a sample.
+_FLAGS_OFFSET = 12
+_LOSS_OFFSET = 16
+_NORM_OFFSET = 24
+# Sequence and time come before the payload of a slot.
+_PAYLOAD_OFFSET = 16
 _CAPACITY = 32_768
 
 
 class Phase(IntEnum):
     """What a training process is doing, as far as it shows."""
 
+    # Importing and building; nothing was trained yet.
     STARTING = 1
-    """Importing and building; nothing was trained yet."""
+    # From the first forward to the end of the first step, or while torch compiles.
     FIRST_STEP = 2
-    """From the first forward to the end of the first step, or while torch compiles."""
+    # In the loader: the loop waits for a batch.
     DATA_WAIT = 3
-    """In the loader: the loop waits for a batch."""
     FORWARD_BACKWARD = 4
     OPTIMIZER = 5
+    # A batch was handed out while gradients are off, or a module was set to evaluate.
     EVALUATION = 6
-    """A batch was handed out while gradients are off, or a module was asked to evaluate."""
     SAVING = 7
+    # A loader is exhausted and nothing else has begun.
     END_OF_EPOCH = 8
-    """A loader is exhausted and nothing else has begun."""
+    # The interpreter exits.
     ENDING = 9
-    """The interpreter leaves."""
 
 
 class Standing(NamedTuple):
@@ -82,63 +99,84 @@ class Standing(NamedTuple):
 
     pid: int
     phase: Phase
-    # When that began, on the system's monotonic clock, which all processes share
+    # When the phase began, on the system's monotonic clock, which all processes share.
     since_seconds: float
-    # Counts everything that happened: phases, micro-steps, steps; the same while nothing moves
+    # Counts phases, micro-steps and steps. It stays the same while nothing moves.
     progress: int
-    step: int  # optimizer steps of the training, also before this process where a guard counts
-    micro_step: int  # calls of backward
-    made: int = 0  # steps that this process has made itself, modulo 2**32
-    spent: tuple[float, ...] = ()  # seconds in each phase, by its number, without the present one
+    # Optimizer steps of the run; if a guard counts them, including those before this process.
+    step: int
+    # Calls of backward.
+    micro_step: int
+    # Steps that this process has made, modulo 2**32.
+    made: int = 0
+    # Seconds in each phase, by its number, without the current one.
+    spent: tuple[float, ...] = ()
 
 
 class ProgressBoard:
-    """Show where this process stands, in a file that is made anew, or (None) in memory that nobody
-    else sees.
+    """Shows what this process is doing.
 
-    OSError if it cannot be made.
+    Args:
+        path: A file, which is created anew, or None for memory that nobody else sees.
+
+    Raises:
+        OSError: The file cannot be created.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._map = _map_new(path)
+        self._map = _new_map(path)
         self._pack_into = _STANDING.pack_into
         self.progress = 0
         self.phase = Phase.STARTING
-        self._spent, self._since, self._due = [0] * 10, _now(), 0
-        self.step = self.made = 0
+        self.step = 0
+        self.made = 0
         self.micro_step = 0
+        self._spent = [0] * _PHASE_COUNT
+        self._since = _now()
+        # When the times in phases are written next.
+        self._spent_due = 0
         self.enter(Phase.STARTING)
-        _HEADER.pack_into(self._map, _HEADER_AT, _MAGIC, VERSION, os.getpid())
+        _HEADER.pack_into(self._map, _HEADER_OFFSET, _MAGIC, VERSION, os.getpid())
 
     def enter(self, phase: Phase) -> int:
-        """Show that a phase begins, also one of the same name: progress.
+        """Show that a phase begins. One of the same name counts as progress too.
 
-        Returns when, in monotonic nanoseconds.
+        Returns:
+            Now, in monotonic nanoseconds.
         """
-        self.progress = progress = self.progress + 1
+        progress = self.progress + 1
+        self.progress = progress
         now = _now()
         self._spent[self.phase] += now - self._since
-        self._since, self.phase = now, phase
-        if now >= self._due:
-            self._due = now + _PAUSE
-            _SPENT.pack_into(self._map, _SPENT_AT, *self._spent)
-        counts = self.step, self.micro_step
-        self._pack_into(self._map, _STANDING_AT, progress, phase, self.made, now, *counts, progress)
+        self._since = now
+        self.phase = phase
+        if now >= self._spent_due:
+            self._spent_due = now + _SPENT_INTERVAL
+            _SPENT.pack_into(self._map, _SPENT_OFFSET, *self._spent)
+        self._pack_into(
+            self._map,
+            _STANDING_OFFSET,
+            progress,
+            phase,
+            self.made,
+            now,
+            self.step,
+            self.micro_step,
+            progress,
+        )
         return now
 
     def trace_requested(self) -> int:
-        """Return the number of the newest request from outside to trace what memory is held by,
-        0 for none.
-        """
-        found: int = _REQUEST.unpack_from(self._map, _REQUEST_AT)[0]
-        return found
+        """Return the number of the newest request to trace memory, 0 if there was none."""
+        number: int = _REQUEST.unpack_from(self._map, _REQUEST_OFFSET)[0]
+        return number
 
     def close(self) -> None:
         """Unmap the file."""
         self._map.close()
 
 
-def _map_new(path: Path | None) -> mmap.mmap:
+def _new_map(path: Path | None) -> mmap.mmap:
     if path is None:
         return mmap.mmap(-1, BOARD_BYTES)
     with created(path) as file:
@@ -147,9 +185,10 @@ def _map_new(path: Path | None) -> mmap.mmap:
 
 
 def read_board(path: Path) -> Standing | None:
-    """Return what a board shows; None if it is missing, torn, cut or no board.
+    """Return what a board shows, or None if it is missing, torn, cut or no board.
 
-    H305 if a newer holdfast wrote it.
+    Raises:
+        RunDirectoryError: H305 if a newer holdfast wrote it.
     """
     try:
         data = read_file(path)
@@ -157,30 +196,33 @@ def read_board(path: Path) -> Standing | None:
         return None
     if len(data) < BOARD_BYTES:
         return None
-    magic, version, pid = _HEADER.unpack_from(data, _HEADER_AT)
+    magic, version, pid = _HEADER.unpack_from(data, _HEADER_OFFSET)
     if magic != _MAGIC:
         return None
     if version > VERSION:
         raise newer(path, f"version {version}")
-    first, phase, made, since, step, micro_step, last = _STANDING.unpack_from(data, _STANDING_AT)
-    if first != last or phase not in set(Phase):
+    progress, phase, made, since, step, micro_step, progress_at_end = _STANDING.unpack_from(
+        data, _STANDING_OFFSET
+    )
+    if progress != progress_at_end or phase not in set(Phase):
         return None
+    spent_nanoseconds = _SPENT.unpack_from(data, _SPENT_OFFSET)
     return Standing(
         pid=pid,
         phase=Phase(phase),
         since_seconds=since / 1e9,
-        progress=first,
+        progress=progress,
         step=step,
         micro_step=micro_step,
         made=made,
-        spent=tuple(each / 1e9 for each in _SPENT.unpack_from(data, _SPENT_AT)),
+        spent=tuple(nanoseconds / 1e9 for nanoseconds in spent_nanoseconds),
     )
 
 
 def request_trace(path: Path, number: int) -> None:
-    """Ask the process of a board to trace, at its next steps, what its memory is held by."""
+    """Ask the process of a board to trace, in its next steps, what holds its memory."""
     with opened_to_write(path, "rb+") as file:
-        file.seek(_REQUEST_AT)
+        file.seek(_REQUEST_OFFSET)
         file.write(_REQUEST.pack(number))
 
 
@@ -188,20 +230,20 @@ class StepSample(NamedTuple):
     """One step as it was seen from its hooks.
 
     Args:
-        step: Optimizer steps so far, this one included, as the guard counts them where there is
-            one; calls of backward where no optimizer steps.
+        step: Optimizer steps so far, this one included, as the guard counts them if there is one;
+            calls of backward if no optimizer steps.
         micro_steps: Calls of backward in it.
-        loss: Of the last backward; None if it was not read. NaN is a loss that is NaN.
+        loss: Of the last backward, None if it was not read. A NaN is a loss that is NaN.
         grad_norm: None if nobody computed it.
-        learning_rate: Of the first parameter group; None if unknown.
+        learning_rate: Of the first parameter group, None if unknown.
         seconds: Since the end of the step before.
-        wait_seconds: Of these, waiting for the loader.
-        host_bytes: Resident memory of the process; 0 if not read at this step.
-        device_allocated_bytes: Of all devices together; 0 if there is none or it was not read.
-        device_reserved_bytes: The same of what is reserved.
+        wait_seconds: Of these, those spent waiting for the loader.
+        host_bytes: Resident memory of the process, 0 if not read in this step.
+        device_allocated_bytes: Of all devices together, 0 if there is none or it was not read.
+        device_reserved_bytes: Likewise for reserved memory.
         device_peak_bytes: The most that was allocated.
-        unix_seconds: When it ended; set by the ring.
-        optimizer: Number of the one that stepped, see `Optimizers`; 0 if nobody said.
+        unix_seconds: When the step ended; set by the ring.
+        optimizer: The number of the optimizer that stepped, see `Optimizers`; 0 if unknown.
     """
 
     step: int
@@ -220,20 +262,24 @@ class StepSample(NamedTuple):
 
 
 class SampleRing(RingWriter):
-    """Append samples of steps; the newest 32,768 are kept, in 4 MiB, and can still be completed.
+    """Appends samples of steps. The newest 32,768 are kept in 4 MiB and can still be completed.
 
-    Others in short.
+    Earlier ones are summarized in the history. The file is created or continued.
 
-    The file is made or continued; OSError as `RingWriter`.
+    Raises:
+        OSError: As `RingWriter`.
     """
 
     def __init__(self, path: Path) -> None:
         self.optimizers = Optimizers(path.parent)
         super().__init__(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY, has_history=True)
 
-    def append(self, sample: StepSample) -> None:  # type: ignore[override] # a record here is a sample
+    def append(self, sample: StepSample) -> None:  # type: ignore[override]
         """Write one sample."""
-        self.write(*sample[:-2], optimizer=sample.optimizer)
+        fields = sample._asdict()
+        del fields["unix_seconds"]
+        optimizer = fields.pop("optimizer")
+        self.write(*fields.values(), optimizer=optimizer)
 
     def write(
         self,
@@ -245,27 +291,47 @@ class SampleRing(RingWriter):
         *others: float,
         optimizer: int = 0,
     ) -> int:
-        """Write a sample, the fields of `StepSample` in order but for the time.
+        """Write a sample. Cost: below 1 microsecond; no system call.
 
-        Return its number, for `amend`.
+        Args:
+            step: As in `StepSample`, like the following.
+            micro_steps: Calls of backward in the step.
+            loss: None if it was not read.
+            grad_norm: None if nobody computed it.
+            learning_rate: None if unknown.
+            *others: The fields of `StepSample` from ``seconds`` to ``device_peak_bytes``.
+            optimizer: As in `StepSample`.
 
-        Cost: below 1 microsecond; no system call.
+        Returns:
+            The number of the sample, for `amend`.
         """
-        is_read = (loss is not None) + 2 * (grad_norm is not None) + 4 * (learning_rate is not None)
+        flags = optimizer << OPTIMIZER_SHIFT
+        if loss is None:
+            loss = math.nan
+        else:
+            flags |= LOSS_IS_READ
+        if grad_norm is None:
+            grad_norm = math.nan
+        else:
+            flags |= NORM_IS_READ
+        if learning_rate is None:
+            learning_rate = math.nan
+        else:
+            flags |= RATE_IS_READ
         number = self._sequence + 1
-        if number == self._turn:
-            self._turn_over()
-        _pack_into(
+        if number == self._next_half:
+            self._begin_half()
+        _pack_slot_into(
             self._map,
             HEADER_BYTES + (number % self._capacity) * self._slot_bytes,
             number,
             time_ns(),
             step,
             micro_steps,
-            is_read + (optimizer << 8),
-            math.nan if loss is None else loss,
-            math.nan if grad_norm is None else grad_norm,
-            math.nan if learning_rate is None else learning_rate,
+            flags,
+            loss,
+            grad_norm,
+            learning_rate,
             *others,
             number,
         )
@@ -275,51 +341,69 @@ class SampleRing(RingWriter):
     def amend(
         self, number: int, *, loss: float | None = None, grad_norm: float | None = None
     ) -> None:
-        """Complete a sample with what became known later, such as a loss that had to come from a
-        device.
+        """Complete a sample with values that arrived later, such as a loss from a device.
 
-        `number` is as `write` returned it; a sample that was overwritten since is left alone, and
-        so is a None.
+        Args:
+            number: As `write` returned it. A sample that was overwritten since is left alone.
+            loss: None leaves it as it is.
+            grad_norm: Likewise.
         """
         if number <= self._sequence - self._capacity:
-            return  # its slot belongs to another record by now
-        start = HEADER_BYTES + (number % self._capacity) * self._slot_bytes + _BEFORE_PAYLOAD
-        for offset, value, is_read in (
-            (_LOSS_OFFSET, loss, LOSS_IS_READ),
-            (_NORM_OFFSET, grad_norm, NORM_IS_READ),
-        ):
-            if value is not None:
-                _FLOAT.pack_into(self._map, start + offset, value)
-                # Last: until then nobody takes it for a value
-                self._map[start + _READ_OFFSET] |= is_read
+            # The slot belongs to another record by now.
+            return
+        slot = HEADER_BYTES + (number % self._capacity) * self._slot_bytes
+        payload = slot + _PAYLOAD_OFFSET
+        if loss is not None:
+            self._set_value(payload, _LOSS_OFFSET, loss, LOSS_IS_READ)
+        if grad_norm is not None:
+            self._set_value(payload, _NORM_OFFSET, grad_norm, NORM_IS_READ)
+
+    def _set_value(self, payload: int, offset: int, value: float, flag: int) -> None:
+        _FLOAT.pack_into(self._map, payload + offset, value)
+        # The flag comes last, because a reader takes the number for a value once it is set.
+        self._map[payload + _FLAGS_OFFSET] |= flag
 
 
 def read_samples(path: Path) -> list[StepSample]:
-    """Return the samples of a ring, oldest first; H305 as `read_ring`."""
-    return [sample for sample in map(sample_of, read_ring(path)) if sample is not None]
+    """Return the samples of a ring, oldest first.
+
+    Raises:
+        RunDirectoryError: H305, as `read_ring`.
+    """
+    samples = [sample_of(record) for record in read_ring(path)]
+    return [sample for sample in samples if sample is not None]
 
 
 def sample_of(record: Record) -> StepSample | None:
-    """Return what a record of a ring of samples says, None if it is of another kind of ring or a
-    damaged one.
-    """
+    """Return what a record of a ring of samples says, or None if it is of another kind of ring."""
     if len(record.payload) != _SAMPLE.size:
         return None
-    step, micro_steps, is_read, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = (
-        _SAMPLE.unpack(record.payload)
-    )
+    (
+        step,
+        micro_steps,
+        flags,
+        loss,
+        grad_norm,
+        learning_rate,
+        seconds,
+        wait_seconds,
+        host_bytes,
+        allocated_bytes,
+        reserved_bytes,
+        peak_bytes,
+    ) = _SAMPLE.unpack(record.payload)
     return StepSample(
         step=step,
         micro_steps=micro_steps,
         unix_seconds=record.nanoseconds / 1e9,
-        loss=value_or_none(loss, is_read & LOSS_IS_READ),
-        grad_norm=value_or_none(norm, is_read & NORM_IS_READ),
-        learning_rate=value_or_none(rate, is_read & RATE_IS_READ),
+        loss=value_or_none(loss, flags & LOSS_IS_READ),
+        grad_norm=value_or_none(grad_norm, flags & NORM_IS_READ),
+        learning_rate=value_or_none(learning_rate, flags & RATE_IS_READ),
         seconds=seconds,
-        wait_seconds=wait,
-        host_bytes=host,
-        device_allocated_bytes=allocated,
-        device_reserved_bytes=reserved,
-        device_peak_bytes=peak,
-        optimizer=is_read >> 8 & 0xFF,
+        wait_seconds=wait_seconds,
+        host_bytes=host_bytes,
+        device_allocated_bytes=allocated_bytes,
+        device_reserved_bytes=reserved_bytes,
+        device_peak_bytes=peak_bytes,
+        optimizer=flags >> OPTIMIZER_SHIFT & 0xFF,
     )

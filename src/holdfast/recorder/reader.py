@@ -1,7 +1,7 @@
 """Read what a process recorded, also after it was killed in the middle of a write.
 
-Tolerant: torn slots, a wrapped ring, a cut file and events whose first part is overwritten are
-passed over. A file that is no ring, or one of a newer version, is an error.
+Torn slots, a wrapped ring, a cut file, and events whose first part was overwritten are passed over.
+A file that is no ring, or one of a newer version, is an error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from holdfast.recorder.black_box import (
     EVENTS_FILE,
     LOSS_IS_READ,
     NORM_IS_READ,
+    OPTIMIZER_SHIFT,
     PART,
     STEP,
     STEPS_FILE,
@@ -29,94 +30,124 @@ _MARKS = frozenset(StepMark)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One mark of a step as it lies in the ring."""
+    """One mark of a step, as it is in the ring."""
 
     mark: StepMark
-    global_step: int  # optimizer steps committed so far
-    micro_batch_size: int  # most samples in one forward/backward, 0 if unknown
-    loss: float | None  # mean of the step; None if it was not read: NaN is a loss that is NaN
-    grad_norm: float | None  # global, before clipping; None if it was not read
-    seconds: float  # duration of the step
-    unix_seconds: float  # when the mark was written
-    optimizer: int = 0  # number of those that stepped, see `Optimizers`; 0 if there is one
+    # Optimizer steps committed.
+    global_step: int
+    # Samples in one forward/backward pass at most, 0 if unknown.
+    micro_batch_size: int
+    # Mean loss of the step. None if it was not read: a NaN is a loss that is NaN.
+    loss: float | None
+    # Global norm before clipping, None if it was not read.
+    grad_norm: float | None
+    # Duration of the step.
+    seconds: float
+    # When the mark was written.
+    unix_seconds: float
+    # The number of the optimizer that stepped, see `Optimizers`; 0 if there is only one.
+    optimizer: int = 0
 
 
 def read_steps(directory: Path) -> list[StepRecord]:
-    """Return the recorded marks of steps, oldest first; H305 as `read_ring`."""
-    return [mark for mark in map(mark_of, read_ring(directory / STEPS_FILE)) if mark is not None]
+    """Return the recorded marks of steps, oldest first.
+
+    Raises:
+        RunDirectoryError: H305, as `read_ring`.
+    """
+    marks = [mark_of(record) for record in read_ring(directory / STEPS_FILE)]
+    return [mark for mark in marks if mark is not None]
 
 
 def mark_of(record: Record) -> StepRecord | None:
-    """Return what a record of the ring of steps says, None if it is of another kind."""
+    """Return what a record of the ring of steps says, or None if it is of another kind."""
     if len(record.payload) != STEP.size:
-        return None  # of a damaged header
-    mark, is_read, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
+        # The header is damaged.
+        return None
+    mark, flags, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
     if mark not in _MARKS:
         return None
     return StepRecord(
         mark=StepMark(mark),
         global_step=global_step,
         micro_batch_size=micro_batch_size,
-        loss=value_or_none(loss, is_read & LOSS_IS_READ),
-        grad_norm=value_or_none(norm, is_read & NORM_IS_READ),
+        loss=value_or_none(loss, flags & LOSS_IS_READ),
+        grad_norm=value_or_none(norm, flags & NORM_IS_READ),
         seconds=seconds,
         unix_seconds=record.nanoseconds / 1e9,
-        optimizer=is_read >> 8,
+        optimizer=flags >> OPTIMIZER_SHIFT,
     )
 
 
 def not_recorded_any_more(directory: Path) -> str:
-    """Return which steps of a process are kept nowhere any more, as words.
+    """Return which steps of a process are no longer recorded, as a clause.
 
-    An empty text if all are, or in short.
+    Empty if all are recorded, at least in the history.
     """
     for name in (SAMPLES_FILE, STEPS_FILE):
         records = read_ring(directory / name)
         if records and records[0].sequence > 1:
-            # Here: numpy takes a tenth of a second
-            from holdfast.recorder.history import read_history
-
-            _, newest, gone = read_history(directory / name)
-            gone += max(records[0].sequence - 1 - newest, 0)
-            sample, mark = sample_of(records[0]), mark_of(records[0])
-            step = (
-                sample.step if sample is not None else mark.global_step if mark is not None else 0
-            )
-            what = f"the steps before step {step:,} are not recorded any more"
-            return f"{what}: {gone:,} older records were overwritten" if gone else ""
+            return _overwritten_steps(directory / name, oldest=records[0])
     return ""
 
 
+def _overwritten_steps(path: Path, oldest: Record) -> str:
+    # Imported here because numpy takes a tenth of a second.
+    from holdfast.recorder.history import read_history
+
+    history = read_history(path)
+    not_in_history = max(oldest.sequence - 1 - history.newest, 0)
+    lost = history.missing + not_in_history
+    if not lost:
+        return ""
+    return (
+        f"the steps before step {_step_of(oldest):,} are not recorded any more:"
+        f" {lost:,} older records were overwritten"
+    )
+
+
+def _step_of(record: Record) -> int:
+    sample = sample_of(record)
+    if sample is not None:
+        return sample.step
+    mark = mark_of(record)
+    return 0 if mark is None else mark.global_step
+
+
 def read_events(directory: Path) -> list[Event]:
-    """Return the recorded events, oldest first; H305 as `read_ring`."""
+    """Return the recorded events, oldest first.
+
+    Raises:
+        RunDirectoryError: H305, as `read_ring`.
+    """
     parts = EventParts()
-    return [
-        event
-        for record in read_ring(directory / EVENTS_FILE)
-        if (event := parts.add(record)) is not None
-    ]
+    events = [parts.add(record) for record in read_ring(directory / EVENTS_FILE)]
+    return [event for event in events if event is not None]
 
 
 class EventParts:
-    """Put the parts of events together; what is overwritten, torn or damaged is passed over."""
+    """Joins the parts of events. What was overwritten, torn or damaged is passed over."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
-        self._previous = 0
+        self._previous_sequence = 0
 
     def add(self, record: Record) -> Event | None:
-        """Take the next record; return the event that it completes, if it does."""
+        """Add the next record, and return the event that it completes, or None."""
         if len(record.payload) < PART.size:
             return None
         index, count = PART.unpack_from(record.payload)
-        if index == 0:
+        is_next = len(self._parts) == index and record.sequence == self._previous_sequence + 1
+        if index == 0 or not is_next:
             self._parts = []
-        elif len(self._parts) != index or record.sequence != self._previous + 1:
-            self._parts = []  # the beginning is gone: overwritten or torn
+        if index != 0 and not is_next:
+            # The beginning of this event was overwritten or torn.
             return None
-        self._previous = record.sequence
+        self._previous_sequence = record.sequence
         self._parts.append(record.payload[PART.size :])
-        return _decode(b"".join(self._parts)) if len(self._parts) == count else None
+        if len(self._parts) != count:
+            return None
+        return _decode(b"".join(self._parts))
 
 
 def _decode(data: bytes) -> Event | None:
@@ -124,9 +155,6 @@ def _decode(data: bytes) -> Event | None:
         kind, global_step, unix_seconds, facts = json.loads(data.rstrip(b"\0"))
     except (ValueError, TypeError):
         return None
-    sound = isinstance(facts, dict) and isinstance(kind, str)
-    return (
-        Event(kind=kind, global_step=global_step, unix_seconds=unix_seconds, data=facts)
-        if sound
-        else None
-    )
+    if not (isinstance(facts, dict) and isinstance(kind, str)):
+        return None
+    return Event(kind=kind, global_step=global_step, unix_seconds=unix_seconds, data=facts)

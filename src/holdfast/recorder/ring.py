@@ -1,15 +1,15 @@
 """A ring of fixed-size records in a memory-mapped file: the writer, and a tolerant reader.
 
-The pages belong to the kernel, so they survive the death of the process by any signal (not a power
-cut). Each slot carries its sequence number at both ends, first and last in memory order: a kill
+The pages belong to the kernel, so they survive the death of the process by any signal (but not a
+power cut). Each slot holds its sequence number at both ends, first and last in memory order: a kill
 between the two leaves a slot whose ends differ, which the reader drops. The whole file is allocated
-at the start, since writing to a hole of a mapped file on a full disk is a SIGBUS.
+at the start, since writing to a hole of a mapped file on a full disk raises SIGBUS.
 
-    header (4096 bytes)   magic, version, payload bytes, capacity
-    slot i                sequence | unix nanoseconds | payload | sequence
+    header (4096 bytes)  magic, version, payload bytes, capacity
+    slot i               sequence | unix nanoseconds | payload | sequence
 
-Does not: interpret payloads (``black_box`` does), lock (one writer per file, guaranteed by the run
-directory).
+Does not: interpret payloads (``black_box`` does), or lock (there is one writer per file, which the
+run directory guarantees).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import mmap
 import os
 import struct
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import time_ns
 from typing import NamedTuple
@@ -32,28 +33,38 @@ MAGIC = b"HOLDRING"
 VERSION = 1
 HEADER = struct.Struct("<8sIII")
 HEADER_BYTES = 4096
-_MOST_BYTES = 8 << 20  # twice the largest that is written
-_NO_FILE = {errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG}
-_MOST_RECORDS = 2**62  # more than any process writes; what fills a damaged file is beyond it
-# At least one in so many of the records that a number implies is there, in a damaged file too
+# Twice the largest ring that is written.
+_MOST_BYTES = 8 << 20
+# System errors for what is no regular file, or too large for one of ours.
+_NOT_A_RING = frozenset({errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG})
+# More records than any process writes. Whatever fills a damaged file is usually beyond it.
+_MOST_RECORDS = 2**62
+# If the newest number is right, at least one in this many of the records that it implies exists,
+# in a damaged file too.
 _LEAST_BELONGING = 50
-_MOST_TORN = 2  # slots that a kill leaves torn, with one to spare
+# Slots that a kill leaves torn, with one to spare.
+_MOST_TORN = 2
 
 
 class Record(NamedTuple):
     """One payload with its place in time."""
 
-    sequence: int  # number of the record, from 1, without gaps at the writer
-    nanoseconds: int  # Unix time
-    payload: bytes  # exactly the ring's payload size, zero-padded
+    # The number of the record, from 1, without gaps at the writer.
+    sequence: int
+    # Unix time.
+    nanoseconds: int
+    # Exactly as long as the ring's payloads, padded with zeros.
+    payload: bytes
 
 
 def value_or_none(number: float, is_read: int) -> float | None:
-    """Return a number of a record, None if nobody read it.
+    """Return a number of a record, or None if nobody had read it when it was recorded.
 
-    NaN, without the mark that it is a value.
+    An unread number is NaN and lacks the mark that it is a value.
     """
-    return number if is_read or not math.isnan(number) else None
+    if is_read or not math.isnan(number):
+        return number
+    return None
 
 
 def slot_struct(payload_bytes: int) -> struct.Struct:
@@ -62,112 +73,141 @@ def slot_struct(payload_bytes: int) -> struct.Struct:
 
 
 class RingWriter:
-    """Append records to a ring file, created or continued.
+    """Append records to a ring file, which is created or continued.
+
+    An existing file is continued if it has the same layout and whole records. Anything else that is
+    there is kept beside it as ``.old``, and `moved_aside` says why.
 
     Args:
-        path: The file. An existing one is continued if it has the same layout and whole records,
-            else whatever lies there is kept beside it as ``.old``, and `moved_aside` says why.
-        payload_bytes: Most bytes of one record.
-        capacity: Records kept; older ones are overwritten.
-        has_history: Whether these join the ``history`` beside the file before; of steps only.
+        path: The file.
+        payload_bytes: The size of a record's payload.
+        capacity: Records that are kept; older ones are overwritten.
+        has_history: Whether records join the ``history`` beside the file before they are
+            overwritten. Only for rings of steps.
 
     Raises:
-        OSError: if the file cannot be created or its space cannot be allocated.
+        OSError: The file cannot be created or its space cannot be allocated.
     """
 
     def __init__(
         self, path: Path, *, payload_bytes: int, capacity: int, has_history: bool = False
     ) -> None:
-        self._path, self._has_history, self._half = path, has_history, max(capacity // 2, 1)
+        self._path = path
+        self._has_history = has_history
+        self._capacity = capacity
+        self._half = max(capacity // 2, 1)
         self._slot = slot_struct(payload_bytes)
         self._pack_into = self._slot.pack_into
         self._slot_bytes = self._slot.size
-        self._capacity = capacity
-        size = HEADER_BYTES + capacity * self._slot_bytes
+        size_bytes = HEADER_BYTES + capacity * self._slot_bytes
         header = HEADER.pack(MAGIC, VERSION, payload_bytes, capacity)
-        # Read through the file: a look at the map would make all of its pages resident at once.
-        self._sequence, why = _standing(path, header, size, self._slot)
-        self.moved_aside = f"{why}; it is kept as {_move_aside(path).name}" if why else ""
-        """Why what lay there was not continued, and where it is now; empty if nothing did, or it is
-        continued."""
-        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            if os.fstat(descriptor).st_size == 0:
-                os.posix_fallocate(descriptor, 0, size)
-                os.pwrite(descriptor, header, 0)
-            self._map = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-        # The number of the record that begins the next half, or the rest, of the ring.
-        self._turn = -(-(self._sequence + 1) // self._half) * self._half
+        # Read through the file: reading the map would make all of its pages resident at once.
+        existing = _examine(path, header, size_bytes, self._slot)
+        self._sequence = existing.newest
+        # Why what was there was not continued, and where it is now; empty if nothing was there, or
+        # it is continued.
+        self.moved_aside = ""
+        if existing.problem:
+            kept_as = _move_aside(path)
+            self.moved_aside = f"{existing.problem}; it is kept as {kept_as.name}"
+        self._map = _map_file(path, header, size_bytes)
+        # The number of the record with which the next half of the ring begins.
+        halves_begun = -(-(self._sequence + 1) // self._half)
+        self._next_half = halves_begun * self._half
 
     def append(self, payload: bytes) -> None:
-        """Write one record; a payload that is too long is an error of the caller.
+        """Write one record. A payload that is too long is an error of the caller.
 
         Cost: below 1 microsecond; no system call.
         """
         sequence = self._sequence + 1
-        if sequence == self._turn:
-            self._turn_over()
+        if sequence == self._next_half:
+            self._begin_half()
         offset = HEADER_BYTES + (sequence % self._capacity) * self._slot_bytes
         self._pack_into(self._map, offset, sequence, time_ns(), payload, sequence)
         self._sequence = sequence
 
-    def _turn_over(self) -> None:
-        """Keep what half of the ring holds in short, before the next record begins to overwrite
-        it.
-        """
-        number, self._turn = self._turn, self._turn + self._half
-        if not self._has_history or number < self._capacity:
+    def _begin_half(self) -> None:
+        """Summarize half of the ring before the next record begins to overwrite it."""
+        first_new = self._next_half
+        self._next_half += self._half
+        if not self._has_history or first_new < self._capacity:
             return
-        # On a full disk, or without numpy: no reason to stop what is recorded
+        # On a full disk, or without numpy, recording continues without a history.
         with suppress(Exception):
             from holdfast.recorder.history import extend
 
-            start = HEADER_BYTES + (number % self._capacity) * self._slot_bytes
-            held = self._map[start : start + self._half * self._slot_bytes]
-            extend(self._path, held, self._slot_bytes, number - self._capacity)
+            start = HEADER_BYTES + (first_new % self._capacity) * self._slot_bytes
+            slots = self._map[start : start + self._half * self._slot_bytes]
+            extend(self._path, slots, self._slot_bytes, first_new - self._capacity)
 
     def close(self) -> None:
         """Unmap the file. Appending afterwards is an error of the caller."""
         self._map.close()
 
 
-def _standing(path: Path, header: bytes, size: int, slot: struct.Struct) -> tuple[int, str]:
-    """Return the number of the newest record, and why the file cannot be continued, or an empty
-    text.
-    """
-    data, why = _read(path)
-    if why or not data:
-        return 0, why
-    if len(data) != size or not data.startswith(header):
-        return 0, "it has another layout, or its header is damaged"
-    records, damaged = _records(data, slot)
-    if damaged > _MOST_TORN:
-        return 0, f"{damaged} of its records are damaged"
-    return records[-1].sequence if records else 0, ""
-
-
-def _read(path: Path) -> tuple[bytes, str]:
-    """Return what a ring holds, nothing if there is none, and why what lies there is none, or an
-    empty text.
-    """
+def _map_file(path: Path, header: bytes, size_bytes: int) -> mmap.mmap:
+    descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
-        return read_file(path, _MOST_BYTES), ""
+        if os.fstat(descriptor).st_size == 0:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            os.pwrite(descriptor, header, 0)
+        return mmap.mmap(descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ExistingFile:
+    """What is at the path of a ring."""
+
+    # The number of the newest record, 0 if there is none.
+    newest: int = 0
+    # Why it cannot be continued; empty if it can, or nothing is there.
+    problem: str = ""
+
+
+def _examine(path: Path, header: bytes, size_bytes: int, slot: struct.Struct) -> _ExistingFile:
+    """Return whether the file of a ring can be continued, and from where."""
+    content = _read(path)
+    if content.problem:
+        return _ExistingFile(problem=content.problem)
+    if not content.data:
+        return _ExistingFile()
+    if len(content.data) != size_bytes or not content.data.startswith(header):
+        return _ExistingFile(problem="it has another layout, or its header is damaged")
+    records, damaged = _records(content.data, slot)
+    if damaged > _MOST_TORN:
+        return _ExistingFile(problem=f"{damaged} of its records are damaged")
+    return _ExistingFile(newest=records[-1].sequence if records else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    """The bytes of a file, or why what is there is no ring."""
+
+    data: bytes = b""
+    problem: str = ""
+
+
+def _read(path: Path) -> _Content:
+    try:
+        return _Content(data=read_file(path, _MOST_BYTES))
     except FileNotFoundError:
-        return b"", ""
+        return _Content()
     except OSError as error:
-        if error.errno not in _NO_FILE:
+        if error.errno not in _NOT_A_RING:
             raise
-        return b"", str(error.strerror)
+        return _Content(problem=str(error.strerror))
 
 
 def _move_aside(path: Path) -> Path:
-    """Rename what is not ours to destroy.
+    """Rename what is not ours to destroy, and return its new path.
 
-    What was moved aside before is replaced if that is a file.
+    A file that was moved aside before is replaced by a file, but by nothing else.
     """
-    target, number = path.with_name(f"{path.name}.old"), 1
+    target = path.with_name(f"{path.name}.old")
+    number = 1
     while os.path.lexists(target) and not (target.is_file() and path.is_file()):
         number += 1
         target = path.with_name(f"{path.name}.old-{number}")
@@ -175,55 +215,76 @@ def _move_aside(path: Path) -> Path:
 
 
 def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
-    """Return the whole records, oldest first, and how many slots hold something else.
-
-    A record lies where its number says. Numbers run on without gaps, so that one which hardly any
-    of those before it belong to was not counted: it is what fills a damaged file.
-    """
+    """Return the whole records, oldest first, and how many slots hold something else."""
     *_, capacity = HEADER.unpack_from(data)
-    usable = len(data) - (len(data) - HEADER_BYTES) % slot.size
-    found, damaged = [], 0
-    for index, (first, nanoseconds, payload, last) in enumerate(
-        slot.iter_unpack(memoryview(data)[HEADER_BYTES:usable])
-    ):
-        if first == last and 0 < first < _MOST_RECORDS and capacity and first % capacity == index:
-            found.append(Record(first, nanoseconds, payload))
+    slots_end = len(data) - (len(data) - HEADER_BYTES) % slot.size
+    slots = slot.iter_unpack(memoryview(data)[HEADER_BYTES:slots_end])
+    records = []
+    damaged = 0
+    for index, (first, nanoseconds, payload, last) in enumerate(slots):
+        is_number = first == last and 0 < first < _MOST_RECORDS
+        if is_number and capacity and first % capacity == index:
+            records.append(Record(first, nanoseconds, payload))
         elif first or last:
             damaged += 1
-    found.sort(key=lambda record: record.sequence)
-    kept = min(capacity, (usable - HEADER_BYTES) // slot.size)
-    while found:
-        newest = found[-1].sequence
-        belonging = len(found) - bisect.bisect_right(
-            found, newest - capacity, key=lambda record: record.sequence
+    records.sort(key=lambda record: record.sequence)
+    slot_count = min(capacity, (slots_end - HEADER_BYTES) // slot.size)
+    implausible = _drop_implausible(records, capacity, slot_count)
+    return records, damaged + implausible
+
+
+def _drop_implausible(records: list[Record], capacity: int, slot_count: int) -> int:
+    """Drop the newest records if hardly any of those exist that their numbers imply.
+
+    Numbers have no gaps. Such a number was not counted, but is what fills a damaged file.
+
+    Args:
+        records: Sorted; changed in place.
+        capacity: Of the ring.
+        slot_count: Slots that the file really has.
+
+    Returns:
+        How many were dropped.
+    """
+    dropped = 0
+    while records:
+        newest = records[-1].sequence
+        oldest_index = bisect.bisect_right(
+            records, newest - capacity, key=lambda record: record.sequence
         )
-        if belonging >= min(newest, kept) // _LEAST_BELONGING:
+        existing = len(records) - oldest_index
+        implied = min(newest, slot_count)
+        if existing >= implied // _LEAST_BELONGING:
             break
-        found.pop()
-        damaged += 1
-    return found, damaged
+        records.pop()
+        dropped += 1
+    return dropped
 
 
 def read_ring(path: Path) -> list[Record]:
-    """Return the whole records of a ring, oldest first; a missing file gives none.
+    """Return the whole records of a ring, oldest first. A missing file has none.
 
-    H305 if the file is no ring or was written by a newer holdfast.
+    Raises:
+        RunDirectoryError: H305 if the file is no ring or was written by a newer holdfast.
     """
-    data, why = _read(path)
-    if why:
-        raise newer(path, f"no recording ({why})")
-    if len(data) < HEADER_BYTES:
+    content = _read(path)
+    if content.problem:
+        raise newer(path, f"no recording ({content.problem})")
+    if len(content.data) < HEADER_BYTES:
         return []
-    magic, version, payload_bytes, _ = HEADER.unpack_from(data)
-    if magic != MAGIC or version > VERSION:
-        raise newer(path, f"version {version}" if magic == MAGIC else "no recording")
-    return _records(data, slot_struct(payload_bytes))[0]
+    magic, version, payload_bytes, _ = HEADER.unpack_from(content.data)
+    if magic != MAGIC:
+        raise newer(path, "no recording")
+    if version > VERSION:
+        raise newer(path, f"version {version}")
+    records, _ = _records(content.data, slot_struct(payload_bytes))
+    return records
 
 
-def newer(path: Path, found: str) -> RunDirectoryError:
-    """Return the error for a file that this holdfast cannot read."""
+def newer(path: Path, problem: str) -> RunDirectoryError:
+    """Return H305 for a file that this holdfast cannot read."""
     return RunDirectoryError(
-        f"{path} is {found}",
+        f"{path} is {problem}",
         limit=f"this holdfast reads recordings up to version {VERSION}",
         fix="read it with the holdfast that wrote it, or move the file away.",
         rule="H305",

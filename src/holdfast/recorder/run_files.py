@@ -1,8 +1,8 @@
-"""The files of a supervised run, and what each observed process says of itself.
+"""The files of a supervised run, and what each observed process says about itself.
 
-``supervised.json`` and ``output.log`` are written by the supervisor, ``processes/<pid>-<ticks>/``
-by each process. A process is named by its pid and its start time in clock ticks, since pids come
-again.
+``supervised.json`` and ``output.log`` are written by the supervisor, and
+``processes/<pid>-<ticks>/`` by each process. A process is named by its PID and its start time in
+clock ticks, since PIDs are reused.
 """
 
 from __future__ import annotations
@@ -31,53 +31,66 @@ FAULTHANDLER_FILE = "stacks.txt"
 OPTIMIZERS_FILE = "optimizers.json"
 SETTINGS_FILE = "settings.json"
 _MOST_HOST_BYTES = 64 << 10
-_MOST_PLAYERS = 8
+# With more names than this, optimizers are created one after another, and names mean nothing.
+_MOST_NAMED_OPTIMIZERS = 8
+# A record of a step has one byte for the number of the optimizer.
+_LARGEST_OPTIMIZER_NUMBER = 255
+# The most values that a setting may have.
+_MOST_SETTING_VALUES = 16
 ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
-# Not HOLDFAST_*: each of those is taken for a field of a policy, and refused if it is none.
+# Not HOLDFAST_*: such a variable would be taken for a field of a policy, and refused.
 OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
 ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
-# A real-time signal, upon which Python processes write their stacks. SIGUSR1 and SIGUSR2 are the
-# script's: schedulers send them as a warning, and a guard stops the run upon them. Nothing that
-# people use sends this one.
+# A real-time signal on which Python processes write their stacks. SIGUSR1 and SIGUSR2 belong to the
+# script: schedulers send them as a warning, and a guard stops the run on them. Nothing in common
+# use sends this one.
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 12
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
 _recording_listeners: list[Callable[[Path], None]] = []
+# The optimizers of open guards by `id`: the name, and a weak reference to the object that has the
+# ``global_step``.
 guarded: dict[int, tuple[str, Callable[[], Any]]] = {}
-"""By `id` of each optimizer of an open guard its name, and a weak reference to what has the
-``global_step``."""
 
 
 class ProcessInfo(NamedTuple):
-    """What an observed process says of itself."""
+    """What an observed process says about itself."""
 
     pid: int
-    ticks: int  # when it started, in clock ticks since boot (field 22 of /proc/<pid>/stat)
-    ppid: int  # its parent's when it started
+    # When it started, in clock ticks since boot (field 22 of /proc/<pid>/stat).
+    ticks: int
+    # The PID of its parent when it started.
+    ppid: int
     argv: list[str]
-    attempt: int = 0  # of the supervisor
-    role: ProcessRole = "other"  # a trainer steps or calls backward, a loader worker serves one
-    rank: int | None = None  # this and the next two: as the launcher says
+    # The attempt of the supervisor.
+    attempt: int = 0
+    # A trainer steps or calls backward; a loader worker serves a trainer.
+    role: ProcessRole = "other"
+    # As the launcher says.
+    rank: int | None = None
     local_rank: int | None = None
     world_size: int | None = None
-    torch: str | None = None  # version, None before it is imported
-    started: float = 0.0  # Unix time
-    # Upon which it writes stacks.txt; None if the script handles that signal itself
+    # The version, or None before torch is imported.
+    torch: str | None = None
+    # Unix time.
+    started: float = 0.0
+    # The signal on which it writes its stacks, or None if the script handles that signal itself.
     stacks_signal: int | None = None
 
     @property
     def folder(self) -> str:
-        """Return the name of its folder in ``processes/``."""
+        """The name of its folder in ``processes/``."""
         return f"{self.pid}-{self.ticks}"
 
 
 def write_process(run: Path, info: ProcessInfo) -> Path:
-    """Write what a process says of itself, and return its folder.
+    """Write what a process says about itself, and return its folder.
 
-    OSError if it cannot be made or written.
+    The file is written in one step, but not flushed to the disk: it must survive the process, not
+    the machine, and a process of the user must not wait for a disk when it starts.
 
-    Whole or not at all, but not flushed to the disk: it must survive the process, not the machine,
-    and a process of the user must not wait for a disk when it starts.
+    Raises:
+        OSError: It cannot be written.
     """
     folder = make_folder(run, PROCESSES_FOLDER, info.folder)
     swap_in(folder / PROCESS_FILE, json.dumps(info._asdict()).encode())
@@ -85,138 +98,148 @@ def write_process(run: Path, info: ProcessInfo) -> Path:
 
 
 def read_processes(run: Path) -> list[tuple[Path, ProcessInfo]]:
-    """Return the folders of observed processes with what they say, oldest first.
+    """Return the folders of observed processes and what they say, oldest first.
 
-    A damaged one is passed over.
+    Damaged files are passed over.
     """
-    found = []
+    processes = []
     for path in sorted((run / PROCESSES_FOLDER).glob(f"*/{PROCESS_FILE}")):
         info = read_process_file(path)
         if info is not None:
-            found.append((path.parent, info))
-    return sorted(found, key=lambda pair: pair[1].started)
+            processes.append((path.parent, info))
+    return sorted(processes, key=lambda process: process[1].started)
 
 
 def read_process_file(path: Path) -> ProcessInfo | None:
-    """Return what a process says of itself, None if the file is missing or damaged."""
+    """Return what a process says about itself, or None if the file is missing or damaged."""
     try:
         values: dict[str, Any] = json.loads(read_file(path))
-        info = ProcessInfo(**{name: values[name] for name in ProcessInfo._fields if name in values})
+        fields = {name: values[name] for name in ProcessInfo._fields if name in values}
+        info = ProcessInfo(**fields)
         return info if _is_sound(info) else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
 def _is_sound(info: ProcessInfo) -> bool:
-    """Return whether each field is of its type.
-
-    The file lies where the observed script can write.
-    """
-    numbers = (info.pid, info.ticks, info.ppid, info.attempt)
-    perhaps = (info.rank, info.local_rank, info.world_size, info.stacks_signal)
+    """Return whether each field is of its type: the observed script can write to the file."""
+    counts = (info.pid, info.ticks, info.ppid, info.attempt)
+    optional_numbers = (info.rank, info.local_rank, info.world_size, info.stacks_signal)
     return (
-        all(type(number) is int and number >= 0 for number in numbers)
-        and all(number is None or type(number) is int for number in perhaps)
+        all(type(number) is int and number >= 0 for number in counts)
+        and all(number is None or type(number) is int for number in optional_numbers)
         and isinstance(info.argv, list)
         and all(isinstance(word, str) for word in info.argv)
         and info.role in get_args(ProcessRole)
         and (info.torch is None or isinstance(info.torch, str))
         and type(info.started) in (int, float)
-        and info.started == info.started  # not NaN, which has no place in an order
+        # A NaN, which differs from itself, has no place in an order. Not `math.isnan`, which raises
+        # for integers beyond floats.
+        and info.started == info.started
     )
 
 
 class Optimizers(dict[str, int]):
-    """Numbers from 1 of the optimizers whose steps a ring holds, by name; from the 255th on one.
+    """The numbers, from 1, of the optimizers whose steps a ring holds, by name.
 
-    A file has them.
+    A name that is new gets the next number and is written to a file beside the ring. All names from
+    the 255th on share a number.
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(
-            (name, number) for number, name in enumerate(read_optimizers(folder), start=1)
-        )
+        names = read_optimizers(folder)
+        super().__init__((name, number) for number, name in enumerate(names, start=1))
         self._file = folder / OPTIMIZERS_FILE
 
     def __missing__(self, name: str) -> int:
-        self[name] = number = min(len(self) + 1, 255)  # a record has a byte for it
-        write_json(self._file, list(self))  # without it, it has no name
+        number = min(len(self) + 1, _LARGEST_OPTIMIZER_NUMBER)
+        self[name] = number
+        write_json(self._file, list(self))
         return number
-
-
-def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Keep what a training is set to, by names such as "optimizer.0.lr".
-
-    What is no plain value is left out.
-    """
-    plain = (bool, int, float, str)
-    found = {
-        name: list(v) if isinstance(v, (list, tuple)) else [v]
-        for name, v in settings.items()
-        if v is not None
-    }
-    sound = {
-        name
-        for name, values in found.items()
-        if all(isinstance(each, plain) for each in values[:16])
-    }
-    write_json(folder / SETTINGS_FILE, {name: v for name, v in settings.items() if name in sound})
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a value, or nothing on a full disk."""
-    with suppress(OSError):
-        swap_in(path, json.dumps(value).encode())
 
 
 def read_optimizers(folder: Path) -> list[str]:
     """Return the names of the optimizers whose steps a folder's ring holds.
 
-    None of many made in turn.
+    There are none if many optimizers were created one after another.
     """
     try:
-        found = json.loads(read_file(folder / OPTIMIZERS_FILE))
+        names = json.loads(read_file(folder / OPTIMIZERS_FILE))
     except (OSError, ValueError, RecursionError):
         return []
-    return list(map(str, found)) if isinstance(found, list) and len(found) <= _MOST_PLAYERS else []
+    if not isinstance(names, list) or len(names) > _MOST_NAMED_OPTIMIZERS:
+        return []
+    return [str(name) for name in names]
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a training run, by names such as ``"optimizer.0.lr"``.
+
+    Whatever is not a plain value, or a list of such, is left out.
+    """
+    plain = {name: value for name, value in settings.items() if _is_plain(value)}
+    write_json(folder / SETTINGS_FILE, plain)
+
+
+def _is_plain(value: Any) -> bool:
+    items = value[:_MOST_SETTING_VALUES] if isinstance(value, (list, tuple)) else [value]
+    return all(isinstance(item, (bool, int, float, str)) for item in items)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, unless the disk is full."""
+    with suppress(OSError):
+        swap_in(path, json.dumps(value).encode())
 
 
 def read_host(path: Path) -> dict[str, Any] | None:
-    """Return what the supervisor of one of several hosts says, None if the file is missing or
-    damaged.
-    """
+    """Return what the supervisor of one host says, or None if the file is missing or damaged."""
     try:
-        found = json.loads(read_file(path, _MOST_HOST_BYTES))
+        host = json.loads(read_file(path, _MOST_HOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not all(
-        isinstance(found.get(key), str) for key in ("state", "beat")
-    ):
+    if not isinstance(host, dict):
         return None
-    go = found.get("go")
-    if go is not None and not (isinstance(go, dict) and all(each.isdecimal() for each in go)):
+    if not (isinstance(host.get("state"), str) and isinstance(host.get("beat"), str)):
         return None
-    return found
+    go = host.get("go")
+    if go is not None and not (isinstance(go, dict) and all(key.isdecimal() for key in go)):
+        return None
+    return host
 
 
 def folder_of_first_host(run: Path) -> Path:
-    """Return the folder of the host that failed first, if several hosts were the last to use
-    `run`; else `run`.
+    """Return the folder to read a run from.
+
+    It is the folder of the host that failed first if several hosts were the last to use the run,
+    else `run` itself.
     """
-    files = sorted(
-        (run / HOSTS_FOLDER).glob("[0-9]*.json"), key=lambda path: (len(path.name), path.name)
-    )
-    told = {path: its for path in files if (its := read_host(path)) is not None}
-    newest = max(told, key=_changed, default=None)
-    if newest is None or _changed(run / SUPERVISED_FILE) > _changed(newest):
+    hosts = _hosts_of(run)
+    if not hosts:
         return run
-    told = {
-        path: its for path, its in told.items() if its.get("count") == told[newest].get("count")
-    }
-    first = next(
-        (path for path, its in told.items() if its.get("cause") and not its.get("follows")), None
-    )
-    return run / f"host-{(first or next(iter(told))).stem}"
+    newest = max(hosts, key=_changed)
+    if _changed(run / SUPERVISED_FILE) > _changed(newest):
+        return run
+    # Others may be left over from a run with another number of hosts.
+    count = hosts[newest].get("count")
+    current = {path: host for path, host in hosts.items() if host.get("count") == count}
+    first = next(iter(current))
+    for path, host in current.items():
+        if host.get("cause") and not host.get("follows"):
+            first = path
+            break
+    return run / f"host-{first.stem}"
+
+
+def _hosts_of(run: Path) -> dict[Path, dict[str, Any]]:
+    """Return what each host of a run says, by its file, in the order of their numbers."""
+    hosts = {}
+    files = (run / HOSTS_FOLDER).glob("[0-9]*.json")
+    for path in sorted(files, key=lambda path: (len(path.name), path.name)):
+        host = read_host(path)
+        if host is not None:
+            hosts[path] = host
+    return hosts
 
 
 def _changed(path: Path) -> float:
@@ -227,12 +250,16 @@ def _changed(path: Path) -> float:
 
 
 def process_lives(pid: int, ticks: int) -> bool:
-    """Return whether a process of this machine is there and has not ended.
+    """Return whether a process of this machine exists and has not exited.
 
-    ``ticks`` as in `ProcessInfo`.
+    Args:
+        pid: Its PID.
+        ticks: When it started, as in `ProcessInfo`.
     """
     fields = _stat(pid)
-    return len(fields) > 19 and fields[0] not in (b"Z", b"X") and int(fields[19]) == ticks
+    if len(fields) < 20 or fields[0] in (b"Z", b"X"):
+        return False
+    return int(fields[19]) == ticks
 
 
 def process_is_stopped(pid: int) -> bool:
@@ -241,14 +268,13 @@ def process_is_stopped(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of ``/proc/<pid>/stat`` from the state on.
-
-    None of a process that is gone.
-    """
+    """Return the fields of ``/proc/<pid>/stat`` from the state on, or none if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        content = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return []
+    # The program's name, in parentheses, may contain anything.
+    return content.rpartition(b")")[2].split()
 
 
 def on_recording(listener: Callable[[Path], None]) -> None:
@@ -257,6 +283,6 @@ def on_recording(listener: Callable[[Path], None]) -> None:
 
 
 def announce_recording(path: Path) -> None:
-    """Let whoever observes this process know that a guard records into this run directory."""
+    """Tell whoever observes this process that a guard records into this run directory."""
     for listener in _recording_listeners:
         listener(path)

@@ -1,9 +1,7 @@
-"""Numbers that a script logs under names of its own.
+"""Numbers that a script logs under names of its own: checked, recorded in a ring, and read.
 
-Checked, recorded in a ring that the first makes, and read.
-
-They go to the newest open guard of this process, else to its observer: a value lies in one place,
-whoever sees it.
+They go to the newest open guard of this process, else to its observer. A value is recorded in one
+place only, whoever sees it.
 """
 
 from __future__ import annotations
@@ -23,62 +21,76 @@ from holdfast.core.errors import PolicyError
 from holdfast.recorder.ring import Record, RingWriter
 
 SCALARS_FILE = "scalars.ring"
-LONGEST_NAME = 64  # bytes of UTF-8
-# Step, value, epoch or -1, bytes of the name, name
+# Bytes of UTF-8.
+LONGEST_NAME = 64
+_CAPACITY = 32_768
+# Step, value, epoch or -1, length of the name in bytes, name.
 _RECORD = struct.Struct(f"<qdiB{LONGEST_NAME}s")
-_within = _local()
-Found = list[tuple[bytes, float]]  # names and values that may be recorded
+_NO_EPOCH = -1
+# Steps of other libraries' loggers beyond this are not counts.
+_MOST_STEPS = 2**62
+
+# Names and values that may be recorded.
+Found = list[tuple[bytes, float]]
+
+# What records in this process, the newest last: each has ``log(found, step)``, where a step of None
+# is the current one. A forked process starts without.
 outlets: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-"""Who records in this process, the newest last, by ``log(found, step)``; a step of None is the
-present one."""
 os.register_at_fork(after_in_child=outlets.clear)
+
+_thread_state = _local()
 
 
 class Scalar(NamedTuple):
-    """One value as it was recorded; `epoch` is None if nobody knew it."""
+    """One value as it was recorded."""
 
     name: str
     value: float
     step: int
+    # None if nobody knew it.
     epoch: int | None
     unix_seconds: float
 
 
 class Scalars:
-    """Write the scalars of this process, from any thread.
+    """Writes the scalars of this process, from any thread. A forked process writes nothing.
 
-    A process that is forked from it writes nothing.
+    Args:
+        folder: Returns the folder of the ring, which the first value creates.
+        emit: Records an event.
     """
 
     def __init__(self, folder: Callable[[], Path], emit: Callable[[Any], None]) -> None:
-        self._folder, self._emit = folder, emit
+        self._folder = folder
+        self._emit = emit
         self._ring: RingWriter | None = None
         self._cannot_record = False
         self._lock = RLock()
         self._process = os.getpid()
 
     def write(self, found: Found, step: int, epoch: int | None) -> None:
-        """Record values, about 1 microsecond each.
+        """Record values, in about 1 microsecond each.
 
-        If the first finds no room there is an event, and none later.
+        If there is no space for the ring, one event says so and nothing is recorded.
         """
         if os.getpid() != self._process or self._cannot_record:
             return
         with self._lock:
             try:
-                if self._ring is None:
-                    path = self._folder() / SCALARS_FILE
-                    self._ring = RingWriter(path, payload_bytes=_RECORD.size, capacity=32_768)
-                for name, value in found:
-                    self._ring.append(
-                        _RECORD.pack(step, value, -1 if epoch is None else epoch, len(name), name)
-                    )
+                self._append(found, step, _NO_EPOCH if epoch is None else epoch)
             except OSError as error:
-                # Most processes log nothing
+                # Imported here because most processes never need it.
                 from holdfast.core.events.process_events import ScalarsNotRecorded
 
                 self._cannot_record = True
                 self._emit(ScalarsNotRecorded(error=error.strerror or str(error)))
+
+    def _append(self, found: Found, step: int, epoch: int) -> None:
+        if self._ring is None:
+            path = self._folder() / SCALARS_FILE
+            self._ring = RingWriter(path, payload_bytes=_RECORD.size, capacity=_CAPACITY)
+        for name, value in found:
+            self._ring.append(_RECORD.pack(step, value, epoch, len(name), name))
 
     def close(self) -> None:
         """Unmap the file; the next value opens it again."""
@@ -88,70 +100,77 @@ class Scalars:
 
 
 def scalars_of(records: list[Record]) -> list[Scalar]:
-    """Return what the records of a ring of scalars say, without those of another kind of ring
-    and damaged ones.
-    """
-    found = []
+    """Return what the records of a ring of scalars say; those of other rings are left out."""
+    scalars = []
     for record in records:
-        if len(record.payload) == _RECORD.size:
-            step, value, epoch, length, name = _RECORD.unpack(record.payload)
-            text = name[:length].decode("utf-8", "replace")
-            found.append(
-                Scalar(text, value, step, None if epoch < 0 else epoch, record.nanoseconds / 1e9)
-            )
-    return found
-
-
-def checked(values: Mapping[str, Any] | None, split: str, more: Mapping[str, Any]) -> Found:
-    """Return what may be recorded of the arguments of `log`; H117 if that is not all."""
-    given = (
-        more
-        if values is None
-        else {**values, **more}
-        if isinstance(values, Mapping)
-        else {None: values}
-    )
-    found = []
-    for name, value in given.items():
-        whole = f"{split}/{name}" if split else name
-        data = (
-            whole.encode("utf-8", "backslashreplace")
-            if isinstance(name, str) and isinstance(split, str)
-            else b""
+        if len(record.payload) != _RECORD.size:
+            continue
+        step, value, epoch, length, name = _RECORD.unpack(record.payload)
+        scalar = Scalar(
+            name=name[:length].decode("utf-8", "replace"),
+            value=value,
+            step=step,
+            epoch=None if epoch < 0 else epoch,
+            unix_seconds=record.nanoseconds / 1e9,
         )
-        number = value if type(value) is float else number_of(value)
-        if not name or number is None or not 0 < len(data) <= LONGEST_NAME:
-            kind = (
-                f"{type(value).__name__} of shape {tuple(value.shape)}"
-                if hasattr(value, "shape")
-                else ""
-            )
-            raise PolicyError(
-                f"log() of {whole!r:.100} = {kind or repr(value):.80}",
-                limit=(
-                    "the value must be one real number, or a tensor of one element, and this is"
-                    " none"
-                    if number is None
-                    else (
-                        f"a name has 1 to {LONGEST_NAME} bytes of UTF-8, split included, and this"
-                        f" has {len(data)}"
-                    )
-                ),
-                fix=(
-                    'call log(accuracy=0.93) or log({"wer": 0.2}, split="validation");'
-                    " Guard.add_image keeps images."
-                ),
-                rule="H117",
-            )
-        found.append((data, number))
-    return found
+        scalars.append(scalar)
+    return scalars
+
+
+def checked(values: Any, split: str, more: Mapping[str, Any]) -> Found:
+    """Return the names and values in the arguments of `log`.
+
+    Raises:
+        PolicyError: H117 for a name or a value that cannot be recorded.
+    """
+    given: dict[Any, Any] = dict(more)
+    if isinstance(values, Mapping):
+        given = {**values, **more}
+    elif values is not None:
+        # A bare value without a name, which is refused below.
+        given = {None: values}
+    return [_checked_entry(name, value, split) for name, value in given.items()]
+
+
+def _checked_entry(name: Any, value: Any, split: str) -> tuple[bytes, float]:
+    full_name = f"{split}/{name}" if split else name
+    encoded = b""
+    if isinstance(name, str) and isinstance(split, str):
+        encoded = full_name.encode("utf-8", "backslashreplace")
+    number = value if type(value) is float else number_of(value)
+    if number is None:
+        limit = "the value must be one real number, or a tensor of one element, and this is neither"
+    elif not name or not 0 < len(encoded) <= LONGEST_NAME:
+        limit = (
+            f"a name has 1 to {LONGEST_NAME} bytes of UTF-8, including the split, and this has"
+            f" {len(encoded)}"
+        )
+    else:
+        return encoded, number
+    raise PolicyError(
+        f"log() of {full_name!r:.100} = {_describe(value):.80}",
+        limit=limit,
+        fix=(
+            'call log(accuracy=0.93) or log({"wer": 0.2}, split="validation");'
+            " Guard.add_image keeps images."
+        ),
+        rule="H117",
+    )
+
+
+def _describe(value: Any) -> str:
+    if hasattr(value, "shape"):
+        return f"{type(value).__name__} of shape {tuple(value.shape)}"
+    return repr(value)
 
 
 def number_of(value: Any) -> float | None:
-    """Return a real number, or that in a tensor or array of one element; None of anything else."""
+    """Return a real number, or the one in a tensor or array of one element; None otherwise."""
     try:
         if hasattr(value, "shape") and not isinstance(value, Real):
-            value = value.item() if all(side == 1 for side in value.shape) else None
+            if any(side != 1 for side in value.shape):
+                return None
+            value = value.item()
         return float(value) if isinstance(value, Real) else None
     except (TypeError, ValueError, OverflowError):
         return None
@@ -160,51 +179,76 @@ def number_of(value: Any) -> float | None:
 def log(values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any) -> None:
     """Record numbers of your own from anywhere in a script.
 
-    Arguments and errors are those of `Guard.log`.
-
-    They go to the newest guard that is open in this process; else, under `holdfast run`, to the
-    record of the process, at its present step; else they are checked, and nothing is recorded.
+    They go to the newest guard that is open in this process. Without one, under `holdfast run`,
+    they go to the record of the process, at its current step. Otherwise they are checked, and
+    nothing is recorded. Arguments and errors are those of `Guard.log`.
     """
     found = checked(values, split, more)
-    for outlet in list(outlets)[-1:]:
+    outlet = _newest_outlet()
+    if outlet is not None:
         outlet.log(found)
+
+
+def _newest_outlet() -> Any:
+    return next(reversed(list(outlets)), None)
 
 
 def recorded_too(
     original: Callable[..., Any], read: Callable[..., Any], failed: Any = None
 ) -> Callable[..., Any]:
-    """Return a function that does what `original` does, and records once what `read` returns of
-    the arguments.
+    """Return a function that calls `original` and also records the values it is called with.
+
+    Args:
+        original: A logging function of another library. Calls inside it are not recorded again.
+        read: Returns, from the same arguments, values by name and the step (None: the current one).
+        failed: Called with an error of recording, or None for a warning. The script's own logging
+            has worked, so it is never raised.
     """
 
     @wraps(original)
     def logging_too(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_within, "one", False):
+        if getattr(_thread_state, "is_logging", False):
             return original(*args, **kwargs)
-        _within.one = True
+        _thread_state.is_logging = True
         try:
             result = original(*args, **kwargs)
         finally:
-            _within.one = False
+            _thread_state.is_logging = False
         try:
-            for outlet in list(outlets)[-1:]:
+            outlet = _newest_outlet()
+            # Without an outlet nothing is read: reading may wait for a device, and may fail.
+            if outlet is not None:
                 values, step = read(*args, **kwargs)
-                own = None if step is None else number_of(step)
-                outlet.log(
-                    list(_numbers(values)),
-                    None if own is None or not abs(own) < 2**62 else int(own),
-                )
-        except Exception as error:  # noqa: BLE001 - the script logs where it wants to, and that has worked
-            (failed or logging.getLogger("holdfast").warning)(error)
+                outlet.log(list(_numbers_in(values)), _step_number(step))
+        except Exception as error:  # noqa: BLE001
+            report = failed or logging.getLogger("holdfast").warning
+            report(error)
         return result
 
     return logging_too
 
 
-def _numbers(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[bytes, float]]:
+def _step_number(step: Any) -> int | None:
+    """Return a step as another library's logger got it, or None for the current one."""
+    number = number_of(step)
+    if number is None or not abs(number) < _MOST_STEPS:
+        return None
+    return int(number)
+
+
+def _numbers_in(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[bytes, float]]:
+    """Yield the numbers in a tree of mappings, with their keys joined by slashes as names."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{before}{key}/")
-        elif (name := f"{before}{key}") and (number := number_of(value)) is not None:
-            data = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
-            yield data.decode("utf-8", "ignore").encode(), number
+            yield from _numbers_in(value, f"{prefix}{key}/")
+            continue
+        name = f"{prefix}{key}"
+        number = number_of(value) if name else None
+        if number is not None:
+            yield _cut(name), number
+
+
+def _cut(name: str) -> bytes:
+    """Return a name of at most `LONGEST_NAME` bytes, without half a character at its end."""
+    encoded = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
+    return encoded.decode("utf-8", "ignore").encode()

@@ -1,57 +1,68 @@
-"""Several runs side by side.
-
-Their curves over each other, what differs in their settings, and what came of them.
-"""
+"""Several runs side by side: their curves, what differs in their settings, and how they ended."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from holdfast.report.environment import environment
-from holdfast.report.figures import steps
+from holdfast.report.curves import LOGGED, Curve, Numbers
+from holdfast.report.environment import COMMAND, environment
 from holdfast.report.offline_page import fill_page
-from holdfast.report.page import facts_of_run
+from holdfast.report.page import key_figures
 from holdfast.report.run_snapshot import Lane, RunSnapshot
-from holdfast.report.series import LOGGED, Series
+from holdfast.report.step_figure import step_figure
 from holdfast.report.verdicts import how_sure
 
-Table = Mapping[str, Sequence[str]]  # of each row what the runs have, in their order
-_OF_EACH = frozenset({"run directory", "started", "supervisor_pid"})  # says nothing when it differs
+# Values by the name of the row; each row has one for each run, in the order of the runs.
+Table = Mapping[str, Sequence[str]]
+# Settings that differ between any two runs, so the difference is not worth showing.
+_ALWAYS_DIFFERENT = frozenset({"run directory", "started", "supervisor_pid"})
+# Options such as ``--lr`` and ``-n``, but not negative numbers.
+_OPTION = re.compile(r"--?[A-Za-z]")
+# What may come before the "=" of a setting such as ``optimizer.lr=0.1``.
+_SETTING = re.compile(r"[\w+~./-]+")
 
 
 class Comparison:
-    """What `holdfast compare` shows of runs, which were gathered."""
+    """What `holdfast compare` shows.
+
+    Args:
+        runs: What was gathered of each run.
+
+    Attributes:
+        names: Name of each run, as short as possible.
+        facts: How the runs went.
+        differs: Settings that are not the same in all runs.
+        problems: What could not be read, one sentence each.
+    """
 
     def __init__(self, runs: Sequence[RunSnapshot]) -> None:
         self.runs = runs
-        above = os.path.commonpath([run.path.parent for run in runs])
-        self.names = [os.path.relpath(run.path, above) for run in runs]
-        named = list(zip(runs, self.names, strict=True))
-        self.problems = [f"{name}: {problem}" for run, name in named for problem in run.problems]
-        self.facts = _table(
-            [{"verdict": _verdict(run), **facts_of_run(run), **_newest(run)} for run in runs]
-        )
+        common_folder = os.path.commonpath([run.path.parent for run in runs])
+        self.names = [os.path.relpath(run.path, common_folder) for run in runs]
+        self.problems = [
+            f"{name}: {problem}"
+            for run, name in zip(runs, self.names, strict=True)
+            for problem in run.problems
+        ]
+        self.facts = _table([_facts(run) for run in runs])
         settings = _table([_settings(run) for run in runs])
         self.differs = {name: values for name, values in settings.items() if len(set(values)) > 1}
 
     def page(self) -> str:
-        """Return a page of it (H742 if plotly is not installed)."""
-        drawn = steps(
-            [
-                each
-                for run, name in zip(self.runs, self.names, strict=True)
-                for each in _curves(run, name)
-            ]
-        )
+        """Return the comparison as a page; H742 if plotly is not installed."""
+        lanes: list[Lane] = []
+        for run, name in zip(self.runs, self.names, strict=True):
+            lanes += _joined_lanes(run, name)
+        figure = step_figure(lanes)
         return fill_page(
             "compare.html",
-            {} if drawn is None else {"steps": drawn},
+            {} if figure is None else {"steps": figure},
             kind="comparison",
             name=", ".join(self.names),
             under=f"{len(self.runs)} runs",
@@ -62,96 +73,115 @@ class Comparison:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for machines."""
+        """Return the output of `holdfast compare --json`."""
         return {
             "runs": [str(run.path) for run in self.runs],
             "facts": self.facts,
             "differs": self.differs,
-            "verdicts": [run.verdict and run.verdict.as_json() for run in self.runs],
+            "verdicts": [
+                None if run.verdict is None else run.verdict.as_json() for run in self.runs
+            ],
             "problems": self.problems,
         }
 
 
-def _table(every: Sequence[Mapping[str, str]]) -> Table:
-    return {
-        name: [each.get(name, "") for each in every]
-        for name in dict.fromkeys(n for each in every for n in each)
-    }
+def _table(columns: Sequence[Mapping[str, str]]) -> Table:
+    """Return columns as rows, in the order in which their names come first."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return {name: [column.get(name, "") for column in columns] for name in names}
 
 
-def _settings(run: RunSnapshot) -> dict[str, str]:
-    groups = {name: dict(rows) for name, rows in environment(run).items()}
-    groups["command"] = _arguments(run.command) | {
-        k: v for k, v in groups["command"].items() if k != "command"
-    }
-    known = [(group, *row) for group, rows in groups.items() for row in rows.items()]
-    return {f"{group}: {name}": value for group, name, value in known if name not in _OF_EACH}
-
-
-def _arguments(command: str) -> dict[str, str]:
-    """Return the options of a command with what follows each, and the words before the first by
-    their places.
-    """
-    found: dict[str, str] = {}
-    option = ""
-    # Those too that a shell was given as one
-    for number, word in enumerate(command.split(), start=1):
-        name, is_set, value = word.partition("=")
-        if re.match(r"--?[A-Za-z]", word) or (is_set and re.fullmatch(r"[\w+~./-]+", name)):
-            option, word = name, value
-        key = option or f"word {number}"
-        found[key] = f"{found.get(key, '')} {word}".strip()
-    return {key: value or "given" for key, value in found.items()}
+def _facts(run: RunSnapshot) -> dict[str, str]:
+    return {"verdict": _verdict(run), **key_figures(run), **_newest_numbers(run)}
 
 
 def _verdict(run: RunSnapshot) -> str:
-    words = (
-        []
-        if run.verdict is None
-        else [f"{run.verdict.title} [{run.verdict.cause}]", how_sure(run.verdict)]
-    )
-    return ", ".join(filter(None, words)) or "none"
+    if run.verdict is None:
+        return "none"
+    parts = [f"{run.verdict.title} [{run.verdict.cause}]", how_sure(run.verdict)]
+    return ", ".join(part for part in parts if part)
 
 
-def _newest(run: RunSnapshot) -> dict[str, str]:
-    """Return the newest loss and the newest of each number that was logged or validated."""
-    found = {}
-    for lane in _curves(run, ""):
-        for name, series in lane.columns.items():
-            known = series.values[np.isfinite(series.values)]
-            if len(known) and (name == "loss" or name.startswith(LOGGED)):
-                found[f"newest {name.removeprefix(LOGGED)}{lane.label}"] = f"{known[-1]:.6g}"
-    return found
+def _settings(run: RunSnapshot) -> dict[str, str]:
+    """Return everything that a run was started with, by "group: name"."""
+    groups = {title: dict(rows) for title, rows in environment(run).items()}
+    # Single arguments can be compared where whole commands would only be different.
+    other_rows = {name: value for name, value in groups[COMMAND].items() if name != "command"}
+    groups[COMMAND] = {**_arguments(run.command), **other_rows}
+    return {
+        f"{title}: {name}": value
+        for title, rows in groups.items()
+        for name, value in rows.items()
+        if name not in _ALWAYS_DIFFERENT
+    }
 
 
-def _curves(run: RunSnapshot, name: str) -> list[Lane]:
-    """Return the curves of the first rank of a run, its attempts one after the other, and of
-    each optimizer.
+def _arguments(command: str) -> dict[str, str]:
+    """Return the options of a command and what follows each of them.
+
+    Words before the first option are named by their places, such as "word 2". A command that was
+    given to a shell as one word is split too.
     """
-    first = [lane for lane in run.lanes if not lane.rank]
-    return [
-        replace(its[0], label=f"{name}, {optimizer}" if optimizer else name, columns=_joined(its))
-        for optimizer in dict.fromkeys(lane.optimizer for lane in first)
-        if (its := [lane for lane in first if lane.optimizer == optimizer])
-    ]
+    values: dict[str, list[str]] = {}
+    option = ""
+    for place, word in enumerate(command.split(), start=1):
+        name, is_setting, value = word.partition("=")
+        if _OPTION.match(word) or (is_setting and _SETTING.fullmatch(name)):
+            option = name
+            word = value
+        key = option or f"word {place}"
+        values.setdefault(key, []).append(word)
+    return {
+        key: " ".join(word for word in words if word) or "given" for key, words in values.items()
+    }
 
 
-def _joined(lanes: Sequence[Lane]) -> dict[str, Series]:
-    found = {}
-    for name in dict.fromkeys(name for lane in lanes for name in lane.columns):
-        its, gap = (
-            [lane.columns[name] for lane in lanes if name in lane.columns],
-            np.array([np.nan]),
-        )
-        found[name] = (
-            its[0]
-            if len(its) == 1
-            else Series(
-                steps=np.concatenate([part for each in its for part in (each.steps, gap)]),
-                values=np.concatenate([part for each in its for part in (each.values, gap)]),
-                nonfinite=np.concatenate([each.nonfinite for each in its]),
-                band=None,
-                own_scale=its[0].own_scale,
-            )
-        )
-    return found
+def _newest_numbers(run: RunSnapshot) -> dict[str, str]:
+    """Return the newest loss, and the newest value of each name that was logged or validated."""
+    newest = {}
+    for lane in _joined_lanes(run, ""):
+        for name, curve in lane.curves.items():
+            finite = curve.values[np.isfinite(curve.values)]
+            if len(finite) and (name == "loss" or name.startswith(LOGGED)):
+                title = f"newest {name.removeprefix(LOGGED)}{lane.label}"
+                newest[title] = f"{finite[-1]:.6g}"
+    return newest
+
+
+def _joined_lanes(run: RunSnapshot, name: str) -> Iterator[Lane]:
+    """Yield the lane of the first rank, with its attempts one after the other, per optimizer.
+
+    Args:
+        run: The run.
+        name: Label of the lanes; the optimizer is added to it if there are several.
+    """
+    of_first_rank = [lane for lane in run.lanes if not lane.rank]
+    for optimizer in dict.fromkeys(lane.optimizer for lane in of_first_rank):
+        attempts = [lane for lane in of_first_rank if lane.optimizer == optimizer]
+        label = f"{name}, {optimizer}" if optimizer else name
+        yield replace(attempts[0], label=label, curves=_joined_curves(attempts))
+
+
+def _joined_curves(lanes: Sequence[Lane]) -> dict[str, Curve]:
+    names = dict.fromkeys(name for lane in lanes for name in lane.curves)
+    return {
+        name: _joined_curve([lane.curves[name] for lane in lanes if name in lane.curves])
+        for name in names
+    }
+
+
+def _joined_curve(curves: Sequence[Curve]) -> Curve:
+    """Return several curves as one, with a gap after each, and without their bands."""
+    if len(curves) == 1:
+        return curves[0]
+    return Curve(
+        steps=_concatenate_with_gaps([curve.steps for curve in curves]),
+        values=_concatenate_with_gaps([curve.values for curve in curves]),
+        nonfinite=np.concatenate([curve.nonfinite for curve in curves]),
+        band=None,
+        own_scale=curves[0].own_scale,
+    )
+
+
+def _concatenate_with_gaps(parts: Sequence[Numbers]) -> Numbers:
+    return np.concatenate([np.append(part, np.nan) for part in parts])

@@ -1,8 +1,6 @@
-"""What a run was started with.
+"""What a run was started with: machine, versions, code, policy and hyperparameters, as text.
 
-Machine, versions, code, policy and hyperparameters, by group and name, as text.
-
-Does not: find it out. The supervisor, each process and each guard wrote it down when they began.
+Nothing is found out here: the supervisor, each process and each guard wrote it down at their start.
 """
 
 from __future__ import annotations
@@ -11,73 +9,106 @@ import json
 import re
 from collections.abc import Mapping
 from itertools import islice
+from typing import Any
 
 from holdfast.core.text import as_json_value, moment, size
 from holdfast.report.run_snapshot import RunSnapshot
 
-_MACHINE = ("hostname", "cpus", "memory_bytes", "gpus", "gpu_driver", "python")
-_NOT_SET = re.compile(r"^policy\.|\._|\.(initial_lr|base_lrs)$")  # by people, or shown elsewhere
-_MOST = 200  # rows of a group: an optimizer may have many groups of parameters
+# Groups of rows: names and values by the title of the group.
 Environment = Mapping[str, Mapping[str, str]]
+
+COMMAND = "command"
+_MACHINE = ("hostname", "cpus", "memory_bytes", "gpus", "gpu_driver", "python")
+_POLICY_PREFIX = "policy."
+# Settings that people did not choose, or that are shown elsewhere: the policy, private values, and
+# the rates that schedulers keep for themselves.
+_NO_HYPERPARAMETER = re.compile(r"^policy\.|\._|\.(initial_lr|base_lrs)$")
+# An optimizer may have many parameter groups, each with settings of its own.
+_MOST_ROWS = 200
 
 
 def environment(run: RunSnapshot) -> Environment:
-    """Return groups of rows; a group without a row is left out."""
-    known = {name: value for name, value in run.start.items() if name not in ("format", "argv")}
-    for name, shown in (("started", lambda at: f"{moment(at)} UTC"), ("memory_bytes", size)):
-        if isinstance(known.get(name), (int, float)):
-            known[name] = shown(known[name])
-    versions, git = known.pop("versions", None), known.pop("git", None)
-    machine = {name: known.pop(name) for name in _MACHINE if name in known}
-    policy = {
-        name.removeprefix("policy."): v
-        for name, v in run.settings.items()
-        if name.startswith("policy.")
-    }
-    settings = {**run.settings, **_rates(run)}
+    """Return what the run was started with, by group and name; empty groups are left out."""
+    start = _readable_start(run.start)
+    machine = {name: start.pop(name) for name in _MACHINE if name in start}
+    versions = start.pop("versions", None)
+    git = start.pop("git", None)
     groups: dict[str, object] = {
-        "command": {"command": run.command, "run directory": str(run.path), **known},
+        COMMAND: {"command": run.command, "run directory": str(run.path), **start},
         "machine": machine,
         "versions": versions,
         "code (git)": git,
-        "policy, where it is not the usual": policy,
-        "hyperparameters": {name: v for name, v in settings.items() if not _NOT_SET.search(name)},
+        "policy, where it is not the usual": _policy(run.settings),
+        "hyperparameters": _hyperparameters(run),
     }
-    sound = {
-        name: islice(rows.items(), _MOST)
-        for name, rows in groups.items()
+    return {
+        title: {str(name): _shown(value) for name, value in islice(rows.items(), _MOST_ROWS)}
+        for title, rows in groups.items()
         if isinstance(rows, dict) and rows
     }
-    return {name: {str(key): _shown(value) for key, value in rows} for name, rows in sound.items()}
 
 
-def _rates(run: RunSnapshot) -> dict[str, object]:
-    """Return learning rates as they were set.
+def _readable_start(start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was recorded at the start, with times and sizes as text."""
+    values = {name: value for name, value in start.items() if name not in ("format", "argv")}
+    if isinstance(values.get("started"), (int, float)):
+        values["started"] = f"{moment(values['started'])} UTC"
+    if isinstance(values.get("memory_bytes"), (int, float)):
+        values["memory_bytes"] = size(values["memory_bytes"])
+    return values
 
-    What was written down is that of the first step, of a warm-up maybe.
-    """
-    found: dict[str, object] = {}
+
+def _policy(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name.removeprefix(_POLICY_PREFIX): value
+        for name, value in settings.items()
+        if name.startswith(_POLICY_PREFIX)
+    }
+
+
+def _hyperparameters(run: RunSnapshot) -> dict[str, Any]:
+    values = {}
     for name, value in run.settings.items():
-        if name.endswith(".lr") and isinstance(value, (int, float)):
-            its = (
-                lane
-                for lane in run.lanes
-                if name == f"{lane.optimizer or name.removesuffix('.0.lr')}.0.lr"
-            )
-            curves = [
-                lane.columns["learning_rate"] for lane in its if "learning_rate" in lane.columns
-            ]
-            most = max((curve.finite.max(initial=0) for curve in curves), default=0.0)
-            larger = f"{most:.6g} (the largest seen)" if most > value * (1 + 1e-6) else value
-            found[name] = run.settings.get(f"{name.removesuffix('lr')}initial_lr") or larger
-    return found
+        if _NO_HYPERPARAMETER.search(name):
+            continue
+        is_rate = name.endswith(".lr") and isinstance(value, (int, float))
+        values[name] = _rate_as_set(run, name, value) if is_rate else value
+    return values
+
+
+def _rate_as_set(run: RunSnapshot, name: str, first_rate: float) -> object:
+    """Return a learning rate as the script set it.
+
+    Only the rate of the first step was recorded, which may be that of a warm-up. The scheduler's
+    ``initial_lr`` is right; without one the largest rate comes nearest.
+    """
+    initial_rate = run.settings.get(f"{name.removesuffix('lr')}initial_lr")
+    if initial_rate:
+        return initial_rate
+    largest = _largest_rate(run, name)
+    is_larger = largest > first_rate * (1 + 1e-6)
+    return f"{largest:.6g} (the largest seen)" if is_larger else first_rate
+
+
+def _largest_rate(run: RunSnapshot, name: str) -> float:
+    """Return the largest learning rate on a curve of the optimizer that a setting names."""
+    largest = 0.0
+    for lane in run.lanes:
+        # Only rates of the first parameter group are recorded.
+        optimizer = lane.optimizer or name.removesuffix(".0.lr")
+        curve = lane.curves.get("learning_rate")
+        if name == f"{optimizer}.0.lr" and curve is not None:
+            largest = max(largest, float(curve.finite.max(initial=0)))
+    return largest
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, list) and all(isinstance(each, (str, int, float)) for each in value):
-        return " ".join(map(str, value)) or "none"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(item, (str, int, float)) for item in value):
+        return " ".join(str(item) for item in value) or "none"
     if isinstance(value, dict) and not any(
-        isinstance(each, (dict, list)) for each in value.values()
+        isinstance(item, (dict, list)) for item in value.values()
     ):
-        return ", ".join(f"{key} {each}" for key, each in value.items())
-    return value if isinstance(value, str) else json.dumps(as_json_value(value), ensure_ascii=False)
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    return json.dumps(as_json_value(value), ensure_ascii=False)

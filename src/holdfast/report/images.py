@@ -1,13 +1,13 @@
-"""The images of a run for its page.
+"""The images of a run for its page: of each tag the newest and a few earlier ones.
 
-Of each tag the newest and a few earlier ones, whole, and bounded in all.
-
-Nothing but a regular file that is a whole PNG is taken, whatever lies there; what is passed over
-leaves a sentence.
+Only regular files that are complete PNG files are embedded, whatever else lies in the folders; each
+file that is left out adds a sentence to the problems of the page. Images are not decoded here, so
+Pillow is not needed to read them. They are written by ``guard.images``.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,16 +15,26 @@ from pathlib import Path
 
 from holdfast.core.files import opened
 from holdfast.core.text import sanitise
-from holdfast.guard.images import IMAGES_FOLDER, MOST_FILE_BYTES, MOST_TAGS, png_size
+from holdfast.guard.images import IMAGES_FOLDER, LONGEST_SIDE, MOST_FILE_BYTES, MOST_TAGS
 
 _SHOWN_OF_A_TAG = 5
-_MOST_FILES = 1000  # of a folder that are looked at
-_MOST_BYTES_IN_ALL = 16 << 20  # plotly's own script is 4.5 MiB
+# Entries of a folder that are looked at; a guard writes at most 16 into each.
+_MOST_FILES = 1000
+# For scale: plotly's own script takes 4.5 MiB of a page.
+_MOST_BYTES_IN_ALL = 16 << 20
+# A file name with more digits is no step: it would not fit into 64 bits.
+_MOST_DIGITS = 18
+
+# A PNG file begins with this signature and the chunk IHDR, whose first fields are width and height,
+# and ends with the chunk IEND, which is always the same (https://www.w3.org/TR/png-3/#5DataRep).
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_IHDR = struct.Struct(">8s4x4sII")
+_IEND = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSeen:
-    """One image: a whole PNG file, and its size in pixels."""
+class PageImage:
+    """One image on the page: a complete PNG file, and its size in pixels."""
 
     tag: str
     global_step: int
@@ -33,73 +43,127 @@ class ImageSeen:
     height: int
 
 
-def read_images(runs: Iterable[Path], problems: list[str]) -> list[ImageSeen]:
-    """Return what is to be shown of guards' run directories, by tag and then from the newest step
-    to the oldest.
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class _Candidate:
+    """An image file that may be shown.
 
-    Sentences about what was passed over are added to `problems`.
+    Candidates sort in the order in which they are read, by the place within their tag first: the
+    newest image of every tag comes before the second of any.
     """
-    with_images = [run for run in runs if (run / IMAGES_FOLDER).is_dir()]
-    chosen: list[tuple[int, str, int, Path]] = []  # how far down in its tag, tag, step, file
-    for run in with_images:
-        for tag, files in _tags(run / IMAGES_FOLDER, problems):
-            name = sanitise(tag if len(with_images) == 1 else f"{tag} of {run.name}", most=160)
-            chosen += [
-                (place, name, step, path) for place, (step, path) in enumerate(_spread(files))
-            ]
-    found, left, size = [], 0, 0
-    for _, name, step, path in sorted(chosen):  # the newest of every tag before the second of any
+
+    place: int
+    tag: str
+    global_step: int
+    path: Path
+
+
+def read_images(runs: Iterable[Path], problems: list[str]) -> list[PageImage]:
+    """Return the images to show, by tag and then from the newest step to the oldest.
+
+    Args:
+        runs: Run directories of guards.
+        problems: Gets a sentence about each file that is left out.
+    """
+    images: list[PageImage] = []
+    size = 0
+    too_large = 0
+    for candidate in sorted(_candidates(runs, problems)):
         try:
-            png = _read(path)
-            width, height = png_size(png)
+            image = _read_image(candidate)
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            problems.append(sanitise(f"image {name} of step {step} is left out: {why}", most=300))
+            reason = error.strerror if isinstance(error, OSError) else error
+            sentence = (
+                f"image {candidate.tag} of step {candidate.global_step} is left out: {reason}"
+            )
+            problems.append(sanitise(sentence, most=300))
             continue
-        if size + len(png) > _MOST_BYTES_IN_ALL:
-            left += 1
+        if size + len(image.png) > _MOST_BYTES_IN_ALL:
+            too_large += 1
             continue
-        size += len(png)
-        found.append(ImageSeen(tag=name, global_step=step, png=png, width=width, height=height))
-    if left:
+        size += len(image.png)
+        images.append(image)
+    if too_large:
         problems.append(
-            f"{left} images are left out: a page takes {_MOST_BYTES_IN_ALL >> 20} MiB of them"
+            f"{too_large} images are left out: a page holds at most"
+            f" {_MOST_BYTES_IN_ALL >> 20} MiB of images"
         )
-    return sorted(found, key=lambda seen: (seen.tag, -seen.global_step))
+    return sorted(images, key=lambda image: (image.tag, -image.global_step))
 
 
-def _tags(folder: Path, problems: list[str]) -> Iterator[tuple[str, list[tuple[int, Path]]]]:
-    """Yield the tags with their files, newest first."""
-    try:
-        listed = islice(folder.iterdir(), _MOST_FILES)
-        for tag in sorted(each for each in listed if each.is_dir() and not each.is_symlink())[
-            :MOST_TAGS
-        ]:
-            files = [
-                (int(path.stem), path)
-                for path in islice(tag.iterdir(), _MOST_FILES)
-                if path.suffix == ".png"
-                and path.stem.isascii()
-                and path.stem.isdecimal()
-                and len(path.stem) < 19
-            ]
-            if files:
-                yield tag.name, sorted(files, reverse=True)
-    except OSError as error:
-        problems.append(sanitise(f"images cannot be listed: {error.strerror or error}", most=300))
+def png_size(data: bytes) -> tuple[int, int]:
+    """Return the width and height of a PNG file in pixels, without decoding it.
+
+    Raises:
+        ValueError: If it is larger than a guard writes them, or not a complete PNG file.
+    """
+    if len(data) > MOST_FILE_BYTES:
+        raise ValueError(
+            f"a PNG file of {len(data):,} bytes; the limit is {MOST_FILE_BYTES:,} bytes"
+        )
+    if len(data) < _IHDR.size or not data.endswith(_IEND):
+        raise ValueError("not a complete PNG file")
+    signature, first_chunk, width, height = _IHDR.unpack_from(data)
+    if signature != _SIGNATURE or first_chunk != b"IHDR":
+        raise ValueError("not a complete PNG file")
+    if not (1 <= width <= LONGEST_SIDE and 1 <= height <= LONGEST_SIDE):
+        raise ValueError(
+            f"a PNG file of {width} x {height} pixels; each side must have 1 to {LONGEST_SIDE}"
+        )
+    return width, height
+
+
+def _candidates(runs: Iterable[Path], problems: list[str]) -> Iterator[_Candidate]:
+    """Yield the image files that are worth showing; nothing is read yet."""
+    runs_with_images = [run for run in runs if (run / IMAGES_FOLDER).is_dir()]
+    for run in runs_with_images:
+        try:
+            for folder in _tag_folders(run / IMAGES_FOLDER):
+                name = folder.name
+                if len(runs_with_images) > 1:
+                    name = f"{name} of {run.name}"
+                tag = sanitise(name, most=160)
+                for place, (step, path) in enumerate(_spread(_image_files(folder))):
+                    yield _Candidate(place=place, tag=tag, global_step=step, path=path)
+        except OSError as error:
+            sentence = f"the images cannot be listed: {error.strerror or error}"
+            problems.append(sanitise(sentence, most=300))
+
+
+def _tag_folders(folder: Path) -> list[Path]:
+    """Return the folders of the first tags by name; links are not followed."""
+    entries = islice(folder.iterdir(), _MOST_FILES)
+    folders = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
+    return sorted(folders)[:MOST_TAGS]
+
+
+def _image_files(folder: Path) -> list[tuple[int, Path]]:
+    """Return the steps and paths of the images of a tag, newest step first."""
+    files = []
+    for path in islice(folder.iterdir(), _MOST_FILES):
+        digits = path.stem
+        is_step = digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS
+        if path.suffix == ".png" and is_step:
+            files.append((int(digits), path))
+    return sorted(files, reverse=True)
 
 
 def _spread(files: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Keep the newest, the oldest, and some evenly between."""
+    """Return the first, the last, and a few evenly spread files between them."""
     if len(files) <= _SHOWN_OF_A_TAG:
         return files
-    return [
-        files[round(place * (len(files) - 1) / (_SHOWN_OF_A_TAG - 1))]
-        for place in range(_SHOWN_OF_A_TAG)
-    ]
+    distance = (len(files) - 1) / (_SHOWN_OF_A_TAG - 1)
+    return [files[round(place * distance)] for place in range(_SHOWN_OF_A_TAG)]
 
 
-def _read(path: Path) -> bytes:
-    """Return a regular file, without following a link or waiting for a pipe."""
-    with opened(path) as file:
-        return file.read(MOST_FILE_BYTES + 1)
+def _read_image(candidate: _Candidate) -> PageImage:
+    """Read one file, without following a link or waiting for a pipe."""
+    with opened(candidate.path) as file:
+        png = file.read(MOST_FILE_BYTES + 1)
+    width, height = png_size(png)
+    return PageImage(
+        tag=candidate.tag,
+        global_step=candidate.global_step,
+        png=png,
+        width=width,
+        height=height,
+    )

@@ -1,11 +1,9 @@
-"""The walls of a page that opens offline.
+"""A page that opens offline: its text is escaped, and it runs nothing but its own two scripts.
 
-What enters it is escaped, and it runs nothing but its own two scripts.
-
-``templates/frame.html`` is a template of Jinja2. All text is sanitised and escaped where it enters;
-data enters a script as JSON in which ``<``, ``>`` and ``&`` are written as escapes; the page's own
-policy names the two scripts by their digests and loads nothing. ``page.css`` and ``page.js`` go in
-as they are.
+Pages are Jinja2 templates in ``templates``. All text is sanitised and escaped where it enters the
+page. Figures enter a script as JSON in which ``<``, ``>`` and ``&`` are written as escapes. The
+page's own Content-Security-Policy names the two scripts by their digests and loads nothing.
+``page.css`` and ``page.js`` are inserted as they are.
 """
 
 from __future__ import annotations
@@ -27,75 +25,94 @@ from holdfast.core.text import as_json_value, duration, moment, sanitise, size
 from holdfast.core.version import __version__
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_IN_SCRIPT = {
-    "<": "\\u003c",
-    ">": "\\u003e",
-    "&": "\\u0026",
-    "\u2028": "\\u2028",
-    "\u2029": "\\u2029",
-}
+# Characters that would end a script or a line of it, whatever JSON string they are in.
+_ESCAPES_IN_SCRIPT = str.maketrans(
+    {
+        "<": "\\u003c",
+        ">": "\\u003e",
+        "&": "\\u0026",
+        "\u2028": "\\u2028",
+        "\u2029": "\\u2029",
+    }
+)
 
 
 def fill_page(
-    template: str, figures: Mapping[str, object], now: datetime | None = None, **seen: Any
+    template: str, figures: Mapping[str, object], now: datetime | None = None, **values: Any
 ) -> str:
-    """Return a page (H742 without plotly).
+    """Return a page.
 
-    Figures are by the id of the element that each is drawn in.
+    Args:
+        template: Name of a file in ``templates``.
+        figures: Figures for plotly.js, by the id of the element in which each is drawn.
+        now: The time to write at the foot of the page; None for the present time.
+        **values: What the template names.
+
+    Raises:
+        PolicyError: H742 if plotly is not installed.
     """
-    made = Environment(
+    plotly = plotly_script()
+    script = _read("page.js")
+    # Inserted without escaping: nothing that a run has recorded is in these texts, except in the
+    # figures, which `_json_for_script` has made harmless.
+    trusted = {
+        "style": _read("page.css"),
+        "figures_json": _json_for_script(figures),
+        "plotly": plotly,
+        "script": script,
+        "policy": _security_policy(plotly, script),
+    }
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            figures=figures,
+            written=f"{now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            version=__version__,
+            **{name: Markup(text) for name, text in trusted.items()},  # noqa: S704 - see above
+            **values,
+        )
+    )
+
+
+def _environment() -> Environment:
+    environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
-        finalize=_harmless,
+        finalize=_sanitised,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    environment.filters |= {
         "moment": moment,
         "size": size,
         "duration": duration,
         "clip": as_html,
         "prose": _prose,
     }
-    plotly, script = plotly_script(), _read("page.js")
-    ours = {
-        "style": _read("page.css"),
-        "figures_json": _json(figures),
-        "plotly": plotly,
-        "script": script,
-    }
-    ours["policy"] = _policy(plotly, script)
-    raw = {name: Markup(text) for name, text in ours.items()}  # noqa: S704 - nothing that a run said is in them
-    return made.get_template(template).render(
-        figures=figures,
-        written=f"{now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        version=__version__,
-        **raw,
-        **seen,
-    )
+    return environment
 
 
-def _harmless(value: object) -> object:
-    """Return what stands between ``{{`` and ``}}`` as text that is harmless, before it is
-    escaped.
-    """
+def _sanitised(value: object) -> object:
+    """Return what stands between ``{{`` and ``}}`` as harmless text; Jinja2 then escapes it."""
     return value if isinstance(value, Markup) else sanitise(value)
 
 
 def as_html(value: object, most: int = 2000, *, lines: bool = False) -> Markup:
-    """Return text as HTML that does nothing; see `sanitise`."""
+    """Return text as HTML that does nothing; see `sanitise` for the arguments."""
     return escape(sanitise(value, most=most, lines=lines))
 
 
 def _prose(value: str) -> Markup:
-    """Return text in which words between backticks are set as code; they are escaped before."""
-    text = str(as_html(value, 4000))  # of a `Markup` the new tags would be escaped too
-    return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", text))  # noqa: S704
+    """Return escaped text in which words between backticks are set as code."""
+    # As a plain string, since a `Markup` would escape the new tags too.
+    text = str(as_html(value, 4000))
+    return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", text))  # noqa: S704 - it is escaped
 
 
 def plotly_script() -> str:
-    """Return plotly.js (H742 if plotly is not installed)."""
+    """Return the source of plotly.js; H742 if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -108,12 +125,13 @@ def plotly_script() -> str:
             ),
             rule="H742",
         ) from error
-    # A browser reads CR LF and CR as LF, and takes the digest of what it read.
+    # A browser reads CR LF and CR as LF, and computes the digest of what it has read.
     script: str = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
     return script.replace("</script", "<\\/script")
 
 
-def _policy(*scripts: str) -> str:
+def _security_policy(*scripts: str) -> str:
+    """Return a Content-Security-Policy that runs these scripts only, and loads nothing."""
     digests = [
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
     ]
@@ -128,8 +146,9 @@ def _read(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 
-def _json(value: object) -> str:
+def _json_for_script(value: object) -> str:
+    """Return JSON that cannot end the script element in which it is written."""
     text = json.dumps(
         as_json_value(value, depth=12), ensure_ascii=True, allow_nan=False, separators=(",", ":")
     )
-    return "".join(_IN_SCRIPT.get(character, character) for character in text)
+    return text.translate(_ESCAPES_IN_SCRIPT)

@@ -1,28 +1,42 @@
 """The page: one HTML file that opens offline and says why a run ended and how it went.
 
-What it looks like is in ``templates/page.html``.
+This module says what the page shows; how it looks is in ``templates/page.html``.
 """
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from holdfast.core.text import duration, moment, sanitise, size
+from holdfast.report.curves import Numbers, StepTimes
 from holdfast.report.environment import environment
 from holdfast.report.figures import figures
 from holdfast.report.goodput import COLOURS, goodput
 from holdfast.report.offline_page import fill_page
+from holdfast.report.outlook import three_digits
 from holdfast.report.run_snapshot import RunSnapshot
-from holdfast.report.sources import EventSeen
+from holdfast.report.sources import RecordedEvent
 from holdfast.report.verdicts import how_sure, tone
+
+# Of the sentence of an event in the table of events.
+_MOST_CHARACTERS = 2000
 
 
 def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
-    """Return the page of a run, with a time at its foot (H742 if plotly is not installed)."""
+    """Return the page of a run.
+
+    Args:
+        run: What was gathered of it.
+        now: The time to write at the foot of the page; None for the present time.
+
+    Raises:
+        PolicyError: H742 if plotly is not installed.
+    """
     return fill_page(
         "page.html",
         figures(run),
@@ -33,68 +47,109 @@ def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
         under=run.command or run.path,
         tone="unknown" if run.verdict is None else tone(run.verdict),
         sure="" if run.verdict is None else how_sure(run.verdict),
-        facts=facts_of_run(run),
+        facts=key_figures(run),
         goodput=goodput(run),
         colours=COLOURS,
         environment=environment(run),
         facts_of=_facts_of,
-        base64=lambda data: base64.b64encode(data).decode(),
+        base64=_base64,
     )
 
 
-def facts_of_run(run: RunSnapshot) -> dict[str, str]:
-    """Return the figures at the head of the page."""
-    times = [time for lane in run.lanes for time in (lane.begun, lane.ended) if time]
-    times += [seen.event.unix_seconds for seen in run.events]
-    times += [] if run.began is None else [run.began]
+def key_figures(run: RunSnapshot) -> dict[str, str]:
+    """Return the figures at the head of the page, by their titles."""
+    times = _recorded_times(run)
     facts = {
         "steps": f"{max((lane.last_step for lane in run.lanes), default=0):,}",
         "began": moment(min(times)) if times else "unknown",
         "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
-        "attempts": str(1 + run.attempt),
+        "attempts": str(run.attempt + 1),
     }
-    if run.guards or run.checkpoints:  # what a script saves by itself is not counted
-        facts["checkpoints"] = str(sum(each.status == "complete" for each in run.checkpoints))
-    facts |= _pace(run)
-    if spent := goodput(run):
-        facts["goodput"] = f"{spent['steps'] / sum(spent.values()):.1%}"
+    # Only checkpoints of a guard are counted: those that a script saves itself are unknown.
+    if run.guards or run.checkpoints:
+        complete = [item for item in run.checkpoints if item.status == "complete"]
+        facts["checkpoints"] = str(len(complete))
+    facts |= _throughput(run)
+    seconds_by_use = goodput(run)
+    if seconds_by_use:
+        share = seconds_by_use["steps"] / sum(seconds_by_use.values())
+        facts["goodput"] = f"{share:.1%}"
     for title, name in (
         ("peak host memory", "host_bytes"),
         ("peak device memory", "device_peak_bytes"),
     ):
-        peaks = [
-            lane.columns[name].finite.max(initial=0) for lane in run.lanes if name in lane.columns
-        ]
-        if peaks:
-            facts[title] = size(max(peaks))
+        peak = _largest_value(run, name)
+        if peak is not None:
+            facts[title] = size(peak)
     return facts
 
 
-def _pace(run: RunSnapshot) -> dict[str, str]:
-    """Return how fast steps of the first rank follow each other, mostly.
-
-    Validation and breaks are left out.
-    """
-    found = [np.array([])]
+def _recorded_times(run: RunSnapshot) -> list[float]:
+    """Return the Unix times of everything that was recorded of a run."""
+    times = [recorded.event.unix_seconds for recorded in run.events]
     for lane in run.lanes:
-        if not lane.rank and not lane.optimizer:
-            steps, first = np.unique(lane.moments[1], return_index=True)
-            seconds = np.diff(lane.moments[0][first])
-            found.append(np.diff(steps)[seconds > 0] / seconds[seconds > 0])
-    if not len(rates := np.concatenate(found)):
-        return {}
-    facts = {"steps a second": float(np.median(rates))}
-    epochs = [each.event.data for each in run.events if each.event.kind == "epoch_ended"]
-    # The others were begun before a restart
-    epochs = [data for data in epochs if data.get("steps")]
-    known: list[Any] = (
-        [epochs[-1].get(name) for name in ("batches", "batch_size", "steps")] if epochs else [None]
+        times += [time for time in (lane.begun, lane.ended) if time]
+    if run.began is not None:
+        times.append(run.began)
+    return times
+
+
+def _largest_value(run: RunSnapshot, name: str) -> float | None:
+    """Return the largest value on all curves of a name, or None if there is no such curve."""
+    curves = [lane.curves[name] for lane in run.lanes if name in lane.curves]
+    if not curves:
+        return None
+    return max(float(curve.finite.max(initial=0)) for curve in curves)
+
+
+def _throughput(run: RunSnapshot) -> dict[str, str]:
+    """Return steps and samples per second as text, where they are known."""
+    steps_per_second = _median_rate(
+        lane.times for lane in run.lanes if not lane.rank and not lane.optimizer
     )
-    if all(type(each) is int and each > 0 for each in known):
-        of_step = known[0] * known[1] / known[2] * (1 + max(lane.rank or 0 for lane in run.lanes))
-        facts["samples a second"] = facts["steps a second"] * of_step
-    return {name: f"{float(f'{rate:.3g}'):,g}" for name, rate in facts.items()}
+    if steps_per_second is None:
+        return {}
+    rates = {"steps a second": steps_per_second}
+    samples_per_step = _samples_per_step(run)
+    if samples_per_step is not None:
+        rates["samples a second"] = steps_per_second * samples_per_step
+    return {title: three_digits(rate) for title, rate in rates.items()}
 
 
-def _facts_of(seen: EventSeen) -> str:
-    return sanitise(seen.event.sentence(), most=2000)
+def _median_rate(times_of_attempts: Iterable[StepTimes]) -> float | None:
+    """Return the median of the steps per second, which leaves out validation and breaks."""
+    rates: list[Numbers] = [np.array([])]
+    for times in times_of_attempts:
+        # After a rollback a step is made again; its first time counts.
+        steps, first = np.unique(times.steps, return_index=True)
+        seconds = np.diff(times.unix_seconds[first])
+        is_later = seconds > 0
+        rates.append(np.diff(steps)[is_later] / seconds[is_later])
+    all_rates = np.concatenate(rates)
+    return float(np.median(all_rates)) if len(all_rates) else None
+
+
+def _samples_per_step(run: RunSnapshot) -> float | None:
+    """Return the samples of an optimizer step on all ranks, from the newest whole epoch.
+
+    None if no epoch was recorded from its beginning to its end.
+    """
+    epochs = [item.event.data for item in run.events if item.event.kind == "epoch_ended"]
+    # An epoch that began before a restart does not know its steps.
+    whole_epochs = [epoch for epoch in epochs if epoch.get("steps")]
+    if not whole_epochs:
+        return None
+    counts = [whole_epochs[-1].get(name) for name in ("batches", "batch_size", "steps")]
+    if not all(type(count) is int and count > 0 for count in counts):
+        return None
+    batches, batch_size, steps = cast("list[int]", counts)
+    world_size = 1 + max(lane.rank or 0 for lane in run.lanes)
+    return batches * batch_size / steps * world_size
+
+
+def _facts_of(recorded: RecordedEvent) -> str:
+    return sanitise(recorded.event.sentence(), most=_MOST_CHARACTERS)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,13 +1,14 @@
-"""Follow a run: what every process recorded since the last look, whoever comes and goes.
+"""Follow a run: what each process has recorded since the previous look.
 
-Most folders of a run of many epochs are those of loader workers that ended long ago: these are read
-    to their end and
-forgotten.
+Processes and guards may appear at any time. Most process folders of a run of many epochs belong to
+loader workers that ended long ago; these are read to their end and then forgotten. What the records
+mean for a view is decided by ``gathering`` and ``watching``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,13 @@ from typing import Any
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events.event import Event
 from holdfast.core.text import sanitise
-from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE
+from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.following import EventFollower, RingFollower, SampleFollower
 from holdfast.recorder.progress import StepSample
 from holdfast.recorder.reader import not_recorded_any_more
 from holdfast.recorder.run_files import (
     PROCESS_FILE,
     PROCESSES_FOLDER,
-    SAMPLES_FILE,
     SUPERVISED_FILE,
     ProcessInfo,
     process_lives,
@@ -43,11 +43,14 @@ from holdfast.report.sources import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What a source recorded since the last look, oldest first.
+    """What a source has recorded since the previous look, oldest first.
 
-    Of a plain guard loss, norm and duration of steps.
-
-    Steps that were overwritten before they were read are samples of the means of many.
+    Args:
+        source: Who recorded it.
+        samples: Steps. Those that were overwritten before they were read are replaced by the means
+            of many. A guard alone knows loss, gradient norm and duration only.
+        events: Events with a sound time and step.
+        scalars: Numbers that the script logged.
     """
 
     source: Source
@@ -57,148 +60,225 @@ class News:
 
 
 class RunFollower:
-    """Follow the recordings of a run directory, events and `steps`.
+    """Follow the recordings of a run directory.
 
-    Processes and guards may appear later.
+    Args:
+        run: The run directory.
+        steps: Whether steps and scalars are read, or only events.
+
+    Attributes:
+        sources: The sources at the latest look, without loader workers that have ended.
+        problems: What cannot be read, as a sentence for each path.
+        lost_steps: Which steps were overwritten before they were read, as a sentence for each
+            directory.
     """
 
     def __init__(self, run: Path, *, steps: bool = True) -> None:
         self._run = run
         self._steps = steps
-        self._forgotten: set[str] = set()
-        self._tracks: dict[Path, _Track] = {}
+        # Names of the folders of loader workers that have ended and were read to their end.
+        self._finished_workers: set[str] = set()
+        self._followers: dict[Path, _SourceFollower] = {}
+        # Guards that processes of the run have opened elsewhere, by the directory of the recording.
         self._guards: dict[Path, Source] = {}
         self.sources: list[Source] = []
-        """All that were seen at the last look, without loader workers that have ended."""
         self.problems: dict[str, str] = {}
-        """What cannot be read, by directory."""
+        self.lost_steps: dict[str, str] = {}
 
     def new(self, *, hold_back: bool = True) -> list[News]:
         """Return the news of every source that has some.
 
-        What cannot be read is noted in `problems`.
+        What cannot be read is described in `problems`.
+
+        Args:
+            hold_back: As in `SampleFollower.new`.
         """
-        try:
-            self.sources = [*find_sources(self._run, self._processes()), *self._guards.values()]
-        except (OSError, TypeError) as error:
-            self.problems[str(self._run)] = sanitise(error, most=200)
-        here = ran_here(read_json(self._run / SUPERVISED_FILE))
-        found: list[News] = []
-        over: set[Path] = set()
-        for source in self.sources:  # which grows by the guards that are named meanwhile
-            if here and _is_over(source):  # asked before it is read: nothing comes after that
-                over.add(source.directory)
-            track = self._tracks.setdefault(source.directory, _Track(source, steps=self._steps))
-            lost = track.lost
-            try:
-                news = track.new(source, hold_back=hold_back and source.directory not in over)
-                words = not_recorded_any_more(source.directory) if track.lost > lost else ""
-            except RunDirectoryError as error:
-                self.problems[str(source.directory)] = sanitise(error.what, most=200)
-                continue
-            if words:
-                self.problems[f"{source.directory} lost"] = (
-                    f"of {sanitise(source.label, most=60)} {words}"
-                )
-            if news.samples or news.events or news.scalars:
-                found.append(news)
-                self._remember_guards(news)
-        self.sources = [source for source in self.sources if source.directory not in over]
-        for directory in over:
-            self._forgotten.add(directory.name)
-            del self._tracks[directory]
-        return found
+        self._find_sources()
+        runs_here = ran_here(read_json(self._run / SUPERVISED_FILE))
+        all_news: list[News] = []
+        finished: set[Path] = set()
+        # The list grows while it is read, by the guards that events name.
+        for source in self.sources:
+            # Ask before reading: a worker that has ended by now writes nothing after that.
+            if runs_here and _is_finished_worker(source):
+                finished.add(source.directory)
+            news = self._read(source, hold_back=hold_back and source.directory not in finished)
+            if news is not None and (news.samples or news.events or news.scalars):
+                all_news.append(news)
+                self._add_guards(news)
+        self._forget(finished)
+        return all_news
 
     def guard_runs(self) -> set[Path]:
-        """Return the run directories of guards that processes of this run have opened, with
-        links resolved.
-        """
-        return {folder.parent.parent.resolve() for folder in self._guards}
+        """Return the run directories of guards that this run has opened, with links resolved."""
+        return {directory.parent.parent.resolve() for directory in self._guards}
+
+    def _find_sources(self) -> None:
+        try:
+            self.sources = find_sources(self._run, self._processes())
+            self.sources += self._guards.values()
+        except (OSError, TypeError) as error:
+            self.problems[str(self._run)] = sanitise(error, most=200)
 
     def _processes(self) -> list[tuple[Path, ProcessInfo]]:
-        """Return the folders of processes with what these say, oldest first.
+        """Return the folders of processes and what these say about themselves, oldest first.
 
-        What they say may change.
+        It is read again at each look, as it changes: a process becomes a trainer at its first step.
         """
         folder = self._run / PROCESSES_FOLDER
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        self._forgotten &= names  # the supervisor removes those of most workers
-        found = []
-        for name in sorted(names - self._forgotten):
+        # The supervisor removes the folders of most workers.
+        self._finished_workers &= names
+        processes = []
+        for name in sorted(names - self._finished_workers):
             info = read_process_file(folder / name / PROCESS_FILE)
             if info is not None:
-                found.append((folder / name, info))
-        return sorted(found, key=lambda pair: pair[1].started)
+                processes.append((folder / name, info))
+        return sorted(processes, key=lambda process: process[1].started)
 
-    def _remember_guards(self, news: News) -> None:
+    def _read(self, source: Source, *, hold_back: bool) -> News | None:
+        """Return the news of one source, or None if its recording cannot be read."""
+        directory = source.directory
+        if directory not in self._followers:
+            self._followers[directory] = _SourceFollower(source, steps=self._steps)
+        follower = self._followers[directory]
+        lost_before = follower.lost
+        try:
+            news = follower.new(source, hold_back=hold_back)
+            lost_steps = ""
+            if follower.lost > lost_before:
+                lost_steps = not_recorded_any_more(directory)
+        except RunDirectoryError as error:
+            self.problems[str(directory)] = sanitise(error.what, most=200)
+            return None
+        if lost_steps:
+            label = sanitise(source.label, most=60)
+            self.lost_steps[str(directory)] = f"{label}: {lost_steps}"
+        return news
+
+    def _add_guards(self, news: News) -> None:
+        """Add the guards whose run directories a process has named in its events."""
+        if news.source.kind != "process":
+            return
         for event in news.events:
-            path = guard_run_of(event) if news.source.kind == "process" else None
-            for guard in (
-                guard_sources(path, attempt=news.source.attempt) if path is not None else ()
-            ):
-                if guard.directory.resolve() not in {
-                    source.directory.resolve() for source in self.sources
-                }:
+            run = guard_run_of(event)
+            if run is None:
+                continue
+            for guard in guard_sources(run, attempt=news.source.attempt):
+                known = {source.directory.resolve() for source in self.sources}
+                if guard.directory.resolve() not in known:
                     self._guards[guard.directory] = guard
                     self.sources.append(guard)
 
+    def _forget(self, finished: set[Path]) -> None:
+        self.sources = [source for source in self.sources if source.directory not in finished]
+        for directory in finished:
+            self._finished_workers.add(directory.name)
+            del self._followers[directory]
 
-def _is_over(source: Source) -> bool:
-    """Return whether this is a loader worker that has ended.
 
-    A trainer that has ended is still shown.
+def _is_finished_worker(source: Source) -> bool:
+    """Return whether a source is a loader worker that has ended.
+
+    Trainers that have ended stay, since views show them.
     """
     info = source.info
-    return (
-        info is not None
-        and info.role == "loader worker"
-        and not process_lives(info.pid, info.ticks)
-    )
+    if info is None or info.role != "loader worker":
+        return False
+    return not process_lives(info.pid, info.ticks)
 
 
-class _Track:
-    """The followers of one directory."""
+class _SourceFollower:
+    """Follow the rings in the directory of one source."""
 
     def __init__(self, source: Source, *, steps: bool) -> None:
-        self._events = EventFollower(source.directory / EVENTS_FILE)
-        self._path = source.directory / (SAMPLES_FILE if source.kind == "process" else STEPS_FILE)
-        self._samples = (
-            SampleFollower(self._path) if steps and source.kind != "supervisor" else None
-        )
-        self._scalars = RingFollower(source.directory / SCALARS_FILE)
-        self.lost = 0
+        directory = source.directory
+        self._events = EventFollower(directory / EVENTS_FILE)
+        self._scalars = RingFollower(directory / SCALARS_FILE)
+        self._steps_path = source.steps_path
+        self._samples: SampleFollower | None = None
+        if steps and source.kind != "supervisor":
+            self._samples = SampleFollower(self._steps_path)
+        # Unix time of the newest step that was returned.
         self._newest = 0.0
 
+    @property
+    def lost(self) -> int:
+        """Return how many steps were overwritten before they were read."""
+        return 0 if self._samples is None else self._samples.lost
+
     def new(self, source: Source, *, hold_back: bool) -> News:
-        samples = [] if self._samples is None else self._samples.new(hold_back=hold_back)
-        lost, self.lost = self.lost, 0 if self._samples is None else self._samples.lost
-        if samples and self.lost > lost:
-            samples[:0] = _in_short(self._path, self._newest, samples[0].unix_seconds)
-        self._newest = samples[-1].unix_seconds if samples else self._newest
+        """Return what is new; H305 for a damaged ring of steps or events."""
+        samples = self._new_samples(hold_back=hold_back)
         events = [event for event in self._events.new() if is_sound_event(event)]
-        scalars: list[Scalar] = []
-        # A damaged file costs its own values only; the report says so
+        return News(source=source, samples=samples, events=events, scalars=self._new_scalars())
+
+    def _new_samples(self, *, hold_back: bool) -> list[StepSample]:
+        if self._samples is None:
+            return []
+        lost_before = self.lost
+        samples = self._samples.new(hold_back=hold_back)
+        if not samples:
+            return []
+        if self.lost > lost_before:
+            means = _means_between(self._steps_path, self._newest, samples[0].unix_seconds)
+            samples = [*means, *samples]
+        self._newest = samples[-1].unix_seconds
+        return samples
+
+    def _new_scalars(self) -> list[Scalar]:
+        if self._samples is None:
+            return []
+        # A damaged file costs its own values only. The page reports the damage.
         with suppress(RunDirectoryError):
-            scalars = scalars_of(self._scalars.records()) if self._samples is not None else []
-        return News(source=source, samples=samples, events=events, scalars=scalars)
+            return scalars_of(self._scalars.records())
+        return []
 
 
-def _in_short(path: Path, after: float, before: float) -> list[StepSample]:
-    """Return what a ring does not hold any more between two times, as samples that are means of
-    many.
+def _means_between(path: Path, after: float, before: float) -> Iterator[StepSample]:
+    """Yield the steps between two Unix times that a ring does not hold any more.
+
+    Each sample is the mean of many steps, at the time and step of the first of them.
     """
-    from holdfast.recorder.history import read_history  # here: numpy takes a tenth of a second
+    # Imported here because numpy takes a tenth of a second.
+    from holdfast.recorder.history import read_history
 
-    rows, found = read_history(path).rows, []
+    rows = read_history(path).rows
     for row in rows[(rows["time"] > after * 1e9) & (rows["time"] < before * 1e9)]:
-        numbers = zip(row["mean"].tolist(), row["finite"], row["odd"], strict=True)
-        known: list[Any] = [
-            mean if finite else math.nan if odd else None for mean, finite, odd in numbers
-        ]
-        seconds, wait, *sizes = (math.nan if each is None else each for each in known[3:])
-        sizes = [0 if math.isnan(each) else int(each) for each in sizes]
-        where = int(row["time"]) / 1e9, int(row["optimizer"])
-        found.append(
-            StepSample._make([int(row["step"]), 0, *known[:3], seconds, wait, *sizes, *where])
-        )
-    return found
+        yield _sample_of_means(row)
+
+
+def _sample_of_means(row: Any) -> StepSample:
+    """Return a row of ``recorder.history`` as a sample."""
+    from holdfast.recorder.history import NAMES
+
+    def mean(name: str) -> float | None:
+        """Return the mean of the finite values, NaN if there are others only, None without any."""
+        place = NAMES.index(name)
+        if row["finite"][place]:
+            return float(row["mean"][place])
+        return math.nan if row["odd"][place] else None
+
+    def seconds(name: str) -> float:
+        value = mean(name)
+        return math.nan if value is None else value
+
+    def size(name: str) -> int:
+        value = mean(name)
+        return 0 if value is None or math.isnan(value) else int(value)
+
+    return StepSample(
+        step=int(row["step"]),
+        micro_steps=0,
+        loss=mean("loss"),
+        grad_norm=mean("grad_norm"),
+        learning_rate=mean("learning_rate"),
+        seconds=seconds("seconds"),
+        wait_seconds=seconds("wait_seconds"),
+        host_bytes=size("host_bytes"),
+        device_allocated_bytes=size("device_allocated_bytes"),
+        device_reserved_bytes=size("device_reserved_bytes"),
+        device_peak_bytes=size("device_peak_bytes"),
+        unix_seconds=int(row["time"]) / 1e9,
+        optimizer=int(row["optimizer"]),
+    )

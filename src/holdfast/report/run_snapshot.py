@@ -1,6 +1,7 @@
-"""A run at one moment, as `holdfast report`, `watch` and `metrics` show it.
+"""What is known of a run at one moment, as `holdfast report`, `watch` and `metrics` show it.
 
-`gathering.gather` makes it of everything that was recorded, `watching.Watched` of what is new.
+``gathering.gather`` fills in a `RunSnapshot` from everything that was recorded, for the page;
+``watching.Watched`` from what is new, for the live view and for metrics. Nothing is read here.
 """
 
 from __future__ import annotations
@@ -17,45 +18,51 @@ from holdfast.recorder.progress import Phase, Standing
 from holdfast.recorder.run_files import ProcessInfo
 from holdfast.recorder.scalars import Scalar
 from holdfast.report.run_follower import News
-from holdfast.report.sources import EventSeen
+from holdfast.report.sources import RecordedEvent
 
-if TYPE_CHECKING:  # numpy takes a tenth of a second
-    from holdfast.report.images import ImageSeen
-    from holdfast.report.series import Moments, Numbers, Series
+if TYPE_CHECKING:
+    # These modules import numpy, which takes a tenth of a second.
+    from holdfast.report.curves import Curve, StepTimes
+    from holdfast.report.images import PageImage
 
 State = Literal["running", "waits to restart", "ended"]
 
 
-def phase_seen(standing: Standing | None, role: str) -> Phase | None:
-    """Return what a process does.
+def visible_phase(standing: Standing | None, role: str) -> Phase | None:
+    """Return the phase of a process, or None if its board says nothing about it.
 
-    A launcher and a worker of a loader show nothing but that they have started.
+    Launchers and loader workers never leave the phase in which every process starts.
     """
-    if standing is None or (
-        standing.phase is Phase.STARTING and role in ("launcher", "loader worker")
-    ):
+    if standing is None:
+        return None
+    if standing.phase is Phase.STARTING and role in ("launcher", "loader worker"):
         return None
     return standing.phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What one process trained: to which step, when (Unix times), and its curves by name.
+    """The steps of one process, or of one of its optimizers if there are several.
 
-    `begun` is the end of the first step that is recorded, less its duration; None of one of several
-    optimizers, and of who only logged numbers.
-    `moments`: times, and the steps made until then; `made`: how many these are, and their seconds,
-        of an observed
-    process their number. `rank` and `optimizer` are None and empty where there is one.
+    Args:
+        label: Name for people, such as "rank 3" or "rank 3, generator".
+        last_step: Number of the newest step.
+        begun: Unix time at which the first recorded step began; None for one of several
+            optimizers, and for a process that only logged numbers.
+        ended: Unix time at which the newest step ended.
+        curves: Curves by name.
+        times: When the steps were made.
+        of_guard: Whether a guard recorded them; otherwise they were observed from hooks.
+        rank: None if the run has no ranks.
+        optimizer: Name of the optimizer; empty unless there are several.
     """
 
     label: str
     last_step: int = 0
     begun: float | None = None
     ended: float | None = None
-    columns: Mapping[str, Series]
-    moments: Moments
-    made: tuple[Numbers, ...] = ()
+    curves: Mapping[str, Curve]
+    times: StepTimes
     of_guard: bool = False
     rank: int | None = None
     optimizer: str = ""
@@ -63,13 +70,31 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSnapshot:
-    """One process; numbers are None, NaN or 0 where they are unknown.
+    """One process. Numbers are None, NaN or 0 where they are unknown.
 
-    `alive` is None if that cannot be seen from here. Of `watch` only: `losses` and `wait_share` are
-        those of the
-    newest 600 steps, `steps_per_second` that of the newest 50, and `optimizers` the same for each
-    of several. Of the
-    page only: `spent`, seconds in each phase by its number.
+    The names of the fields are those of `holdfast watch --json`.
+
+    Args:
+        label: Name for people, no two the same in a run.
+        role: A role of ``recorder.run_files``, or "guard".
+        info: What the process says about itself.
+        alive: None if that cannot be determined on this machine.
+        stopped: Whether a signal such as SIGSTOP suspends it.
+        phase: What it is doing.
+        since_seconds: For how long.
+        step: Number of its newest step.
+        ended: Unix time of the last thing that it recorded.
+        spent: On the page: seconds in each phase, by the number of the phase.
+        lane: On the page: its steps.
+        optimizers: In the live view: the same for each optimizer, if there are several.
+        steps_per_second: In the live view: over the newest 50 steps.
+        loss: In the live view, as all that follow: the newest loss.
+        losses: Losses of the newest 600 steps, oldest first.
+        grad_norm: The newest gradient norm.
+        learning_rate: The newest learning rate.
+        wait_share: Share of the time of the newest 600 steps that was spent waiting for data.
+        host_bytes: Resident memory of the process.
+        device_bytes: Memory that torch has allocated on the device.
     """
 
     label: str
@@ -95,8 +120,16 @@ class ProcessSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSeen:
-    """One checkpoint; sizes and times are None if its manifest cannot be read."""
+class CheckpointSummary:
+    """One checkpoint on disk; size and time are None if its manifest cannot be read.
+
+    Args:
+        name: Name of its folder.
+        global_step: Its step.
+        status: "complete", or what is wrong with it.
+        size_bytes: Size of its files.
+        saved: Unix time at which it was saved.
+    """
 
     name: str
     global_step: int
@@ -106,28 +139,51 @@ class CheckpointSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSnapshot:
-    """What is known of a run; without `supervised.json` it is one of a plain guard.
+class StackDump:
+    """The stacks of a process as a text.
 
-    `start`, of the page only, is what that says, or what the guard says. `settings`, of the page
-        only: see
-    `write_settings`. `processes`: the page's by their start, `watch`'s of the newest attempt with
-        trainers first.
-    `events`, oldest first: of a frequent kind the page has the first and the last
-        (`left_out_events` counts the
-    others), `watch` the newest. `outlook`, of `watch` only: how far it is. `scalars`: `watch`'s
-    newest of each name
-    logged lately, newest last. `guards`: directories of guards that its processes opened, of
-        `watch` with links
-    resolved and without its own. `news`: what each source has recorded since the look before.
-        `stacks`: name and
-    text. `problems`: what could not be read, one sentence each. `now` and `newest` (what was
-        recorded last) are Unix
-    times.
+    Args:
+        name: Path of the file within the run directory.
+        text: Its end.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot:
+    """Everything that is known of a run. Some fields are filled in for one kind of view only.
+
+    Args:
+        path: The run directory.
+        start: What the supervisor, or else the guard, recorded when it began.
+        settings: On the page: see ``recorder.run_files.write_settings``.
+        state: Whether the run is still running.
+        attempt: Number of the newest attempt; the first is 0.
+        now: Unix time of the snapshot.
+        newest: Unix time of the newest record.
+        processes: On the page by their start; in the live view those of the newest attempt,
+            trainers first.
+        events: Oldest first. Of a frequent kind the page has the first and the last ones; the live
+            view has the newest.
+        left_out_events: On the page: how many more events there are, by kind.
+        verdict: Why the run ended.
+        outlook: In the live view: how far the run is, as a sentence.
+        scalars: In the live view: the newest value of each name that the script logged, newest
+            last.
+        guards: Run directories of guards that the run has opened. The live view resolves links and
+            leaves out the directory of the run itself.
+        news: In the live view: what each source has recorded since the previous snapshot.
+        lanes: On the page: the steps of each process and guard.
+        checkpoints: On the page: newest first, damaged ones last.
+        images: On the page.
+        stacks: On the page.
+        output: On the page: the end of what the run printed.
+        problems: What could not be read, one sentence each.
     """
 
     path: Path
-    supervised: Mapping[str, Any] = field(default_factory=dict)
     start: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     state: State = "ended"
@@ -135,7 +191,7 @@ class RunSnapshot:
     now: float = 0.0
     newest: float | None = None
     processes: tuple[ProcessSnapshot, ...] = ()
-    events: tuple[EventSeen, ...] = ()
+    events: tuple[RecordedEvent, ...] = ()
     left_out_events: Mapping[str, int] = field(default_factory=dict)
     verdict: Verdict | None = None
     outlook: str = ""
@@ -143,34 +199,43 @@ class RunSnapshot:
     guards: tuple[Path, ...] = ()
     news: tuple[News, ...] = ()
     lanes: tuple[Lane, ...] = ()
-    checkpoints: tuple[CheckpointSeen, ...] = ()
-    images: tuple[ImageSeen, ...] = ()
-    stacks: tuple[tuple[str, str], ...] = ()
+    checkpoints: tuple[CheckpointSummary, ...] = ()
+    images: tuple[PageImage, ...] = ()
+    stacks: tuple[StackDump, ...] = ()
     output: str = ""
     problems: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `watch` shows, for machines."""
-        facts = {
-            name: getattr(self, name)
-            for name in ("state", "attempt", "command", "began", "outlook")
+        """Return the output of `holdfast watch --json`."""
+        return {
+            "run": str(self.path),
+            "state": self.state,
+            "attempt": self.attempt,
+            "command": self.command,
+            "began": self.began,
+            "outlook": self.outlook,
+            "processes": [_process_as_json(process) for process in self.processes],
+            "scalars": [scalar._asdict() for scalar in self.scalars],
+            "verdict": None if self.verdict is None else self.verdict.as_json(),
         }
-        facts["processes"] = [
-            {**asdict(each), "phase": each.phase and each.phase.name} for each in self.processes
-        ]
-        facts["scalars"] = [each._asdict() for each in self.scalars]
-        return {"run": str(self.path), **facts, "verdict": self.verdict and self.verdict.as_json()}
 
     @property
     def command(self) -> str:
-        """Return what was started, or an empty text."""
-        argv = (self.start or self.supervised).get("argv")
-        return " ".join(without_secrets(list(map(str, argv)))) if isinstance(argv, list) else ""
+        """Return the command line that was started, without secrets; empty if it is unknown."""
+        argv = self.start.get("argv")
+        if not isinstance(argv, list):
+            return ""
+        return " ".join(without_secrets([str(word) for word in argv]))
 
     @property
     def began(self) -> float | None:
-        """Return the Unix time at which the supervisor began, or the newest process of a guard
-        alone; or None.
-        """
-        began = (self.start or self.supervised).get("started")
+        """Return the Unix time at which the supervisor, or the newest process of a guard, began."""
+        began = self.start.get("started")
         return float(began) if isinstance(began, (int, float)) else None
+
+
+def _process_as_json(process: ProcessSnapshot) -> dict[str, Any]:
+    values = asdict(process)
+    if process.phase is not None:
+        values["phase"] = process.phase.name
+    return values

@@ -1,4 +1,4 @@
-"""How bad an event is, for the curves, the timeline and the live view."""
+"""How bad an event is, so that curves, the timeline and the live view agree."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ _WARNINGS = frozenset(
 
 def severity(event: Event) -> Severity:
     """Return how bad an event is; a finding says so itself."""
-    said = event.data.get("severity")
-    if event.kind in _ERRORS or said == "error":
+    stated = event.data.get("severity")
+    if event.kind in _ERRORS or stated == "error":
         return "error"
-    return "warning" if event.kind in _WARNINGS or said == "advice" else "info"
+    if event.kind in _WARNINGS or stated == "advice":
+        return "warning"
+    return "info"

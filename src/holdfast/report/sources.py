@@ -1,4 +1,8 @@
-"""Where a run's recordings lie: of the supervisor, of each observed process, and of guards."""
+"""Where the recordings of a run lie: those of the supervisor, of each process, and of guards.
+
+This module finds directories and names them for people. What lies in them is read by
+``run_follower``, ``gathering`` and ``lanes``.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,10 @@ from typing import Any, Literal
 from holdfast.core.events.event import Event
 from holdfast.core.files import read_file
 from holdfast.explain.runs.recordings import no_recording, unreadable
+from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.run_files import (
     PROCESSES_FOLDER,
+    SAMPLES_FILE,
     SUPERVISED_FILE,
     SUPERVISOR_FOLDER,
     ProcessInfo,
@@ -25,15 +31,27 @@ from holdfast.recorder.run_files import (
 
 RECORDER_FOLDER = "recorder"
 CHECKPOINTS_FOLDER = "checkpoints"
+# A directory with one of these is a run.
+_NAMES_IN_A_RUN = frozenset(
+    {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}
+)
+# JSON files of a run have some KiB; a larger one is not ours.
 _MOST_JSON_BYTES = 4 << 20
-_LATEST = 1e11  # the year 5138: what lies beyond is no time
+# The year 5138. A later time is damage.
+_LATEST_UNIX_SECONDS = 1e11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One directory with rings.
+    """One directory with recordings.
 
-    Who wrote it, what people call that ("rank 3"), and what a process says of itself.
+    Args:
+        kind: Who recorded them.
+        directory: Where they lie.
+        label: Name for people, such as "rank 3"; no two the same in a run.
+        rank: Rank of the process, if it has one.
+        attempt: Number of the attempt that it belongs to.
+        info: What the process says about itself; None unless `kind` is "process".
     """
 
     kind: Literal["supervisor", "process", "guard"]
@@ -43,18 +61,25 @@ class Source:
     attempt: int = 0
     info: ProcessInfo | None = None
 
+    @property
+    def steps_path(self) -> Path:
+        """Return the ring of its steps: samples of a process, or marks of a guard."""
+        return self.directory / (SAMPLES_FILE if self.kind == "process" else STEPS_FILE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EventSeen:
-    """One event, and who recorded it."""
+class RecordedEvent:
+    """An event and the label of the source that recorded it."""
 
     source: str
     event: Event
 
 
 def check_run(run: Path) -> Path:
-    """Return the directory with links resolved (H731 if nothing was recorded there, H733 if it
-    cannot be read).
+    """Return a run directory with links resolved.
+
+    Raises:
+        RunDirectoryError: H731 if nothing was recorded there, H733 if it cannot be read.
     """
     run = folder_of_first_host(run)
     try:
@@ -67,86 +92,40 @@ def check_run(run: Path) -> Path:
 
 def is_run(path: Path) -> bool:
     """Return whether something was recorded in a directory; OSError if it cannot be read."""
-    names = {each.name for each in path.iterdir()}
-    return bool(
-        names
-        & {
-            SUPERVISED_FILE,
-            SUPERVISOR_FOLDER,
-            PROCESSES_FOLDER,
-            RECORDER_FOLDER,
-            CHECKPOINTS_FOLDER,
-        }
-    )
+    return any(entry.name in _NAMES_IN_A_RUN for entry in path.iterdir())
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the runs in a directory, the newest first; what cannot be read is left out."""
-    found = []
-    for each in folder.iterdir():
+    """Return the runs in a directory, newest first, without those that cannot be read."""
+    runs = []
+    for path in folder.iterdir():
         with suppress(OSError):
-            if not each.is_symlink() and is_run(each):
-                found.append((each.stat().st_mtime, each))
-    return [path for _, path in sorted(found, reverse=True)]
+            if not path.is_symlink() and is_run(path):
+                runs.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(runs, reverse=True)]
 
 
 def find_sources(
     run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None = None
 ) -> list[Source]:
-    """Return the sources of a run, the supervisor first, then processes by attempt, rank and start,
-    then guards.
+    """Return the sources of a run: the supervisor, processes by attempt and rank, then guards.
 
-    `processes` is what `read_processes` gives, if that is known.
+    Args:
+        run: The run directory.
+        processes: What `read_processes` returns, if it is known already.
     """
-    found = []
-    if (run / SUPERVISOR_FOLDER).is_dir():
-        found.append(
-            Source(kind="supervisor", directory=run / SUPERVISOR_FOLDER, label="supervisor")
-        )
-    processes = sorted(
-        read_processes(run) if processes is None else processes,
-        key=lambda pair: (pair[1].attempt, -1 if pair[1].rank is None else pair[1].rank),
-    )
-    labels = _labels([info for _, info in processes])
-    for (folder, info), label in zip(processes, labels, strict=True):
-        found.append(
-            Source(
-                kind="process",
-                directory=folder,
-                label=label,
-                rank=info.rank,
-                attempt=info.attempt,
-                info=info,
-            )
-        )
-    return found + guard_sources(run)
-
-
-def _labels(infos: list[ProcessInfo]) -> list[str]:
-    """Return a name for each process, no two the same."""
-    several_attempts = len({info.attempt for info in infos}) > 1
-    labels = []
-    for info in infos:
-        label = f"trainer {info.pid}" if info.rank is None else f"rank {info.rank}"
-        if info.role == "loader worker":  # inherits the rank of its trainer
-            label = f"worker {info.pid}" + ("" if info.rank is None else f" of rank {info.rank}")
-        elif info.role != "trainer":
-            label = f"{'launcher' if info.role == 'launcher' else 'process'} {info.pid}"
-        labels.append(label + (f", attempt {info.attempt}" if several_attempts else ""))
-    counts = Counter(labels)
-    return [
-        label if counts[label] == 1 else f"{label} ({info.folder})"
-        for label, info in zip(labels, infos, strict=True)
-    ]
+    if processes is None:
+        processes = read_processes(run)
+    return [*_supervisor_sources(run), *_process_sources(processes), *guard_sources(run)]
 
 
 def guard_sources(run: Path, *, attempt: int = 0) -> list[Source]:
-    """Return the recordings of a guard's run directory; none if it has none."""
-    found = []
+    """Return the recordings of a guard in its run directory, one for each rank."""
+    sources = []
     for folder in sorted((run / RECORDER_FOLDER).glob("rank*")):
-        number = folder.name.removeprefix("rank")
-        rank = int(number) if number.isascii() and number.isdigit() else None
-        found.append(
+        digits = folder.name.removeprefix("rank")
+        rank = int(digits) if digits.isascii() and digits.isdigit() else None
+        sources.append(
             Source(
                 kind="guard",
                 directory=folder,
@@ -155,42 +134,98 @@ def guard_sources(run: Path, *, attempt: int = 0) -> list[Source]:
                 attempt=attempt,
             )
         )
-    return found
+    return sources
+
+
+def _supervisor_sources(run: Path) -> list[Source]:
+    folder = run / SUPERVISOR_FOLDER
+    if not folder.is_dir():
+        return []
+    return [Source(kind="supervisor", directory=folder, label="supervisor")]
+
+
+def _process_sources(processes: Sequence[tuple[Path, ProcessInfo]]) -> list[Source]:
+    ordered = sorted(processes, key=lambda process: _attempt_and_rank(process[1]))
+    labels = _unique_labels([info for _, info in ordered])
+    return [
+        Source(
+            kind="process",
+            directory=folder,
+            label=label,
+            rank=info.rank,
+            attempt=info.attempt,
+            info=info,
+        )
+        for (folder, info), label in zip(ordered, labels, strict=True)
+    ]
+
+
+def _attempt_and_rank(info: ProcessInfo) -> tuple[int, int]:
+    """Return a key that sorts processes; those without a rank come first in their attempt."""
+    return info.attempt, -1 if info.rank is None else info.rank
+
+
+def _unique_labels(infos: Sequence[ProcessInfo]) -> list[str]:
+    """Return a name for each process, no two the same."""
+    labels = [_label(info) for info in infos]
+    if len({info.attempt for info in infos}) > 1:
+        labels = [
+            f"{label}, attempt {info.attempt}" for label, info in zip(labels, infos, strict=True)
+        ]
+    counts = Counter(labels)
+    return [
+        label if counts[label] == 1 else f"{label} ({info.folder})"
+        for label, info in zip(labels, infos, strict=True)
+    ]
+
+
+def _label(info: ProcessInfo) -> str:
+    if info.role == "loader worker":
+        # A worker inherits the rank of its trainer.
+        return f"worker {info.pid}" + ("" if info.rank is None else f" of rank {info.rank}")
+    if info.role == "launcher":
+        return f"launcher {info.pid}"
+    if info.role != "trainer":
+        return f"process {info.pid}"
+    return f"trainer {info.pid}" if info.rank is None else f"rank {info.rank}"
 
 
 def is_sound_event(event: Event) -> bool:
     """Return whether an event has a time and a step that can be drawn."""
     return (
         isinstance(event.unix_seconds, (int, float))
-        and 0 <= event.unix_seconds < _LATEST
+        and 0 <= event.unix_seconds < _LATEST_UNIX_SECONDS
         and isinstance(event.global_step, int)
     )
 
 
 def guard_run_of(event: Event) -> Path | None:
-    """Return the run directory that an observed guard named in an event of its process, or None.
+    """Return the run directory that a guard named in an event of its process, or None.
 
     The path comes from a ring that the process itself wrote, never from what it printed.
     """
-    path = event.data.get("path") if event.kind == "guard" else None
-    return (
-        Path(path) if isinstance(path, str) and path.startswith("/") and "\0" not in path else None
-    )
+    if event.kind != "guard":
+        return None
+    path = event.data.get("path")
+    if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
+        return None
+    return Path(path)
 
 
 def ran_here(supervised: Mapping[str, Any]) -> bool:
-    """Return whether the processes of a run are of this machine, as its supervisor wrote.
+    """Return whether the processes of a run belong to this machine.
 
-    If it did not, they are.
+    Args:
+        supervised: What the supervisor wrote; a run without a supervisor is taken to be local.
     """
     host = socket.gethostname()
     return bool(supervised.get("hostname", host) == host)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if it is missing, huge, damaged or something else."""
+    """Return the object in a JSON file; empty if it is missing, huge, damaged or no object."""
     try:
-        found = json.loads(read_file(path, _MOST_JSON_BYTES))
+        value = json.loads(read_file(path, _MOST_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

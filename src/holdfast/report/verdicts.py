@@ -1,11 +1,14 @@
-"""The verdict of a run as reports show it: read from ``verdict.json``, else judged now."""
+"""The verdict of a run as reports show it: read from ``verdict.json``, or judged now.
+
+Verdicts are made by ``explain``; here they are read and put into words for people.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from holdfast.core.text import sanitise
 from holdfast.explain.signature import FAMILIES, Restart
@@ -14,7 +17,10 @@ from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json
 
-_SURE = (
+Tone: TypeAlias = Literal["well", "unjudged", "unknown", "failed"]
+
+# Words for a confidence of at least this share.
+_CONFIDENCE_WORDS = (
     (0.9, "almost certain"),
     (0.75, "very likely"),
     (0.6, "likely"),
@@ -24,9 +30,11 @@ _SURE = (
 
 
 def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
-    """Return why a run ended, or None if nobody can tell.
+    """Return why a run ended, or None if it cannot be judged.
 
-    `problems` gets a sentence about what cannot be judged.
+    Args:
+        run: The run directory.
+        problems: Gets a sentence that says why it cannot be judged.
     """
     values = read_json(run / VERDICT_FILE)
     if values:
@@ -36,40 +44,40 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
         from holdfast.explain.judging import judge
 
         return judge(collect(run))
-    except Exception as error:  # noqa: BLE001 - a report of what is known is better than none; the reason is shown
-        problems.append(f"no verdict could be made: {sanitise(error, most=200)}")
+    except Exception as error:  # noqa: BLE001 - a report without a verdict is better than none; it shows the reason
+        problems.append(f"the run could not be judged: {sanitise(error, most=200)}")
         return None
 
 
 def verdict_from(values: Mapping[str, Any]) -> Verdict:
     """Return a verdict from JSON values, whatever they are.
 
-    What has the wrong kind is shown as text or left out.
+    A value of the wrong type is shown as text or left out.
     """
-    runner_up, rank, step = values.get("runner_up"), values.get("rank"), values.get("step")
-    evidence = [each for each in _items(values, "evidence") if isinstance(each, Mapping)]
-    changes = [
-        each
-        for each in _items(values, "changes")
-        if isinstance(each, (list, tuple)) and len(each) == 2
-    ]
+    confidence = values.get("confidence")
     return Verdict(
-        **{name: _text(values, name) for name in ("cause", "title", "summary", "fix", "where")},
+        cause=_text(values, "cause"),
+        title=_text(values, "title"),
+        summary=_text(values, "summary"),
+        fix=_text(values, "fix"),
+        where=_text(values, "where"),
         family=values["family"] if values.get("family") in FAMILIES else "unknown",
-        confidence=_share(values.get("confidence")),
-        class_confidence=_share(values.get("class_confidence", values.get("confidence"))),
-        evidence=tuple(map(_exhibit, evidence)),
-        runner_up=(
-            (str(runner_up[0]), str(runner_up[1]), _share(runner_up[2]))
-            if isinstance(runner_up, (list, tuple)) and len(runner_up) == 3
-            else None
+        confidence=_share(confidence),
+        class_confidence=_share(values.get("class_confidence", confidence)),
+        evidence=tuple(
+            _exhibit(item) for item in _items(values, "evidence") if isinstance(item, Mapping)
         ),
-        tried=tuple(map(str, _items(values, "tried"))),
-        missing=tuple(map(str, _items(values, "missing"))),
+        runner_up=_runner_up(values.get("runner_up")),
+        tried=tuple(str(item) for item in _items(values, "tried")),
+        missing=tuple(str(item) for item in _items(values, "missing")),
         restart=values["restart"] if values.get("restart") in get_args(Restart) else "stop",
-        changes=tuple((str(name), str(value)) for name, value in changes),
-        rank=rank if isinstance(rank, int) else None,
-        step=step if isinstance(step, int) else None,
+        changes=tuple(
+            (str(item[0]), str(item[1]))
+            for item in _items(values, "changes")
+            if isinstance(item, (list, tuple)) and len(item) == 2
+        ),
+        rank=_integer(values, "rank"),
+        step=_integer(values, "step"),
     )
 
 
@@ -81,56 +89,72 @@ def _exhibit(values: Mapping[str, Any]) -> Exhibit:
     )
 
 
+def _runner_up(value: object) -> tuple[str, str, float] | None:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        return None
+    cause, title, confidence = value
+    return str(cause), str(title), _share(confidence)
+
+
 def _text(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name, "")
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _items(values: Mapping[str, Any], name: str) -> list[Any] | tuple[Any, ...]:
+def _integer(values: Mapping[str, Any], name: str) -> int | None:
+    value = values.get(name)
+    return value if isinstance(value, int) else None
+
+
+def _items(values: Mapping[str, Any], name: str) -> Sequence[Any]:
     value = values.get(name)
     return value if isinstance(value, (list, tuple)) else []
 
 
 def _share(value: object) -> float:
-    return (
-        min(max(float(value), 0.0), 1.0)
-        if isinstance(value, (int, float)) and value == value
-        else 0.0
-    )
+    """Return a number between 0 and 1; 0 if there is none."""
+    is_nan = value != value
+    if not isinstance(value, (int, float)) or is_nan:
+        return 0.0
+    return float(min(max(value, 0.0), 1.0))
 
 
 def how_sure(verdict: Verdict) -> str:
-    """Return how sure a verdict is of its cause, and of its class where it names one.
+    """Return how sure a verdict is of its cause, and of its class if it is surer of that.
 
-    Empty if it names neither, or if the cause is an exception that was seen, which is a fact.
+    Empty if the verdict names neither, or if the cause is an exception that was seen, which is a
+    fact.
     """
     if not verdict.confidence or verdict.names_an_exception:
         return ""
-    cause, share = _in_words(verdict.confidence), f"{verdict.confidence:.0%}"
-    of_class = _in_words(verdict.class_confidence)
-    if (
-        verdict.family in ("unknown", "ended well")
-        or verdict.class_confidence == verdict.confidence
-    ):
-        return f"{cause} ({share})"
-    if cause == of_class:
-        return f"{cause} ({share}, of its class {verdict.class_confidence:.0%})"
-    return f"{cause} ({share}), its class {of_class} ({verdict.class_confidence:.0%})"
-
-
-def tone(verdict: Verdict) -> str:
-    """Return how a run is to be looked at.
-
-    "well"; "unjudged" of an end of which nobody can tell whether it is one; "unknown" of one that
-    something speaks against, or that is no failure of the run's own; or "failed".
-    """
-    if verdict.cause == NOT_JUDGED:
-        return "unjudged"
-    # In doubt the title says what speaks against it, after a comma
-    if verdict.family == "ended well":
-        return "well" if verdict.cause == ENDED_WELL and ", " not in verdict.title else "unknown"
-    return "unknown" if verdict.family in ("unknown", "preempted") else "failed"
+    cause_words = _in_words(verdict.confidence)
+    class_words = _in_words(verdict.class_confidence)
+    cause_share = f"{verdict.confidence:.0%}"
+    class_share = f"{verdict.class_confidence:.0%}"
+    names_no_class = verdict.family in ("unknown", "ended well")
+    if names_no_class or verdict.class_confidence == verdict.confidence:
+        return f"{cause_words} ({cause_share})"
+    if cause_words == class_words:
+        return f"{cause_words} ({cause_share}, of its class {class_share})"
+    return f"{cause_words} ({cause_share}), its class {class_words} ({class_share})"
 
 
 def _in_words(share: float) -> str:
-    return next(words for least, words in _SURE if share >= least)
+    return next(words for least, words in _CONFIDENCE_WORDS if share >= least)
+
+
+def tone(verdict: Verdict) -> Tone:
+    """Return how a run should be presented.
+
+    Returns:
+        "well" if it ended well without a doubt; "unjudged" if it cannot be determined whether it
+        was over; "unknown" if something speaks against a good end, or if the run was ended from
+        outside, such as by a preemption; "failed" otherwise.
+    """
+    if verdict.cause == NOT_JUDGED:
+        return "unjudged"
+    if verdict.family == "ended well":
+        # A doubt is part of the title, after a comma.
+        has_doubt = ", " in verdict.title
+        return "well" if verdict.cause == ENDED_WELL and not has_doubt else "unknown"
+    return "unknown" if verdict.family in ("unknown", "preempted") else "failed"

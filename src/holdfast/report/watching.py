@@ -1,22 +1,21 @@
-"""What can be seen of a run right now, a `RunSnapshot` for each look.
+"""Look at runs again and again: a `RunSnapshot` of what can be seen at each look.
 
-Works over a directory that is half written, that a killed run left behind, or that another machine
-writes.
+Works on a directory that is half written, that a killed run left behind, or that another machine
+writes. Records are read by ``run_follower``; ``run_state`` decides whether a run has ended, and
+``outlook`` describes how far it is.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.lock import is_locked
-from holdfast.core.text import duration
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Standing, StepSample, read_board
 from holdfast.recorder.run_files import (
@@ -31,40 +30,50 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.recorder.scalars import Scalar
 from holdfast.recorder.start import START_FILE
+from holdfast.report.outlook import (
+    NO_GUARD,
+    RATE_SAMPLES,
+    LoopProgress,
+    describe_outlook,
+    loop_progress,
+)
 from holdfast.report.run_follower import News, RunFollower
-from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State, phase_seen
-from holdfast.report.sources import EventSeen, Source, ran_here, read_json, runs_in
+from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State, visible_phase
+from holdfast.report.run_state import SILENT_SECONDS, Signs, decide_state
+from holdfast.report.sources import RecordedEvent, Source, ran_here, read_json, runs_in
 from holdfast.report.verdicts import verdict_from, verdict_of
 
+# Bounds of what is kept for the views: more would not fit on a screen.
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
-_RATE_SAMPLES = 50
+_KEPT_SCALARS = 50
 _MOST_RUNS = 40
-LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
-# A run has ended when nobody holds its lock, its processes are gone and it says nothing any more
-# for this long.
-_SILENT_SECONDS = 5.0
+# In the folder of a supervisor, and in the run directory of a guard.
+LOCK_FILE = "lock"
+# Order of processes in the view.
+_ROLES = ("trainer", "launcher", "other", "loader worker")
 
 
 class Watched:
-    """Look at a run directory again and again."""
+    """One run directory, to look at again and again.
+
+    Args:
+        run: The run directory, with links resolved.
+        clock: The time.
+    """
 
     def __init__(self, run: Path, clock: Clock) -> None:
         self._run = run
         self._clock = clock
         self._follower = RunFollower(run)
-        self._history: dict[Path, deque[StepSample]] = {}
-        self._events: deque[EventSeen] = deque(maxlen=_KEPT_EVENTS)
-        self._loops: dict[Path, dict[str, int]] = {}
-        self._scalars: dict[str, Scalar] = {}
-        self._supervisor_said = ""
+        self._recent = _RecentRecords()
+        # What was wrong with the board of a process, by the directory of the process.
+        self._board_problems: dict[str, str] = {}
         self._judged: Verdict | None = None
-        self._attempt = 0
-        # On the monotonic clock: when this began to look, and when the run last gave a sign of
+        # On the monotonic clock: when this began to watch, and when the run last gave a sign of
         # life.
-        self._began = clock.monotonic_seconds()
-        self._last_sign = -math.inf
-        self._newest = 0.0
+        self._began_to_watch = clock.monotonic_seconds()
+        self._last_sign_of_life = -math.inf
 
     @property
     def run(self) -> Path:
@@ -73,307 +82,431 @@ class Watched:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Return which steps were overwritten before they were read, one sentence for each
-        process.
-        """
-        return tuple(text for key, text in self._follower.problems.items() if key.endswith(" lost"))
+        """Return which steps were overwritten before they were read, a sentence per process."""
+        return tuple(self._follower.lost_steps.values())
 
     def look(self, *, hold_back: bool = True) -> RunSnapshot:
-        """Return the run as it stands.
+        """Return what can be seen of the run now.
 
-        The newest samples may be held back, as in `SampleFollower.new`.
+        Args:
+            hold_back: Whether the newest samples may be held back, as in `SampleFollower.new`.
         """
         news = self._follower.new(hold_back=hold_back)
-        self._take_in(news)
+        self._recent.add(news, self._follower.sources)
+        self._note_signs_of_life(news)
         supervised = read_json(self._run / SUPERVISED_FILE)
+        is_here = ran_here(supervised)
         sources = self._follower.sources
-        self._attempt = max([self._attempt, *(source.attempt for source in sources)])
-        start = next(
-            (read_json(each.directory / START_FILE) for each in sources if each.kind == "guard"), {}
+        processes = [self._process(source, is_here=is_here) for source in self._shown(sources)]
+        supervisor_is_lost = self._supervisor_is_lost(
+            supervised.get("supervisor_pid"), is_here=is_here
         )
-        here = ran_here(supervised)
-        processes = [self._process(source, here=here) for source in self._shown(sources)]
-        lost = self._supervisor_is_lost(supervised.get("supervisor_pid"), here=here)
-        state = self._state(processes, lost=lost)
+        state = self._state(processes, supervisor_is_lost=supervisor_is_lost)
         return RunSnapshot(
             path=self._run,
-            supervised=supervised,
-            start=supervised or start,
+            start=supervised or _start_of_guard(sources),
             state=state,
-            attempt=self._attempt,
+            attempt=self._recent.attempt,
             now=self._clock.unix_seconds(),
-            newest=self._newest or None,
+            newest=self._recent.newest or None,
             processes=tuple(processes),
-            events=tuple(self._events),
-            verdict=self._verdict(state, lost=lost),
-            outlook=self._outlook() if state != "ended" else "",
+            events=tuple(self._recent.events),
+            verdict=self._verdict(state, supervisor_is_lost=supervisor_is_lost),
+            outlook="" if state == "ended" else self._outlook(),
             news=tuple(news),
             guards=tuple(self._follower.guard_runs()),
-            scalars=tuple(self._scalars.values()),
-            problems=(
-                *self._follower.problems.values(),
-                *(["its supervisor was killed"] if lost else []),
-            ),
+            scalars=tuple(self._recent.scalars.values()),
+            problems=self._problems(supervisor_is_lost=supervisor_is_lost),
         )
 
-    def _verdict(self, state: State, *, lost: bool) -> Verdict | None:
-        values = read_json(self._run / VERDICT_FILE) if state != "running" else {}
-        # Nobody else will judge it
-        if not values and state == "ended" and lost and self._judged is None:
-            self._judged = verdict_of(self._run, [])
-        return verdict_from(values) if values else self._judged
+    def _note_signs_of_life(self, all_news: Sequence[News]) -> None:
+        if not all_news:
+            return
+        # What is new to us may have been recorded last week.
+        newest = max(_newest_time(news) for news in all_news)
+        age = max(0.0, self._clock.unix_seconds() - newest)
+        recorded_at = self._clock.monotonic_seconds() - age
+        self._last_sign_of_life = max(self._last_sign_of_life, recorded_at)
 
-    def _outlook(self) -> str:
-        for folder, facts in self._loops.items():
-            marks = [
-                each
-                for each in self._history.get(folder, ())
-                if each.unix_seconds >= facts["since"]
-            ]
-            # By the clock: what a guard calls the duration of a step has no waiting
-            newest = marks[-_RATE_SAMPLES:]
-            seconds = self._clock.unix_seconds() - newest[0].unix_seconds if newest else 0.0
-            rate = (newest[-1].step - newest[0].step) / seconds if seconds > 0 else 0.0
-            ranks = sum(each.parent == folder.parent for each in self._loops)
-            return _outlook(facts, newest[-1].step if newest else facts["at"], rate, ranks)
-        unknown = "epoch, total, time left and samples/s are not known: no Guard records them"
-        return unknown if any(self._history.values()) else ""
+    # --- processes
 
-    def _take_in(self, all_news: Sequence[News]) -> None:
-        arrived: list[EventSeen] = []
-        for news in all_news:
-            source = news.source
-            self._last_sign = max(self._last_sign, self._recorded_at(news))
-            self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(
-                news.samples
-            )
-            for scalar in news.scalars:
-                self._scalars.pop(scalar.name, None)  # so that the newest is the last
-                self._scalars[scalar.name] = scalar
-            for event in news.events:
-                if event.kind in ("loop", "epoch_ended"):
-                    facts = {
-                        name: value
-                        for name, value in event.data.items()
-                        if type(value) is int and value >= 0
-                    }
-                    before = (
-                        self._loops.get(source.directory, {}) if event.kind == "epoch_ended" else {}
-                    )
-                    since = before.get("since", int(event.unix_seconds))
-                    self._loops[source.directory] = {
-                        **before,
-                        **facts,
-                        "at": event.global_step,
-                        "since": since,
-                    }
-                arrived.append(EventSeen(source=source.label, event=event))
-                attempt = event.data.get("attempt")
-                if source.kind == "supervisor":
-                    self._supervisor_said = event.kind
-                    # Which only announces it
-                    if isinstance(attempt, int) and event.kind != "restart":
-                        self._attempt = max(self._attempt, attempt)
-        self._scalars = dict(list(self._scalars.items())[-_KEPT_EVENTS:])
-        self._events.extend(sorted(arrived, key=lambda seen: seen.event.unix_seconds))
-
-    def _recorded_at(self, news: News) -> float:
-        """Return when the newest of it was recorded, on the monotonic clock.
-
-        What is new here may be of last week.
-        """
-        times = [sample.unix_seconds for sample in news.samples] + [
-            event.unix_seconds for event in news.events
-        ]
-        times += [scalar.unix_seconds for scalar in news.scalars]
-        self._newest = max([self._newest, *times])
-        ago = self._clock.unix_seconds() - max(times, default=0.0)
-        return self._clock.monotonic_seconds() - max(0.0, ago)
-
-    def _shown(self, sources: list[Source]) -> list[Source]:
+    def _shown(self, sources: Sequence[Source]) -> list[Source]:
         """Return the processes of the newest attempt, trainers first.
 
-        Guards where nothing else trains.
+        Guards follow where no process was observed to train.
         """
-        newest = [
+        processes = [
             source
             for source in sources
-            if source.kind == "process" and source.attempt == self._attempt
+            if source.kind == "process" and source.attempt == self._recent.attempt
         ]
-        order = {"trainer": 0, "launcher": 1, "other": 2, "loader worker": 3}
-        newest.sort(key=lambda source: order[source.info.role] if source.info else 2)
-        if any(self._history.get(source.directory) for source in newest):
-            return newest
-        return newest + [source for source in sources if source.kind == "guard"]
+        processes.sort(key=_order_of_roles)
+        if any(self._recent.samples_of(source) for source in processes):
+            return processes
+        return processes + [source for source in sources if source.kind == "guard"]
 
-    def _process(self, source: Source, *, here: bool) -> ProcessSnapshot:
-        standing: Standing | None = None
-        alive: bool | None = None
-        if source.info is not None:
-            try:
-                standing = read_board(source.directory / BOARD_FILE)
-            except (RunDirectoryError, OSError) as error:
-                self._follower.problems[str(source.directory)] = getattr(error, "what", str(error))
-            alive = process_lives(source.info.pid, source.info.ticks) if here else None
-        elif here:
-            alive = is_locked(source.directory.parent.parent / LOCK_FILE)
-        since = None
-        if standing is not None and alive:
-            since = max(0.0, self._clock.monotonic_seconds() - standing.since_seconds)
-        history = list(self._history.get(source.directory, ()))
-        last_step = history[-1].step if history else 0
-        seen = ProcessSnapshot(
+    def _process(self, source: Source, *, is_here: bool) -> ProcessSnapshot:
+        samples = self._recent.samples_of(source)
+        standing = self._read_board(source)
+        is_alive = _is_alive(source, is_here=is_here)
+        role = "guard" if source.info is None else source.info.role
+        process = ProcessSnapshot(
             label=source.label,
-            role=source.info.role if source.info else "guard",
+            role=role,
             info=source.info,
-            alive=alive,
-            stopped=bool(alive and source.info is not None and process_is_stopped(source.info.pid)),
-            phase=phase_seen(standing, source.info.role if source.info else "guard"),
-            since_seconds=since,
-            step=standing.step if standing and standing.step else last_step,
-            steps_per_second=_rate(history, self._clock.unix_seconds() if alive else None),
-            **_recent(history),
+            alive=is_alive,
+            stopped=_is_stopped(source, is_alive=is_alive),
+            phase=visible_phase(standing, role),
+            since_seconds=self._seconds_in_phase(standing, is_alive=is_alive),
+            step=_newest_step(standing, samples),
+            steps_per_second=_steps_per_second(
+                samples, self._clock.unix_seconds() if is_alive else None
+            ),
         )
-        names = read_optimizers(source.directory)
-        own = {
-            n: [each for each in history if each.optimizer == n] for n in range(1, len(names) + 1)
-        }
-        apart = [
-            replace(seen, label=f"{seen.label}, {names[n - 1]}", **_recent(own[n]))
-            for n in own
-            if own[n]
-        ]
-        return replace(seen, optimizers=tuple(apart) if len(names) > 1 else ())
+        process = _with_numbers(process, samples)
+        return replace(process, optimizers=_by_optimizer(process, source, samples))
 
-    def _supervisor_is_lost(self, pid: object, *, here: bool) -> bool:
-        """Return whether the supervisor has gone without a word.
+    def _read_board(self, source: Source) -> Standing | None:
+        """Return what the board of a process shows; guards have none."""
+        if source.info is None:
+            return None
+        try:
+            return read_board(source.directory / BOARD_FILE)
+        except RunDirectoryError as error:
+            self._board_problems[str(source.directory)] = error.what
+        except OSError as error:
+            self._board_problems[str(source.directory)] = str(error)
+        return None
 
-        That was noted, or its process is gone.
+    def _seconds_in_phase(
+        self, standing: Standing | None, *, is_alive: bool | None
+    ) -> float | None:
+        if standing is None or not is_alive:
+            return None
+        return max(0.0, self._clock.monotonic_seconds() - standing.since_seconds)
+
+    # --- the run
+
+    def _state(self, processes: Sequence[ProcessSnapshot], *, supervisor_is_lost: bool) -> State:
+        now = self._clock.monotonic_seconds()
+        last_sign = self._last_sign_of_life
+        if math.isinf(last_sign):
+            last_sign = self._began_to_watch
+        events = self._recent.events
+        signs = Signs(
+            supervisor_event=self._recent.supervisor_event,
+            lock_is_held=is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE),
+            supervisor_is_lost=supervisor_is_lost,
+            processes_alive=tuple(process.alive for process in processes),
+            closed=bool(events) and events[-1].event.kind == "closed",
+            silent_seconds=now - last_sign,
+        )
+        state = decide_state(signs)
+        if state == "running" and signs.of_life:
+            self._last_sign_of_life = now
+        return state
+
+    def _supervisor_is_lost(self, pid: object, *, is_here: bool) -> bool:
+        """Return whether the supervisor was killed.
+
+        Either its sentinel has recorded that, or its process is gone.
+
+        Args:
+            pid: What the supervisor wrote as its PID, if it did.
+            is_here: Whether it ran on this machine.
         """
-        if self._supervisor_said in ("", "stopped"):
+        if self._recent.supervisor_event in ("", "stopped"):
             return False
-        if (self._run / SUPERVISOR_FOLDER / LOST_FILE).exists():
+        folder = self._run / SUPERVISOR_FOLDER
+        if (folder / LOST_FILE).exists():
             return True
-        locked = is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
-        return (
-            here and locked is False and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
+        if not is_here or not isinstance(pid, int) or is_locked(folder / LOCK_FILE) is not False:
+            return False
+        return not Path(f"/proc/{pid}").exists()
+
+    def _verdict(self, state: State, *, supervisor_is_lost: bool) -> Verdict | None:
+        """Return the verdict that was written; without one, judge what a lost supervisor left."""
+        if state == "running":
+            return self._judged
+        values = read_json(self._run / VERDICT_FILE)
+        if values:
+            return verdict_from(values)
+        if state == "ended" and supervisor_is_lost and self._judged is None:
+            self._judged = verdict_of(self._run, [])
+        return self._judged
+
+    def _outlook(self) -> str:
+        loops = self._recent.loops
+        if not loops:
+            return NO_GUARD if self._recent.has_samples else ""
+        first = next(iter(loops))
+        return describe_outlook(
+            loops[first],
+            self._recent.samples[first],
+            now=self._clock.unix_seconds(),
+            ranks=sum(directory.parent == first.parent for directory in loops),
         )
 
-    def _state(self, processes: list[ProcessSnapshot], *, lost: bool) -> State:
-        supervised = is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
-        if self._supervisor_said == "restart" and supervised is not False:
-            return "waits to restart"
-        if supervised:
-            self._last_sign = self._clock.monotonic_seconds()
-            return "running"
-        if any(process.alive for process in processes):
-            self._last_sign = self._clock.monotonic_seconds()
-            return "running"
-        if any(process.alive is None for process in processes) and not lost:
-            return "running"  # on another machine: nobody here can tell
-        closed = self._events and self._events[-1].event.kind == "closed"
-        if self._supervisor_said == "stopped" or lost or closed:
-            return "ended"
-        last = self._last_sign if math.isfinite(self._last_sign) else self._began
-        silent = self._clock.monotonic_seconds() - last
-        known = bool(processes or self._supervisor_said)
-        return "ended" if known and silent >= _SILENT_SECONDS else "running"
+    def _problems(self, *, supervisor_is_lost: bool) -> tuple[str, ...]:
+        problems = {**self._follower.problems, **self._board_problems}
+        sentences = [*problems.values(), *self._follower.lost_steps.values()]
+        if supervisor_is_lost:
+            sentences.append("the supervisor was killed")
+        return tuple(sentences)
+
+
+class _RecentRecords:
+    """The newest records of a run, as many as the views show.
+
+    Attributes:
+        samples: Steps, oldest first, by the directory of the source.
+        events: Events of all sources, oldest first.
+        scalars: The newest value of each name, newest last.
+        loops: How far the loop of each guard is, by the directory of the guard.
+        supervisor_event: Kind of the newest event of the supervisor; empty without one.
+        attempt: Number of the newest attempt.
+        newest: Unix time of the newest record; 0 without one.
+    """
+
+    def __init__(self) -> None:
+        self.samples: dict[Path, deque[StepSample]] = {}
+        self.events: deque[RecordedEvent] = deque(maxlen=_KEPT_EVENTS)
+        self.scalars: dict[str, Scalar] = {}
+        self.loops: dict[Path, LoopProgress] = {}
+        self.supervisor_event = ""
+        self.attempt = 0
+        self.newest = 0.0
+
+    @property
+    def has_samples(self) -> bool:
+        """Return whether any step was recorded."""
+        return any(self.samples.values())
+
+    def samples_of(self, source: Source) -> list[StepSample]:
+        """Return the newest steps of a source, oldest first."""
+        return list(self.samples.get(source.directory, ()))
+
+    def add(self, all_news: Sequence[News], sources: Sequence[Source]) -> None:
+        """Add what was recorded since the previous look.
+
+        Args:
+            all_news: The news of each source that has some.
+            sources: All sources, with and without news.
+        """
+        for source in sources:
+            self.attempt = max(self.attempt, source.attempt)
+        new_events: list[RecordedEvent] = []
+        for news in all_news:
+            self.newest = max(self.newest, _newest_time(news))
+            self._add_samples(news)
+            self._add_scalars(news.scalars)
+            self._add_loop_events(news)
+            if news.source.kind == "supervisor":
+                self._add_supervisor_events(news)
+            new_events += [
+                RecordedEvent(source=news.source.label, event=event) for event in news.events
+            ]
+        self.events.extend(sorted(new_events, key=lambda recorded: recorded.event.unix_seconds))
+
+    def _add_samples(self, news: News) -> None:
+        directory = news.source.directory
+        if directory not in self.samples:
+            self.samples[directory] = deque(maxlen=_KEPT_SAMPLES)
+        self.samples[directory].extend(news.samples)
+
+    def _add_scalars(self, scalars: Sequence[Scalar]) -> None:
+        for scalar in scalars:
+            # Removed first, so that the newest is the last.
+            self.scalars.pop(scalar.name, None)
+            self.scalars[scalar.name] = scalar
+        self.scalars = dict(list(self.scalars.items())[-_KEPT_SCALARS:])
+
+    def _add_loop_events(self, news: News) -> None:
+        directory = news.source.directory
+        for event in news.events:
+            progress = loop_progress(event, self.loops.get(directory))
+            if progress is not None:
+                self.loops[directory] = progress
+
+    def _add_supervisor_events(self, news: News) -> None:
+        for event in news.events:
+            self.supervisor_event = event.kind
+            attempt = event.data.get("attempt")
+            # A restart only announces its attempt.
+            if isinstance(attempt, int) and event.kind != "restart":
+                self.attempt = max(self.attempt, attempt)
+
+
+def _newest_time(news: News) -> float:
+    """Return the Unix time of the newest record of a source."""
+    times = [sample.unix_seconds for sample in news.samples]
+    times += [event.unix_seconds for event in news.events]
+    times += [scalar.unix_seconds for scalar in news.scalars]
+    return max(times, default=0.0)
+
+
+def _start_of_guard(sources: Sequence[Source]) -> dict[str, object]:
+    """Return what the first guard recorded when it began; empty without a guard."""
+    for source in sources:
+        if source.kind == "guard":
+            return read_json(source.directory / START_FILE)
+    return {}
+
+
+def _order_of_roles(source: Source) -> int:
+    role = "other" if source.info is None else source.info.role
+    return _ROLES.index(role)
+
+
+def _is_alive(source: Source, *, is_here: bool) -> bool | None:
+    """Return whether the process of a source is alive; None if that cannot be seen from here."""
+    if not is_here:
+        return None
+    if source.info is not None:
+        return process_lives(source.info.pid, source.info.ticks)
+    # A guard holds the lock of its run directory.
+    return is_locked(source.directory.parent.parent / LOCK_FILE)
+
+
+def _is_stopped(source: Source, *, is_alive: bool | None) -> bool:
+    if source.info is None or not is_alive:
+        return False
+    return process_is_stopped(source.info.pid)
+
+
+def _newest_step(standing: Standing | None, samples: Sequence[StepSample]) -> int:
+    if standing is not None and standing.step:
+        return standing.step
+    return samples[-1].step if samples else 0
+
+
+def _steps_per_second(samples: Sequence[StepSample], now: float | None) -> float:
+    """Return the rate of the newest steps; NaN if it is unknown.
+
+    The rate of a process that runs decreases once it has been silent for longer than two steps.
+
+    Args:
+        samples: Steps of a process, oldest first.
+        now: Unix time; None if the process has ended.
+    """
+    newest = [sample for sample in samples[-RATE_SAMPLES:] if sample.seconds > 0]
+    seconds = math.fsum(sample.seconds for sample in newest)
+    if not seconds > 0:
+        return math.nan
+    if now is not None:
+        silent_seconds = now - newest[-1].unix_seconds
+        if silent_seconds > 2 * seconds / len(newest):
+            seconds += silent_seconds
+    return len(newest) / seconds
+
+
+def _with_numbers(process: ProcessSnapshot, samples: Sequence[StepSample]) -> ProcessSnapshot:
+    """Return a process with the numbers of its newest steps."""
+    losses = tuple(sample.loss for sample in samples if sample.loss is not None)
+    return replace(
+        process,
+        loss=losses[-1] if losses else None,
+        losses=losses,
+        grad_norm=_newest_number(samples, "grad_norm"),
+        learning_rate=_newest_number(samples, "learning_rate"),
+        wait_share=_wait_share(samples),
+        host_bytes=_newest_size(samples, "host_bytes"),
+        device_bytes=_newest_size(samples, "device_allocated_bytes"),
+    )
+
+
+def _by_optimizer(
+    process: ProcessSnapshot, source: Source, samples: Sequence[StepSample]
+) -> tuple[ProcessSnapshot, ...]:
+    """Return the process once for each optimizer that has stepped, if there are several."""
+    names = read_optimizers(source.directory)
+    if len(names) < 2:
+        return ()
+    processes = []
+    for number, name in enumerate(names, start=1):
+        own_samples = [sample for sample in samples if sample.optimizer == number]
+        if own_samples:
+            labelled = replace(process, label=f"{process.label}, {name}")
+            processes.append(_with_numbers(labelled, own_samples))
+    return tuple(processes)
+
+
+def _newest_number(samples: Sequence[StepSample], name: str) -> float | None:
+    """Return the newest value of a number that is read at some steps only, or None."""
+    for sample in reversed(samples):
+        value: float | None = getattr(sample, name)
+        if value is not None:
+            return value
+    return None
+
+
+def _newest_size(samples: Sequence[StepSample], name: str) -> int:
+    """Return the newest value of a size, which is 0 at steps at which it was not read."""
+    for sample in reversed(samples):
+        size: int = getattr(sample, name)
+        if size:
+            return size
+    return 0
+
+
+def _wait_share(samples: Sequence[StepSample]) -> float:
+    """Return the share of the time of steps that was spent waiting for data; NaN if unknown."""
+    timed = [sample for sample in samples if sample.seconds > 0 and sample.wait_seconds >= 0]
+    seconds = math.fsum(sample.seconds for sample in timed)
+    if not seconds > 0:
+        return math.nan
+    return math.fsum(sample.wait_seconds for sample in timed) / seconds
 
 
 class Runs:
-    """Look again and again at the newest runs in a directory."""
+    """The newest runs in a directory, to look at again and again.
+
+    Args:
+        folder: A directory of run directories, such as ``runs``.
+        clock: The time.
+    """
 
     def __init__(self, folder: Path, clock: Clock) -> None:
-        self._folder, self._clock = folder, clock
+        self._folder = folder
+        self._clock = clock
+        # Runs that have not ended. A run that has ended is dropped with all that was read of it.
         self._watched: dict[Path, Watched] = {}
-        self._seen: dict[Path, RunSnapshot] = {}
+        self._snapshots: dict[Path, RunSnapshot] = {}
 
     def look(self) -> tuple[RunSnapshot, ...]:
-        """Return the runs: first those that live, then those that have ended, each the newest
-        first.
-        """
-        for path in (found := runs_in(self._folder)[:_MOST_RUNS]):
-            over = path in self._seen and path not in self._watched
-            if not over or is_locked(path / SUPERVISOR_FOLDER / LOCK_FILE):
-                watched = self._watched.setdefault(path, Watched(path, self._clock))
-                self._seen[path] = watched.look()
-                if self._seen[path].state == "ended":
-                    del self._watched[path]  # with all that it has read
-        runs = [self._seen[path] for path in found]
-        shown = [run for run in runs if not any(_shows(other, run) for other in runs)]
+        """Return the runs, newest first; those that have ended follow those that have not."""
+        paths = runs_in(self._folder)[:_MOST_RUNS]
+        for path in paths:
+            if self._may_have_changed(path):
+                self._look_at(path)
+        snapshots = [self._snapshots[path] for path in paths]
+        shown = [
+            snapshot
+            for snapshot in snapshots
+            if not any(_contains_guard(run, snapshot) for run in snapshots)
+        ]
         return tuple(sorted(shown, key=lambda run: run.state == "ended"))
 
+    def _may_have_changed(self, path: Path) -> bool:
+        """Return whether a run has not ended, is new to us, or was started again after its end."""
+        if path in self._watched or path not in self._snapshots:
+            return True
+        return bool(is_locked(path / SUPERVISOR_FOLDER / LOCK_FILE))
 
-def _shows(run: RunSnapshot, guard: RunSnapshot) -> bool:
-    """Return whether the latter is the directory of a guard of a run, and nothing was recorded
-    there after it.
+    def _look_at(self, path: Path) -> None:
+        if path not in self._watched:
+            self._watched[path] = Watched(path, self._clock)
+        self._snapshots[path] = self._watched[path].look()
+        if self._snapshots[path].state == "ended":
+            del self._watched[path]
+
+
+def _contains_guard(run: RunSnapshot, guard: RunSnapshot) -> bool:
+    """Return whether one snapshot shows all that another one does, which is that of its guard.
+
+    That is so unless the guard's directory was used again after the run had ended.
     """
-    after = (guard.newest or 0.0) - (run.newest or 0.0)
-    return guard.path.resolve() in run.guards and (run.state != "ended" or after < _SILENT_SECONDS)
-
-
-def _outlook(facts: Mapping[str, int], step: int, rate: float, ranks: int) -> str:
-    """Say how far a guard's loop is, from its events.
-
-    What they do not say is said to be unknown.
-    """
-    length, epochs, begun = (
-        facts.get("steps", 0),
-        facts.get("max_epochs"),
-        facts.get("epochs", facts.get("epoch", 0)),
-    )
-    ends = [facts["max_steps"]] if "max_steps" in facts else []
-    ends += [facts["at"] + (epochs - begun) * length] if epochs is not None and length else []
-    epoch = begun + 1 + (max(0, step - facts["at"]) // length if length else 0)
-    words = [f"epoch {epoch}" if epochs is None else f"epoch {min(epoch, epochs)} of {epochs}"]
-    words.append(
-        f"step {step:,} of " + (f"{min(ends):,}" if ends else "a total that is not known yet")
-    )
-    if ends and rate > 0:
-        words.append(f"{duration(max(0, min(ends) - step) / rate)} left")
-    samples = (
-        ranks * facts.get("batches", 0) * facts.get("batch_size", 0) * rate / length
-        if length
-        else 0.0
-    )
-    both = (
-        f"{float(f'{each:.3g}'):,g} {name}/s"
-        for each, name in ((samples, "samples"), (rate, "steps"))
-    )
-    words.append(f"{' and '.join(both)} with all breaks" if samples else "samples/s not known")
-    return ", ".join(words)
-
-
-def _recent(history: Sequence[StepSample]) -> dict[str, Any]:
-    """Return the fields of a `ProcessSnapshot` that its newest samples fill."""
-    timed = [each for each in history if each.seconds > 0 and each.wait_seconds >= 0]
-    seconds = math.fsum(each.seconds for each in timed)
-    losses = [each.loss for each in history if each.loss is not None]
-    norms = [each.grad_norm for each in history if each.grad_norm is not None]
-    rates = [each.learning_rate for each in history if each.learning_rate is not None]
-    return {
-        "loss": losses[-1] if losses else None,
-        "losses": tuple(losses),
-        "grad_norm": norms[-1] if norms else None,
-        "learning_rate": rates[-1] if rates else None,
-        "wait_share": (
-            math.fsum(each.wait_seconds for each in timed) / seconds if seconds > 0 else math.nan
-        ),
-        "host_bytes": next((each.host_bytes for each in reversed(history) if each.host_bytes), 0),
-        "device_bytes": next(
-            (b for each in reversed(history) if (b := each.device_allocated_bytes)), 0
-        ),
-    }
-
-
-def _rate(history: list[StepSample], now: float | None) -> float:
-    """Return steps a second.
-
-    A process that runs and has been silent for longer than two steps slows down.
-    """
-    newest = [each for each in history[-_RATE_SAMPLES:] if each.seconds > 0]
-    seconds = math.fsum(each.seconds for each in newest)
-    if not seconds > 0:
-        return math.nan
-    silent = 0.0 if now is None else now - newest[-1].unix_seconds
-    return len(newest) / (seconds + (silent if silent > 2 * seconds / len(newest) else 0.0))
+    if guard.path.resolve() not in run.guards:
+        return False
+    newer_seconds = (guard.newest or 0.0) - (run.newest or 0.0)
+    return run.state != "ended" or newer_seconds < SILENT_SECONDS

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.unit.core.test_durable import largest_file
 
+from holdfast.checkpoint.export import export
 from holdfast.checkpoint.loading import read_components
 from holdfast.checkpoint.saver import Snapshot, encode, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
@@ -111,3 +112,13 @@ def test_reading_in_place_needs_no_memory(store: Store) -> None:
     with memory_limited(8 * 2**20):
         read_components(entry, ["part"], {"part": {"weight": live}})
     assert torch.equal(live, weight)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_an_export_without_weights_is_refused(store: Store, tmp_path: Path, averaged: bool) -> None:
+    """A model without a tensor gives H310 and no file, as do averages that nobody kept."""
+    entry = _save(store, **{"model": {}, "state.averaged": {"n_averaged": 3}})
+    with pytest.raises(CheckpointError) as caught:
+        export(entry, tmp_path / "weights.safetensors", averaged=averaged)
+    assert caught.value.rule == "H310"
+    assert not (tmp_path / "weights.safetensors").exists()

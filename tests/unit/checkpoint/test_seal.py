@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,36 @@ def test_a_whole_one_that_is_written_once_more_is_unfinished_until_it_is_sealed(
     assert {path.name for path in new.iterdir()} == {*before.files, "inner", "manifest.json"} - {
         "inner/state.json"
     }
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_with_a_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rights that are missing for a folder without a manifest give H307 and change nothing."""
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(RunDirectoryError) as caught:
+        newest_good([folder], lambda *_: None, renames=True)
+    assert caught.value.rule == "H307"
+    assert folder.is_dir()
+
+
+def test_a_header_is_no_tensor(tmp_path: Path) -> None:
+    """A manifest that gives the header of a file a type and a shape is not one of ours."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+    seal(folder, global_step=1, unix_seconds=2.0)
+    tree = json.loads((folder / "manifest.json").read_bytes().splitlines()[0])
+    tree["files"]["model.safetensors"]["header of the file"] |= {"dtype": "U8", "shape": [1]}
+    body = json.dumps(tree).encode()
+    digest = hashlib.sha256(body).hexdigest().encode()
+    (folder / "manifest.json").write_bytes(body + b"\n" + digest + b"\n")
+    with pytest.raises(CheckpointError) as caught:
+        verify(folder)
+    assert caught.value.rule == "H311"

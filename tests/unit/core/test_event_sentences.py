@@ -401,6 +401,7 @@ def recorded(data: EventData) -> Event:
 
 
 def test_every_kind_has_an_example() -> None:
+    """Every kind of event has an example here."""
     assert {data.kind for data, _ in EXAMPLES} == set(event_kinds())
 
 
@@ -408,6 +409,7 @@ def test_every_kind_has_an_example() -> None:
     ("data", "fragments"), EXAMPLES, ids=[type(data).__name__ for data, _ in EXAMPLES]
 )
 def test_a_recorded_event_reads_as_a_sentence(data: EventData, fragments: tuple[str, ...]) -> None:
+    """A recorded event reads as a sentence that holds the values that matter."""
     text = str(recorded(data))
 
     assert text.startswith("step 12: ")
@@ -420,6 +422,7 @@ def test_a_recorded_event_reads_as_a_sentence(data: EventData, fragments: tuple[
 
 
 def test_the_text_of_data_is_the_sentence_of_its_event() -> None:
+    """The text of an event's data is the sentence of the recorded event."""
     for data, _ in EXAMPLES:
         assert " ".join(str(data).split()) == recorded(data).sentence()
 
@@ -433,12 +436,14 @@ def test_the_text_of_data_is_the_sentence_of_its_event() -> None:
     ],
 )
 def test_damaged_facts_are_shown_as_they_are(data) -> None:
+    """Damaged facts are shown as they are, never as an error."""
     event = Event(kind="checkpoint_saved", global_step=4, unix_seconds=1.0, data=data)
     assert event.sentence().startswith("checkpoint_saved")
     assert all(key in event.sentence() for key, value in data.items() if value is not None)
 
 
 def test_a_fact_of_a_newer_version_does_not_hide_the_sentence() -> None:
+    """A field that this version does not know leaves the sentence as it is."""
     facts = {"from_step": 50, "to_step": 40, "new": 1}
     event = Event(kind="rolled_back", global_step=40, unix_seconds=1.0, data=facts)
     assert event.sentence() == str(run.RolledBack(from_step=50, to_step=40))

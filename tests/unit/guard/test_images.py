@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import errno
-import struct
-import zlib
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tests.unit.guard.guarded import events
 
 import holdfast
 from holdfast.guard import images
-from holdfast.guard.images import png_size
+from holdfast.report.images import png_size
 
 
-def pixels_of(png: bytes) -> np.ndarray:
-    """Decode what our encoder writes: 8 bits, one IDAT, no filter."""
-    width, height = png_size(png)
-    channels = {0: 1, 2: 3}[png[25]]
-    (length,) = struct.unpack_from(">I", png, 33)
-    rows = np.frombuffer(zlib.decompress(png[41 : 41 + length]), np.uint8).reshape(
-        height, 1 + width * channels
-    )
-    assert not rows[:, 0].any()
-    return rows[:, 1:].reshape((height, width, 3) if channels == 3 else (height, width))
+def pixels_of(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image)
 
 
 @pytest.fixture
@@ -70,9 +65,7 @@ def test_the_file_is_the_image_and_the_event_names_it(guard, tmp_path):
         )
     ):
         guard.add_image(f"grid-{number}", given)
-        assert np.array_equal(
-            pixels_of((tmp_path / f"images/grid-{number}/0.png").read_bytes()), expected
-        )
+        assert np.array_equal(pixels_of(tmp_path / f"images/grid-{number}/0.png"), expected)
     event, *_ = events(guard, "image_added")
     odd = {"nonfinite": 0, "outside_0_to_1": 0}
     assert event.data == {"tag": "grid-0", "path": "images/grid-0/0.png", **odd}
@@ -95,6 +88,24 @@ def test_what_cannot_be_an_image_is_refused_with_the_fix(guard):
     assert "int64" in refusal(guard, "a", np.zeros((2, 2), np.int64))
     assert "complex64" in refusal(guard, "a", torch.zeros(2, 2, dtype=torch.complex64))
     assert "list" in refusal(guard, "a", [[1.0], [1.0, 2.0]])
+
+
+def test_without_pillow_the_error_names_the_extra(guard, tmp_path, monkeypatch):
+    """H742 says what to install, and nothing was written."""
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(holdfast.PolicyError, match=r"holdfast\[report\]") as error:
+        guard.add_image("grid", np.zeros((2, 2)))
+    assert error.value.rule == "H742"
+    assert not (tmp_path / "images").exists()
+
+
+def test_the_largest_image_that_does_not_compress_can_be_read_back(guard, tmp_path):
+    """PNG adds a little to noise; the page still accepts what a guard has written."""
+    noise = np.random.default_rng(0).integers(0, 256, (8192, 512), dtype=np.uint8)
+
+    guard.add_image("noise", noise)
+
+    assert png_size((tmp_path / "images/noise/0.png").read_bytes()) == (512, 8192)
 
 
 def test_the_newest_sixteen_of_a_tag_are_kept_also_after_going_back(guard, tmp_path):

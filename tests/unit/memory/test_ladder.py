@@ -6,7 +6,7 @@ import json
 
 from holdfast.core.events.event import Decision, Grow, Recompute, Retry, Split, Stop
 from holdfast.core.policy.policy import Policy
-from holdfast.memory.ladder import MemoryLadder, MemoryPlan, Remedies
+from holdfast.memory.ladder import MemoryLadder, Remedies, StepPlan
 
 _BLOCKS = Remedies(recompute=("layers.0", "layers.1"))
 
@@ -61,7 +61,7 @@ def test_more_is_recomputed_before_anything_is_split() -> None:
         for number, names in enumerate([(), ("a",), ("a", "b"), ("a", "b")], start=1)
     ]
     assert [type(decision) for decision in found] == [Retry, Recompute, Recompute, Split]
-    assert ladder.plan == MemoryPlan(micro_batch_size=4, recompute=("a", "b"))
+    assert ladder.plan == StepPlan(micro_batch_size=4, recompute=("a", "b"))
 
 
 def test_a_batch_that_may_not_be_split_stops_with_the_reason() -> None:
@@ -124,7 +124,7 @@ def test_a_split_that_is_not_allowed_is_taken_back() -> None:
     ladder.decide_after_step(batch_size=8, attempts=4)
     ladder.decide_after_step(batch_size=8, attempts=1)
     ladder.without_split()
-    assert ladder.plan == MemoryPlan(micro_batch_size=None, recompute=_BLOCKS.recompute)
+    assert ladder.plan == StepPlan(micro_batch_size=None, recompute=_BLOCKS.recompute)
     assert ladder.state_dict()["fallback"] is None
     decisions = _fail(ladder, 2, Remedies(recompute=_BLOCKS.recompute, no_split="not this loss"))
     assert [type(decision) for decision in decisions] == [Retry, Stop]
@@ -164,10 +164,10 @@ def test_a_forecast_is_where_it_starts() -> None:
     """
     policy = Policy(forecast_micro_batch_size=2, recompute=("layers.0",), grow_after_steps=3)
     ladder = MemoryLadder.of(policy)
-    assert ladder.plan == MemoryPlan(micro_batch_size=2, recompute=("layers.0",))
+    assert ladder.plan == StepPlan(micro_batch_size=2, recompute=("layers.0",))
     (grown,) = [decision for decision in _clean(ladder, 3) if decision is not None]
     assert isinstance(grown, Grow)
-    assert ladder.plan == MemoryPlan(micro_batch_size=4, recompute=("layers.0",))
+    assert ladder.plan == StepPlan(micro_batch_size=4, recompute=("layers.0",))
     _clean(ladder, 8)
-    assert ladder.plan == MemoryPlan(micro_batch_size=None, recompute=("layers.0",))
+    assert ladder.plan == StepPlan(micro_batch_size=None, recompute=("layers.0",))
     assert _clean(ladder, 50)[-1] is None

@@ -312,3 +312,13 @@ def test_a_kernel_that_commits_strictly_may_refuse(tmp_path: Path) -> None:
     for value in "012":
         strict.write_text(f"{value}\n")
         assert may_be_refused(tmp_path) is (value == "2")
+
+
+def test_an_import_error_that_is_also_a_runtime_error_is_read_as_both() -> None:
+    """A library's own class of errors does not hide a lack of memory."""
+
+    class BackendError(ImportError, RuntimeError):
+        pass
+
+    assert find_out_of_memory(BackendError("CUDA out of memory")) is not None
+    assert find_out_of_memory(BackendError("no such backend")) is None

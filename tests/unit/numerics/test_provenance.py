@@ -409,3 +409,10 @@ def test_no_tensor_is_kept_alive() -> None:
     gc.collect()
     assert last() is None
     assert len(tracer.suspects) == 1
+
+
+def test_a_nan_among_the_numbers_is_no_overflow() -> None:
+    """A NaN that the script multiplies by is not explained by the range of the type."""
+    found = find(Net(lambda x: x * math.nan), torch.randn(SAMPLES, 8))
+    assert found is not None
+    assert (found.op, found.confidence) == ("mul", "unknown")

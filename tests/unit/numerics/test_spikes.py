@@ -250,3 +250,15 @@ def test_the_answer_is_no_stronger_than_allowed(
         assert decision.promise == "changes training"
     if isinstance(decision, RollBack):
         assert decision.rewind_data is False
+
+
+@pytest.mark.parametrize("damage", [[], 0, "", False])
+@pytest.mark.parametrize("field", ["loss", "norm", "best"])
+def test_statistics_that_are_none_are_refused(field: str, damage: object) -> None:
+    """What no detector writes in place of statistics is an error, and not "nothing known yet"."""
+    detector = SpikeDetector(objective="minimize")
+    detector.judge("loss", 1.0, 1.0)
+    state = copy.deepcopy(detector.state_dict())
+    state["tracks"]["loss"][field] = damage
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        SpikeDetector(objective="minimize").load_state_dict(state)

@@ -11,8 +11,9 @@ import pytest
 from tests.unit.report.made_runs import GONE, add_process, happened, make_run, sample
 
 from holdfast.core.text import as_json_value
-from holdfast.report.figures import figures, label
+from holdfast.report.figures import figures
 from holdfast.report.gathering import gather
+from holdfast.report.plotly_values import label
 
 graph_objects = pytest.importorskip("plotly.graph_objects")
 
@@ -41,7 +42,7 @@ def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
             "learning rate",
             "host memory",
             "waiting for data",
-            "seconds a step",
+            "seconds per step",
         )
     ]
     assert sum(bool(trace.showlegend) for trace in steps.data) == 3

@@ -55,7 +55,7 @@ def test_each_optimizer_of_a_guard_has_curves_of_its_own(tmp_path):
         (1, 1.0),
         (2, 100),
     }
-    lanes = {lane.label: lane.columns for lane in gather(run).lanes}
+    lanes = {lane.label: lane.curves for lane in gather(run).lanes}
     assert "loss" not in lanes["guard rank0"]
     assert {label for label, curves in lanes.items() if "logged: fid" in curves} == {"guard rank0"}
     for name, loss in _LOSSES.items():

@@ -584,3 +584,11 @@ def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None
 def test_what_a_launcher_is(line: str, launches: bool) -> None:
     """Programs that start ranks are known by their command line."""
     assert (find_launcher_name(line.split()) is not None) is launches
+
+
+def test_a_start_beyond_floats_stops_no_reader(tmp_path: Path) -> None:
+    """A start time that no float holds is a number like any other, and still has an order."""
+    process = ProcessInfo(pid=1, ticks=2, ppid=3, argv=["python"], started=10**400)
+    write_process(tmp_path, process)
+    write_process(tmp_path, ProcessInfo(pid=2, ticks=2, ppid=3, argv=["python"], started=4.0))
+    assert [info.pid for _, info in read_processes(tmp_path)] == [2, 1]

@@ -26,6 +26,8 @@ from holdfast.forecast.trace.extrapolation import most_each
 _BACKWARD = PHASES.index("backward")
 _GRADIENTS = OWNERS.index("gradients")
 _BATCH = OWNERS.index("batch")
+# Stands for an event of the step that does not happen in the second pass.
+_NO_EVENT = 0
 
 # Numbers of storages, or positions among events.
 Indices = npt.NDArray[np.int64]
@@ -49,19 +51,16 @@ def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SecondPass:
-    """The events of the second pass.
+class _Insertion:
+    """Events to insert into those of the step.
 
     Args:
-        events: Those of the step, with other storages where the first pass matters. 0 stands for an
-            event that no longer happens.
-        positions: Before which of `events` each of `inserted` is inserted.
-        inserted: Frees of gradients that were added up, and of what the first pass left behind.
+        positions: Before which of the step's events each is inserted.
+        events: The events, as in `Trace.events`.
     """
 
-    events: Indices
     positions: Indices
-    inserted: Indices
+    events: Indices
 
 
 class _TwoPasses:
@@ -111,16 +110,21 @@ class _TwoPasses:
         first_events = renamed[self._in_first]
         first_phases = trace.event_phase[: self._end][self._in_first]
 
-        second = self._second_pass()
-        with_inserted = np.insert(second.events, second.positions, second.inserted)
-        happens = with_inserted != 0
+        # The second pass is the step itself, with three changes where the first pass matters.
+        events = self._events.copy()
+        left = self._free_replacements(events)
+        additions = self._add_gradients(events)
+        releases = self._release(left)
+        positions = np.concatenate([additions.positions, releases.positions])
+        inserted = np.concatenate([additions.events, releases.events])
+        with_inserted = np.insert(events, positions, inserted)
+        happens = with_inserted != _NO_EVENT
         second_events = with_inserted[happens]
-        second_phases = np.insert(trace.event_phase, second.positions, _BACKWARD)[happens]
+        second_phases = np.insert(trace.event_phase, positions, _BACKWARD)[happens]
 
         offset = len(first_events)
         optimizer_steps = tuple(
-            (begin + offset, end + offset)
-            for begin, end in _moved_spans(trace, second.positions, happens)
+            (begin + offset, end + offset) for begin, end in _moved_spans(trace, positions, happens)
         )
         # The storage of the step that each storage of both passes is like.
         sources = np.concatenate([np.arange(len(trace.size_bytes)), self._others, self._gradients])
@@ -144,10 +148,11 @@ class _TwoPasses:
         return positions
 
     def _sizes(self, sources: Indices, global_batch_size: int) -> npt.NDArray[np.int64]:
-        """Return the sizes of all storages, of which the first pass's batch is the whole rest.
+        """Return the sizes of all storages.
 
-        A batch that the loss function moves to the device itself is gone when its backward pass is
-        done: the rest of it is on the host.
+        The batch of the first pass stands for those of all micro-batches but one, because the whole
+        batch is on the device. A batch that the loss function moves there itself is freed with its
+        backward pass, and keeps its size.
         """
         trace = self._trace
         sizes = trace.size_bytes[sources]
@@ -159,38 +164,55 @@ class _TwoPasses:
         sizes[batch] = np.minimum(whole, most_each(len(sizes))).astype(np.int64)
         return sizes
 
-    def _second_pass(self) -> _SecondPass:
-        """Return the events of the step itself, which finds what the first pass left behind."""
-        trace = self._trace
-        events = self._events.copy()
-        replacements = {found: made for made, found in trace.carried}
+    def _free_replacements(self, events: Indices) -> Indices:
+        """Let the second pass free what the first pass left in place of what it found.
+
+        What the step finds and frees, the first pass has freed already.
+
+        Args:
+            events: The events of the step, which are edited.
+
+        Returns:
+            What the first pass left behind and the second still does not free.
+        """
+        replacements = {found: made for made, found in self._trace.carried}
         left = dict.fromkeys(self._left.tolist())
-        is_resident = self._storage[: self._end] < len(trace.resident)
+        is_resident = self._storage[: self._end] < len(self._trace.resident)
         frees_resident = (events[: self._end] < 0) & is_resident & self._in_first
         for position in np.flatnonzero(frees_resident).tolist():
-            # The first pass has freed that already. The second frees what replaced it, if anything.
             replacement = replacements.get(int(self._storage[position]), -1)
             if replacement in left:
                 events[position] = -int(self._first_numbers[replacement]) - 1
                 del left[replacement]
             else:
-                events[position] = 0
+                events[position] = _NO_EVENT
+        return np.array(list(left), dtype=np.int64)
 
-        waiting = np.array(list(left), dtype=np.int64)
-        # The batch is held until the step is done with it, the rest only until the second backward
-        # pass ends.
-        is_batch = trace.owner[waiting] == _BATCH
-        until = np.where(is_batch, np.maximum(self._freed_at[waiting], self._end), self._end)
+    def _release(self, left: Indices) -> _Insertion:
+        """Return the frees of what the first pass left behind.
 
+        The batch is held until the step is done with it, the rest only until the second backward
+        pass ends.
+        """
+        is_batch = self._trace.owner[left] == _BATCH
+        batch_until = np.maximum(self._freed_at[left], self._end)
+        return _Insertion(
+            positions=np.where(is_batch, batch_until, self._end),
+            events=-self._first_numbers[left] - 1,
+        )
+
+    def _add_gradients(self, events: Indices) -> _Insertion:
+        """Give the gradients of the second pass storages of their own, and return their frees.
+
+        Args:
+            events: The events of the step, which are edited.
+        """
         allocations = np.flatnonzero(events > 0)
         computed = allocations[np.isin(self._storage[allocations], self._gradients)]
         events[computed] = self._second_gradients + 1
-        return _SecondPass(
-            events=events,
-            positions=np.concatenate([self._positions_of_addition(computed), until]),
-            inserted=np.concatenate(
-                [-self._second_gradients - 1, -self._first_numbers[waiting] - 1]
-            ),
+        return _Insertion(
+            positions=self._positions_of_addition(computed),
+            events=-self._second_gradients - 1,
         )
 
     def _positions_of_addition(self, computed: Indices) -> Indices:

@@ -66,8 +66,8 @@ def _describe_line(code: CodeType, line: int) -> str:
 def running_line() -> str:
     """Return the user's line that is running, such as ``"model.py:31 in forward"``.
 
-    If it called into an installed package, the package's line comes first: ``"modeling_t5.py:9 in
-    forward, from model.py:31 in forward"``. Empty if no line of the user's or of a package runs.
+    If it called into an installed package, the package's line comes first, and the user's follows
+    after "from". Empty if no line of the user's or of a package runs.
     """
     frame: FrameType | None = sys._getframe(1)
     frames = []

@@ -23,7 +23,7 @@ from holdfast.guard.ranks.row import Rows
 from holdfast.guard.result import PassResult, Provenance, StepAttempt
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
-from holdfast.memory.ladder import MemoryPlan
+from holdfast.memory.ladder import StepPlan
 from holdfast.numerics.loss import Terms
 
 PLACE = "epoch and batch"  # the name of the fact, see `OneRank.agree`
@@ -58,7 +58,7 @@ class OneRank:
     """Begins an attempt, on all ranks."""
     accepts: Callable[[StepAttempt], bool] | None = None
     """Says whether all ranks have made an attempt; False: one could not, and all begin anew."""
-    plan: Callable[[MemoryPlan], MemoryPlan] | None = None
+    plan: Callable[[StepPlan], StepPlan] | None = None
     """Returns the plan of the next attempt of a step, given that of this rank; None: each has its
     own."""
     norms: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None

@@ -41,7 +41,7 @@ from holdfast.guard.result import PassResult, Provenance, StepAttempt
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.stop import StopRequest
 from holdfast.loader.random_state import RandomState, of_another_rank
-from holdfast.memory.ladder import MemoryPlan
+from holdfast.memory.ladder import StepPlan
 from holdfast.memory.oom import find_out_of_memory, release_memory
 from holdfast.numerics.gradients import local
 from holdfast.numerics.loss import Terms, check_count
@@ -334,7 +334,7 @@ class Ranks(OneRank):
         self._catch_up([each == _BEHIND for each in found])
         return True
 
-    def _plan_of_failed(self, plan: MemoryPlan) -> MemoryPlan:
+    def _plan_of_failed(self, plan: StepPlan) -> StepPlan:
         """Return the plan by which all make a step again.
 
         What those recompute who could not make it.

@@ -36,7 +36,7 @@ from holdfast.guard.step.passes import LossScale, Passes
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split, micro_batches, tensors_in, versions_of
 from holdfast.memory.blocks import find_blocks, named_submodules
-from holdfast.memory.ladder import MemoryPlan
+from holdfast.memory.ladder import StepPlan
 from holdfast.memory.oom import is_sticky
 from holdfast.memory.recompute import RecomputeDiffersError, recomputing
 from holdfast.memory.saved_bytes import SavedBytes
@@ -147,7 +147,7 @@ class Attempts:
                 return [p for p in parameters if p.requires_grad]
         return None
 
-    def make(self, work: Work, plan: MemoryPlan) -> StepAttempt:
+    def make(self, work: Work, plan: StepPlan) -> StepAttempt:
         """Run forward and backward by a plan, and look at the gradients."""
         self._prepare(work.names)
         work.prepared = True
@@ -201,7 +201,7 @@ class Attempts:
 
     # --- recomputation
 
-    def _measuring(self, work: Work, plan: MemoryPlan) -> contextlib.AbstractContextManager[None]:
+    def _measuring(self, work: Work, plan: StepPlan) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass that shows what to recompute, if memory was short for the
         one before.
 
@@ -215,7 +215,7 @@ class Attempts:
         self._was_measured = work.measured = True
         return self._measured.measuring(plan.recompute, work.tensors)
 
-    def modules_to_recompute(self, plan: MemoryPlan) -> tuple[str, ...]:
+    def modules_to_recompute(self, plan: StepPlan) -> tuple[str, ...]:
         """Return what should be recomputed after an attempt by this plan.
 
         The same, if nothing more would help.
@@ -239,7 +239,7 @@ class Attempts:
         why = f"what modules keep could not be measured: {type(failure).__name__}: {failure}"
         self._record.emit(run_events.RecomputeImpossible(why=why[:300]))
 
-    def give_up_recomputing(self, plan: MemoryPlan, failure: Exception) -> None:
+    def give_up_recomputing(self, plan: StepPlan, failure: Exception) -> None:
         """Choose a module no more that cannot be recomputed.
 
         All of the plan if it is not known which one it was.
@@ -269,7 +269,7 @@ class Attempts:
     # --- forward and backward
 
     def run(
-        self, work: Work, plan: MemoryPlan, *, drops: bool = True, verify: bool = False
+        self, work: Work, plan: StepPlan, *, drops: bool = True, verify: bool = False
     ) -> PassResult:
         """Run forward and backward by a plan."""
         if not plan.recompute and not self._must_recompute:
@@ -288,7 +288,7 @@ class Attempts:
         self._check_recompute()  # again: it may have been compiled just now
         return passed
 
-    def _passed(self, work: Work, plan: MemoryPlan, *, drops: bool) -> PassResult:
+    def _passed(self, work: Work, plan: StepPlan, *, drops: bool) -> PassResult:
         if isinstance(work.batch, Window):
             return self._over_window(work, work.batch, plan)
         if (
@@ -310,18 +310,18 @@ class Attempts:
             )
         return self._ranks.shared(passed, work.parameters)
 
-    def _is_learned(self, plan: MemoryPlan) -> bool:
+    def _is_learned(self, plan: StepPlan) -> bool:
         """Return whether batches are cut smaller than the policy says, since memory was short on
         this rank.
         """
         return plan.micro_batch_size not in (None, self._asked)
 
-    def _cut(self, batch: Any, size: int, split: Split, plan: MemoryPlan) -> list[tuple[Any, int]]:
+    def _cut(self, batch: Any, size: int, split: Split, plan: StepPlan) -> list[tuple[Any, int]]:
         return micro_batches(
             batch, size, plan.samples(size), split, smallest=self.safety.smallest_part()
         )
 
-    def _over_window(self, work: Work, window: Window, plan: MemoryPlan) -> PassResult:
+    def _over_window(self, work: Work, window: Window, plan: StepPlan) -> PassResult:
         """Run all batches of a window, each whole or cut as the plan says."""
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:

@@ -20,7 +20,7 @@ from holdfast.guard.splitting.window import samples_of, selected
 from holdfast.guard.state.work import Work
 from holdfast.guard.step.attempts import Attempts
 from holdfast.loader.splitting import tensors_in, versions_of
-from holdfast.memory.ladder import MemoryPlan
+from holdfast.memory.ladder import StepPlan
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
 from holdfast.numerics.bad_samples import find_bad_samples
 from holdfast.numerics.eager import eager
@@ -39,7 +39,7 @@ class Replay:
         self._parts = parts
         self._attempts = attempts
 
-    def find(self, work: Work, plan: MemoryPlan) -> Provenance:
+    def find(self, work: Work, plan: StepPlan) -> Provenance:
         """Replay a step that was taken back, and say where its NaN or Inf came from.
 
         Never raises for what the replay itself meets: training has to go on.
@@ -66,7 +66,7 @@ class Replay:
         """Say whether the batch holds NaN, where a step cannot be replayed."""
         return Provenance(origin=find_nan(_batch_tensors(work), work.size))
 
-    def _search(self, work: Work, plan: MemoryPlan) -> Provenance:
+    def _search(self, work: Work, plan: StepPlan) -> Provenance:
         mine = {id(p) for p in work.parameters}
         named = [
             (name, p)
@@ -92,7 +92,7 @@ class Replay:
             release_memory(self._parts.devices())  # a replay takes more than a step: give it back
 
     def _samples_unless_shared(
-        self, work: Work, plan: MemoryPlan, hint: Sequence[int]
+        self, work: Work, plan: StepPlan, hint: Sequence[int]
     ) -> tuple[int, ...]:
         """Return the samples without which the step is finite.
 
@@ -104,7 +104,7 @@ class Replay:
             clear_exception_frames(error)
             return ()
 
-    def _samples(self, work: Work, plan: MemoryPlan, hint: Sequence[int]) -> tuple[int, ...]:
+    def _samples(self, work: Work, plan: StepPlan, hint: Sequence[int]) -> tuple[int, ...]:
         """Return the samples without which the step is finite."""
         if work.size is None or callable(work.split):
             return ()

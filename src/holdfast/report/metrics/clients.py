@@ -1,6 +1,6 @@
-"""JSON lines, TensorBoard and Weights & Biases.
+"""Sinks for JSON lines, TensorBoard and Weights & Biases.
 
-Each is written by the client that its project maintains.
+JSON lines need no client; the others are written by the clients that their projects maintain.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from holdfast.core.text import as_json_value, sanitise
-from holdfast.report.metrics.copying import Happened, Point
+from holdfast.report.metrics.copying import CopiedEvent, Point
 
+# Names of values in TensorBoard, which groups them by what stands before the slash.
 _TAGS = {
     "step_seconds": "time/step_seconds",
     "wait_share": "time/wait_share",
@@ -23,10 +25,10 @@ _TAGS = {
     "device_reserved_bytes": "memory/device_reserved_bytes",
     "device_peak_bytes": "memory/device_peak_bytes",
 }
-# Of wandb since 0.19; those with x_ are not part of its public face. What the command prints, code,
-# the state of git, packages and facts of the machine are not uploaded; the host's name, its own
-# version and Python's are.
-_ONLY_NUMBERS = {
+# Settings of wandb since 0.19; those that begin with x_ are not part of its public interface. They
+# keep back what the command prints, code, the state of git, packages, and facts about the machine.
+# The name of the host, and the versions of wandb and Python, are uploaded.
+_UPLOAD_NUMBERS_ONLY = {
     "console": "off",
     "disable_code": True,
     "disable_git": True,
@@ -38,62 +40,76 @@ _ONLY_NUMBERS = {
 
 
 class JsonLines:
-    """Append an object for each step and event to a file, or print it.
+    """Append one JSON object for each step and event to a file, or print it.
 
-    What is not finite is a text such as "NaN".
+    A number that is not finite is written as a text such as "NaN".
+
+    Args:
+        target: Path of the file, or "-" for stdout.
     """
 
     def __init__(self, target: str) -> None:
         self.name = f"JSON lines in {target}"
-        self._owned = target != "-"
-        self._file = Path(target).open("a", encoding="utf-8") if self._owned else sys.stdout  # noqa: SIM115
+        self._is_stdout = target == "-"
+        self._file = sys.stdout if self._is_stdout else Path(target).open("a", encoding="utf-8")  # noqa: SIM115 - `close` closes it
 
-    def write(self, points: list[Point], events: list[Happened]) -> None:
-        """Append lines, and flush them."""
+    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+        """Append lines and flush them."""
         for point in points:
-            each = point.scalar
-            own = (
-                {}
-                if each is None
-                else {"epoch": each.epoch, "name": each.name, "value": each.value}
-            )
-            self._line(
-                kind="scalar" if own else "step",
-                time=round(point.unix_seconds, 6),
-                process=point.process,
-                rank=point.rank,
-                attempt=point.attempt,
-                step=point.step,
-                **(own or point.values),
-            )
-        for happened in events:
-            event = happened.event
-            self._line(
-                kind="event",
-                time=round(event.unix_seconds, 6),
-                process=happened.process,
-                attempt=happened.attempt,
-                step=event.global_step,
-                event=event.kind,
-                facts=dict(event.data),
-            )
+            self._write_line(_point_as_json(point))
+        for copied in events:
+            self._write_line(_event_as_json(copied))
         self._file.flush()
 
-    def _line(self, **values: Any) -> None:
-        self._file.write(
-            json.dumps(as_json_value(values), separators=(",", ":"), allow_nan=False) + "\n"
-        )
+    def _write_line(self, values: Mapping[str, Any]) -> None:
+        line = json.dumps(as_json_value(dict(values)), separators=(",", ":"), allow_nan=False)
+        self._file.write(line + "\n")
 
     def close(self) -> None:
-        """Close the file."""
-        if self._owned:
+        """Close the file; stdout stays open."""
+        if not self._is_stdout:
             self._file.close()
 
 
-class TensorBoard:
-    """Write scalars, and events as text.
+def _point_as_json(point: Point) -> dict[str, Any]:
+    values = {
+        "kind": "step" if point.scalar is None else "scalar",
+        "time": round(point.unix_seconds, 6),
+        "process": point.process,
+        "rank": point.rank,
+        "attempt": point.attempt,
+        "step": point.step,
+    }
+    if point.scalar is None:
+        return {**values, **point.values}
+    return {
+        **values,
+        "epoch": point.scalar.epoch,
+        "name": point.scalar.name,
+        "value": point.scalar.value,
+    }
 
-    A folder for each process and attempt, so that curves lie side by side.
+
+def _event_as_json(copied: CopiedEvent) -> dict[str, Any]:
+    event = copied.event
+    return {
+        "kind": "event",
+        "time": round(event.unix_seconds, 6),
+        "process": copied.process,
+        "attempt": copied.attempt,
+        "step": event.global_step,
+        "event": event.kind,
+        "facts": dict(event.data),
+    }
+
+
+class TensorBoard:
+    """Write values as scalars and events as texts.
+
+    Each process and attempt has a folder, so TensorBoard shows their curves side by side.
+
+    Args:
+        directory: Where the folders are made.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -102,29 +118,23 @@ class TensorBoard:
         self.name = f"TensorBoard in {directory}"
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._make = tensorboardX.SummaryWriter
+        self._make_writer = tensorboardX.SummaryWriter
         self._writers: dict[str, Any] = {}
-        # It says "NaN or Inf found in input tensor" for each: here they are facts that are written
-        # on purpose.
+        # It warns about each NaN and infinity. Here they are measurements, written on purpose.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
-    def write(self, points: list[Point], events: list[Happened]) -> None:
+    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
         """Write and flush."""
         for point in points:
             writer = self._writer(point.process, point.attempt)
             for name, value in point.values.items():
-                writer.add_scalar(
-                    sanitise(_TAGS.get(name, name)), value, point.step, walltime=point.unix_seconds
-                )
-        for happened in events:
-            event = happened.event
-            facts = "\n".join(
-                f"    {sanitise(key)}: {sanitise(value)}" for key, value in event.data.items()
-            )
-            self._writer("events", 0).add_text(  # indented: Markdown shows it as it stands
+                tag = sanitise(_TAGS.get(name, name))
+                writer.add_scalar(tag, value, point.step, walltime=point.unix_seconds)
+        for copied in events:
+            event = copied.event
+            self._writer("events", 0).add_text(
                 sanitise(event.kind, most=60),
-                f"    {sanitise(event.sentence())}\n    by: {sanitise(happened.process)}, attempt"
-                f" {happened.attempt}\n{facts}",
+                _event_text(copied),
                 event.global_step,
                 walltime=event.unix_seconds,
             )
@@ -132,9 +142,11 @@ class TensorBoard:
             writer.flush()
 
     def _writer(self, process: str, attempt: int) -> Any:
-        folder = re.sub(r"\W+", "_", process).strip("_") + (f"-attempt{attempt}" if attempt else "")
+        folder = re.sub(r"\W+", "_", process).strip("_")
+        if attempt:
+            folder += f"-attempt{attempt}"
         if folder not in self._writers:
-            self._writers[folder] = self._make(logdir=str(self._directory / folder))
+            self._writers[folder] = self._make_writer(logdir=str(self._directory / folder))
         return self._writers[folder]
 
     def close(self) -> None:
@@ -143,34 +155,46 @@ class TensorBoard:
             writer.close()
 
 
-class WandbRun:
-    """Log to one run of a project.
+def _event_text(copied: CopiedEvent) -> str:
+    """Return an event as Markdown; indented lines are shown as they are."""
+    sentence = f"    {sanitise(copied.event.sentence())}\n"
+    source = f"    by: {sanitise(copied.process)}, attempt {copied.attempt}\n"
+    facts = [
+        f"    {sanitise(name)}: {sanitise(value)}" for name, value in copied.event.data.items()
+    ]
+    return sentence + source + "\n".join(facts)
 
-    ``WANDB_MODE=offline`` and the like mean what they mean to wandb.
+
+class WandbRun:
+    """Log to one run of a project; variables such as ``WANDB_MODE`` mean what they mean to wandb.
+
+    Args:
+        project: Name of the project.
+        name: Name of the run in the project.
     """
 
     def __init__(self, project: str, name: str) -> None:
         import wandb
 
         self.name = f"Weights & Biases project {project}"
-        settings = wandb.Settings(**_ONLY_NUMBERS)
+        settings = wandb.Settings(**_UPLOAD_NUMBERS_ONLY)
         self._run: Any = wandb.init(
             project=project, name=name, job_type="holdfast", settings=settings
         )
-        # Its own step may not go back, which a rollback or a restart does; so steps are a value of
-        # their own.
+        # The step that wandb counts must not decrease, which it would at a rollback or a restart.
+        # So the step of the training is a value of its own.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, points: list[Point], events: list[Happened]) -> None:
-        """Log each step; events are counted by kind."""
+    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+        """Log each step, and count events by kind."""
         for point in points:
             values = {
                 f"{point.process}/{sanitise(name)}": value for name, value in point.values.items()
             }
             self._run.log({**values, "step": point.step, "attempt": point.attempt})
-        for happened in events:
-            key = f"events/{happened.event.kind}"
+        for copied in events:
+            key = f"events/{copied.event.kind}"
             self._run.summary[key] = self._run.summary.get(key, 0) + 1
 
     def close(self) -> None:

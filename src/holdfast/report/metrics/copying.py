@@ -1,12 +1,13 @@
-"""Copy what a run records to sinks, while it goes on or after its end, with names that outlive
-restarts.
+"""Copy what a run records to sinks, while it runs or after its end.
+
+The names of processes stay the same over restarts, so a curve continues in the next attempt.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,24 +24,24 @@ from holdfast.report.sources import Source
 from holdfast.report.watching import Watched
 
 POLL_SECONDS = 1.0
-# Of a sample
-_SIZES = (
-    "host_memory_bytes",
-    "device_allocated_bytes",
-    "device_reserved_bytes",
-    "device_peak_bytes",
-)
+_MOST_ERROR_CHARACTERS = 300
 _log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What one process measured at one step; what was not read is not among the values.
+    """What one process measured at one step.
 
-    Names of values such as "loss/critic" end with the optimizer that stepped, where there are
-    several. `scalar`: the script logged the value, whose name comes after ``logged/`` in `values`.
-    `process` is "rank 3", or "trainer" where
-    there are no ranks: the same in every attempt, which count from 0.
+    Args:
+        process: "rank 3", or "trainer" without ranks: the same name in every attempt.
+        rank: None without ranks.
+        attempt: Number of the attempt, from 0.
+        step: Optimizer step.
+        unix_seconds: When it was recorded.
+        values: What was measured, by name. If there are several optimizers, names such
+            as "loss/critic" end with the optimizer.
+        scalar: The value that the script logged, if it is one; its name in `values` begins with
+            "logged/".
     """
 
     process: str
@@ -53,8 +54,8 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Happened:
-    """An event, and who recorded it."""
+class CopiedEvent:
+    """An event, and the process and attempt that recorded it."""
 
     process: str
     attempt: int
@@ -62,22 +63,34 @@ class Happened:
 
 
 class Sink(Protocol):
-    """Where points go. Every method may raise; the sink is then closed and the others go on."""
+    """Where points and events go.
+
+    Every method may raise; the sink is then closed, and the others continue.
+
+    Attributes:
+        name: Name for people.
+    """
 
     name: str
-    """What people call it in a message."""
 
-    def write(self, points: list[Point], events: list[Happened]) -> None:
-        """Take what is new, oldest first for each process."""
+    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+        """Write what is new, oldest first for each process."""
 
     def close(self) -> None:
-        """Finish what is written."""
+        """Finish what was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """What sinks were given (steps as points), which failed and why, and which steps are not
-    recorded any more.
+class CopySummary:
+    """What sinks were given.
+
+    The names of the fields are those of `holdfast metrics --json`.
+
+    Args:
+        points: Number of steps.
+        events: Number of events.
+        failures: Which sinks failed and why.
+        gone: Which steps were overwritten before they could be copied.
     """
 
     points: int
@@ -88,126 +101,196 @@ class Copied:
 
 def follow(
     run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS
-) -> Copied:
-    """Copy everything recorded so far, then what is new every second, until the run ends.
+) -> CopySummary:
+    """Copy everything recorded so far, then what is new, until the run ends; close the sinks.
 
-    Then close the sinks.
+    Nothing that a sink raises is raised here: a sink that fails is closed and reported.
 
-    `stop` ends it too, after a last look; set already, one copy is made. Never raises for what a
-    sink does: one that fails is closed, with a line in the log.
+    Args:
+        run: The run directory.
+        sinks: Where to copy to.
+        stop: Ends copying after one more look; if it is set already, one copy is made.
+        poll_seconds: Time between two looks.
     """
-    watched, naming = Watched(run, SystemClock()), _Naming()
-    working, failures = list(sinks), list[str]()
-    counts = {"points": 0, "events": 0}
-    last = stop.is_set()
+    watched = Watched(run, SystemClock())
+    naming = _Naming()
+    output = _Output(sinks)
+    points_written = 0
+    events_written = 0
+    is_last_look = stop.is_set()
     while True:
-        seen = _look(watched, failures, last=last)
-        points = [point for each in seen.news for point in naming.points(each)]
-        events = [
-            Happened(process=each.source.label, attempt=each.source.attempt, event=event)
-            for each in seen.news
-            for event in each.events
-        ]
-        events.sort(key=lambda happened: happened.event.unix_seconds)
-        counts["points"] += sum(point.scalar is None for point in points)
-        counts["events"] += len(events)
-        for sink in list(working) if points or events else ():
-            try:
-                sink.write(points, events)
-            except Exception as error:  # noqa: BLE001 - a client of another project must not end the others
-                working.remove(sink)
-                failures.append(_failed(sink, error))
-                _close(sink, failures)
-        if last:
+        snapshot = _look(watched, output, is_last_look=is_last_look)
+        points = [point for news in snapshot.news for point in naming.points(news)]
+        events = _copied_events(snapshot.news)
+        output.write(points, events)
+        points_written += sum(point.scalar is None for point in points)
+        events_written += len(events)
+        if is_last_look:
             break
-        last = seen.state == "ended" or stop.wait(poll_seconds)
-    for sink in working:
-        _close(sink, failures)
-    return Copied(**counts, failures=tuple(failures), gone=watched.lost)
+        is_last_look = snapshot.state == "ended" or stop.wait(poll_seconds)
+    output.close()
+    return CopySummary(
+        points=points_written,
+        events=events_written,
+        failures=tuple(output.failures),
+        gone=watched.lost,
+    )
 
 
-def _look(watched: Watched, failures: list[str], *, last: bool) -> RunSnapshot:
+def _look(watched: Watched, output: _Output, *, is_last_look: bool) -> RunSnapshot:
+    """Return what is new; nothing if the run directory cannot be read, which may pass."""
     try:
-        return watched.look(hold_back=not last)
-    except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the next look may succeed
-        failure = (
-            f"the run directory cannot be read: {type(error).__name__}: {sanitise(error, most=300)}"
-        )
-        if failure not in failures:
-            failures.append(failure)
-            _log.warning("%s", failure)
+        return watched.look(hold_back=not is_last_look)
+    except Exception as error:  # noqa: BLE001 - whatever lies in the run directory, the next look may succeed
+        output.note_unreadable_run(error)
         return RunSnapshot(path=watched.run, state="running")
 
 
-def _close(sink: Sink, failures: list[str]) -> None:
-    try:
-        sink.close()
-    except Exception as error:  # noqa: BLE001 - as above
-        failures.append(_failed(sink, error))
+def _copied_events(all_news: Sequence[News]) -> list[CopiedEvent]:
+    events = [
+        CopiedEvent(process=news.source.label, attempt=news.source.attempt, event=event)
+        for news in all_news
+        for event in news.events
+    ]
+    return sorted(events, key=lambda copied: copied.event.unix_seconds)
 
 
-def _failed(sink: Sink, error: Exception) -> str:
-    failure = f"{sink.name}: {type(error).__name__}: {sanitise(error, most=300)}"
-    _log.warning("metrics are not written any more to %s", failure)
-    return failure
+class _Output:
+    """Writes to sinks, and closes those that fail.
+
+    Attributes:
+        failures: What failed and why, one sentence each.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._open_sinks = list(sinks)
+        self.failures: list[str] = []
+
+    def write(self, points: list[Point], events: list[CopiedEvent]) -> None:
+        """Write to all sinks that have not failed yet."""
+        if not points and not events:
+            return
+        for sink in list(self._open_sinks):
+            try:
+                sink.write(points, events)
+            except Exception as error:  # noqa: BLE001 - the client of one sink must not end the others
+                self._open_sinks.remove(sink)
+                self._note_failure(sink, error)
+                self._close(sink)
+
+    def close(self) -> None:
+        """Close all sinks that have not failed."""
+        for sink in self._open_sinks:
+            self._close(sink)
+
+    def note_unreadable_run(self, error: Exception) -> None:
+        """Note once that the run directory cannot be read."""
+        failure = f"the run directory cannot be read: {_describe(error)}"
+        if failure not in self.failures:
+            self.failures.append(failure)
+            _log.warning("%s", failure)
+
+    def _close(self, sink: Sink) -> None:
+        try:
+            sink.close()
+        except Exception as error:  # noqa: BLE001 - as in `write`
+            self._note_failure(sink, error)
+
+    def _note_failure(self, sink: Sink, error: Exception) -> None:
+        failure = f"{sink.name}: {_describe(error)}"
+        self.failures.append(failure)
+        _log.warning("no more metrics are written to %s", failure)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {sanitise(error, most=_MOST_ERROR_CHARACTERS)}"
 
 
 class _Naming:
-    """Turns news of a run into points."""
+    """Turns the news of a run into points, whose processes have names that outlive restarts."""
 
     def __init__(self) -> None:
         self._names: dict[Path, str] = {}
-        self._taken: dict[tuple[int, str, str], int] = {}
-        self._observed = False
+        # How many sources of an attempt and a kind have a name.
+        self._uses: dict[tuple[int, str, str], int] = {}
+        self._steps_were_observed = False
 
-    def points(self, news: News) -> list[Point]:
-        """Return the points of a source.
+    def points(self, news: News) -> Iterator[Point]:
+        """Yield the points of a source.
 
-        No steps of a guard whose process is observed, which says more.
+        Steps of a guard are left out once a process was observed to make steps: they are the same,
+        and an observed process says more about them.
         """
-        source, recorded = news.source, list[StepSample | Scalar](news.scalars)
-        self._observed = self._observed or (source.kind == "process" and bool(news.samples))
-        if source.kind == "process" or not self._observed:
-            recorded = [*news.samples, *recorded]
-        names = read_optimizers(source.directory)
-        several = dict(enumerate(names, start=1)) if len(names) > 1 else {}
-        return [
-            Point(
-                process=self._name(source),
+        source = news.source
+        if source.kind == "process" and news.samples:
+            self._steps_were_observed = True
+        name = self._name(source)
+        if source.kind == "process" or not self._steps_were_observed:
+            optimizers = read_optimizers(source.directory)
+            for sample in news.samples:
+                yield Point(
+                    process=name,
+                    rank=source.rank,
+                    attempt=source.attempt,
+                    step=sample.step,
+                    unix_seconds=sample.unix_seconds,
+                    values=_values(sample, _optimizer(sample, optimizers)),
+                )
+        for scalar in news.scalars:
+            yield Point(
+                process=name,
                 rank=source.rank,
                 attempt=source.attempt,
-                step=each.step,
-                unix_seconds=each.unix_seconds,
-                scalar=each if isinstance(each, Scalar) else None,
-                values=(
-                    {f"logged/{each.name}": each.value}
-                    if isinstance(each, Scalar)
-                    else _values(each, several.get(each.optimizer))
-                ),
+                step=scalar.step,
+                unix_seconds=scalar.unix_seconds,
+                values={f"logged/{scalar.name}": scalar.value},
+                scalar=scalar,
             )
-            for each in recorded
-        ]
 
     def _name(self, source: Source) -> str:
+        """Return a name that is unique in its attempt; a guard has that of its process."""
         if source.directory not in self._names:
             name = "trainer" if source.rank is None else f"rank {source.rank}"
-            # A guard's are those of the process that it is in
-            key = source.attempt, source.kind, name
-            number = self._taken[key] = self._taken.get(key, 0) + 1
+            key = (source.attempt, source.kind, name)
+            number = self._uses.get(key, 0) + 1
+            self._uses[key] = number
             self._names[source.directory] = name if number == 1 else f"{name} ({number})"
         return self._names[source.directory]
 
 
+def _optimizer(sample: StepSample, optimizers: Sequence[str]) -> str | None:
+    """Return the optimizer that stepped, if there are several; they are numbered from 1."""
+    if len(optimizers) < 2 or not 1 <= sample.optimizer <= len(optimizers):
+        return None
+    return optimizers[sample.optimizer - 1]
+
+
 def _values(sample: StepSample, optimizer: str | None) -> dict[str, float]:
-    often_unread = ("loss", "grad_norm", "learning_rate")
-    of = "" if optimizer is None else f"/{sanitise(optimizer, most=60)}"
-    values: dict[str, float] = {
-        name + of: v for name in often_unread if (v := getattr(sample, name)) is not None
-    }
+    """Return what was measured at a step; what was not read is left out.
+
+    Args:
+        sample: The step.
+        optimizer: The optimizer that stepped; None if there is only one.
+    """
+    suffix = "" if optimizer is None else f"/{sanitise(optimizer, most=60)}"
+    values: dict[str, float] = {}
+    for name, number in (
+        ("loss", sample.loss),
+        ("grad_norm", sample.grad_norm),
+        ("learning_rate", sample.learning_rate),
+    ):
+        if number is not None:
+            values[name + suffix] = number
     if sample.seconds >= 0:
         values["step_seconds"] = sample.seconds
     if sample.seconds > 0 and sample.wait_seconds >= 0:
         values["wait_share"] = min(sample.wait_seconds / sample.seconds, 1.0)
-    return values | {
-        name: float(count) for name, count in zip(_SIZES, sample[7:11], strict=True) if count
-    }
+    for name, size in (
+        ("host_memory_bytes", sample.host_bytes),
+        ("device_allocated_bytes", sample.device_allocated_bytes),
+        ("device_reserved_bytes", sample.device_reserved_bytes),
+        ("device_peak_bytes", sample.device_peak_bytes),
+    ):
+        if size:
+            values[name] = float(size)
+    return values

@@ -25,12 +25,13 @@ def read_trainer_log(trainer: Any, logs: Any, *_: Any, **__: Any) -> _Logged:
 def read_lightning_log(connector: Any, metrics: Any, step: Any = None) -> _Logged:
     """Return what Lightning's trainer logs of ``self.log``.
 
-    A metric that is called "step" is the step, as in Lightning itself.
+    Without a step, a metric that is called "step" is it, as in Lightning itself.
     """
     values = dict(metrics)
-    usual_step = connector.trainer.fit_loop.epoch_loop._batches_that_stepped
-    named_step = values.pop("step", usual_step)
-    return values, named_step if step is None else step
+    if step is None:
+        usual_step = connector.trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = values.pop("step", usual_step)
+    return values, step
 
 
 def read_wandb_log(_run: Any, data: Any, step: Any = None, *_: Any, **__: Any) -> _Logged:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.report.made_runs import sample, write_samples
 
-from holdfast.report.series import columns, rows_of_ring, thinned
+from holdfast.report.curves import curves_of_steps, rows_of_ring, thinned
 
 
 def _curve(path: Path, losses: list[float | None], most: int = 2000, **changes):
@@ -18,7 +18,7 @@ def _curve(path: Path, losses: list[float | None], most: int = 2000, **changes):
         path, [sample(step, loss=loss, **changes) for step, loss in enumerate(losses, start=1)]
     )
     ring = rows_of_ring(path)
-    return columns(thinned(ring[:0], ring, most))
+    return curves_of_steps(thinned(ring[:0], ring, most))
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,5 +64,5 @@ def test_a_stretch_is_its_mean_between_its_least_and_most(tmp_path):
     """
     found = _curve(tmp_path / "ring", [1.0, 3.0, 5.0, 5.0, 2.0, 0.0], most=8, wait_seconds=0.05)
     assert list(found["loss"].values) == [1.0, 4.0, 3.5, 0.0]
-    assert list(found["loss"].band[2]) == [1.0, 5.0, 5.0, 0.0]
+    assert list(found["loss"].band.high) == [1.0, 5.0, 5.0, 0.0]
     assert list(found["wait_share"].values) == [0.5] * 4

@@ -1,0 +1,109 @@
+"""What a page shows besides curves and events: checkpoints, stacks, and the end of the output."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from holdfast.checkpoint.manifest import read_manifest
+from holdfast.checkpoint.store import Entry, Store
+from holdfast.core.errors import CheckpointError
+from holdfast.core.files import opened
+from holdfast.core.text import sanitise
+from holdfast.recorder.run_files import (
+    FAULTHANDLER_FILE,
+    OUTPUT_FILE,
+    PROCESSES_FOLDER,
+    STACKS_FOLDER,
+    ProcessInfo,
+)
+from holdfast.report.problems import READING_ERRORS, reason
+from holdfast.report.run_snapshot import CheckpointSummary, StackDump
+from holdfast.report.sources import CHECKPOINTS_FOLDER
+
+# What a person reads on a page, and no more than fits on one.
+_MOST_STACKS = 60
+_MOST_STACK_BYTES = 64 << 10
+_MOST_OUTPUT_BYTES = 32 << 10
+_MOST_REASON_CHARACTERS = 200
+
+
+def read_checkpoints(run: Path) -> list[CheckpointSummary]:
+    """Return the checkpoints in a run directory: complete ones newest first, then damaged ones."""
+    store = Store(run / CHECKPOINTS_FOLDER)
+    try:
+        entries = store.entries()
+        damaged = store.damaged()
+    except CheckpointError as error:
+        status = reason(error, _MOST_REASON_CHARACTERS)
+        return [CheckpointSummary(name=CHECKPOINTS_FOLDER, global_step=0, status=status)]
+    return [
+        *(_summary(entry) for entry in entries),
+        *(
+            CheckpointSummary(
+                name=entry.path.name,
+                global_step=entry.global_step,
+                status="damaged, moved aside",
+            )
+            for entry in damaged
+        ),
+    ]
+
+
+def _summary(entry: Entry) -> CheckpointSummary:
+    name = entry.path.name
+    try:
+        manifest = read_manifest(entry.path)
+        return CheckpointSummary(
+            name=name,
+            global_step=entry.global_step,
+            status="complete",
+            size_bytes=manifest.size_bytes(),
+            saved=manifest.unix_seconds,
+        )
+    except READING_ERRORS as error:
+        status = reason(error, _MOST_REASON_CHARACTERS)
+        return CheckpointSummary(name=name, global_step=entry.global_step, status=status)
+
+
+def read_stacks(run: Path, processes: Sequence[ProcessInfo]) -> Iterator[StackDump]:
+    """Yield the newest stacks: those that the supervisor took, then those that processes wrote."""
+    taken = sorted((run / STACKS_FOLDER).glob("*.txt"))
+    # A process names its own folder, and might name one elsewhere.
+    folders = [process.folder for process in processes if "/" not in process.folder]
+    written = [run / PROCESSES_FOLDER / folder / FAULTHANDLER_FILE for folder in folders]
+    for path in [*taken[-_MOST_STACKS:], *written[-_MOST_STACKS:]]:
+        with contextlib.suppress(OSError):
+            text = _read_end(path, _MOST_STACK_BYTES).strip()
+            if text:
+                yield StackDump(name=sanitise(path.relative_to(run)), text=text)
+
+
+def read_output(run: Path) -> str:
+    """Return the end of what a run printed; OSError if it cannot be read."""
+    return _read_end(run / OUTPUT_FILE, _MOST_OUTPUT_BYTES)
+
+
+def _read_end(path: Path, most_bytes: int) -> str:
+    """Return the end of a file as harmless text, from the start of a line; empty if missing."""
+    try:
+        with opened(path) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - most_bytes))
+            data = file.read(most_bytes)
+    except FileNotFoundError:
+        return ""
+    text = data.decode("utf-8", "replace")
+    if size > most_bytes:
+        text = text.partition("\n")[2] or text
+    return sanitise(_without_redrawn_lines(text), most=most_bytes, lines=True)
+
+
+def _without_redrawn_lines(text: str) -> str:
+    """Return what a terminal would still show of progress bars.
+
+    A progress bar draws its line again after a carriage return, so the last part of a line counts.
+    """
+    lines = text.replace("\r\n", "\n").split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)

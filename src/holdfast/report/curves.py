@@ -1,0 +1,290 @@
+"""Curves over steps, thinned to what a screen can show.
+
+A curve has the mean of each stretch of steps, and a band from the least to the greatest value in
+it, so that every peak stays visible however long the run was. How curves are drawn is the business
+of ``step_figure``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.recorder.history import NAMES, Rows, at_most, rows_of
+from holdfast.recorder.ring import read_ring, slot_struct
+from holdfast.recorder.scalars import Scalar
+
+Numbers = NDArray[np.float64]
+# How many values of each stretch: as 32-bit integers, or as booleans where there is one value.
+Counts = NDArray[Any]
+
+# A screen has about 4,000 columns of pixels at most. With a band from the least to the greatest
+# value of each stretch, this many points look like the whole curve.
+MOST_POINTS = 2000
+# Curves that mean nothing for several optimizers together: loss, gradient norm and learning rate.
+CURVES_OF_AN_OPTIMIZER = NAMES[:3]
+# Prefix of the name of each curve that the script has named itself.
+LOGGED = "logged: "
+# Further names are not drawn: each takes a panel of its own, and a page with more is unusable.
+MOST_LOGGED = 24
+# Steps that a script gave are taken for optimizer steps if they are within a factor of 2, or within
+# this many steps, of the steps that were trained. Otherwise they count something else, such as
+# epochs or samples.
+_NEAR_STEPS = 10
+
+_PLACE = {name: place for place, name in enumerate(NAMES)}
+# A row of ``recorder.history`` that holds one number instead of one for each of `NAMES`.
+_SCALAR_ROW = np.dtype(
+    [
+        ("number", "<u8"),
+        ("optimizer", "u1"),
+        ("step", "<f8"),
+        ("low", "<f8"),
+        ("mean", "<f8"),
+        ("high", "<f8"),
+        ("finite", "<u4"),
+        ("odd", "<u4"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """The area from the least to the greatest value of each stretch of steps."""
+
+    steps: Numbers
+    low: Numbers
+    high: Numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One number over steps, in the order in which the steps were made.
+
+    Args:
+        steps: First step of each stretch; NaN in a gap, such as where the run returned to an
+            earlier step.
+        values: Mean of each stretch; NaN in a gap, and where no value is finite.
+        nonfinite: Steps with a value that is infinite or NaN.
+        band: The least and greatest values, if some value is the mean of several different ones.
+        own_scale: Whether `steps` count something other than optimizer steps, such as epochs.
+    """
+
+    steps: Numbers
+    values: Numbers
+    nonfinite: Numbers
+    band: Band | None
+    own_scale: bool = False
+
+    @property
+    def finite(self) -> Numbers:
+        """Return all finite values, the least and greatest of each stretch included."""
+        parts = [self.values]
+        if self.band is not None:
+            parts += [self.band.low, self.band.high]
+        values: Numbers = np.concatenate(parts)
+        return values[np.isfinite(values)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """When steps were made: one entry for each recorded stretch of steps, in the order of time.
+
+    Args:
+        unix_seconds: When the stretch was recorded.
+        steps: The number of its first step.
+        counts: How many of its steps have a duration.
+        seconds: How long these took; the same as `counts` where a process was only observed, since
+            only the proportion of the stretches matters there.
+    """
+
+    unix_seconds: Numbers
+    steps: Numbers
+    counts: Numbers
+    seconds: Numbers
+
+    @classmethod
+    def none(cls) -> StepTimes:
+        """Return the times of a process that recorded no step."""
+        empty: Numbers = np.array([])
+        return cls(unix_seconds=empty, steps=empty, counts=empty, seconds=empty)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def rows_of_ring(path: Path) -> Rows:
+    """Return one row, as in ``recorder.history``, for each record in a ring of steps, oldest first.
+
+    Raises:
+        RunDirectoryError: H305, as `read_ring`.
+    """
+    records = read_ring(path)
+    slot = slot_struct(len(records[0].payload) if records else 0)
+    slots = [
+        slot.pack(record.sequence, record.nanoseconds, record.payload, record.sequence)
+        for record in records
+    ]
+    rows, _ = rows_of(b"".join(slots), slot.size)
+    return rows
+
+
+def thinned(history: Rows, ring: Rows, most: int = MOST_POINTS) -> Rows:
+    """Return at most `most` rows to draw: half of them from the ring, half from what came before.
+
+    Args:
+        history: Rows of steps that the ring does not hold any more.
+        ring: Rows of the newest steps.
+        most: Number of rows.
+    """
+    return np.concatenate([at_most(history, most // 2), at_most(ring, most // 2, finest=2)])
+
+
+def curves_of_steps(rows: Rows) -> dict[str, Curve]:
+    """Return the curves of a process by name; a number that was never recorded has none."""
+    curves = {}
+    for name, place in _PLACE.items():
+        if name != "wait_seconds":
+            curves[name] = _curve(_stretches_of(rows, place))
+    curves["wait_share"] = _curve(_wait_shares(rows))
+    return {name: curve for name, curve in curves.items() if curve is not None}
+
+
+def curves_of_scalars(
+    scalars: Sequence[Scalar], times: StepTimes, most: int = MOST_POINTS
+) -> dict[str, Curve]:
+    """Return the curves of the first `MOST_LOGGED` names that a script logged.
+
+    Args:
+        scalars: The values, oldest first.
+        times: When the same process made its steps, to tell whether the steps of a scalar are
+            optimizer steps.
+        most: As in `thinned`; a curve gets half of it, as there is no history of scalars.
+
+    Returns:
+        Curves by name, each name prefixed by `LOGGED`.
+    """
+    by_name: dict[str, list[Scalar]] = {}
+    for scalar in scalars:
+        by_name.setdefault(scalar.name, []).append(scalar)
+
+    curves = {}
+    for name in list(by_name)[:MOST_LOGGED]:
+        rows = at_most(_rows_of_scalars(by_name[name]), most // 2, finest=2)
+        curve = _curve(_stretches_of(rows))
+        if curve is not None:
+            own_scale = not _counts_optimizer_steps(by_name[name][-1], times)
+            curves[LOGGED + name] = replace(curve, own_scale=own_scale)
+    return curves
+
+
+def _counts_optimizer_steps(scalar: Scalar, times: StepTimes) -> bool:
+    """Return whether the step of a scalar is about the step that training had reached then."""
+    if len(times) == 0:
+        return True
+    trained = np.interp(scalar.unix_seconds, times.unix_seconds, times.steps)
+    return bool(trained / 2 - _NEAR_STEPS <= scalar.step <= 2 * trained + _NEAR_STEPS)
+
+
+def _rows_of_scalars(scalars: Sequence[Scalar]) -> Rows:
+    """Return one row for each value of one name."""
+    values = np.array([scalar.value for scalar in scalars], np.float64)
+    finite = np.isfinite(values)
+    rows = np.zeros(len(values), _SCALAR_ROW)
+    rows["number"] = np.arange(len(values))
+    rows["step"] = [scalar.step for scalar in scalars]
+    rows["finite"] = finite
+    rows["odd"] = ~finite
+    # Neutral elements of minimum, sum and maximum, as in ``recorder.history``.
+    rows["low"] = np.where(finite, values, np.inf)
+    rows["mean"] = np.where(finite, values, 0.0)
+    rows["high"] = np.where(finite, values, -np.inf)
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretches:
+    """One number over stretches of steps: the columns of rows of ``recorder.history``.
+
+    Args:
+        steps: First step of each stretch.
+        finite: How many values are finite; `mean`, `low` and `high` mean something where there is
+            at least one.
+        odd: How many values are infinite or NaN.
+        mean: Mean of the finite values.
+        low: The least of them.
+        high: The greatest of them.
+    """
+
+    steps: Numbers
+    finite: Counts
+    odd: Counts
+    mean: Numbers
+    low: Numbers
+    high: Numbers
+
+
+def _stretches_of(rows: Rows, place: int | None = None) -> _Stretches:
+    """Return the number at a place of `NAMES`, or the only number if rows have one (None)."""
+
+    def column(name: str) -> NDArray[Any]:
+        values: NDArray[Any] = rows[name]
+        return values if place is None else values[:, place]
+
+    return _Stretches(
+        steps=rows["step"].astype(np.float64),
+        finite=column("finite"),
+        odd=column("odd"),
+        mean=column("mean"),
+        low=column("low"),
+        high=column("high"),
+    )
+
+
+def _wait_shares(rows: Rows) -> _Stretches:
+    """Return which share of the time of each stretch was spent waiting for the loader."""
+    totals = rows["mean"] * rows["finite"]
+    seconds = totals[:, _PLACE["seconds"]]
+    wait_seconds = totals[:, _PLACE["wait_seconds"]]
+    is_known = (seconds > 0) & (rows["finite"][:, _PLACE["wait_seconds"]] > 0)
+    share = np.clip(wait_seconds / np.where(is_known, seconds, 1.0), 0.0, 1.0)
+    return _Stretches(
+        steps=rows["step"].astype(np.float64),
+        finite=is_known,
+        odd=np.zeros_like(is_known),
+        mean=share,
+        low=share,
+        high=share,
+    )
+
+
+def _curve(stretches: _Stretches) -> Curve | None:
+    """Return the curve of a number, or None if it was never recorded."""
+    has_finite = stretches.finite > 0
+    has_odd = stretches.odd > 0
+    is_recorded = has_finite | has_odd
+    if not is_recorded.any():
+        return None
+
+    band = None
+    if (stretches.low < stretches.high).any():
+        band = Band(
+            steps=stretches.steps[has_finite],
+            low=stretches.low[has_finite],
+            high=stretches.high[has_finite],
+        )
+    steps = stretches.steps[is_recorded]
+    values = np.where(has_finite, stretches.mean, np.nan)[is_recorded]
+    # Where the run returned to an earlier step, a line would show training that never happened.
+    returns = np.flatnonzero(np.diff(steps) < 0) + 1
+    return Curve(
+        steps=np.insert(steps, returns, np.nan),
+        values=np.insert(values, returns, np.nan),
+        nonfinite=stretches.steps[has_odd],
+        band=band,
+    )

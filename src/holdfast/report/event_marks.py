@@ -1,0 +1,72 @@
+"""Events as marks on a figure: one trace for each severity, and one for resumed runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.report.plotly_values import Figure, label
+from holdfast.report.severity import severity
+from holdfast.report.sources import RecordedEvent
+
+# Colour and symbol of each kind of mark, the same in both themes. The worst is drawn last, above
+# the others.
+_STYLES = {
+    "info": ("#8c8c8c", "circle"),
+    "resumed": ("#4e8fd0", "triangle-right"),
+    "warning": ("#e08a1e", "triangle-up"),
+    "error": ("#d64545", "x"),
+}
+_MOST_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """An event and its place on a figure: coordinates are numbers, dates or names of rows."""
+
+    recorded: RecordedEvent
+    x: str | float
+    y: str | float
+
+
+def mark_traces(marks: Iterable[Mark], **options: Any) -> list[Figure]:
+    """Return marks as traces.
+
+    Args:
+        marks: Events and their places.
+        **options: Further attributes of each trace.
+    """
+    by_style: dict[str, list[Mark]] = {style: [] for style in _STYLES}
+    for mark in marks:
+        by_style[_style(mark.recorded)].append(mark)
+    return [
+        _trace(style, marks_of_style) | options
+        for style, marks_of_style in by_style.items()
+        if marks_of_style
+    ]
+
+
+def _style(recorded: RecordedEvent) -> str:
+    if recorded.event.kind == "resumed":
+        return "resumed"
+    return severity(recorded.event)
+
+
+def _trace(style: str, marks: list[Mark]) -> Figure:
+    colour, symbol = _STYLES[style]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": style,
+        "legendgroup": style,
+        "x": [mark.x for mark in marks],
+        "y": [mark.y for mark in marks],
+        "marker": {"symbol": symbol, "size": 10, "color": colour},
+        "hovertext": [_hover_text(mark.recorded) for mark in marks],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }
+
+
+def _hover_text(recorded: RecordedEvent) -> str:
+    return label(f"{recorded.source}, {recorded.event}", _MOST_CHARACTERS)
