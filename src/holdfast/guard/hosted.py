@@ -113,11 +113,11 @@ class ExternalCursor(Cursor):
     """
 
     # The dataset indices of the samples in the next step, or None if the framework has not said.
-    given: list[int] | None = None
+    next_samples: list[int] | None = None
 
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:  # noqa: ARG002 - the host knows
         """Return the dataset indices of the step's samples, or None if they are not known."""
-        return self.given
+        return self.next_samples
 
 
 class HostedGuard(Guard):
@@ -170,7 +170,7 @@ class HostedGuard(Guard):
     def next_samples(self, indices: list[int] | None) -> None:
         """Note which samples of the dataset the next step is made with, in order."""
         if isinstance(self._cursor, ExternalCursor):
-            self._cursor.given = indices
+            self._cursor.next_samples = indices
 
     def count_from(self, global_step: int) -> None:
         """Count from the framework's number of steps, if no guard has left its own before."""
