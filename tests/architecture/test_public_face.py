@@ -183,7 +183,7 @@ def test_importing_holdfast_loads_no_torch() -> None:
     code = (
         "import sys, holdfast; holdfast.Policy.preset('tts'); assert 'yaml' not in sys.modules;"
         " from holdfast.cli.main import make_app; make_app(); from holdfast.report import page;"
-        " from holdfast.cli import plan, guard_directory; from holdfast.recorder import reader;"
+        " from holdfast.cli import plan, checkpoints, quarantine; from holdfast.recorder import reader;"
         " from holdfast.explain import rules; rules.all_rules(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -171,7 +171,7 @@ def test_a_run_whose_saves_failed_does_not_end_as_if_all_were_well(newest, tmp_p
     assert str(said) in caplog.text
     said = CliRunner().invoke(make_app(), ["explain", str(run_dir)])
     assert (
-        f"its newest checkpoint is of step {newest}" if newest else "nothing of it was saved"
+        f"newest checkpoint is from step {newest}" if newest else "nothing was saved"
     ) in said.output
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -32,7 +33,7 @@ with warnings.catch_warnings():
     from speechbrain.utils.checkpoints import Checkpointer
 
 from holdfast.integrations.speechbrain import HoldfastMixin
-from holdfast.integrations.speechbrain.brain import cut_padded
+from holdfast.integrations.speechbrain.padded_batches import split_padded
 
 logging.getLogger("speechbrain").setLevel(logging.ERROR)
 pytestmark = [pytest.mark.filterwarnings("ignore:.*recoverable is marked as optional")]
@@ -175,7 +176,7 @@ def test_parts_of_a_padded_batch_are_padded_batches():
     device as wholes do.
     """
     batch = next(iter(batches(1)))
-    parts = cut_padded(batch, 3)
+    parts = split_padded(batch, 3)
     assert [len(part) for part in parts] == [part.batchsize for part in parts] == [3, 3, 2]
     assert torch.equal(torch.cat([part.x.data for part in parts]), batch.x.data)
     assert torch.equal(torch.cat([part.x.lengths for part in parts]), batch.x.lengths)
@@ -422,7 +423,7 @@ def test_a_first_save_that_was_killed_is_not_loaded(tmp_path, caplog, meta_is_fl
     brain = saving(GuardedSaves, tmp_path, 1)
     assert len(brain.seen) == 4
     assert (tmp_path / "save" / f"damaged-{torn.name}").is_dir()
-    assert f"{torn.name}: manifest.json is missing, so the save was not finished" in caplog.text
+    assert re.search(rf"{re.escape(torn.name)}.*manifest\.json", caplog.text)
 
 
 def test_a_save_that_fails_keeps_the_older_ones_and_training_goes_on(tmp_path, monkeypatch):

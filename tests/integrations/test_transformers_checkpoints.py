@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -198,10 +199,8 @@ def test_a_first_save_that_was_killed_is_not_resumed_from(
     trainer = guarded(tmp_path)
     with caplog.at_level(logging.WARNING, "holdfast"):
         trainer.train(resume_from_checkpoint=True)
-    assert f"{torn}: manifest.json is missing, so the save was not finished" in caplog.text
-    assert (
-        f"no checkpoint in {tmp_path}: training starts anew" in caplog.text
-    ) is not begun_without
+    assert re.search(rf"{torn}.*manifest\.json", caplog.text)
+    assert (f"no checkpoint in {tmp_path}" in caplog.text) is not begun_without
     assert (tmp_path / f"damaged-{torn}").is_dir()
     assert digest(trainer.model) == undisturbed
     verify(tmp_path / torn)
@@ -248,7 +247,7 @@ def test_lost_checkpoints_are_no_silent_new_start(elsewhere: bool, tmp_path: Pat
     if elsewhere:
         output.rename(tmp_path / "moved")
         output.symlink_to(tmp_path / "not mounted")
-        with pytest.raises(CheckpointError, match="cannot be reached"):
+        with pytest.raises(CheckpointError, match="H312"):
             last_good_checkpoint(output, run_dir)
         output.unlink()
         (tmp_path / "moved").rename(output)

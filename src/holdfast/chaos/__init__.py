@@ -13,8 +13,8 @@ Entry points are `campaign.Campaign`, `campaign.check_survives` for tests, and t
 - `observation`, `injection`: inside the processes of the command, what they do and what is done to
   them
 - `trace`: what the processes recorded
-- `comparison`: where an attempt departs from the undisturbed run, and why
+- `comparison`: where and why an attempt diverges from the undisturbed run
 - `judgement`, `results`, `page`: what became of the training run
 
-Nothing here imports torch: a command imports its own.
+Nothing here imports torch; the command imports its own.
 """

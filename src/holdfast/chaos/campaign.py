@@ -33,7 +33,7 @@ from holdfast.core.version import __version__
 from holdfast.supervise.launch.commands import find_program
 
 # An attempt hangs if it makes no progress for this long, or for `STALL_FACTOR` times the longest
-# pause of the undisturbed run if that is longer: restarts load checkpoints and compile again.
+# pause of the undisturbed run whichever is longer: restarts load checkpoints and compile again.
 MIN_STALL_SECONDS = 20.0
 STALL_FACTOR = 5.0
 # An attempt may take this long, or `DURATION_FACTOR` times the undisturbed run if that is longer.
@@ -41,13 +41,12 @@ MIN_DURATION_SECONDS = 60.0
 DURATION_FACTOR = 8.0
 # Signals that end a campaign early.
 INTERRUPTS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-# Files that are named in a result as what a restart reads instead.
+# The most files named in a result as read by restarts.
 MAX_NAMED_FILES = 3
 
 NO_SAVE_REMARK = (
     "no checkpoint was written by torch.save, safetensors or torch.distributed.checkpoint, so the"
-    " training starts from the beginning after each fault, and faults of saves and checkpoints were"
-    " not tried"
+    " run starts over after each fault, and faults in saves and checkpoints were not tried"
 )
 NO_CHANGE_REMARK = "no step changed a weight"
 
@@ -57,9 +56,9 @@ class Baseline:
     """The undisturbed runs.
 
     Args:
-        first: The first one, with which all trials are compared.
-        references: The same by rank. A reference is replaced when a random state turns out not to
-            matter.
+        first: The first run, with which all trials are compared.
+        references: The first run by rank. A reference is replaced when a random state turns out not
+            to matter.
         unsteady: The first difference between the two runs, if there is one.
         seconds: Times of both.
     """
@@ -81,15 +80,15 @@ class Campaign:
     Args:
         command: The command.
         origin: The working directory in which it is started; it is copied, not changed.
-        writes: What the command writes; none: all of `origin` is copied.
-        only: Kinds of faults to try, of `fault_plans.KINDS`; none: all.
-        seed: Decides the steps and bits of the faults.
+        writes: Paths that the command writes. If empty, all of `origin` is copied.
+        only: Kinds of faults to try, of `fault_plans.KINDS`; all if empty.
+        seed: Seed from which the steps and bits of the faults are drawn.
         budget_seconds: Time after which the campaign ends.
-        restarts: How often the command is started again in one trial at most.
+        restarts: The most restarts of the command in one trial.
         say: Called with a line of progress for each fault.
 
     Raises:
-        PolicyError: H729 for a command that cannot be put to the test, H730 as `Workplace`.
+        PolicyError: H729 for a command that cannot be tested, H730 as in `Workplace`.
     """
 
     def __init__(  # noqa: PLR0913 - a public face with the options of the command
@@ -115,15 +114,15 @@ class Campaign:
         self._workplace = Workplace(origin, writes)
         self._bench = Bench(program, self._command, self._workplace, self._began + budget_seconds)
         self._seconds_of_runs = 0.0
-        # Names, without numbers, of files that restarts were seen to read.
+        # Names, without numbers, of files that restarts have read.
         self._read_names: set[str] = set()
-        # Random states of which it was tried whether they matter.
+        # Random states that have been tested by `_find_harmless_random_states`.
         self._tried_random_states: set[str] = set()
 
     def run(self) -> CampaignReport:
         """Run the whole campaign.
 
-        An interrupt ends it early, and the report holds what was found by then.
+        An interrupt ends it early, and the report holds the results so far.
         """
         try:
             return self._report(self._run_undisturbed())
@@ -205,6 +204,11 @@ class Campaign:
                     row.detail = "interrupted"
 
     def _try_fault(self, fault: Fault, baseline: Baseline) -> FaultResult:
+        """Run one trial of a fault and return its result.
+
+        The trial is repeated if it damaged a file that no restart reads: it has shown which files
+        restarts do read.
+        """
         result = FaultResult(kind=fault.kind, fault=fault.description)
         if self._is_out_of_time():
             return result
@@ -215,7 +219,6 @@ class Campaign:
             return result
         trial = self._run_trial(fault, baseline)
         if self._damaged_unread_file(trial):
-            # Now it is known what restarts read.
             trial = self._run_trial(fault, baseline)
         errors = [attempt.observer_error for attempt in trial.attempts if attempt.observer_error]
         result.failed = "".join(errors[:1])
@@ -232,6 +235,7 @@ class Campaign:
         return result
 
     def _run_trial(self, fault: Fault, baseline: Baseline) -> Trial:
+        """Run one trial of a fault, and note which files restarts read."""
         damage = None
         if fault.damage is not None:
             damage = partial(
@@ -255,8 +259,8 @@ class Campaign:
     def _damaged_unread_file(self, trial: Trial) -> bool:
         """Return whether no restart reads a file with a name like that of the damaged one.
 
-        It cannot be said of safetensors, which are read without Python noticing, nor before any
-        restart was seen to read.
+        This is unknown for safetensors files, which are read without Python noticing, and until a
+        restart has been observed reading a file.
         """
         if trial.damaged is None or trial.damaged.suffix == ".safetensors":
             return False
@@ -267,7 +271,7 @@ class Campaign:
     def _compare(self, trial: Trial, baseline: Baseline) -> TrialComparison:
         """Compare a trial with the undisturbed run.
 
-        If a random state is to blame, find out first whether it matters at all.
+        If a random state is to blame, first find out whether it matters at all.
         """
         comparison = compare(baseline.references, trial)
         if baseline.unsteady is not None:
@@ -277,14 +281,14 @@ class Campaign:
             untried = blamed - self._tried_random_states
             if not untried:
                 return comparison
-            self._try_random_states(untried, baseline)
+            self._find_harmless_random_states(untried, baseline)
             comparison = compare(baseline.references, trial)
 
-    def _try_random_states(self, names: set[str], baseline: Baseline) -> None:
-        """Run once for each random state, with this state set to another one.
+    def _find_harmless_random_states(self, names: set[str], baseline: Baseline) -> None:
+        """Stop comparing the random states that the run does not use.
 
-        If nothing else differs then, nothing is made of its numbers, and it is not compared any
-        more.
+        The command runs once per state, with that state replaced. If nothing else
+        differs, the run does not use it.
         """
         for name in sorted(names):
             trial = run_trial(self._bench, Injection(reseeded=name))
@@ -305,7 +309,7 @@ class Campaign:
         comparison: TrialComparison,
         baseline: Baseline,
     ) -> None:
-        """Fill in what became of the training run."""
+        """Fill in the outcome of the trial."""
         is_steady = baseline.unsteady is None
         case = TrialCase(fault=fault, trial=trial, comparison=comparison, is_steady=is_steady)
         judgement = judge(case)
@@ -315,7 +319,7 @@ class Campaign:
             names = sorted({path.name for path in trial.read})
             result.result = TrialResult.DID_NOT_OCCUR
             result.detail = (
-                f"no restart reads such a file, but {', '.join(names[:MAX_NAMED_FILES])}"
+                f"no restart reads such a file; restarts read {', '.join(names[:MAX_NAMED_FILES])}"
             )
         if trial.damaged is not None:
             name = trial.damaged.name
@@ -344,20 +348,20 @@ def check_survives(
 ) -> CampaignReport:
     """Check that a training run survives faults and is still the same run after each of them.
 
-    For tests of your own.
+    For use in your own tests.
 
     Args:
-        command: What trains, such as ``[sys.executable, "path/to/file.py"]``.
-        cwd: The working directory in which it is started; None: the current one. It is copied, and
-            nothing in it is changed.
+        command: The training command, such as ``[sys.executable, "path/to/file.py"]``.
+        cwd: The working directory in which it is started; by default the current one. It is copied,
+            and nothing in it is changed.
         options: ``writes``, ``only``, ``seed``, ``budget_seconds`` and ``restarts`` of `Campaign`.
 
     Returns:
         What was found.
 
     Raises:
-        AssertionError: If it is not the same run after every fault; the message names each
-            such fault and the first step that differs.
+        AssertionError: If any fault changes or ends the run; the message names each such fault and
+            the first step that differs.
         PolicyError: H729 or H730 if it cannot be put to the test.
     """
     origin = Path.cwd() if cwd is None else cwd
@@ -390,8 +394,8 @@ def interrupts_ignored() -> Iterator[None]:
 def longest_pause_seconds(attempt: ObservedAttempt) -> float:
     """Return the longest time without a record in an attempt.
 
-    The time before the first record and that after the last one, in which the program starts and
-    ends, are counted together.
+    The times before the first record and after the last one, in which the program starts and ends,
+    are added together.
     """
     times = sorted(record.seconds for segment in attempt.segments for record in segment.records)
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -419,7 +423,7 @@ def _remarks(baseline: Baseline) -> list[str]:
 
 
 def _observer_remarks(baseline: Baseline, report: CampaignReport) -> list[str]:
-    """Return a remark if our own observer has failed in any attempt."""
+    """Return a remark if the observer failed in any attempt."""
     errors = {baseline.first.last.observer_error, *(row.failed for row in report.rows)} - {""}
     if not errors:
         return []
@@ -434,8 +438,8 @@ def _versions(reference: Reference) -> dict[str, str]:
 
 def _estimate(faults: Sequence[Fault], seconds_per_start: float) -> str:
     """Return how long the faults take, in words."""
-    # Two undisturbed runs; for each fault usually one start and one restart, or one for each
-    # injection into a restart.
+    # There are two undisturbed runs. Each fault usually takes one start and one restart, or one
+    # restart for each injection into a restart.
     starts = 2 + sum(1 + max(1, len(fault.restart_injections)) for fault in faults)
     minutes = starts * seconds_per_start / 60 + 1
     return f"{len(faults)} faults need about {minutes:.0f} min"

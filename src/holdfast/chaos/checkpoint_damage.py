@@ -19,9 +19,9 @@ TEXT_SUFFIXES = frozenset(
     {".log", ".txt", ".csv", ".json", ".jsonl", ".out", ".yaml", ".yml", ".ring"}
 )
 
-# Files with their status.
+# Files with their `os.stat` results.
 Files: TypeAlias = dict[Path, os.stat_result]
-# Damages a file; chance decides where.
+# Damages a file at a place drawn from the random generator.
 DamageAction: TypeAlias = Callable[[Path, random.Random], None]
 
 
@@ -37,13 +37,13 @@ def damage_newest_checkpoint(
 
     Args:
         workplace: The workplace.
-        saved: Paths that were seen to be saved.
-        action: What is done to it.
+        saved: Paths of observed saves.
+        action: Damages the file.
         chance: Decides where.
-        read_names: Names, by `name_without_numbers`, of files that restarts were seen to read.
+        read_names: Names, by `name_without_numbers`, of files that restarts have read.
 
     Returns:
-        The file that was damaged, None if the script has written none.
+        The damaged file, None if the script has written no checkpoint.
     """
     path = newest_checkpoint(workplace, saved, read_names)
     if path is not None:
@@ -54,23 +54,24 @@ def damage_newest_checkpoint(
 def newest_checkpoint(
     workplace: Workplace, saved: Iterable[Path], read_names: AbstractSet[str]
 ) -> Path | None:
-    """Return the newest of the large files that are most likely a checkpoint.
+    """Return the newest large file among those that are most likely checkpoints.
 
-    Large is half the size of the largest one, since a small file beside a checkpoint may be newer.
+    A file is large if it has at least half the size of the largest one: a small file beside a
+    checkpoint may be newer.
     """
     candidates = files_written(workplace)
     if not candidates:
         return None
     saved_paths = set(saved)
     criteria: tuple[Callable[[Path], bool], ...] = (
-        # It, or a folder that it is in, was seen to be saved.
+        # A save of the file, or of a folder that contains it, was observed.
         lambda path: not saved_paths.isdisjoint((path, *path.parents)),
         lambda path: path.suffix not in TEXT_SUFFIXES,
         lambda path: name_without_numbers(path) in read_names,
     )
     for criterion in criteria:
         matching = {path: status for path, status in candidates.items() if criterion(path)}
-        # A criterion that no file meets says nothing.
+        # A criterion that no file meets is ignored.
         candidates = matching or candidates
     largest_bytes = max(status.st_size for status in candidates.values())
     large = [path for path, status in candidates.items() if 2 * status.st_size >= largest_bytes]
@@ -80,7 +81,7 @@ def newest_checkpoint(
 def files_written(workplace: Workplace) -> Files:
     """Return the files that the script has written in this trial and that are not empty.
 
-    A file with a hard link outside of the workplace is left out: it may be somebody's data.
+    A file with a hard link outside of the workplace is left out: it may be user data.
     """
     files = workplace.files()
     links_inside = Counter(status.st_ino for status in files.values())

@@ -1,4 +1,4 @@
-"""Refuse a command that cannot be put to the test, with what to do about it."""
+"""Refuse a command that cannot be tested, and suggest a fix."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from holdfast.core.errors import PolicyError
 
 # A fault needs some steps before it and some after it.
 MIN_STEPS = 4
-# The end of the output that is shown.
+# The most characters shown of the end of the output.
 OUTPUT_CHARACTERS = 400
-# Paths that are shown.
+# The most paths shown.
 MAX_PATHS = 3
 # The system's own folders, which many libraries write to.
 SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
@@ -29,7 +29,7 @@ class CommandCase:
     """An undisturbed attempt of the command.
 
     Args:
-        attempt: What was observed.
+        attempt: The observed attempt.
         workplace: Where it ran.
         out_of_time: Whether the time budget of the campaign is spent.
     """
@@ -41,7 +41,7 @@ class CommandCase:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a command is refused: the rest of a sentence that begins with "the command"."""
+    """Why a command is refused, as the rest of a sentence that begins with "the command"."""
 
     reason: str
     fix: str
@@ -51,7 +51,7 @@ Rule: TypeAlias = Callable[[CommandCase], Refusal | None]
 
 
 def check_command(attempt: ObservedAttempt, workplace: Workplace, *, out_of_time: bool) -> None:
-    """Refuse a command that cannot be put to the test.
+    """Refuse a command that cannot be tested.
 
     Args:
         attempt: An undisturbed attempt.
@@ -67,7 +67,7 @@ def check_command(attempt: ObservedAttempt, workplace: Workplace, *, out_of_time
         if refusal is not None:
             raise PolicyError(
                 f"the command {refusal.reason}",
-                limit="it must train without further input, and in the same way at each start",
+                limit="it must train without further input, and in the same way each time",
                 fix=refusal.fix,
                 rule="H729",
             )
@@ -77,7 +77,7 @@ def takes_too_long(case: CommandCase) -> Refusal | None:
     """The budget was spent before the command ended."""
     if not (case.attempt.hung and case.out_of_time):
         return None
-    fix = "give a larger --budget, or let the command make fewer steps."
+    fix = "give a larger --budget, or make the command train for fewer steps."
     return Refusal("did not end within the time budget", fix)
 
 
@@ -98,7 +98,7 @@ def fails(case: CommandCase) -> Refusal | None:
 
 
 def makes_no_step(case: CommandCase) -> Refusal | None:
-    """No step of a torch optimizer was seen."""
+    """No step of a torch optimizer was observed."""
     if case.attempt.most_steps > 0:
         return None
     fix = (
@@ -106,19 +106,19 @@ def makes_no_step(case: CommandCase) -> Refusal | None:
         " and scripts that update weights without an optimizer. If the working directory holds a"
         " finished run that the command resumes, start without that run."
     )
-    return Refusal("made no step of a torch optimizer", fix)
+    return Refusal("did not step any torch optimizer", fix)
 
 
 def makes_too_few_steps(case: CommandCase) -> Refusal | None:
-    """There are too few steps to disturb one and to continue after it."""
+    """There are too few steps to disturb one and continue after it."""
     if case.attempt.most_steps >= MIN_STEPS:
         return None
-    fix = "let it make more steps, with some saves among them."
+    fix = "let it train for more steps, with some saves among them."
     return Refusal(f"made fewer than {MIN_STEPS} steps", fix)
 
 
 def writes_elsewhere(case: CommandCase) -> Refusal | None:
-    """What is written outside of the copy would be there in the next trial."""
+    """Files written outside of the copy would still exist in the next trial."""
     paths = [
         event.facts["path"]
         for event in case.attempt.events("outside")
@@ -145,7 +145,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _is_ignored(path: str, workplace: Workplace) -> bool:
-    """Return whether a path belongs to the system or is a cache, and not to the script."""
+    """Return whether a path belongs to the system or a cache rather than to the script."""
     if any(part in path for part in PASSING_PATHS):
         return True
     # Caches in the home directory have names with a dot. `pathlib` raises where there is no home.

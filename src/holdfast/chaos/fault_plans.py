@@ -1,7 +1,7 @@
 """Draw the faults of a campaign: what happens, at which step, and what follows.
 
-Only what the undisturbed run has shown to be possible is drawn: no loader worker is killed where
-there is none.
+Only faults that are possible in the undisturbed run are drawn: no loader worker is killed if there
+are none.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ KINDS = (
 # SIGKILLs at random steps, one in each of as many equal parts of the run.
 RANDOM_KILLS = 3
 # Time to exit after SIGTERM. Schedulers give more (Slurm and Kubernetes 30 s); a training run that
-# saves at once needs less, and the campaign waits for it.
+# saves at once needs less, and the campaign has to wait for it.
 SIGTERM_GRACE_SECONDS = 15.0
-# For how long a slow rank is stopped: longer than a step, shorter than any timeout of a collective.
+# How long a slow rank is stopped: longer than a step, but shorter than any timeout of a collective.
 SLOW_RANK_SECONDS = 10.0
-# By how much the clock is set back: more than a run of a few steps takes, as at the end of daylight
-# saving time.
+# How far the clock is set back: one hour, as at the end of daylight saving time, which is longer
+# than a short run takes.
 CLOCK_SHIFT_SECONDS = -3600
 
 
@@ -59,7 +59,8 @@ class Fault:
         description: The fault in words.
         injection: What happens in the first attempt.
         damage: What happens to the newest checkpoint between the first two attempts, if anything.
-        restart_injections: What happens in the restarts; the last one holds for all that follow.
+        restart_injections: What happens in the restarts; the last one applies to all later
+            restarts.
     """
 
     kind: str
@@ -72,17 +73,17 @@ class Fault:
 class FaultDraw:
     """Draws the faults of a campaign.
 
-    All faults are drawn whichever are asked for, and always in the same order, so that a seed means
-    the same faults.
+    All faults are always drawn in the same order, whichever are requested, so that a seed
+    determines the faults.
 
     Args:
         reference: The undisturbed run of the first rank.
-        chance: Decides steps, saves and ranks.
+        chance: Random generator for steps, saves and ranks.
     """
 
     def __init__(self, reference: Reference, chance: random.Random) -> None:
         self._chance = chance
-        # Faults are timed by the steps of one process: the one that makes most.
+        # Faults are timed by the steps of one process: the one with the most steps.
         self._segment = max(reference.segments, key=lambda segment: len(segment.steps))
         self._step_count = len(self._segment.steps)
         self._saves = self._segment.saves
@@ -171,7 +172,7 @@ class FaultDraw:
             yield self._disturb_rank("cut off", Injection(action=Action.CUT_CONNECTIONS))
 
     def _disturb_rank(self, words: str, injection: Injection) -> Fault:
-        """Return a fault of a random rank, but not the first, in backward of a random step."""
+        """Return a fault in the backward pass of a random step and rank, except the first rank."""
         rank = self._chance.randrange(1, self._segment.world_size)
         injection = replace(injection, moment=Moment.BACKWARD, count=self._draw_step(), rank=rank)
         return _in_step("rank", f"rank {rank} {words} in", injection)
@@ -185,6 +186,7 @@ class FaultDraw:
         yield _in_step("memory", "out of memory in", injection)
 
     def _put_nan(self) -> Iterable[Fault]:
+        """Put a NaN into a batch of the loader or, without a loader, into inputs of the model."""
         step = self._draw_step()
         steps = self._segment.steps
         if any(batch is not None for step_record in steps for batch in step_record.batch):
@@ -202,7 +204,7 @@ class FaultDraw:
         if not self._saves:
             return
         damage_step = self._draw_step()
-        # Not the first save if there is another: what it replaces can then be kept.
+        # Prefer a later save to the first: the checkpoint that it replaces can then be checked.
         number = self._chance.randint(min(2, len(self._saves)), len(self._saves))
         save = self._saves[number - 1]
         name = f"save {number} (step {save.steps_made})"
@@ -217,7 +219,7 @@ class FaultDraw:
             yield self._fill_disk(largest_bytes // 2)
             yield Fault(
                 kind="io",
-                description=f"a write fails (EIO) half-way in {name}",
+                description=f"a write fails (EIO) in the middle of {name}",
                 injection=Injection(
                     action=Action.FAIL_WRITE,
                     moment=Moment.SAVE_BEGINS,
@@ -230,7 +232,7 @@ class FaultDraw:
         yield from self._damage_checkpoint(damage_step)
 
     def _cut_writes(self, save: RecordedSave) -> Iterable[Fault]:
-        """Kill half-way through the first and the last file that are saved at the same step."""
+        """Kill in the middle of the first and of the last file that is saved at the same step."""
         numbers = [
             number
             for number, other in enumerate(self._saves, start=1)
@@ -240,7 +242,7 @@ class FaultDraw:
             yield Fault(
                 kind="save",
                 description=(
-                    f"killed half-way through the file of save {number} (step {save.steps_made})"
+                    f"SIGKILL in the middle of writing save {number} (step {save.steps_made})"
                 ),
                 injection=Injection(
                     action=Action.CUT_WRITE,
@@ -254,7 +256,7 @@ class FaultDraw:
         return Fault(
             kind="disk",
             description=(
-                f"disk full at half of a checkpoint, from step {self._first_save_step} on"
+                f"disk full in the middle of a checkpoint, from step {self._first_save_step} on"
             ),
             injection=Injection(
                 action=Action.FILL_DISK,
@@ -302,7 +304,7 @@ class FaultDraw:
         description = f"SIGKILL in step {first + 1}, the clock set back an hour"
         shifted = Injection(clock_shift_seconds=CLOCK_SHIFT_SECONDS)
         restart_injections: tuple[Injection, ...] = (shifted,)
-        # The second attempt counts its own steps, from the first save on.
+        # The second attempt counts its own steps, starting from the first save.
         steps_after_next_save = [
             save.steps_made - first + 1
             for save in self._saves
@@ -326,7 +328,8 @@ class FaultDraw:
         """Draw a number of steps after the first save.
 
         Args:
-            part: Which of `RANDOM_KILLS` equal parts of the remaining run it is in; None: any.
+            part: The part of the remaining run, divided into `RANDOM_KILLS` equal parts, to draw
+                from; None for any.
         """
         lowest = min(self._first_save_step + 1, self._step_count - 1)
         position = self._chance.random()

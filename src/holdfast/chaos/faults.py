@@ -21,7 +21,7 @@ FILL_BLOCK_BYTES = 1 << 20
 
 
 def limit_memory(headroom_bytes: int | None) -> None:
-    """Make the kernel refuse this process any memory beyond its present use plus some headroom.
+    """Limit this process's memory to its present use plus some headroom.
 
     The limit is the one on the data segment (``RLIMIT_DATA``), which counts the heap, private
     mappings and the stack of each thread but the main one. A stack is usually 8 MiB, so leave room
@@ -33,7 +33,7 @@ def limit_memory(headroom_bytes: int | None) -> None:
         headroom_bytes: Bytes that may still be allocated; None removes the limit.
 
     Raises:
-        OSError: If the system does not report the size of the data segment (Linux does).
+        OSError: If the system does not report the size of the data segment; only Linux does.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     if headroom_bytes is None:

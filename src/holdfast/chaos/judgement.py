@@ -1,4 +1,4 @@
-"""Decide what became of a training run in a trial.
+"""Decide the outcome of a trial.
 
 The order of the rules is the argument: first whether the fault happened at all, then whether the
 run survived it, then whether it is still the same run. The first rule that has an answer wins.
@@ -26,14 +26,13 @@ _EXCEPTION_LINE = re.compile(r"\w(Error|Exception)\b: \S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialCase:
-    """What is known about one trial.
+    """The facts about one trial.
 
     Args:
         fault: The fault.
         trial: All attempts.
         comparison: How they compare with the undisturbed run.
-        is_steady: Whether two undisturbed runs are the same; otherwise nothing can be said about
-            differences.
+        is_steady: Whether two undisturbed runs are the same; otherwise differences mean nothing.
     """
 
     fault: Fault
@@ -43,13 +42,13 @@ class TrialCase:
 
     @property
     def steps_repeated(self) -> str:
-        """Return how many steps were done again, in words; empty if that is not known."""
+        """Return how many steps were repeated, in words; empty if unknown."""
         return f"{self.comparison.steps_again} steps repeated" if self.is_steady else ""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialJudgement:
-    """What became of a training run, and how, in words."""
+    """The outcome of a trial, and an explanation in words."""
 
     result: TrialResult
     detail: str
@@ -89,7 +88,7 @@ def no_checkpoint_to_damage(case: TrialCase) -> TrialJudgement | None:
 
 
 def command_restarted_training_itself(case: TrialCase) -> TrialJudgement | None:
-    """What was to happen in the restart did not: the command survived, and there was no restart."""
+    """A fault planned for the restart did not occur: the command survived without a restart."""
     needs_restart = case.fault.damage is not None or case.fault.restart_injections
     if not needs_restart or len(case.trial.attempts) > 1:
         return None
@@ -97,16 +96,17 @@ def command_restarted_training_itself(case: TrialCase) -> TrialJudgement | None:
 
 
 def nothing_could_be_injected(case: TrialCase) -> TrialJudgement | None:
-    """The moment came, but there was nothing to disturb."""
-    missed = [
+    """The planned moment came, but there was nothing to disturb."""
+    # Why an injector could not act.
+    obstacles = [
         event.facts["why"] for attempt in case.trial.attempts for event in attempt.events("missed")
     ]
     action = case.fault.injection.action
-    if missed and action in (Action.CUT_CONNECTIONS, Action.PUT_NAN):
-        return TrialJudgement(TrialResult.DID_NOT_OCCUR, missed[0])
+    if obstacles and action in (Action.CUT_CONNECTIONS, Action.PUT_NAN):
+        return TrialJudgement(TrialResult.DID_NOT_OCCUR, obstacles[0])
     refused_calls = sum(attempt.refused_calls for attempt in case.trial.attempts)
     if case.fault.kind == "io" and refused_calls == 0:
-        detail = missed[0] if missed else "no such read or write was seen"
+        detail = obstacles[0] if obstacles else "no such read or write was observed"
         return TrialJudgement(TrialResult.DID_NOT_OCCUR, detail)
     return None
 
@@ -131,7 +131,7 @@ def last_attempt_failed(case: TrialCase) -> TrialJudgement | None:
 
 
 def earlier_attempt_hung(case: TrialCase) -> TrialJudgement | None:
-    """The run completed only because somebody killed an attempt that hung."""
+    """The run completed only because the campaign killed an attempt that hung."""
     if not any(attempt.hung for attempt in case.trial.attempts):
         return None
     return TrialJudgement(
@@ -171,7 +171,7 @@ def became_another_training(case: TrialCase) -> TrialJudgement | None:
 def lost_saved_work(case: TrialCase) -> TrialJudgement | None:
     """A restart resumed from an older checkpoint than the newest complete one."""
     if case.fault.damage is not None:
-        # The newest one was damaged, so an older one is right.
+        # The newest checkpoint was damaged, so resuming from an older one is right.
         return None
     for difference in _grave_differences(case):
         if difference.what == OLDER:
@@ -205,7 +205,7 @@ def survived(case: TrialCase) -> TrialJudgement:
 
 
 def _grave_differences(case: TrialCase) -> list[Difference]:
-    """Return the differences that count: none if two undisturbed runs differ already."""
+    """Return the differences that count: none if two undisturbed runs already differ."""
     if not case.is_steady:
         return []
     return [difference for difference in case.comparison.differences if difference.what != TEXT]

@@ -11,12 +11,12 @@ from jinja2 import Environment, StrictUndefined
 from holdfast.chaos.results import CampaignReport
 from holdfast.core.text import sanitise
 
-# A curve is about 240 pixels wide; more points would not be seen.
+# A curve is about 240 pixels wide; more points would not be visible.
 MAX_CURVE_POINTS = 200
 # Side of the square in which curves are drawn, in units of the drawing.
 CURVE_SIZE = 100
 
-# One loss per step, None where there is none.
+# One loss per step, None for a step without a loss.
 Losses = Sequence[float | None]
 
 
@@ -26,10 +26,10 @@ def render(
     """Return the page of a report.
 
     Args:
-        report: What the campaign has found.
-        command: The command as it is shown; it must not hold secrets.
+        report: The report of the campaign.
+        command: The command as displayed; it must not contain secrets.
         verdict: The verdict in one sentence, without its full stop.
-        now: Time that is shown; None: the current time.
+        now: The time displayed; None for the current time.
     """
     environment = Environment(
         autoescape=True, finalize=sanitise, undefined=StrictUndefined, trim_blocks=True

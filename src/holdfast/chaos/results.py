@@ -1,4 +1,4 @@
-"""What a campaign reports: one result per fault, and everything together.
+"""The report of a campaign, with one result per fault.
 
 Fields are named as in the output of ``holdfast chaos --json``.
 """
@@ -13,7 +13,7 @@ from holdfast.chaos.comparison.differences import Difference
 
 
 class TrialResult(StrEnum):
-    """What became of a training run after a fault; the values are those of ``--json``."""
+    """The outcome of a fault; the values are those of ``--json``."""
 
     # The same run, bit for bit.
     EXACT = "exact"
@@ -21,7 +21,7 @@ class TrialResult(StrEnum):
     # the data, or two undisturbed runs differ already.
     SURVIVES = "survives"
     ANOTHER_TRAINING = "another training"
-    # Steps that were saved are done again.
+    # Steps that had been saved are repeated.
     WORK_LOST = "work is lost"
     ENDS_IN_NAN = "ends in NaN"
     HANGS = "hangs"
@@ -34,20 +34,20 @@ class TrialResult(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class FaultResult:
-    """What one trial has shown.
+    """The result of one trial.
 
     Args:
         kind: Kind of the fault, one of `fault_plans.KINDS`.
         fault: The fault in words.
-        result: What became of the training run.
+        result: The outcome.
         detail: How, in words.
-        attempts: How often the command was started.
+        attempts: Number of times the command was started.
         seconds: Time of all attempts.
-        seconds_lost: Time beyond that of the undisturbed run.
+        seconds_lost: Time in addition to that of the undisturbed run.
         left_processes: Number of processes that outlived the command.
         left_files: Files that the undisturbed run does not leave.
         comparison: The fields of `timeline.TrialComparison`; empty if nothing was compared.
-        failed: The last line of an error of our own observer, empty if there was none.
+        failed: The last line of an error in the observer, empty if there was none.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class FaultResult:
 
     @property
     def passed(self) -> bool:
-        """Return whether the training run came out as it should."""
+        """Return whether the training run passed the trial."""
         return self.result in (TrialResult.EXACT, TrialResult.SURVIVES)
 
     @property
@@ -91,14 +91,14 @@ class CampaignReport:
         seed: Seed of the faults.
         steps: Steps of the undisturbed run.
         undisturbed_seconds: Times of the two undisturbed runs.
-        unsteady: In what the two undisturbed runs differ, if they do.
-        remarks: What the user should know beside the results.
+        unsteady: How the two undisturbed runs differ, if they do.
+        remarks: What the user should know besides the results.
         rows: One result per fault, in the order in which they were tried.
         seconds: Time of the whole campaign.
         seconds_of_runs: Time in which the command itself ran.
-        losses: Loss of each step of the undisturbed run, None where there is none.
+        losses: Loss of each step of the undisturbed run, None for a step without a loss.
         interrupted: Whether the user ended the campaign early.
-        versions: Versions of what the script has imported, and of holdfast.
+        versions: Versions of Python, torch and holdfast.
     """
 
     command: list[str]
@@ -118,7 +118,7 @@ class CampaignReport:
     def passed(self) -> bool:
         """Return whether the run survives every fault and is still the same run after each.
 
-        Only if all faults were tried that were asked for and can occur.
+        This requires that all requested faults that can occur were tried.
         """
         if self.interrupted or self.unsteady is not None:
             return False

@@ -1,10 +1,10 @@
-"""What the processes of an attempt recorded: steps, saves and other events, read from their traces.
+"""The records of an attempt's processes: steps, saves and other events, read from their traces.
 
 `observer` writes one trace per process: a file of JSON lines, each with the time (``seconds``), the
 number of steps that the process has made so far (``steps_made``) and the facts of its kind. The
 other fields of a line are those of the class that it is read into.
 
-Digests are strings of `digests`: two equal digests stand for equal bits.
+Digests are strings of `digests`: equal digests mean equal bits.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class RecordedStep:
         random: Random states before the first part, by the name of the generator.
         inputs: Inputs of the model.
         losses: Losses as text, so that no digit is lost.
-        random_states: Random states before each model call, also of those that are no part.
-        resumed_midway: Whether only the last parts of the step are left to compare, since the
-            attempt resumed in the middle of a gradient accumulation. Not recorded.
+        random_states: Random states before each model call, including calls that are not part of
+            the step.
+        resumed_midway: Whether only the last parts of the step can be compared, because the attempt
+            resumed in the middle of a gradient accumulation. Not recorded.
     """
 
     steps_made: int
@@ -117,8 +118,8 @@ class RecordedSave:
         steps_made: Steps of the process so far.
         seconds: Unix time at the end of the save.
         path: The file or folder that was written; None if it is not known.
-        in_thread: Whether a thread saved beside the training loop, so that the state may be that of
-            an earlier step.
+        in_thread: Whether the save ran in a thread while training continued, so that its state may
+            belong to an earlier step.
         entries: Digest or text of each entry, by its path within the checkpoint.
         size_bytes: Size of the largest file.
         states: State of each optimizer that has stepped; None if it no longer exists.
@@ -135,11 +136,12 @@ class RecordedSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEvent:
-    """Anything else that was recorded, with the facts of its kind.
+    """Any other record, with the facts of its kind.
 
     Kinds are ``start`` (versions), ``workers``, ``eval``, ``moved`` (source, path: a checkpoint was
     renamed), ``read`` (path of a file of this trial), ``outside`` (path written outside of the
-    workplace), ``fault`` (act: it was injected) and ``missed`` (why it could not be injected).
+    workplace), ``fault`` (act: the injected action) and ``missed`` (why no fault could be
+    injected).
     """
 
     kind: str
@@ -153,7 +155,7 @@ Record: TypeAlias = RecordedStep | RecordedSave | RecordedEvent
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """What one process of an attempt recorded, or a part of it, in order."""
+    """The record of one process of an attempt, or a part of it, in order."""
 
     records: list[Record]
 
@@ -175,20 +177,20 @@ class Segment:
 
     @property
     def rank(self) -> int:
-        """Return the rank of the process, 0 if it made no step."""
+        """Return the rank of the process, 0 if it has no steps."""
         return self.steps[0].rank if self.steps else 0
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks, 1 if the process made no step."""
+        """Return the number of ranks, 1 if the process has no steps."""
         return self.steps[0].world_size if self.steps else 1
 
 
 def read_segment(path: Path) -> Segment:
     """Read the trace of one process.
 
-    Lines that are incomplete or not ours are ignored: the process may have been killed while it
-    wrote one, and the training script may have written into the file by accident.
+    Incomplete and foreign lines are ignored: the process may have been killed while writing, and
+    the training script may have written into the file by accident.
     """
     complete_lines = path.read_bytes().split(b"\n")[:-1]
     return Segment(records=list(_parse(complete_lines)))
@@ -204,7 +206,7 @@ def parse_record(line: dict[str, Any]) -> Record:
     """Return the record of one line of a trace.
 
     Raises:
-        TypeError, KeyError: If it is no line of a trace.
+        TypeError, KeyError: If it is not a line of a trace.
     """
     facts = dict(line)
     kind = facts.pop("kind")

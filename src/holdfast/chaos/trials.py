@@ -1,8 +1,8 @@
-"""Run one trial: start the command, let it meet its fault, and start it again as a scheduler would.
+"""Run one trial: start the command, inject the fault, and restart the command like a scheduler.
 
 `Bench` starts the command once and observes that attempt; `run_trial` repeats this until the
-training run is complete. What to inject is decided in `fault_plans`; what the recorded traces mean,
-in `comparison`.
+training run is complete. `fault_plans` decides what to inject, and `comparison` interprets the
+recorded traces.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from holdfast.supervise.launch.commands import make_environment
 from holdfast.supervise.launch.kernel import become_subreaper
 from holdfast.supervise.process_tree import Tree, kill_all, marked_processes, signal_all
 
-# How often a running command is looked at.
+# How often a running command is checked.
 POLL_SECONDS = 0.02
-# Time that other processes of the command have to end after it; then they count as left behind.
+# Time within which other processes of the command must end after it; later they count as left
+# behind.
 LEFTOVER_GRACE_SECONDS = 0.5
 # Time to wait for killed processes to disappear.
 KILL_SECONDS = 5.0
-# The end of the output that is kept: some screens of text.
+# The most characters kept of the end of the output: a few screens of text.
 OUTPUT_TAIL_BYTES = 4000
 # With less free space than this, our own traces may be incomplete.
 MIN_FREE_BYTES = 1 << 20
@@ -53,7 +54,7 @@ MIN_FREE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedAttempt:
-    """One start of the command: how it ended, and what its processes recorded.
+    """One start of the command: how it ended, and the records of its processes.
 
     Args:
         status: Exit code of the command, negative for a signal.
@@ -61,9 +62,9 @@ class ObservedAttempt:
         hung: Whether it made no progress and was killed for that.
         leftover_processes: Number of processes that outlived the command.
         output: The end of its output.
-        segments: What each of its Python processes recorded, in the order of their first records.
-        observer_error: The last line of an error of our own observer, empty if there was none.
-        refused_calls: Number of writes and reads that were made to fail.
+        segments: The records of its Python processes, in the order of their first record.
+        observer_error: The last line of an error in the observer, empty if there was none.
+        refused_calls: Number of writes and reads that the campaign made fail.
     """
 
     status: int
@@ -86,7 +87,7 @@ class ObservedAttempt:
 
     @property
     def most_steps(self) -> int:
-        """Return the number of steps of the process that made most."""
+        """Return the largest number of steps of any process."""
         return max((len(segment.steps) for segment in self.segments), default=0)
 
 
@@ -97,10 +98,9 @@ class Trial:
     Args:
         attempts: The attempts in order.
         files: Files that the workplace held at the end.
-        damaged: The file that was damaged between the first two attempts, or of which a read
-            failed in the second one.
-        read: Files of this trial that restarts read before their first step, as far as that was
-            seen.
+        damaged: The file that was damaged between the first two attempts, or whose read failed in
+            the second attempt.
+        read: Files of this trial that restarts were observed reading before their first step.
     """
 
     attempts: list[ObservedAttempt]
@@ -119,7 +119,7 @@ class Trial:
         return sum(attempt.seconds for attempt in self.attempts)
 
     def segments_by_rank(self) -> dict[int, list[Segment]]:
-        """Return what the processes with steps recorded, by rank and in order."""
+        """Return the records of the processes with steps, by rank and in order."""
         segments_by_rank: dict[int, list[Segment]] = {}
         for attempt in self.attempts:
             for segment in attempt.segments:
@@ -136,10 +136,10 @@ class Bench:
     """Starts a command in its workplace and observes it.
 
     Args:
-        program: The file that the command's first word stands for.
+        program: The executable of the command.
         command: The command.
         workplace: The workplace.
-        deadline: When everything must be over, in seconds of `time.monotonic`.
+        deadline: When the campaign must end, in seconds of `time.monotonic`.
     """
 
     # Whether this process adopts orphans of the command, see `adopt_orphans`.
@@ -162,7 +162,7 @@ class Bench:
         """Start the command once, wait for its end, and return what was observed.
 
         Args:
-            injection: The fault that it meets; None: none.
+            injection: The fault to inject, None for no fault.
 
         Raises:
             PolicyError: H730 if there is no space left for our own traces.
@@ -209,7 +209,7 @@ class Bench:
 
     def _start(self, traces: Path, mark: str) -> subprocess.Popen[bytes]:
         environment = make_environment(os.environ, traces, 0, mark, observe=True)
-        # Not for us: the command may be `holdfast run` itself, which sets it.
+        # Not inherited from us: the command may be `holdfast run` itself, which sets it.
         del environment[OBSERVE_VARIABLE]
         environment["OBSERVER_OF_HOLDFAST"] = f"holdfast.chaos.observation.observer:{traces}"
         environment["PWD"] = str(self.workplace.work)
@@ -264,9 +264,9 @@ class Bench:
 
 
 class OutputTail:
-    """Reads what a command prints, in a thread, and keeps the end of it.
+    """Reads the output of a command in a thread, and keeps its end.
 
-    The output goes through a pipe and not into a file, since a fault may limit the size of files.
+    The output goes through a pipe rather than a file because a fault may limit file sizes.
 
     Args:
         pipe: The output of the command.
@@ -274,7 +274,7 @@ class OutputTail:
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._tail = b""
-        # Bytes that were printed so far: a sign of life.
+        # Bytes printed so far, as a sign of life.
         self.total_bytes = 0
         self._thread = threading.Thread(target=self._read, args=(pipe,), daemon=True)
         self._thread.start()
@@ -307,11 +307,11 @@ def run_trial(
 
     Args:
         bench: Starts the command.
-        injection: The fault of the first attempt; None: none.
-        restarts: How often the command is started again at most.
+        injection: The fault of the first attempt, None for no fault.
+        restarts: The most restarts of the command.
         expected_steps: Steps of the undisturbed run.
         damage: Damages a file between the first two attempts, if the fault has happened.
-        restart_injections: The faults of the restarts; the last one holds for all that follow.
+        restart_injections: The faults of the restarts; the last one applies to all later restarts.
     """
     bench.workplace.renew()
     attempts = [bench.attempt(injection)]
@@ -333,16 +333,16 @@ def run_trial(
 
 
 def adopt_orphans() -> None:
-    """Let orphaned processes of a command become children of this process, so that none is lost.
+    """Make this process adopt the orphans of a command, so that none is lost.
 
-    For processes that start nothing else.
+    Only for processes that start nothing else.
     """
     become_subreaper()
     Bench.adopts_orphans = True
 
 
 def end_command(child: subprocess.Popen[bytes], mark: str, tree: Tree | None) -> int:
-    """Kill what is left of a command.
+    """Kill the remaining processes of a command.
 
     Args:
         child: The command.
@@ -400,7 +400,7 @@ def _check_free_space(traces: Path) -> None:
 
 
 def _read_observer_error(traces: Path) -> str:
-    """Return the last line of the first error of our own observer, empty if there is none."""
+    """Return the last line of the observer's first error, empty if there is none."""
     notes = [*traces.glob("failed.txt"), *traces.glob("processes/failed-*")]
     if not notes:
         return ""
@@ -408,7 +408,7 @@ def _read_observer_error(traces: Path) -> str:
 
 
 def _saved_paths(attempt: ObservedAttempt) -> list[Path]:
-    """Return the paths of what was saved in an attempt, also after it was renamed."""
+    """Return the paths of an attempt's saves, including those after a rename."""
     saved = [save.path for save in attempt.saves if save.path is not None]
     moved = [event.facts["path"] for event in attempt.events("moved")]
     return [Path(path) for path in (*saved, *moved)]
@@ -422,7 +422,7 @@ def _repeat_last(injections: Sequence[Injection]) -> Iterator[Injection]:
 def _is_complete(attempt: ObservedAttempt, expected_steps: int) -> bool:
     """Return whether a scheduler would not start the command again.
 
-    A command that exits with 0 before all steps are made, after SIGTERM, wants to be started again.
+    A command that exits with 0 after SIGTERM, before all steps are done, expects to be restarted.
     """
     if attempt.hung or attempt.status != 0:
         return False

@@ -1,6 +1,6 @@
-"""A place for each trial: a fresh copy of the working directory.
+"""The workplace of each trial: a fresh copy of the working directory.
 
-The command is only ever started in copies, so that nothing of the user's is changed.
+The command only ever runs in copies, so that no file of the user is changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_COPIED_BYTES = 512 << 20
 MAX_BYTES_TO_COPY = 1 << 20
 # Folders that are large and that no script writes: they are linked, always.
 LINKED_FOLDERS = frozenset({".git", ".hg", ".venv", "venv", "node_modules"})
-# Caches are left out: each program can make them again.
+# Caches are left out: programs can recreate them.
 CACHE_FOLDERS = frozenset({"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
 UNCOPIED_FOLDERS = LINKED_FOLDERS | CACHE_FOLDERS
 
@@ -30,14 +30,13 @@ UNCOPIED_FOLDERS = LINKED_FOLDERS | CACHE_FOLDERS
 class Workplace:
     """Copies of a working directory, one at a time, always at the same path.
 
-    All copies are made of one first copy, so that an edit of the original in the meantime is in
-    none of them. Without `writes`, everything is copied, up to `MAX_COPIED_BYTES`. With `writes`,
-    these paths are copied, and small files and folders, and everything else is linked.
+    All copies are made from one first copy, so that later edits of the original do not affect them.
+    Without `writes`, everything is copied, up to `MAX_COPIED_BYTES`. With `writes`, only these
+    paths and small files and folders are copied; everything else is linked.
 
     Args:
         origin: The working directory. It is only read.
-        writes: What the script writes: paths in `origin`, or paths elsewhere that do not exist
-            yet.
+        writes: Paths that the script writes: in `origin`, or elsewhere if they do not exist yet.
 
     Raises:
         PolicyError: H730 if there is too much to copy, or a path elsewhere exists already.
@@ -66,8 +65,8 @@ class Workplace:
             if path.exists():
                 raise PolicyError(
                     f"{str(path)!r} exists",
-                    limit="what a script writes outside of the working directory is removed"
-                    " between trials",
+                    limit="files that a script writes outside of the working directory are"
+                    " removed between trials",
                     fix="let the command write to a path that does not exist yet, or into the"
                     " working directory.",
                     rule="H730",
@@ -85,7 +84,7 @@ class Workplace:
             )
 
     def renew(self) -> None:
-        """Restore everything as it was before the first trial."""
+        """Restore the state before the first trial."""
         self.began = time.time()
         for path in self.writable_folders:
             _remove(path)
@@ -95,7 +94,7 @@ class Workplace:
         shutil.copytree(self.first_copy, self.work, symlinks=True)
 
     def word(self, word: str) -> str:
-        """Return a word of the command as it is to be used in the copy.
+        """Return a word of the command, adapted to the copy.
 
         An absolute path into the working directory becomes the path in the copy.
         """
@@ -112,7 +111,7 @@ class Workplace:
         return str(self.work / relative_path)
 
     def original(self, path: Path) -> Path | None:
-        """Return what a file in the copy was copied from, None if it is new."""
+        """Return the original of a file in the copy, None if it is new."""
         if not path.is_relative_to(self.work):
             return None
         original = self.first_copy / path.relative_to(self.work)
@@ -123,7 +122,7 @@ class Workplace:
         files = {}
         for top in self.writable_folders:
             for path in _files_below(top):
-                # A process that was left behind may remove a file meanwhile.
+                # A leftover process may remove a file in the meantime.
                 with suppress(OSError):
                     files[path] = path.lstat()
         return files
@@ -134,6 +133,7 @@ class Workplace:
             _remove(path)
 
     def _copy_folder(self, source: Path, target: Path) -> None:
+        """Copy a folder, linking the parts that `_is_copied` excludes and leaving out caches."""
         target.mkdir()
         for entry in os.scandir(source):
             path = Path(entry.path)
@@ -167,7 +167,10 @@ class Workplace:
         return holds_written or _total_size(path) <= MAX_BYTES_TO_COPY
 
     def _copy_link(self, path: Path, target: Path) -> None:
-        """Copy a link: one within the directory leads into the copy, any other where it did."""
+        """Copy a link.
+
+        A link within the directory points into the copy; others keep their target.
+        """
         destination = Path(os.path.realpath(path))
         if destination.is_relative_to(self.origin):
             relative_path = destination.relative_to(self.origin)
@@ -212,8 +215,7 @@ def _check_not_mounted(path: Path) -> None:
         if mount_point.is_relative_to(path):
             raise PolicyError(
                 f"the command has mounted something on {mount_point} and left it mounted",
-                limit="what it writes is removed between trials, and what is mounted there might"
-                " be yours",
+                limit="its files are removed between trials, and the mounted files might be yours",
                 fix=f"unmount it, remove {path}, and let the command unmount what it mounts, or"
                 " mount nothing.",
                 rule="H730",
@@ -221,7 +223,7 @@ def _check_not_mounted(path: Path) -> None:
 
 
 def _make_folders_accessible(top: Path) -> None:
-    """Let every folder be entered and changed, so that it can be removed."""
+    """Make every folder accessible and writable, so that it can be removed."""
     for folder, subfolders, _ in os.walk(top):
         for name in subfolders:
             path = Path(folder) / name

@@ -1,7 +1,7 @@
-"""Write a checkpoint beside the training: one job in a thread of its own.
+"""Write a checkpoint while training continues: one job in its own thread.
 
-The thread is not a daemon: an interpreter that exits waits for it, so a save that was begun is
-finished. A process that is forked meanwhile does not have the thread and must not wait for it.
+The thread is not a daemon: the interpreter waits for it at exit, so a save that has started is
+always finished. A process forked in the meantime does not have the thread and must not wait for it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.core.threads import start_thread
 
 _Result = TypeVar("_Result")
-# torch splits a reduction of more elements over threads (at::internal::GRAIN_SIZE is 32768). Those
-# would be taken from the training, and OpenMP's do not survive a fork of loader workers.
+# torch splits a reduction of more elements over threads (at::internal::GRAIN_SIZE is 32768).
+# Training would lose these threads, and OpenMP's do not survive a fork of loader workers.
 _MOST_ELEMENTS = 32_767
 _THREAD_NAME = "holdfast-writer"
 _POLL_SECONDS = 0.02
 
 
 class Job(Generic[_Result]):
-    """A function that runs beside the training. It is started at once.
+    """A function that runs while training continues. It is started at once.
 
     Args:
         run: The function.
-        directory: Where it may write.
+        directory: The directory that it writes to.
 
     Raises:
-        MemoryError, RuntimeError: There is no memory for a thread or its stack.
+        MemoryError, RuntimeError: There is not enough memory for a thread or its stack.
     """
 
     def __init__(self, run: Callable[[], _Result], directory: Path) -> None:
@@ -68,14 +68,14 @@ class Job(Generic[_Result]):
         Returns:
             None in a forked process, which does not have the thread.
         """
-        # Not join(): if a signal handler raises in it, Python 3.11 believes that the thread has
-        # ended, and the interpreter does not wait for it either.
+        # Not join(): if a signal handler raises in it, Python 3.11 takes the thread for finished,
+        # and the interpreter no longer waits for it either.
         while self._thread.is_alive() and not self._ended.wait(_POLL_SECONDS):
             pass
         if self._error is not None:
             raise self._error
         if not self._ended.is_set() and os.getpid() == self._pid:
-            raise MemoryError("the thread that writes ended before it had begun")
+            raise MemoryError("the writer thread ended before it had started")
         return self._results[0] if self._results else None
 
 
@@ -95,7 +95,7 @@ def wait_for_jobs(directory: Path) -> None:
 def nonfinite_copies(
     named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
 ) -> tuple[list[str], int]:
-    """Do as `nonfinite_tensors`, for contiguous tensors on the host and in one thread."""
+    """Do the same as `nonfinite_tensors` in a single thread, for contiguous tensors on the host."""
     chunks = [
         (name, chunk)
         for name, tensor in named

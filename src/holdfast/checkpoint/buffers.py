@@ -1,8 +1,8 @@
-"""Host memory that state is copied into at a step boundary, so that training can continue.
+"""Host memory into which state is copied at a step boundary, so that training can continue.
 
 It is one block, reused from save to save. Its pages are touched ahead of time, because the first
-touch of a page costs many times its copy. Forked processes do not get it: after a fork, each page
-that a save writes to would first be copied, and the old ones would stay with the loader workers.
+touch of a page costs many times its copy. It is not inherited by forked processes: otherwise each
+page that a save writes to would first be copied, and the loader workers would keep the old pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 # A cache line, which is more than the alignment of any dtype.
 _ALIGNMENT_BYTES = 64
-# Touched in one call, during which the interpreter's lock is free.
+# Bytes touched in one call, which releases the GIL.
 _CHUNK_BYTES = 64 * 2**20
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
@@ -27,11 +27,11 @@ class HostBuffers:
     """Memory for the copies of one state.
 
     Args:
-        size_bytes: As `needed_bytes` returns it.
+        size_bytes: The size returned by `needed_bytes`.
         cuda: The device for which the memory is pinned, or None.
 
     Raises:
-        OSError: The system refuses the memory.
+        OSError: The memory cannot be allocated.
     """
 
     def __init__(self, size_bytes: int, *, cuda: torch.device | None = None) -> None:
@@ -66,8 +66,9 @@ class HostBuffers:
     def fill(self, groups: Groups) -> dict[str, dict[str, torch.Tensor]]:
         """Return contiguous copies of all tensors, in the same groups. Overwrites earlier copies.
 
-        Cost: one pass over memory. Copies from CUDA devices run concurrently, then one event per
-        device is waited for. Nothing is allocated on devices, except for a tensor that is not
+        Cost: one pass over memory. Copies from CUDA devices run concurrently; the call then waits
+            for one event per device. Nothing is allocated on devices, except for a tensor that is
+            not
         contiguous.
         """
         position = 0

@@ -4,8 +4,8 @@ Supported: None, bool, int, float, str, bytes, complex; dict, OrderedDict, Count
 list, tuple, set, frozenset, deque; tensors (also tied ones), numpy arrays and scalars, dtype,
 device, Size, Path. Anything else is an error that names the place in the tree.
 
-Whatever JSON cannot hold becomes an object with the key ``"$"``, which names its kind. `_DECODERS`
-lists all kinds.
+Values that JSON cannot hold become objects with the key ``"$"``, which names their kind.
+`_DECODERS` lists all kinds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.checkpoint.safetensors_header import METADATA
 from holdfast.core.errors import CheckpointError
 
 _TAG = "$"
-# The factories that a defaultdict may have, by name.
+# The supported factories of a defaultdict, by name.
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "int": int,
     "float": float,
@@ -52,7 +52,7 @@ SAVED_AS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Classes whose values JSON holds as they are.
+# Classes whose values JSON can hold unchanged.
 _JSON_CLASSES = frozenset({bool, int, str})
 _JSON_ITEMS = frozenset({bool, int, str, type(None)})
 _SEQUENCE_CLASSES = (list, tuple, set, frozenset, collections.deque)
@@ -104,10 +104,11 @@ class Encoder:
     # --- tensors
 
     def _tensor(self, tensor: torch.Tensor, place: _Place) -> Any:
+        """Encode a tensor by its layout and dtype."""
         if tensor.layout == torch.sparse_coo:
             return self._sparse(tensor.detach(), place)
         if tensor.is_complex():
-            # The format has no complex128.
+            # The safetensors format has no complex128.
             pairs = torch.view_as_real(tensor.detach().resolve_conj())
             return self._stored("complex_tensor", pairs, place)
         if tensor.dtype in STORED_ONLY and tensor.dtype not in SAVED_AS:
@@ -118,8 +119,8 @@ class Encoder:
         return {_TAG: kind, "name": self._keep(tensor, place), **_layout(tensor)}
 
     def _sparse(self, tensor: torch.Tensor, place: _Place) -> Any:
-        # As it is in memory: whether it is coalesced, and in which order, decides how later sums
-        # round.
+        # Exactly as in memory: whether it is coalesced, and in which order, affects the rounding of
+        # later sums.
         return {
             _TAG: "sparse_tensor",
             "indices": self.encode(tensor._indices(), (*place, "indices")),
@@ -129,7 +130,7 @@ class Encoder:
         }
 
     def _as_bytes(self, tensor: torch.Tensor, place: _Place) -> Any:
-        """Encode a dtype of one byte for which the format has no name, such as AMD's float8."""
+        """Encode a one-byte dtype for which the format has no name, such as AMD's float8."""
         if tensor.layout != torch.strided or tensor.is_meta:
             raise self._unsupported(f"a {tensor.dtype} tensor without values in one piece", place)
         encoded = self._stored("bytes_tensor", tensor.view(torch.uint8), place)
@@ -143,7 +144,7 @@ class Encoder:
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and memory in self._names:
             return self._names[memory]
-        # Surrogates cannot be written.
+        # Surrogates cannot be encoded in UTF-8.
         name = ".".join(place).encode(errors="replace").decode() or "value"
         while name in self.tensors or name == METADATA:
             name += "_"
@@ -152,13 +153,14 @@ class Encoder:
         return name
 
     def _check_dense(self, tensor: torch.Tensor, place: _Place) -> None:
+        """Raise H310 for a tensor whose values are not in one dense block of memory."""
         if tensor.is_nested:
             raise self._unsupported("a nested tensor", place)
         if tensor.is_meta:
             raise self._unsupported("a meta tensor", place)
         if tensor.layout != torch.strided:
             raise self._unsupported(f"a {tensor.layout} tensor", place)
-        # Its values are in other tensors, so two different ones may look the same from outside.
+        # Its values are in inner tensors, so two different tensors may look the same from outside.
         if hasattr(tensor, "__tensor_flatten__"):
             kind = type(tensor).__qualname__
             raise self._unsupported(f"a {kind}, a tensor that wraps others", place)
@@ -166,6 +168,7 @@ class Encoder:
     # --- containers
 
     def _mapping(self, value: Mapping[Any, Any], place: _Place) -> Any:
+        """Encode a dict with string keys as a JSON object, and any other mapping tagged."""
         items = [(key, self.encode(item, (*place, str(key)))) for key, item in value.items()]
         kind = type(value).__name__
         has_text_keys = all(isinstance(key, str) for key, _ in items)
@@ -191,6 +194,7 @@ class Encoder:
         return name
 
     def _sequence(self, value: Any, place: _Place) -> Any:
+        """Encode a list as a JSON list, and any other sequence or set as a tagged list."""
         items = self._items(value, place)
         if type(value) is list:
             return items
@@ -202,13 +206,15 @@ class Encoder:
         if kind not in _SEQUENCES:
             raise self._unsupported(f"a {type(value).__module__}.{kind}", place)
         if isinstance(value, (set, frozenset)):
-            # Each process has an order of its own, and equal states must be written equally.
+            # The order differs between processes, but equal states must be written identically.
             items.sort(key=json.dumps)
         return {_TAG: kind, "items": items}
 
     def _items(self, value: Any, place: _Place) -> list[Any]:
+        """Return the encoded items of a sequence or set."""
         classes = set(map(type, value))
-        # Thousands of losses, or the words of a generator: checked at once, for speed.
+        # Lists may hold thousands of losses, or the words of a random generator, so they are
+        # checked as a whole for speed.
         if classes <= _JSON_ITEMS:
             return list(value)
         if classes == {float} and all(map(math.isfinite, value)):
@@ -218,11 +224,11 @@ class Encoder:
     # --- numpy and other leaves
 
     def _numpy(self, value: Any, place: _Place) -> Any:
-        # Subclasses such as masked arrays would lose what they are.
+        # Subclasses such as masked arrays would lose their class.
         if type(value) in (np.ndarray, np.memmap):
             return self._array(value, place)
         if isinstance(value, np.generic) and value.dtype.kind in _NUMBER_KINDS:
-            # A float64 scalar is a float, but not of that class.
+            # A float64 scalar is an instance of float, but its class is not float.
             return {_TAG: "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
         fix = _PLAIN_ARRAYS if isinstance(value, np.ndarray) else _PLAIN_VALUES
         raise self._unsupported(_qualified_name(value), place, fix)
@@ -233,7 +239,7 @@ class Encoder:
         try:
             tensor = torch.from_numpy(np.array(value, copy=True))
         except (TypeError, ValueError) as error:
-            # Long doubles, or the other byte order.
+            # The dtype is a long double, or has the other byte order.
             raise self._unsupported(f"an array of {value.dtype}", place) from error
         return {_TAG: "ndarray", "name": self._keep(tensor, place)}
 
@@ -268,9 +274,9 @@ def _qualified_name(value: Any) -> str:
 
 
 def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
-    """Return the strides of a dense tensor that is not stored row by row, else nothing.
+    """Return the strides of a dense tensor as a JSON field, or nothing if it is row-major.
 
-    They are kept because fused optimizers work by position in memory.
+    They are saved because fused optimizers work by position in memory.
     """
     row_by_row = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim())]
     strides = list(tensor.stride())
@@ -280,7 +286,7 @@ def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether the elements of a tensor are next to each other, in some order of its axes."""
+    """Return whether a tensor is contiguous for some order of its axes."""
     axes = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]
     expected = 1
     for stride, size in sorted(axes):
@@ -296,15 +302,15 @@ _Tensors = dict[str, torch.Tensor]
 
 
 def decode(value: Any, tensors: _Tensors) -> Any:
-    """Return the value that `Encoder.encode` was given.
+    """Return the value passed to `Encoder.encode`.
 
     Args:
         value: Its JSON form.
-        tensors: The component's tensors by name. One that was not stored row by row is replaced by
-            a copy with its original strides.
+        tensors: The component's tensors by name. A tensor that was not row-major is replaced by a
+            copy with its original strides.
 
     Raises:
-        LookupError, TypeError, ValueError and others: It is no such form.
+        LookupError, TypeError, ValueError and others: `value` was not encoded by `Encoder`.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
@@ -346,7 +352,7 @@ def _decode_tensor(value: dict[str, Any], tensors: _Tensors) -> torch.Tensor:
         raise ValueError(f"a tensor has strides {strides!s:.80}")
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     copy.copy_(tensor)
-    # Replaced at once, so that only one tensor at a time is in memory twice.
+    # Replaced immediately, so that only one tensor at a time is in memory twice.
     tensors[value["name"]] = copy
     return copy
 

@@ -1,7 +1,4 @@
-"""Write into expanded tensors, in which several elements share one place in memory.
-
-torch refuses to copy into them.
-"""
+"""Load into expanded tensors, whose elements share memory. torch refuses to copy into them."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether a dimension of a tensor repeats one element, as ``expand`` makes them."""
+    """Return whether a tensor has an expanded dimension, which repeats one element."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return False
     return bool(_repeated_dimensions(tensor))
@@ -24,11 +21,11 @@ def _repeated_dimensions(tensor: torch.Tensor) -> list[int]:
 
 
 def once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that holds each place in the memory of `like` once.
+    """Return the part of a tensor that covers each memory location of `like` exactly once.
 
     Args:
         tensor: A tensor of the shape of `like`.
-        like: An expanded tensor. With any other, all of `tensor` is returned.
+        like: An expanded tensor. If the shapes differ, all of `tensor` is returned.
     """
     if not is_expanded(like):
         return tensor
@@ -39,11 +36,11 @@ def once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def made_dense(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Give expanded tensors memory for each element, so that they can be loaded like any other.
+    """Make expanded tensors dense within the context, so that they can be loaded like any other.
 
-    Afterwards they are expanded again and hold what was loaded, as does whatever shares their
-    memory. If the loaded elements are not equal along an expanded dimension, the tensor stays
-    dense.
+    Afterwards they are expanded again, and they and all tensors that share their memory hold the
+    loaded values. If the loaded elements are not equal along an expanded dimension, the tensor
+    stays dense.
     """
     views = [(tensor, tensor.data) for tensor in tensors if is_expanded(tensor)]
     try:

@@ -19,9 +19,10 @@ from holdfast.core.errors import CheckpointError
 
 
 def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
-    """Write the weights of a checkpoint, whichever ranks wrote its shares, to a safetensors file.
+    """Write the weights of a checkpoint to a safetensors file, merging the shares of all ranks.
 
-    Names are the model's own. If there are several models, each name begins with its model's.
+    Names are those of the model's parameters. If there are several models, each name is prefixed
+    with the model's name.
 
     Args:
         entry: The checkpoint.
@@ -29,7 +30,7 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         averaged: Whether to write the weights of ``Guard(averaged=...)`` instead.
 
     Raises:
-        CheckpointError: H310 if there are no such weights, or the format cannot hold them.
+        CheckpointError: H310 if the checkpoint has no such weights, or the format cannot hold them.
         OSError: The file cannot be written.
     """
     tensors = _averaged_weights(entry) if averaged else _weights_of(entry, kind="model")
@@ -49,7 +50,7 @@ def export(entry: Entry, path: Path, *, averaged: bool = False) -> None:
         write_tensors(temporary, tensors)
         temporary.replace(path)
     except OSError as error:
-        # The user knows nothing of the temporary file.
+        # The error must not name the temporary file, which the user does not know.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -82,7 +83,7 @@ def _weights_of(entry: Entry, kind: str, inside: str = "") -> dict[str, torch.Te
     Args:
         entry: The checkpoint.
         kind: ``"model"`` for the components ``"model"`` and ``"model.<name>"``, and so on.
-        inside: Only tensors whose names begin with this, which is removed.
+        inside: A prefix: only tensors whose names begin with it are returned, without the prefix.
     """
     components = [name for name in read_state(entry) if f"{name}.".startswith(f"{kind}.")]
     tensors: dict[str, torch.Tensor] = {}
@@ -105,5 +106,7 @@ def _tensors_in(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _check_replaceable(path: Path) -> None:
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise OSError(
-            errno.EEXIST, "a link, a device or a folder is there, which is not replaced", str(path)
+            errno.EEXIST,
+            "the path is a link, a device or a folder, which is not replaced",
+            str(path),
         )

@@ -1,4 +1,4 @@
-"""Find NaN and Inf in weights, statistics and optimizer state, before it is saved as good."""
+"""Find NaN and Inf in weights, statistics and optimizer state before they are saved as good."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How long a run continues from one save to the next, chosen from what its saves have cost.
+"""Choose the time from one save to the next, from the cost of earlier saves.
 
-The interval is the availability-optimal one (arXiv 2410.18124), but never so short that saves take
-more than their share of the time, nor shorter than one write. In a young run it is shorter. Costs
-are medians of what was measured.
+The interval is the availability-optimal one (arXiv 2410.18124), but never so short that saves
+exceed their share of the time, and never shorter than one write. A young run saves more often.
+Costs are medians of the measured ones.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-# The age of a run at which it is saved in any case: a person who checks whether it has begun well
-# waits about that long.
+# The age at which every run is saved: about as long as people watch whether a run has started well.
 EARLY_SECONDS = 5.0
-# Even in a young run, at least this many times the cost of a save passes before it.
+# Even in a young run, a save must be preceded by at least this many times its cost.
 _EARLY_COSTS = 10
 # The first save is before the first step. Later ones hold about three times as much computed state:
 # Adam keeps two values for each weight.
 _MOMENTS = 3
-# Saves whose costs are remembered.
+# Number of saves whose costs are remembered.
 _SAVES = 5
 
 
 def optimal_interval_seconds(save_seconds: float, mean_seconds_between_failures: float) -> float:
-    """Return the time between two saves that makes a run train for most of its time.
+    """Return the time between two saves that maximises the share of time spent training.
 
     ``C + sqrt(2 M C + C²)``, arXiv 2410.18124, from the beginning of one save to that of the next.
-    The time that a restart takes is not known here. It is small against M, and without it the
-    interval is shorter.
+    The duration of a restart is unknown here. It is small compared to M, and leaving it out makes
+    the interval shorter.
 
     Args:
-        save_seconds: C, the time for which a save holds up the loop.
+        save_seconds: C, the time for which a save blocks the loop.
         mean_seconds_between_failures: M.
     """
     return save_seconds + math.sqrt(save_seconds) * math.sqrt(
@@ -51,12 +50,12 @@ class SaveCost:
 
 
 class IntervalChooser:
-    """Says when a save of one run is due. All times are monotonic seconds.
+    """Decides when the saves of one run are due. All times are monotonic seconds.
 
     Args:
-        mean_seconds_between_failures: What is expected.
+        mean_seconds_between_failures: The expected mean time between failures.
         most_overhead: The largest share of the time that saves may take.
-        most_minutes: A save is due after this time at the latest, or None.
+        most_minutes: The longest time between two saves, or None for no limit.
     """
 
     def __init__(
@@ -70,12 +69,12 @@ class IntervalChooser:
         self._most_overhead = most_overhead
         self._most_minutes = most_minutes
         self._began: float | None = None
-        # When a save was last begun, or read back.
+        # When a save last started, or a checkpoint was loaded.
         self._last_save: float | None = None
-        # The save before the first step stands for the others until there is one.
+        # The cost of the save before the first step, used until another save has been measured.
         self._first_cost: SaveCost | None = None
         self.costs: deque[SaveCost] = deque(maxlen=_SAVES)
-        # CPU seconds of the writer.
+        # CPU seconds of each writer.
         self._cpu_seconds: deque[float] = deque(maxlen=_SAVES)
 
     def boundary(self, seconds: float) -> None:
@@ -84,7 +83,7 @@ class IntervalChooser:
             self._began = seconds
 
     def tried(self, seconds: float) -> None:
-        """Note that a save was begun or read back, so the next one is not due at once."""
+        """Note a started save or a loaded checkpoint, so that no save is due at once."""
         self._last_save = seconds
 
     def first_save_took(self, seconds: float, *, cpu_seconds: float = 0.0) -> None:
@@ -98,7 +97,7 @@ class IntervalChooser:
         Args:
             stall_seconds: How long it held up the loop.
             seconds: How long it took in all.
-            cpu_seconds: What its writer computed, if the training wants the same cores.
+            cpu_seconds: CPU time of its writer, if training competes for the same cores.
         """
         self._cpu_seconds.append(cpu_seconds)
         self.costs.append(SaveCost(stall_seconds=stall_seconds, seconds=seconds))
@@ -108,7 +107,7 @@ class IntervalChooser:
 
         Args:
             seconds: Now.
-            auto: Whether the interval is chosen from costs. Otherwise a save is due only after
+            auto: Whether the interval is chosen automatically. Otherwise a save is due only after
                 `most_minutes`.
         """
         if self._began is None:
@@ -124,8 +123,8 @@ class IntervalChooser:
     def interval_seconds(self, age: float) -> float:
         """Return the time from a save to the next one.
 
-        A young run is saved after `EARLY_SECONDS`, and whenever it is twice as old as at its last
-        save, so it never loses more than half of its time. Most runs that fail do so early.
+        A young run is saved after `EARLY_SECONDS`, and then whenever its age has doubled since its
+        last save, so it never loses more than half of its time. Most runs that fail do so early.
 
         Args:
             age: Seconds from the beginning of the run to the save.

@@ -1,8 +1,8 @@
 """Copy, compare and measure tensors of any dtype and layout.
 
 torch can store some dtypes and layouts but hardly compute with them: float8 has no ``nan_to_num``,
-complex-half no ``equal``, sparse tensors no ``nbytes``. Code that handles all tensors of a model
-uses these functions, which view such a tensor as dense integer tensors that share its memory.
+complex-half no ``equal``, sparse tensors no ``nbytes``. Code that handles arbitrary tensors uses
+these functions. They view such a tensor as dense integer tensors that share its memory.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor as integers of the same bits.
+    """Return the bits of a dense tensor as integers.
 
     It is a view unless a conjugation is pending.
     """
@@ -103,8 +103,7 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         return first is second
     if (first.layout, first.dtype, first.shape) != (second.layout, second.dtype, second.shape):
         return False
-    # A tensor that is not coalesced may round later sums differently, so it does not count as the
-    # same.
+    # An uncoalesced tensor may round later sums differently, so it does not count as the same.
     if first.layout is torch.sparse_coo and first.is_coalesced() != second.is_coalesced():
         return False
     pairs = zip(parts_of(first), parts_of(second), strict=True)
@@ -117,7 +116,7 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy the bits of a tensor into another one of the same layout, dtype and shape."""
     if target.layout is torch.sparse_coo:
-        # The numbers of entries may differ, so copying part by part would not do.
+        # The numbers of entries may differ, so the parts cannot be copied one by one.
         with torch.no_grad():
             target.copy_(source)
             target._coalesced_(source.is_coalesced())

@@ -1,4 +1,4 @@
-"""Read the trees of a checkpoint that was verified before."""
+"""Load the trees of a verified checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.checkpoint.tensor_files import SUFFIX, Share, is_saved_as, read_te
 from holdfast.core.files import read_file
 
 _MOST_STATE_BYTES = 1 << 30
-# How errors of torch begin that are about a lack of memory.
+# The beginning of torch's errors about a lack of memory.
 _OUT_OF_MEMORY = ("[enforce fail", "CUDA out of memory")
 
 
@@ -34,19 +34,19 @@ def read_components(
     into: Groups | None = None,
     share_of: Callable[[str, str, torch.Size], Share | None] = _all_rows,
 ) -> dict[str, Any]:
-    """Return the trees of some components. Those that the checkpoint does not hold are left out.
+    """Return the trees of some components. Components that the checkpoint lacks are left out.
 
     Args:
         entry: The checkpoint.
         names: The components.
-        into: Live tensors by component and name. One of the saved type and shape is overwritten and
-            returned, unless it is expanded; all others are created on the host.
-        share_of: Returns which rows of a tensor are read, by component, name and shape; None for
-            all.
+        into: Live tensors by component and name. A tensor with the saved dtype and shape is
+            overwritten and returned, unless it is expanded; all others are created on the host.
+        share_of: Returns the rows of a tensor to read, given its component, name and shape; None
+            for all.
 
     Raises:
-        CheckpointError: H311 if a file has lost its end since it was verified, or the content is
-            not ours.
+        CheckpointError: H311 if a file was truncated since it was verified, or holdfast did not
+            write the content.
         RunDirectoryError: H307 if it cannot be read now.
     """
     trees = {}
@@ -61,7 +61,7 @@ def read_components(
                 tensors = read_tensors(paths, live, partial(share_of, name))
                 trees[name] = decode(state[name], tensors)
     except OSError as error:
-        # Its bytes were verified, so they are not lost.
+        # The bytes were verified, so they are not damaged.
         raise out_of_reach_now(entry.path, error) from error
     except RuntimeError as error:
         if str(error).startswith(_OUT_OF_MEMORY):
@@ -71,7 +71,7 @@ def read_components(
 
 
 def _tensor_files_of(entry: Entry, component: str) -> list[Path]:
-    """Return the files of a component in the order of the writers, and so of their rows."""
+    """Return the files of a component in the order of the writers, which is that of their rows."""
     rank_folders = sorted(
         entry.path.glob("rank*/"), key=lambda folder: int(folder.name.removeprefix("rank"))
     )
@@ -80,7 +80,7 @@ def _tensor_files_of(entry: Entry, component: str) -> list[Path]:
 
 
 def read_state(entry: Entry) -> dict[str, Any]:
-    """Return the JSON part of a checkpoint by component, as ``saver.encode`` made it.
+    """Return the JSON part of a checkpoint by component, as returned by ``saver.encode``.
 
     Raises:
         CheckpointError: H311 if it is not JSON.
@@ -94,7 +94,7 @@ def read_state(entry: Entry) -> dict[str, Any]:
 def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a component of a checkpoint holds exactly these tensors, by their digests.
 
-    It may hold others too. Cost: one pass over the tensors; of the checkpoint only the manifest is
+    It may hold further tensors. Cost: one pass over the tensors; only the checkpoint's manifest is
     read, whose errors are raised.
     """
     if not tensors:

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what must be in each file, to the last byte. No torch.
+"""The manifest of a checkpoint, which describes every byte of every file. No torch.
 
 It is two lines: one JSON object, and the SHA-256 of that line. It is written last, so a checkpoint
-whose manifest verifies is complete. It is inside a checkpoint that is a folder, and beside one that
-is a file.
+whose manifest verifies is complete. If the checkpoint is a folder, the manifest is inside; if it is
+a file, the manifest is beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Extent:
     begin: int
     end: int
     sha256: str
-    # Of a tensor; empty for other bytes.
+    # Dtype of the tensor; empty for other bytes.
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
@@ -128,7 +128,7 @@ def _check_format(checkpoint: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _manifest_from(tree: Mapping[str, Any]) -> Manifest:
-    """Return the manifest that JSON stands for, checked: a digest does not prove who made it.
+    """Return the manifest in a JSON object, after checking it: a digest does not prove who made it.
 
     Raises:
         ValueError and the others in `MALFORMED`: It is not a manifest.

@@ -1,4 +1,7 @@
-"""Find the newest checkpoint that can be trusted, of our own and those of frameworks. No torch."""
+"""Find the newest checkpoint that can be trusted, written by holdfast or by a framework.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +35,24 @@ def newest_good(
 
     A checkpoint without a manifest is unfinished if it is marked so, or if any other checkpoint has
     a manifest. If none was ever sealed, the newest one without a mark was written before holdfast
-    was used, and is returned as it is.
+    was used, and is returned unverified.
 
     Args:
         candidates: Folders or files, newest first.
         on_refused: Called with each damaged or unfinished checkpoint before the good one, and the
             reason.
-        complete: Whether the names say that the checkpoints were complete, so that one without a
-            manifest is damaged.
-        renames: Whether refused checkpoints are moved aside before `on_refused` is called. Nothing
-            else in this package renames a checkpoint: only bytes that do not match their digests
-            are a reason, never an error of the code that loads them.
+        complete: Whether the names guarantee that the checkpoints were complete, so that a missing
+            manifest means damage.
+        renames: Whether refused checkpoints are moved aside before `on_refused` is called. This is
+            the only place in the package that renames a checkpoint, and it does so only if bytes do
+            not match their digests, never because of an error in the code that loads them.
 
     Returns:
-        None if no checkpoint was ever complete, so that a new start loses nothing.
+        None if no checkpoint was ever complete, so that starting over loses nothing.
 
     Raises:
-        CheckpointError: H312 if one was complete and none verifies, or if one is a broken link.
+        CheckpointError: H312 if a checkpoint was complete but none verifies, or if one is a broken
+            link.
         RunDirectoryError: H307 if one cannot be read now, H303 for a newer format.
     """
     checkpoints = list(candidates)
@@ -102,7 +106,7 @@ def _why_refused(checkpoint: Path, *, must_verify: bool) -> str | None:
 
 
 def _verify_twice(checkpoint: Path) -> None:
-    """Verify, and verify once more if the disk refused to read: that may have been temporary."""
+    """Verify, and verify again if the disk failed to read, because the failure may be temporary."""
     try:
         verify(checkpoint)
     except CheckpointError as error:
@@ -112,7 +116,7 @@ def _verify_twice(checkpoint: Path) -> None:
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return what is in a folder of checkpoints, or nothing if it was never created.
+    """Return the paths in a folder of checkpoints, or none if it was never created.
 
     Raises:
         CheckpointError: H312 if it cannot be read.
@@ -147,12 +151,12 @@ def nothing_verifies(folder: Path, count: int, why: str) -> CheckpointError:
 
 
 def out_of_reach(path: Path, why: str) -> CheckpointError:
-    """Return H312 for checkpoints on a disk that is not there."""
+    """Return H312 for checkpoints that cannot be reached."""
     return CheckpointError(
         f"checkpoints in {path} cannot be reached ({why})",
         limit="starting over silently would hide their loss, and nothing could be saved",
         fix=(
-            "mount the disk, or make it a folder that can be read; to start over on purpose, name"
+            "mount the disk, or make the folder readable; to start over on purpose, choose"
             " another one."
         ),
         rule="H312",

@@ -1,7 +1,7 @@
-"""Errors about checkpoints that cannot be read: damaged bytes, foreign content, or a disk away.
+"""Errors of unreadable checkpoints: damaged bytes, foreign content, or an unreachable disk.
 
-The difference decides what happens. Damaged bytes are moved aside and an older checkpoint is used;
-in any other case nothing on the disk is changed, so that no good checkpoint is given up.
+The difference decides what happens. A damaged checkpoint is moved aside and an older one is used;
+in all other cases nothing on the disk is changed, so that no good checkpoint is given up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryErr
 
 # The prefix of a checkpoint that was moved aside, so that nobody resumes from it.
 DAMAGED = "damaged-"
-# What reading JSON can raise if it is not of the expected form.
+# Errors that reading malformed JSON can raise.
 MALFORMED = (
     ValueError,
     LookupError,
@@ -26,8 +26,8 @@ MALFORMED = (
     OverflowError,
     struct.error,
 )
-# System errors that say nothing about the bytes: too few resources, missing permissions, a network
-# disk that is away. EIO is not among them: a disk reports it for bytes that it has lost.
+# System errors that do not mean that bytes are lost: too few resources, missing permissions, an
+# unreachable network disk. EIO is not among them: a disk reports it for lost bytes.
 _TEMPORARY = frozenset(
     {
         errno.EMFILE,
@@ -48,28 +48,28 @@ _LONGEST_DETAIL = 200
 
 
 def damaged(checkpoint: Path, why: str) -> CheckpointError:
-    """Return H311 for a checkpoint whose bytes are not what they should be."""
+    """Return H311 for a checkpoint whose bytes do not match its manifest."""
     return CheckpointError(
         f"checkpoint {checkpoint.name}: {why}",
         limit="a checkpoint is loaded only if every byte verifies",
         fix=(
             "nothing to do if an older checkpoint verifies (`holdfast checkpoints RUN_DIR --verify`"
-            " says so); otherwise copy it again from where it came."
+            " says so); otherwise copy it again from its source."
         ),
         rule="H311",
     )
 
 
 def not_ours(checkpoint: Path, error: BaseException, component: str = "") -> CheckpointError:
-    """Return H311 for a checkpoint whose digests match but whose content no holdfast has written.
+    """Return H311 for a checkpoint whose digests match but whose content is not holdfast's.
 
-    Digests do not say who made them. The checkpoint stays where it is: a bug of ours must not cost
-    a good one.
+    Digests do not prove who made them. The checkpoint stays in place: a bug in holdfast must not
+    cost a good checkpoint.
 
     Args:
         checkpoint: The checkpoint.
-        error: What reading it raised.
-        component: The component that was read, if it was one.
+        error: The error raised while reading it.
+        component: The component that was read, if any.
     """
     place = f"checkpoint {checkpoint.name}"
     if component:
@@ -77,11 +77,11 @@ def not_ours(checkpoint: Path, error: BaseException, component: str = "") -> Che
     return CheckpointError(
         f"{place} cannot be read ({describe(error)})",
         limit=(
-            "every digest matches, so the disk has kept what was written: another program has"
-            " changed it, or holdfast has a bug. Nothing was changed on the disk"
+            "every digest matches, so the disk is intact: another program has changed the"
+            " checkpoint, or holdfast has a bug. Nothing was changed on the disk"
         ),
         fix=(
-            "copy it again from where it came. To resume from the checkpoint before it, `mv"
+            "copy it again from its source. To resume from the previous checkpoint, `mv"
             f" {checkpoint} {_aside(checkpoint)}`."
         ),
         rule="H311",
@@ -89,11 +89,11 @@ def not_ours(checkpoint: Path, error: BaseException, component: str = "") -> Che
 
 
 def unreadable(checkpoint: Path, error: OSError, file: str) -> CheckpointError | RunDirectoryError:
-    """Return what a system error means: H311 for lost bytes, else H307 (see `out_of_reach_now`).
+    """Translate a system error: H311 for lost bytes, otherwise H307 (see `out_of_reach_now`).
 
     Args:
         checkpoint: The checkpoint.
-        error: What reading raised.
+        error: The error raised while reading it.
         file: The file that was read.
     """
     if error.errno not in _TEMPORARY:
@@ -102,17 +102,17 @@ def unreadable(checkpoint: Path, error: OSError, file: str) -> CheckpointError |
 
 
 def out_of_reach_now(checkpoint: Path, error: OSError) -> RunDirectoryError:
-    """Return H307 for a checkpoint that may be complete, but cannot be read now."""
+    """Return H307 for a checkpoint that may be complete but cannot be read now."""
     return RunDirectoryError(
         f"checkpoint {checkpoint.name} cannot be read now ({error})",
         limit=(
-            "that says nothing about its bytes, and resuming from an older one would lose work:"
+            "its bytes may be intact, and resuming from an older checkpoint would lose work:"
             " nothing was changed on the disk"
         ),
         fix=(
-            "start again when it can be read (check open files, permissions and the disk). If it"
-            f" is lost for good, `mv {checkpoint} {_aside(checkpoint)}` lets the run resume from"
-            " the one before."
+            "restart when it can be read (check open files, permissions and the disk). If it is"
+            f" lost for good, `mv {checkpoint} {_aside(checkpoint)}` lets the run resume from"
+            " the previous one."
         ),
         rule="H307",
     )

@@ -1,4 +1,4 @@
-"""Read where the tensors of a safetensors file are. No torch.
+"""Read the positions of the tensors in a safetensors file. No torch.
 
 A file is the length of its header (8 bytes), the header as JSON, and the tensors' bytes. See the
 format's specification: https://github.com/huggingface/safetensors#format
@@ -23,7 +23,7 @@ METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Where a tensor's bytes are in its file, from `begin` to before `end`."""
+    """The bytes ``[begin, end)`` of a tensor in its file."""
 
     name: str
     begin: int
@@ -41,10 +41,11 @@ def header_bytes(path: Path) -> int:
 
 
 def tensor_places(path: Path) -> Iterator[TensorPlace]:
-    """Yield the place of each tensor in a safetensors file.
+    """Yield the position of each tensor in a safetensors file.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError, struct.error: It is no such file.
+        ValueError, LookupError, TypeError, AttributeError, struct.error: It is not a safetensors
+        file.
     """
     with opened(path) as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
@@ -55,7 +56,7 @@ def tensor_places(path: Path) -> Iterator[TensorPlace]:
             continue
         begin, end = entry["data_offsets"]
         if not (type(begin) is int and type(end) is int and 0 <= begin <= end):
-            raise ValueError(f"{name!r:.80} has no place in {path.name}")
+            raise ValueError(f"{name!r:.80} has no valid position in {path.name}")
         yield TensorPlace(
             name=name,
             begin=start + begin,

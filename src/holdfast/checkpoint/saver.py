@@ -1,9 +1,9 @@
 """Write trees of state as one checkpoint.
 
-In two stages: `snapshot` gathers JSON and tensors, and `write` puts them on the disk (data, read
-back and verify, manifest, rename). A snapshot in host buffers shares nothing with the live state,
-so another thread may write it while training continues. One without buffers holds the live tensors
-themselves, and must be written before they change.
+There are two stages: `snapshot` gathers JSON and tensors, and `write` writes them to disk (data,
+read back and verify, manifest, rename). A snapshot in host buffers shares nothing with the live
+state, so another thread may write it while training continues. A snapshot without buffers holds the
+live tensors themselves and must be written before they change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PlainExtents = dict[str, dict[str, dict[str, Any]]]
 
 
 class Writers:
-    """The processes that write a checkpoint: this one alone.
+    """The processes that write a checkpoint; this class is for a single process.
 
     If there are several, each writes its share, and the first one commits.
     """
@@ -47,33 +47,33 @@ class Writers:
     are_several = False
 
     def all(self, work: Callable[[], _T]) -> list[_T]:
-        """Return what the work of each has returned, of plain values.
+        """Return the results of all processes, which must be plain values.
 
-        An error of one is raised by all.
+        An error of one process is raised in all.
         """
         return [work()]
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Return, on all, what the work of the first has returned; its error is raised by all."""
+        """Return the result of the first process in all processes; its error is raised in all."""
         return work()
 
 
 def on_all(work: Callable[[], _T], exchange: Callable[[list[Any]], list[Any]]) -> list[_T]:
-    """Run some work on every rank and return the results of all.
+    """Run some work on every rank and return the results of all ranks.
 
     Args:
         work: Returns plain values.
-        exchange: Sends a list to all ranks and returns the lists of all, in the order of ranks.
+        exchange: Sends a list to all ranks and returns the lists of all ranks, in rank order.
 
     Raises:
-        OSError: The work of another rank has failed. An error of this rank is raised as it is,
-            after the others know of it.
+        OSError: The work of another rank has failed. An error of this rank is raised unchanged,
+            once the other ranks know about it.
     """
     failure: Exception | None = None
     result = None
     try:
         result = work()
-    # Raised below, once the others know of it.
+    # Raised below, once the other ranks know about it.
     except Exception as error:  # noqa: BLE001
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -96,13 +96,14 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State that is to be written."""
+    """State to be written."""
 
     global_step: int
     # By component and name: copies in host buffers, or the live tensors.
     tensors: Groups
     state: Mapping[str, Any]
-    # If they are copies, the component and name of each live tensor by its place in memory.
+    # If the tensors are copies: the component and name of each live tensor, by its location in
+    # memory.
     names_by_memory: Mapping[_Memory, tuple[str, str]] = field(default_factory=dict)
 
     def size_bytes(self) -> int:
@@ -136,7 +137,7 @@ def encode(components: Mapping[str, Any]) -> Encoded:
             raise CheckpointError(
                 f"{component} holds itself",
                 limit="a checkpoint holds trees",
-                fix="let state_dict() return one in which nothing contains itself.",
+                fix="let state_dict() return a value in which nothing contains itself.",
                 rule="H310",
             ) from error
         tensors[component] = encoder.tensors
@@ -166,7 +167,7 @@ def snapshot(
     Args:
         components: Trees by component name, or what `encode` returned for them.
         global_step: Optimizer steps committed.
-        buffers: Where tensors are copied. With None the snapshot holds the live ones.
+        buffers: Receives copies of the tensors. With None, the snapshot holds the live tensors.
 
     Raises:
         CheckpointError: H310, as `encode`.
@@ -194,18 +195,18 @@ def _memory_of(tensor: torch.Tensor) -> _Memory:
 def write(
     store: Store, shot: Snapshot, *, unix_seconds: float, writers: Writers | None = None
 ) -> Entry:
-    """Write a snapshot as a checkpoint that was read back and verified.
+    """Write a snapshot as a checkpoint, after reading it back and verifying it.
 
     Args:
         store: Where to.
-        shot: The snapshot. If there are several writers, this process's share.
-        unix_seconds: The time for the manifest.
-        writers: The processes that write it, or None for this one alone.
+        shot: The snapshot. If there are several writers, this process writes its share.
+        unix_seconds: The time recorded in the manifest.
+        writers: The processes that write the checkpoint, or None for this process alone.
 
     Raises:
         OSError: The disk is full or fails. What was written is removed, and older checkpoints are
             untouched.
-        CheckpointError: H311 if what was read back is not what was written.
+        CheckpointError: H311 if the bytes read back are not the bytes written.
     """
     writers = writers or Writers()
     needed_bytes = shot.size_bytes() + _SPARE_BYTES
@@ -237,7 +238,8 @@ def _files_of(shares: list[_PlainExtents]) -> dict[str, dict[str, Extent]]:
 def _write_share(draft: Path, shot: Snapshot, rank: int) -> _PlainExtents:
     """Write and verify the files of one writer, and return their extents.
 
-    Those of the first writer are at the top, those of others in a folder for each rank.
+    The files of the first writer are at the top level; every other writer has a folder for its
+    rank.
     """
     folder = f"rank{rank}/" if rank else ""
     files: dict[str, dict[str, Extent]] = {}

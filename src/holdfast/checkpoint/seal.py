@@ -1,8 +1,8 @@
 """Seal a checkpoint that a framework writes in place. No torch.
 
-Our own checkpoints get their digests from memory (see ``saver``). What a framework writes is sealed
-afterwards: its folder is marked as unfinished before, and once it is written every file is flushed
-and read once. What goes wrong between the memory and the disk is not noticed that way.
+The digests of our own checkpoints come from memory (see ``saver``). A framework's checkpoint is
+sealed afterwards: its folder is marked as unfinished beforehand, and once it is written, every file
+is flushed and read once. Errors between memory and disk are not detected that way.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from holdfast.checkpoint.verify import digest, verify
 from holdfast.core.durable import fsync_path, replace_file
 from holdfast.core.files import SHARED, opened
 
-# The mark of a folder into which a save was begun. It holds the old manifest if there was one.
+# Marker file in a folder into which a save has started. It holds the previous manifest, if any.
 UNFINISHED = "holdfast_unfinished"
 
 
 def is_sealed(checkpoint: Path) -> bool:
-    """Return whether there is a manifest; whether it verifies is another question."""
+    """Return whether there is a manifest, without verifying it."""
     return manifest_of(checkpoint).is_file()
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether a save into a folder was begun and not sealed.
+    """Return whether a save into a folder has started but was not sealed.
 
-    An empty folder counts: that is what the beginning of a save leaves.
+    An empty folder counts, because a save starts by creating one.
     """
     if not folder.is_dir() or is_sealed(folder):
         return False
@@ -37,7 +37,7 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def was_sealed(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was ever sealed, even if another save into it was begun since."""
+    """Return whether a checkpoint was ever sealed, even if another save has started since."""
     mark = checkpoint / UNFINISHED
     return is_sealed(checkpoint) or (mark.is_file() and mark.stat().st_size > 0)
 
@@ -60,7 +60,7 @@ def begin(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / UNFINISHED
     if is_sealed(folder):
-        # A mark that is not empty says that there was a complete checkpoint.
+        # A marker that is not empty shows that there was a complete checkpoint.
         (folder / FILE_NAME).replace(mark)
     else:
         mark.touch()
@@ -72,7 +72,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
     """Flush every file of a checkpoint, a folder or a file, and write the digests of all of them.
 
     Raises:
-        OSError: The disk refuses. Then there is no manifest.
+        OSError: The disk is full or fails. Then there is no manifest.
     """
     manifest_path = manifest_of(checkpoint)
     manifest_path.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
     manifest = Manifest(
         save_id=global_step, global_step=global_step, unix_seconds=unix_seconds, files=files
     )
-    # Replaced in one step, because half a manifest would look like a damaged checkpoint.
+    # Replaced atomically, because half a manifest would look like a damaged checkpoint.
     replace_file(manifest_path, manifest.to_bytes(), SHARED)
     folders = {path.parent for path in paths}
     for folder in folders | {manifest_path.parent, checkpoint.parent}:
@@ -94,7 +94,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
 
 
 def _files_of(checkpoint: Path) -> list[Path]:
-    """Return the files to seal, without links and our own mark."""
+    """Return the files to seal, without links and our own marker file."""
     if checkpoint.is_file():
         candidates = [checkpoint]
     else:
@@ -105,7 +105,7 @@ def _files_of(checkpoint: Path) -> list[Path]:
 def _extents_of(path: Path) -> dict[str, Extent]:
     """Return the extents of a file: one per tensor if it is a safetensors file, else one."""
     if path.suffix == ".safetensors":
-        # The content may not be what the name says.
+        # The file may not be what its suffix says.
         with contextlib.suppress(*MALFORMED):
             return _extents_of_tensors(path)
     size_bytes = path.stat().st_size

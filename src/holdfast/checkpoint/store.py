@@ -8,8 +8,8 @@ No torch.
                                   next start
     damaged-000011-step00000550/  did not verify; kept until newer good ones have replaced it
 
-The rename is the commit: there is no separate pointer that could disagree. The number in front
-orders the checkpoints, also after a rollback to a smaller step.
+The rename is the commit: there is no separate pointer that could disagree. The leading number
+orders the checkpoints, even after a rollback to an earlier step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A complete checkpoint, as its name says. Nothing has been read yet."""
+    """A checkpoint that is complete according to its name. Nothing has been read yet."""
 
     path: Path
     # A larger number is newer.
@@ -82,7 +82,7 @@ class Store:
 
         Args:
             on_damaged: Called with the original path of each damaged checkpoint, which is moved
-                aside, and what is wrong. With None nothing is moved.
+                aside, and what is wrong. With None, nothing is moved.
             before_step: Only checkpoints of at most this step. Then None is returned if none
                 verifies.
 
@@ -115,7 +115,7 @@ class Store:
             raise nothing_verifies(self.directory, len(damaged), "they were moved aside before")
 
     def next_save_id(self) -> int:
-        """Return a number above all that were used."""
+        """Return a number larger than all used so far."""
         used = [entry.save_id for entry in self.entries() + self.damaged()]
         return max(used, default=0) + 1
 
@@ -142,7 +142,7 @@ class Store:
         """Write the manifest and rename the draft, whose files are flushed, to its final name.
 
         Raises:
-            OSError: The disk refuses. The draft is then still a draft.
+            OSError: The disk is full or fails. The draft then remains a draft.
         """
         write_file(draft / FILE_NAME, manifest.to_bytes())
         final = draft.with_name(draft.name.removeprefix(_TEMPORARY))
@@ -150,7 +150,10 @@ class Store:
         return Entry(path=final, save_id=manifest.save_id, global_step=manifest.global_step)
 
     def clean_up(self) -> None:
-        """Remove what killed saves left behind. Only for the holder of the run directory's lock."""
+        """Remove the drafts of killed saves.
+
+        Only the holder of the run directory's lock may call it.
+        """
         for path in paths_in(self.directory):
             if path.name.startswith(_TEMPORARY):
                 remove(path)
@@ -159,9 +162,9 @@ class Store:
         """Delete all but the newest checkpoints, never the last good one.
 
         Args:
-            keep: Checkpoints to keep. More are kept if none of these verifies.
-            known_good: A checkpoint that was verified just now. Without it, the kept ones are
-                verified until one is good.
+            keep: Number of checkpoints to keep. More are kept if none of these verifies.
+            known_good: A checkpoint that was just verified. Without it, the kept ones are verified
+                until one is good.
 
         Returns:
             What was deleted.
@@ -170,18 +173,17 @@ class Store:
             RunDirectoryError: H307 if one cannot be read now. Then nothing is deleted.
         """
         entries = self.entries()
-        # A save of the same step (after a change without a step) replaces the one before it, and
-        # must not take the place of an earlier step.
+        # A save of the same step (after a change without a step) replaces the previous one, and
+        # must not displace the checkpoint of an earlier step.
         replaced = _replaced_by(known_good, entries)
         entries = [entry for entry in entries if entry not in replaced]
         keep = max(keep, 1)
         if known_good not in entries[:keep]:
             while keep < len(entries) and not any(_verifies(entry) for entry in entries[:keep]):
                 keep += 1
-        kept = entries[:keep]
         surplus = entries[keep:] + replaced
-        if len(kept) == keep:
-            oldest_kept = kept[-1].save_id
+        if len(entries) >= keep:
+            oldest_kept = entries[keep - 1].save_id
             surplus += [entry for entry in self.damaged() if entry.save_id < oldest_kept]
         for entry in surplus:
             _delete(entry)
@@ -189,11 +191,11 @@ class Store:
 
 
 def latest(run_dir: str | os.PathLike[str]) -> Entry | None:
-    """Return the checkpoint that a `Guard` made now would resume from, or None.
+    """Return the checkpoint from which a new `Guard` would resume, or None.
 
-    Its ``global_step`` and ``path`` are for what a script must know before it builds its objects,
-    such as parameter groups that were added during training. Every byte is read; nothing is
-    changed.
+    Use its ``global_step`` and ``path`` for decisions that a script must make before it builds its
+    objects, such as adding parameter groups that were added during training. Every byte is read;
+    nothing is changed.
 
     Raises:
         HoldfastError: What `Guard` would raise: H312, H307 or H303.
@@ -213,7 +215,7 @@ def _replaced_by(newer: Entry | None, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _delete(entry: Entry) -> None:
-    # Renamed first, because a half-deleted folder must not look complete.
+    # Renamed first, so that a half-deleted folder never looks complete.
     doomed = entry.path.with_name(f"{_TEMPORARY}doomed-{entry.path.name}")
     entry.path.rename(doomed)
     remove(doomed)

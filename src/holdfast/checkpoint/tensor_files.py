@@ -1,7 +1,7 @@
-"""Write and read safetensors files, with digests, and within little memory.
+"""Write and read safetensors files with digests and little memory.
 
-The safetensors library is not used for either: it makes no digests, wants all tensors on the host
-at the same time to write them, and maps the whole file to read it, which a memory limit may refuse.
+The safetensors library is used for neither: it computes no digests, needs all tensors on the host
+at the same time for writing, and maps the whole file for reading, which may exceed a memory limit.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from holdfast.checkpoint.safetensors_header import tensor_places
 from holdfast.core.files import SHARED, created, opened
 
 SUFFIX = ".safetensors"
-# Bytes that are written and hashed at a time: enough that the interpreter's lock is seldom
-# requested, and few enough for the CPU's caches.
+# Bytes written and hashed at a time: many enough that the GIL is rarely requested, and few enough
+# for the CPU caches.
 _CHUNK_BYTES = 4 * 2**20
 _DTYPES = {name: dtype for dtype, name in SAVED_AS.items()}
-# The format wants the header's length to be a multiple of this.
+# The format requires the header's length to be a multiple of this.
 _HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The rows of a tensor, from `begin` to before `end`, that this process holds.
+    """The rows ``[begin, end)`` of a tensor, which this process holds.
 
     Other processes hold the rest.
     """
@@ -63,7 +63,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     Raises:
         OSError: The disk is full or fails.
     """
-    # Large elements first, so that every tensor is aligned.
+    # Tensors with large elements come first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header(names, tensors)
     extents = {HEADER: Extent(begin=0, end=len(header), sha256=hashlib.sha256(header).hexdigest())}
@@ -128,7 +128,7 @@ def is_saved_as(tensor: torch.Tensor, extent: Extent) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Rows of a tensor in a file, as one of the writers wrote them."""
+    """Rows of a tensor in the file of one writer."""
 
     file: BufferedReader
     # Where their bytes begin.
@@ -141,15 +141,15 @@ class _Rows:
 def read_tensors(
     paths: Sequence[Path], into: Mapping[str, torch.Tensor], share_of: ShareOf
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the files of one component, each read to where it belongs.
+    """Return the tensors of one component, each read into its live tensor if possible.
 
     At most one of them is in memory twice.
 
     Args:
         paths: The files of the writers, in the order of their rows.
-        into: Live tensors by name. One of the saved type and shape is overwritten and returned,
-            unless it is expanded; all others are created on the host.
-        share_of: Which rows of each tensor are read.
+        into: Live tensors by name. A tensor with the saved dtype and shape is overwritten and
+            returned, unless it is expanded; all others are created on the host.
+        share_of: Returns the rows of each tensor to read.
 
     Raises:
         CheckpointError: H311 if a file ends early.
@@ -177,6 +177,14 @@ def read_tensors(
 def _read_tensor(
     name: str, parts: Sequence[_Rows], target: torch.Tensor | None, share_of: ShareOf
 ) -> torch.Tensor:
+    """Read one tensor from the files of its writers.
+
+    Args:
+        name: Its name.
+        parts: Its rows in each file, in order.
+        target: A live tensor, which is overwritten if it has the saved dtype and shape.
+        share_of: Returns the rows to read, None for all.
+    """
     dtype = parts[0].dtype
     shape = _full_shape(parts)
     first_byte = 0
@@ -199,7 +207,7 @@ def _read_tensor(
 
 
 def _full_shape(parts: Sequence[_Rows]) -> torch.Size:
-    """Return the shape of a tensor whose rows several writers have written."""
+    """Return the full shape of a tensor whose rows were written by several writers."""
     if len(parts) == 1:
         return parts[0].shape
     rows = sum(part.shape[0] for part in parts)
@@ -213,7 +221,7 @@ def _can_hold(target: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> bo
 def _read_bytes(
     name: str, parts: Sequence[_Rows], content: torch.Tensor, first_byte: int, last_byte: int
 ) -> None:
-    """Read the bytes ``[first_byte, last_byte)`` of a tensor, of all its parts, into `content`."""
+    """Read the bytes ``[first_byte, last_byte)`` of a tensor into `content`, across its parts."""
     raw = content.detach().reshape(-1).view(torch.uint8).numpy()
     # The position of the current part in the tensor.
     position = 0

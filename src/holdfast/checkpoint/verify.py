@@ -26,13 +26,13 @@ _SHOWN_DIGITS = 12
 def verify(checkpoint: Path) -> Manifest:
     """Check every byte of a sealed checkpoint, at about 1.5 GB/s.
 
-    Files that were added later are not looked at.
+    Files added later are ignored.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: H311, with the file, the tensor and both digests, or because the checkpoint
+        CheckpointError: H311 with the file, the tensor and both digests, or because the checkpoint
             was never sealed.
         RunDirectoryError: H303 or H307, as `read_manifest`.
     """
@@ -48,7 +48,7 @@ def verify_file(checkpoint: Path, name: str, extents: Extents) -> None:
     """Check every byte of one file of a checkpoint.
 
     Raises:
-        CheckpointError: H311 for other bytes, or no such file.
+        CheckpointError: H311 if its bytes differ or it does not exist.
         RunDirectoryError: H307 if it cannot be read now.
     """
     expected_bytes = max((extent.end for extent in extents.values()), default=0)
@@ -102,12 +102,12 @@ def _file_in(checkpoint: Path, name: str) -> Path:
         return checkpoint.resolve()
     path = checkpoint / name
     if path.parent.resolve() != checkpoint.resolve() / Path(name).parent:
-        raise damaged(checkpoint, f"{name} is elsewhere, behind a link")
+        raise damaged(checkpoint, f"{name} is outside of the checkpoint, behind a link")
     return path
 
 
 def _matches_header(path: Path, extents: Extents) -> bool:
-    """Return whether a safetensors header says of the tensors what the manifest says.
+    """Return whether a safetensors header agrees with the manifest.
 
     The sizes must also fit the types and shapes.
     """
@@ -131,7 +131,7 @@ def _matches(place: TensorPlace, extent: Extent) -> bool:
 
 
 def _bits_of(dtype: str) -> int:
-    """Return the bits of an element, which are in the format's names: F8_E4M3 has 8."""
+    """Return the bits of an element, taken from the format's name: F8_E4M3 has 8."""
     if dtype == "BOOL":
         return 8
     return int(dtype.partition("_")[0].lstrip("BFIUC"))

@@ -1,6 +1,7 @@
-"""`holdfast doctor`.
+"""`holdfast doctor`: what this machine offers a training run, and what will go wrong on it.
 
-What this machine gives to a training, and what of it will go wrong, before it does.
+A table of checks, `CHECKS`, in the order in which they are printed. Each answers one question about
+the machine. No CUDA context is created, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -22,126 +23,215 @@ from holdfast.cli.nvidia_smi import nvidia_smi
 from holdfast.cli.output import Json, print_json
 from holdfast.core.control_groups import cpu_quota, fields_of
 from holdfast.core.text import moment, sanitise, size
-from holdfast.memory.host_memory import available_bytes, may_be_refused
+from holdfast.memory.host_memory import allocation_can_fail, available_bytes
 from holdfast.supervise.watch.py_spy import find_py_spy
 
 _GIB = 1 << 30
-_TRACE_ANY = 1 << 19  # CAP_SYS_PTRACE
-_KINDS = {
+# Where workers of torch's loader hand batches over.
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - no file is made there
+# Free shared memory that is worth a warning. Docker's default is 64 MiB in all.
+_LEAST_SHARED_MEMORY_BYTES = _GIB
+# Free disk space that is worth a warning: about three checkpoints of a model with 124 million
+# parameters and Adam's moments, of 1.5 GB each.
+_LEAST_DISK_BYTES = 5 * _GIB
+# A lower limit is worth a warning: torch's workers pass each tensor as an open file by default.
+_LEAST_OPEN_FILES = 4096
+# The bit of CAP_SYS_PTRACE in a set of capabilities, from linux/capability.h.
+_CAP_SYS_PTRACE = 1 << 19
+# What to do about file systems that lose a recording, by the beginning of their names.
+_FIX_BY_FILE_SYSTEM = {
     "nfs": (
-        "renames and locks are as good as its server: mount it with hard and without nolock, or"
-        " record elsewhere"
+        "renames and locks are only as good as the server: mount it with hard and without nolock,"
+        " or record elsewhere"
     ),
-    "overlay": "it goes with the container: mount a volume there, or pass a --run-dir on one",
-    "tmpfs": "it is memory, and goes with the machine: pass a --run-dir on a disk",
+    "overlay": "it is deleted with the container: mount a volume there, or pass a --run-dir on one",
+    "tmpfs": "it is memory, and lost with the machine: pass a --run-dir on a disk",
 }
 
 
-class Row(NamedTuple):
-    """One fact; `fix` is empty where nothing is wrong."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """The answer of a check, and one line of the output."""
 
+    # The subject, such as "open files".
     what: str
+    # What this machine has.
     value: str
+    # What to do, without a full stop. Empty if nothing is wrong.
     fix: str = ""
 
 
 def run(
     run_dir: Annotated[
-        Path, typer.Option(help="Where runs are recorded: its disk is looked at.")
+        Path, typer.Option(help="Where runs are recorded. The disk of this folder is checked.")
     ] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Say what this machine has for a training, and what will go wrong.
+    """Check what this machine offers a training run, and what will go wrong on it.
 
-    One line each, with the fix. Exit code 0.
+    Prints one line for each check, and the fix if something is wrong. Exit code 0.
     """
-    rows = [*_host(), _disk(run_dir.absolute()), *_gpus(), _tracing()]
+    results: list[CheckResult] = []
+    for check in CHECKS:
+        results.extend(check(run_dir.absolute()))
     if as_json:
-        print_json([row._asdict() for row in rows])
-    for row in [] if as_json else rows:
-        typer.echo(
-            f"{'!' if row.fix else ' '} {row.what:<14}{row.value}"
-            + (f". Fix: {row.fix}." if row.fix else "")
-        )
+        print_json([asdict(result) for result in results])
+        return
+    for result in results:
+        typer.echo(_line(result))
 
 
-def _host() -> Iterator[Row]:
-    quota, affinity = cpu_quota(), len(os.sched_getaffinity(0))
-    most = max(1, math.floor(quota))
-    fix = (
-        f"export OMP_NUM_THREADS={most}, and use at most {most} workers" if quota < affinity else ""
+def _line(result: CheckResult) -> str:
+    if not result.fix:
+        return f"  {result.what:<14}{result.value}"
+    return f"! {result.what:<14}{result.value}. Fix: {result.fix}."
+
+
+# --- Checks ---------------------------------------------------------------------------------------
+
+# Takes the absolute run directory. Most checks have one result, and none if they do not apply.
+Check: TypeAlias = Callable[[Path], list[CheckResult]]
+
+
+def processors(_run_dir: Path) -> list[CheckResult]:
+    """How many processors may this process use, and will torch start more threads than that?"""
+    quota = cpu_quota()
+    usable = max(1, math.floor(quota))
+    fix = ""
+    # torch counts the processors of the affinity, and knows no quota.
+    if quota < len(os.sched_getaffinity(0)):
+        fix = f"export OMP_NUM_THREADS={usable}, and use at most {usable} workers"
+    value = f"{quota:g} of {os.cpu_count()}, by affinity and quota"
+    return [CheckResult(what="processors", value=value, fix=fix)]
+
+
+def memory(_run_dir: Path) -> list[CheckResult]:
+    """How much host memory is left, and can an allocation be refused before it is used up?"""
+    left_bytes = available_bytes()
+    left = "unknown" if left_bytes is None else size(left_bytes)
+    total_bytes = 1024 * fields_of(Path("/proc/meminfo")).get("MemTotal", 0)
+    value = f"{left} left for this container, of {size(total_bytes)} of the machine"
+    fix = ""
+    if allocation_can_fail():
+        value += ", and allocations are refused before it is used up"
+        fix = "ulimit -v unlimited; ulimit -d unlimited; sysctl vm.overcommit_memory=0"
+    return [CheckResult(what="memory", value=value, fix=fix)]
+
+
+def shared_memory(_run_dir: Path) -> list[CheckResult]:
+    """Is there room for the batches that workers hand over?"""
+    try:
+        usage = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return []
+    free_bytes = usage.f_bavail * usage.f_frsize
+    total_bytes = usage.f_blocks * usage.f_frsize
+    value = (
+        f"{size(free_bytes)} free of {size(total_bytes)}; loader workers pass batches through it"
     )
-    yield Row("processors", f"{quota:g} of {os.cpu_count()}, by affinity and quota", fix)
-    left, total = available_bytes(), 1024 * fields_of(Path("/proc/meminfo")).get("MemTotal", 0)
-    fix = (
-        "ulimit -v unlimited; ulimit -d unlimited; sysctl vm.overcommit_memory=0"
-        if may_be_refused()
-        else ""
-    )
-    words = (
-        f"{'unknown' if left is None else size(left)} left for this container, of {size(total)} of"
-        " the machine"
-    )
-    yield Row(
-        "memory", words + (", and allocations are refused before it is used up" if fix else ""), fix
-    )
-    with suppress(OSError):
-        found = os.statvfs("/dev/shm")  # noqa: S108 - no file is made
-        free = found.f_bavail * found.f_frsize
-        fix = (
-            "docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm" if free < _GIB else ""
-        )
-        words = (
-            f"{size(free)} free of {size(found.f_blocks * found.f_frsize)}; workers hand batches"
-            " over in it"
-        )
-        yield Row("shared memory", words, fix)
+    fix = ""
+    if free_bytes < _LEAST_SHARED_MEMORY_BYTES:
+        fix = f"docker run --shm-size=8g, or mount -o remount,size=8G {_SHARED_MEMORY}"
+    return [CheckResult(what="shared memory", value=value, fix=fix)]
+
+
+def open_files(_run_dir: Path) -> list[CheckResult]:
+    """How many files may a process open, and could it be more?"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield Row(
-        "open files", f"{soft} at most", f"ulimit -n {hard}" if soft < min(hard, 4096) else ""
-    )
-    late = time.time() < Path(__file__).stat().st_mtime
-    yield Row(
-        "clock",
-        f"{moment(time.time())} UTC",
-        "it is behind: set it, or start a time service" if late else "",
-    )
+    fix = ""
+    if soft < min(hard, _LEAST_OPEN_FILES):
+        fix = f"ulimit -n {hard}"
+    return [CheckResult(what="open files", value=f"{soft} at most", fix=fix)]
 
 
-def _disk(folder: Path) -> Row:
-    folder = next(each for each in (folder, *folder.parents) if each.is_dir())
-    free, kind, longest = shutil.disk_usage(folder).free, "unknown", -1
+def clock(_run_dir: Path) -> list[CheckResult]:
+    """Is the clock behind the time at which this program was installed?"""
+    now = time.time()
+    fix = ""
+    if now < Path(__file__).stat().st_mtime:
+        fix = "it is behind: set it, or start a time service"
+    return [CheckResult(what="clock", value=f"{moment(now)} UTC", fix=fix)]
+
+
+def disk_of_runs(run_dir: Path) -> list[CheckResult]:
+    """Will recordings and checkpoints fit where runs are recorded, and stay there?"""
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
+    free_bytes = shutil.disk_usage(folder).free
+    file_system = _file_system_of(folder)
+    fix = ""
+    if free_bytes < _LEAST_DISK_BYTES:
+        fix = "free some space: a checkpoint that does not fit is not written"
+    else:
+        for beginning, advice in _FIX_BY_FILE_SYSTEM.items():
+            if file_system.startswith(beginning):
+                fix = advice
+    value = f"{size(free_bytes)} free, {sanitise(file_system)}, at {sanitise(folder)}"
+    return [CheckResult(what="disk of runs", value=value, fix=fix)]
+
+
+def _file_system_of(folder: Path) -> str:
+    """Return the type of the file system that is mounted at a folder or nearest above it."""
+    folder = folder.resolve()
+    file_system = "unknown"
+    depth = -1
     for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, name, *_ = line.split()
-        if folder.resolve().is_relative_to(point) and len(point) >= longest:
-            kind, longest = name, len(point)
-    fix = next((text for start, text in _KINDS.items() if kind.startswith(start)), "")
-    fix = "make room: a checkpoint that does not fit is not written" if free < 5 * _GIB else fix
-    return Row("disk of runs", f"{size(free)} free, {sanitise(kind)}, at {sanitise(folder)}", fix)
+        _device, mount_point, mounted_type, *_options = line.split()
+        # Of mounts at the same point, the last one hides the others.
+        if folder.is_relative_to(mount_point) and len(mount_point) >= depth:
+            file_system = mounted_type
+            depth = len(mount_point)
+    return file_system
 
 
-def _gpus() -> Iterator[Row]:
-    torch, lines = version("torch"), nvidia_smi("--query-gpu=name,memory.total,driver_version")
-    blind = "+cpu" in torch
-    fix = (
-        "this torch is built for the CPU only: install one for CUDA (pytorch.org/get-started)"
-        if blind
-        else ""
-    )
+def gpus(_run_dir: Path) -> list[CheckResult]:
+    """Which GPUs does the driver see, and can this torch use them?"""
+    torch_version = version("torch")
+    lines = nvidia_smi("--query-gpu=name,memory.total,driver_version")
+    fix = ""
     if not lines:
-        fix = "install the driver's nvidia-smi" if Path("/dev/nvidia0").exists() else ""
-    for line in lines or ["nvidia-smi shows none"]:
-        yield Row("GPU", f"{sanitise(line)}; torch {torch}", fix)
+        lines = ["nvidia-smi shows none"]
+        if Path("/dev/nvidia0").exists():
+            fix = "install the driver's nvidia-smi"
+    elif "+cpu" in torch_version:
+        fix = "this torch is built for the CPU only: install one for CUDA (pytorch.org/get-started)"
+    return [
+        CheckResult(what="GPU", value=f"{sanitise(line)}; torch {torch_version}", fix=fix)
+        for line in lines
+    ]
 
 
-def _tracing() -> Row:
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+def stacks(_run_dir: Path) -> list[CheckResult]:
+    """Can stack traces of other processes be read, as `holdfast attach` does?"""
+    has_py_spy = bool(find_py_spy())
+    value = "allowed"
+    fix = ""
+    if not has_py_spy:
+        fix = 'pip install "torch-holdfast[stacks]"'
+    if not _may_trace_others():
+        value = "not allowed: only processes of `holdfast run` show their stacks"
+        fix = "docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0"
+    if not has_py_spy:
+        value += "; py-spy is not installed"
+    return [CheckResult(what="stacks", value=value, fix=fix)]
+
+
+def _may_trace_others() -> bool:
+    """Return whether this process may attach to others of the same user; see ptrace(2)."""
     status = Path("/proc/self/status").read_text()
-    able = int(status.partition("CapEff:")[2].split()[0], 16) & _TRACE_ANY
-    barred = not able and scope.exists() and scope.read_text().strip() != "0"
-    fix = "docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0" if barred else ""
-    fix = fix or ("" if find_py_spy() else 'pip install "torch-holdfast[stacks]"')
-    words = (
-        "not allowed: only processes of `holdfast run` show their stacks" if barred else "allowed"
-    )
-    return Row("stacks", words + ("" if find_py_spy() else "; py-spy is not installed"), fix)
+    capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
+    if capabilities & _CAP_SYS_PTRACE:
+        return True
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    return not scope.exists() or scope.read_text().strip() == "0"
+
+
+CHECKS: tuple[Check, ...] = (
+    processors,
+    memory,
+    shared_memory,
+    open_files,
+    clock,
+    disk_of_runs,
+    gpus,
+    stacks,
+)

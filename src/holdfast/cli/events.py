@@ -47,7 +47,7 @@ def _read_events(recordings: Recordings) -> list[RecordedEvent]:
     """Return the events of all processes by time; what cannot be read is noted in `recordings`."""
     all_events = []
     for source, folder in all_rings(recordings):
-        recordings.say_lost_steps({folder: source})
+        recordings.note_overwritten_steps({folder: source})
         events = recordings.events(folder)
         sound_events = [event for event in events if is_sound_event(event)]
         left_out = len(events) - len(sound_events)

@@ -1,4 +1,8 @@
-"""`holdfast`: the entry point, and the list of commands."""
+"""`holdfast`: the entry point, and the table of commands.
+
+What is imported here is imported by every command, so the module of a command is imported only when
+that command is called.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import importlib
 import io
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.core.version import __version__
@@ -13,6 +18,7 @@ from holdfast.core.version import __version__
 if TYPE_CHECKING:
     import typer
 
+# Of each command, the module in this package and the function. They are listed in this order.
 COMMANDS = {
     "run": "run:run",
     "watch": "views:watch",
@@ -23,116 +29,145 @@ COMMANDS = {
     "metrics": "views:metrics",
     "plan": "plan:run",
     "compare": "views:compare",
-    "checkpoints": "guard_directory:checkpoints",
-    "quarantine": "guard_directory:quarantine",
+    "checkpoints": "checkpoints:run",
+    "quarantine": "quarantine:run",
     "doctor": "doctor:run",
     "chaos": "chaos:run",
 }
-"""Of each command the module and the function."""
-_COMPLETING = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # in which a shell says what is typed so far
-_READER_GONE = 141  # see ``output``
-_SETTINGS = {
-    name: {"allow_interspersed_args": False} for name in ("run", "chaos")
-}  # what follows the command's name is the command's
+# Commands that run another command. Options after its name belong to that one.
+_WRAPPING_COMMANDS = ("run", "chaos")
+# Environment variables in which a shell passes the words typed so far when it asks for completions.
+_COMPLETION_VARIABLES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
+# `output.READER_GONE`, without importing typer and rich.
+_READER_GONE = 141
 
-
-def make_app(*only: str) -> typer.Typer:
-    """Return the command line, with these commands or with all.
-
-    Importing all takes longer than most of them.
-    """
-    import typer
-
-    app = typer.Typer(
-        help=(
-            "Keeps PyTorch training alive, correct and inside its memory, and says why when it"
-            " cannot.\n\nExit codes: 0 done, 1 a check failed, 2 wrong use or an error; `run`"
-            " passes on that of its command, and `explain` has one for each class of causes."
-        ),
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    option = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
-    )
-
-    @app.callback()
-    def _options(version: bool = option) -> None:
-        pass
-
-    for name in only or COMMANDS:
-        module, _, function = COMMANDS[name].partition(":")
-        command = getattr(importlib.import_module(f"holdfast.cli.{module}"), function)
-        app.command(name, context_settings=_SETTINGS.get(name))(command)
-    return app
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"holdfast {__version__}")
-        raise SystemExit
-
-
-class _Stream(io.FileIO):
-    """A standard stream whose reader may leave."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            # What is still in a buffer goes there, without a word at the end
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            raise SystemExit(_READER_GONE) from None  # no `Exception`, which many places catch
-
-
-def _leave_when_nobody_reads() -> None:
-    """Let this process end quietly once a reader of its output has closed the pipe.
-
-    The signal itself stays off: it would also end a command when a connection or a child of its own
-        goes.
-    """
-    for name in ("stdout", "stderr"):
-        old = getattr(sys, name)
-        if old is None:
-            continue
-        old.flush()
-        raw = _Stream(old.fileno(), "w", closefd=False)
-        buffered = raw if old.write_through else io.BufferedWriter(raw)
-        new = io.TextIOWrapper(
-            cast("Any", buffered),
-            old.encoding,
-            old.errors,
-            line_buffering=old.line_buffering,
-            write_through=old.write_through,
-        )
-        setattr(sys, name, new)
+_HELP = (
+    "Keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.\n\n"
+    "Exit codes: 0 done, 1 a check failed, 2 wrong use or an error; `run` passes on that of its"
+    " command, and `explain` has one for each class of causes."
+)
 
 
 def main() -> None:
     """Run the command line."""
-    _leave_when_nobody_reads()
+    _exit_when_output_is_closed()
     words = sys.argv[1:]
-    as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
+    as_json = _asks_for_json(words)
     try:
         if words[:1] == ["run"]:
             from holdfast.cli.supervised import run_if_called_plainly
 
+            # It exits, unless typer has to parse the options.
             run_if_called_plainly(words[1:])
         elif as_json:
             from holdfast.cli import output
 
             output.keep_stdout_for_json()
-        typed = next(
-            (os.environ[name].split()[1:] for name in _COMPLETING if name in os.environ), words
-        )
-        status = make_app(*[name for name in typed[:1] if name in COMMANDS])(
-            words or ["--help"], standalone_mode=False
-        )
-    except Exception as error:  # noqa: BLE001 - exit code 1 would be an answer
+        app = make_app(*_command_named(words))
+        status = app(words or ["--help"], standalone_mode=False)
+    # Python's exit code for an exception is 1, which here means that a check failed.
+    except Exception as error:  # noqa: BLE001
         from holdfast.cli.output import ERROR, print_error
 
         print_error(error, as_json=as_json)
         status = ERROR
     sys.exit(status)
+
+
+def _asks_for_json(words: Sequence[str]) -> bool:
+    """Return whether ``--json`` is among our options, and not among those of another command."""
+    if "--" in words:
+        words = words[: words.index("--")]
+    return "--json" in words
+
+
+def _command_named(words: Sequence[str]) -> Sequence[str]:
+    """Return the command among the words, or among those that a shell asks to complete, if any."""
+    for name in _COMPLETION_VARIABLES:
+        if name in os.environ:
+            words = os.environ[name].split()[1:]
+            break
+    return [name for name in words[:1] if name in COMMANDS]
+
+
+def make_app(*only: str) -> typer.Typer:
+    """Return the command line.
+
+    Args:
+        *only: The commands that it has. Without any, it has all of them, but to import them all
+            takes longer than to run most of them.
+    """
+    import typer
+
+    app = typer.Typer(
+        help=_HELP,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    version_option = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    )
+
+    @app.callback()
+    def _options(version: bool = version_option) -> None:
+        pass
+
+    for name in only or COMMANDS:
+        module_name, _, function_name = COMMANDS[name].partition(":")
+        module = importlib.import_module(f"holdfast.cli.{module_name}")
+        settings = None
+        if name in _WRAPPING_COMMANDS:
+            settings = {"allow_interspersed_args": False}
+        app.command(name, context_settings=settings)(getattr(module, function_name))
+    return app
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"holdfast {__version__}")
+        raise SystemExit
+
+
+# --- A reader that leaves -------------------------------------------------------------------------
+
+
+def _exit_when_output_is_closed() -> None:
+    """Let this process exit quietly once the reader of its output has closed the pipe.
+
+    SIGPIPE stays off: it would also end a command when a connection or a child process goes away.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None:
+            setattr(sys, name, _exiting_stream(stream))
+
+
+def _exiting_stream(stream: Any) -> io.TextIOWrapper:
+    """Return a text stream on the same descriptor, with the same settings."""
+    stream.flush()
+    raw = _ExitingFile(stream.fileno(), "w", closefd=False)
+    buffer: Any = raw
+    if not stream.write_through:
+        buffer = io.BufferedWriter(raw)
+    return io.TextIOWrapper(
+        cast("Any", buffer),
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+class _ExitingFile(io.FileIO):
+    """A file that ends the process when nobody reads what is written to it."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            # Python flushes its buffers once more at exit. That must not fail again.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            # Not an `Exception`, which many places catch.
+            raise SystemExit(_READER_GONE) from None

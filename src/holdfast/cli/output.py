@@ -1,10 +1,14 @@
-"""How commands print, fail and exit: one way for all of them.
+"""How commands print, fail and exit.
 
-0  done, and every check held
-1  done, and a check failed: a damaged checkpoint, a broken promise
-2  wrong use, or an error that kept the command from its work
-141  whoever read the output has closed it (`| head`): as a shell says it of any program that
-    SIGPIPE ended
+The exit codes of all commands:
+
+- 0: done, and every check held.
+- 1: done, and a check failed, such as a damaged checkpoint or a broken promise.
+- 2: wrong use, or an error that kept the command from its work.
+- 141: whoever read the output has closed it (`| head`). Shells report this code for any program
+  that SIGPIPE ended.
+
+`run` passes on the exit code of its command, and `explain` has one for each class of causes.
 """
 
 from __future__ import annotations
@@ -26,72 +30,98 @@ from holdfast.core.text import sanitise
 
 CHECK_FAILED = 1
 ERROR = 2
-_WIDTH = 150  # of tables in a file or a pipe, which have no width
+READER_GONE = 141
+
+# Width of tables in a file or a pipe, which have no width of their own.
+_COLUMNS_WITHOUT_TERMINAL = 150
+# An error may quote a traceback, or lines of a log.
+_MOST_CHARACTERS_OF_ERROR = 20_000
+
+_STDOUT = 1
+_STDERR = 2
+
+# --- Arguments and options that several commands share --------------------------------------------
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print JSON for machines, and nothing else on stdout.")
 ]
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run directory, such as runs/last.")
+]
+
+# --- For machines ---------------------------------------------------------------------------------
+
+# A copy of the descriptor of stdout, once `keep_stdout_for_json` was called.
 _json_descriptors: list[int] = []
 
 
-def console() -> Console:
-    """Return where a command prints for people."""
-    return Console(width=None if sys.stdout.isatty() else _WIDTH)
+def keep_stdout_for_json() -> None:
+    """Let nothing but `print_json` write to stdout.
+
+    Whatever else this process or a child process prints goes to stderr.
+    """
+    _json_descriptors.append(os.dup(_STDOUT))
+    os.dup2(_STDERR, _STDOUT)
 
 
 def print_json(value: Any) -> None:
     """Print one JSON value."""
     sys.stdout.flush()
     for descriptor in _json_descriptors:
-        os.dup2(descriptor, 1)
+        os.dup2(descriptor, _STDOUT)
     print(json.dumps(value, indent=2), flush=True)
     if _json_descriptors:
-        os.dup2(2, 1)
+        os.dup2(_STDERR, _STDOUT)
 
 
-def keep_stdout_for_json() -> None:
-    """Let nothing but `print_json` write to stdout.
+# --- For people -----------------------------------------------------------------------------------
 
-    What else this process or a child of it prints goes to stderr.
-    """
-    _json_descriptors.append(os.dup(1))
-    os.dup2(2, 1)
+
+def console() -> Console:
+    """Return where a command prints for people."""
+    if sys.stdout.isatty():
+        return Console()
+    return Console(width=_COLUMNS_WITHOUT_TERMINAL)
 
 
 @contextlib.contextmanager
 def paged() -> Iterator[Console]:
-    """Give a console for a long text: on a terminal it goes through the pager of the system."""
+    """Return a context with a console for a long text, which on a terminal goes through a pager."""
     out = console()
-    if sys.stdout.isatty() and sys.stdin.isatty():
-        os.environ.setdefault("LESS", "FRX")  # colours, and no pager for what fits the screen
-        with out.pager(styles=True):
-            yield out
-    else:
+    if not sys.stdout.isatty() or not sys.stdin.isatty():
+        yield out
+        return
+    # Keep colours, and do not page what fits the screen.
+    os.environ.setdefault("LESS", "FRX")
+    with out.pager(styles=True):
         yield out
 
 
 @contextlib.contextmanager
 def working(words: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal, on stderr, that something is going on.
+    """Return a context in which a terminal shows, on stderr, what the command is doing.
 
-    What is yielded takes other words for it.
+    It yields a function that changes the words.
     """
     if not sys.stderr.isatty():
-        yield lambda _: None
+        yield _show_nothing
         return
     with Console(stderr=True).status(words) as status:
         yield status.update
 
 
-RunDirectory = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/last.")
-]
+def _show_nothing(_words: str) -> None:
+    pass
+
+
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def failing_clearly(*, as_json: bool) -> Iterator[None]:
-    """Turn an error of holdfast or of the system into a message and exit code 2, never a
-    traceback.
+    """Return a context in which an error of holdfast or of the system ends the command.
+
+    It is printed as a message, never as a traceback, and the exit code is 2.
     """
     try:
         yield
@@ -101,42 +131,67 @@ def failing_clearly(*, as_json: bool) -> Iterator[None]:
 
 
 def print_error(error: Exception, *, as_json: bool) -> None:
-    """Print an error: as JSON on stdout or as text on stderr."""
-    facts = {"rule": None, "what": str(error), "limit": None, "fix": None}
-    if isinstance(error, OSError):
-        error = PolicyError(
-            str(error),
-            limit="the system refuses it",
-            fix="correct it or pass another.",
-            rule="H704",
-        )
-    if isinstance(error, HoldfastError):
-        facts = {name: getattr(error, name) for name in facts}
-    elif hasattr(error, "format_message"):  # wrong use, as typer finds it
-        context = getattr(error, "ctx", None)
-        path, usage = (
-            (context.command_path, context.get_usage())
-            if context
-            else ("holdfast", "holdfast COMMAND")
-        )
-        limit, fix = (
-            " ".join(usage.split()).removeprefix("Usage: "),
-            f"`{path} --help` says what it takes.",
-        )
-        facts = {
-            "rule": "H105",
-            "what": error.format_message(),
-            "limit": f"it is used as `{limit}`",
-            "fix": fix,
-        }
-    else:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-        facts |= {"what": what, "fix": "this should have been a clear message: please report it."}
+    """Print an error: as JSON on stdout, or as text on stderr."""
     if as_json:
-        print_json({"error": facts})
+        print_json({"error": _error_fields(error)})
         return
-    fix = f"\nFix: {facts['fix']}" if facts["fix"] else ""
-    text = str(error) if isinstance(error, HoldfastError) else f"error: {facts['what']}{fix}"
-    # It may quote what others have written
-    print(sanitise(text, most=20_000, lines=True), file=sys.stderr)
+    # An error may quote what others have written.
+    text = sanitise(_error_text(error), most=_MOST_CHARACTERS_OF_ERROR, lines=True)
+    print(text, file=sys.stderr)
+
+
+def _error_text(error: Exception) -> str:
+    error = _as_own_error(error)
+    if isinstance(error, HoldfastError):
+        return str(error)
+    fields = _error_fields(error)
+    return f"error: {fields['what']}\nFix: {fields['fix']}"
+
+
+def _error_fields(error: Exception) -> dict[str, str | None]:
+    """Return the fields of an error: its rule, what was found, the limit, and the fix."""
+    error = _as_own_error(error)
+    if isinstance(error, HoldfastError):
+        return {
+            "rule": error.rule,
+            "what": error.what,
+            "limit": error.limit,
+            "fix": error.fix,
+        }
+    if hasattr(error, "format_message"):
+        return _usage_error_fields(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return {
+        "rule": None,
+        "what": f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})",
+        "limit": None,
+        "fix": "this should have been a clear message: please report it.",
+    }
+
+
+def _as_own_error(error: Exception) -> Exception:
+    """Return an error of the system as one of ours; others are returned as they are."""
+    if not isinstance(error, OSError):
+        return error
+    return PolicyError(
+        str(error),
+        limit="the system refuses it",
+        fix="correct it or pass another.",
+        rule="H704",
+    )
+
+
+def _usage_error_fields(error: Any) -> dict[str, str | None]:
+    """Return the fields of an error that typer raises for wrong use."""
+    context = getattr(error, "ctx", None)
+    command = "holdfast"
+    usage = "holdfast COMMAND"
+    if context is not None:
+        command = context.command_path
+        usage = " ".join(context.get_usage().split()).removeprefix("Usage: ")
+    return {
+        "rule": "H105",
+        "what": error.format_message(),
+        "limit": f"the usage is `{usage}`",
+        "fix": f"see `{command} --help`.",
+    }

@@ -6,18 +6,21 @@ at the end of an error, a finding or a verdict.
 
 Read it in the order in which a verdict is made:
 
-1. ``evidence``: what is known, as records. ``collecting`` and ``attempts`` gather it, with the
-   readers in ``logs`` and ``runs``.
-2. ``signature`` and ``signatures``: the known ways to fail, as data. ``matching`` finds those that
-   match a text.
-3. ``candidate`` and ``weighing``: possible causes that texts show, and how certain each is.
-4. ``runtime_causes``: the cause that exit statuses, signals and counters suggest.
+1. ``evidence``: the records that hold everything known about an attempt. ``collecting`` and
+   ``attempts`` fill them in, using the readers in ``logs`` and ``runs``.
+2. ``signature`` and ``signatures``: the catalogue of known failures, as data. ``matching`` finds
+   the signatures that match a text.
+3. ``candidate`` and ``weighing``: the possible causes found in logs and exceptions, and how certain
+   each one is.
+4. ``runtime_causes``: the cause suggested by exit statuses, signals and kernel counters.
 5. ``choosing``: which of all these is the cause, as a table of rules. ``doubts`` and ``good_ends``
    examine a run that ended with status 0.
-6. ``judging``: all of it in one place, with the confidence. ``wording`` makes the `Verdict`, with
-   sentences from ``remarks`` and quotations from ``exhibits``; both ask ``observations``.
+6. ``judging``: ties these steps together and computes the confidence. ``wording`` makes the
+   `Verdict`, with sentences from ``remarks`` and quotations from ``exhibits``; both ask
+   ``observations``.
 
-``hangs`` explains processes that stand still; the watchdog of ``holdfast run`` uses it directly.
+``hangs`` explains processes that make no progress; the watchdog of ``holdfast run`` uses it
+directly.
 
 Nothing here imports torch: an explanation must work when the CUDA context is dead, and start fast.
 """

@@ -1,7 +1,7 @@
 """The evidence about one attempt of a run that ``holdfast run`` supervised.
 
-It is put together from the events of the supervisor, the recordings of the observed processes and
-of the Guards in them, and the part of ``output.log`` that the attempt printed.
+It combines the supervisor's events, the recordings of the observed processes and their Guards, and
+the section of ``output.log`` that the attempt printed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from holdfast.explain.evidence import (
     Evidence,
     Learning,
     LoaderWait,
-    Lost,
+    LostTraining,
     Statement,
     SupervisorLoss,
 )
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.output_sections import SectionReader, find_section
 from holdfast.explain.printed_losses import learning_from_output, lost_from_output
-from holdfast.explain.runs.curves import lost_of_run
+from holdfast.explain.runs.curves import find_lost_training
 from holdfast.explain.runs.learning import (
     Reading,
     learning_of_run,
@@ -47,10 +47,10 @@ from holdfast.explain.runs.statements import (
 from holdfast.recorder.progress import Phase, Standing
 from holdfast.recorder.run_files import OUTPUT_FILE, ProcessInfo, process_lives
 
-# Sixteen times what `holdfast run` keeps. A file with holes can be of any size.
+# Sixteen times what `holdfast run` keeps. A sparse file can claim any size.
 _MOST_OUTPUT_BYTES = 4 << 30
 _MOST_EXIT_MESSAGE = 300
-# From here on exit codes are those of a shell, not of the script.
+# Exit codes from here on come from a shell rather than from the script.
 _FIRST_STATUS_OF_SHELL = 126
 
 
@@ -64,7 +64,7 @@ def collect_attempt(recordings: Recordings, requested: int | None) -> Evidence:
     Raises:
         PolicyError: H105 if there is no such attempt.
     """
-    all_events = recordings.supervisor()
+    all_events = recordings.supervisor_events()
     number = _choose_number(recordings, all_events, requested)
     return _Collector(recordings, all_events, number).evidence()
 
@@ -74,9 +74,9 @@ def _choose_number(
 ) -> int:
     numbers = []
     for event in all_events:
-        # A restart that was announced is no attempt yet, unless the supervisor was killed while it
-        # waited before that.
-        is_announcement = event.kind == "restart" and recordings.lost() is None
+        # An announced restart is not an attempt yet, unless the supervisor was killed while waiting
+        # to start it.
+        is_announcement = event.kind == "restart" and recordings.supervisor_loss() is None
         number = _attempt_number(event)
         if number is not None and not is_announcement:
             numbers.append(number)
@@ -96,11 +96,11 @@ def _choose_number(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exit:
-    """How a process left that had loaded torch.
+    """How a process that had loaded torch exited.
 
     Attributes:
         call: ``"sys.exit"``, ``"os._exit"``, another word of the observer, or None if unknown.
-        message: What it passed to `sys.exit`.
+        message: The argument of `sys.exit`.
     """
 
     call: str | None = None
@@ -122,17 +122,17 @@ class _Process:
 
     @property
     def since_seconds(self) -> float:
-        """Return when its last phase began, on the clock that all processes share; 0 if unknown."""
+        """Return when its last phase began, on the shared monotonic clock; 0 if unknown."""
         return self.standing.since_seconds if self.standing is not None else 0.0
 
     @property
-    def came_to_its_end(self) -> bool:
+    def finished(self) -> bool:
         return self.standing is not None and self.standing.phase is Phase.ENDING
 
     def exit(self) -> _Exit:
-        """Return how it left.
+        """Return how it exited.
 
-        One that had loaded torch and recorded nothing about its end bypassed its interpreter.
+        A process that loaded torch but recorded no exit bypassed the interpreter's shutdown.
         """
         exiting = None
         for event in self.events:
@@ -157,7 +157,7 @@ class _Collector:
         # Of all attempts.
         self._supervisor_events = supervisor_events
         self._own_events = _events_of_attempt(supervisor_events, number)
-        self._began, self._until = self._times()
+        self._began, self._until = self._time_range()
         self._processes = [
             _Process(
                 folder=folder,
@@ -180,6 +180,9 @@ class _Collector:
             if self._began <= event.unix_seconds < self._until
         ]
         self._log = self._read_log()
+        recordings.note_overwritten_steps(
+            {process.folder: f"process {process.info.pid}" for process in self._trainers}
+        )
 
     def evidence(self) -> Evidence:
         """Return all that is known."""
@@ -220,8 +223,8 @@ class _Collector:
 
     # --- What was read ----------------------------------------------------------------------------
 
-    def _times(self) -> tuple[float, float]:
-        """Return when this attempt began, and when the next one did."""
+    def _time_range(self) -> tuple[float, float]:
+        """Return the Unix times at which this attempt and the next one began."""
         began = 0.0
         for event in self._own_events:
             if event.kind == "attempt_started":
@@ -234,7 +237,7 @@ class _Collector:
         return began, until
 
     def _read_log(self) -> LogText | None:
-        """Return the output of this attempt, or None, and a clause in `missing`, without one."""
+        """Return the output of this attempt; if it cannot be read, note why and return None."""
         try:
             with opened(self._recordings.run / OUTPUT_FILE, _MOST_OUTPUT_BYTES) as stream:
                 section = find_section(stream, self._number)
@@ -250,7 +253,7 @@ class _Collector:
     # --- What was raised and printed --------------------------------------------------------------
 
     def _statements(self) -> list[Statement]:
-        """Return what was raised and printed; an exception that two sources know is one."""
+        """Return what was raised and printed, with exceptions seen by two sources merged."""
         raised = []
         for process in self._processes:
             raised += exceptions_of_process(process.events, process.info)
@@ -264,11 +267,12 @@ class _Collector:
         return merge_statements(raised, self._log.statements if self._log is not None else ())
 
     def _pids_that_died(self, raised: Sequence[Statement]) -> set[int]:
-        """Return the training processes that an exception ended while no training finished later.
+        """Return the PIDs of training processes that an exception ended for good.
 
-        They tell where status 0 hides a failure: that of a shell's pipe, or of a parent that does
-        not look at its child. A script that failed before its first step counts too. What a
-        training starts beside itself, such as a compiler, does not.
+        A process does not count if another training process finished normally after it. The result
+        reveals failures behind a status of 0, which a shell pipeline or a parent that ignores its
+        child can hide. A script that failed before its first step counts; helpers that the training
+        script started, such as a compiler, do not.
         """
         ended_by_exception = {
             statement.pid
@@ -288,14 +292,14 @@ class _Collector:
             if process.is_trainer:
                 rivals = [survivor for survivor in survivors if survivor.is_trainer]
             finished_at = max(
-                (rival.since_seconds for rival in rivals if rival.came_to_its_end), default=0.0
+                (rival.since_seconds for rival in rivals if rival.finished), default=0.0
             )
             if finished_at <= process.since_seconds:
                 died.add(process.info.pid)
         return died
 
     def _training_processes(self) -> list[_Process]:
-        """Return the trainers, and processes with torch that no other such process started."""
+        """Return the trainers, and the other torch processes whose parent has not loaded torch."""
         with_torch = [
             process
             for process in self._processes
@@ -309,7 +313,7 @@ class _Collector:
         ]
 
     def _stops_that_only_guards_recorded(self, raised: Sequence[Statement]) -> list[Statement]:
-        """Return what Guards stopped for, without the errors that their processes recorded too."""
+        """Return the stops of Guards, without errors that their processes recorded too."""
         exceptions = [statement for statement in raised if statement.kind == "exception"]
         return [
             stop
@@ -332,7 +336,7 @@ class _Collector:
         )
 
     def _endings(self) -> Iterator[Ending]:
-        """Yield how processes and the command ended, as the supervisor saw it."""
+        """Yield how each process and the command ended, as the supervisor saw it."""
         processes = {process.info.pid: process for process in self._processes}
         for event in self._own_events:
             if event.kind == "process_ended":
@@ -351,8 +355,8 @@ class _Collector:
         return _integer(end.data.get("asked_by")) if end is not None else None
 
     def _supervisor_loss(self) -> SupervisorLoss | None:
-        """Return what the sentinel noted when it found the supervisor gone."""
-        note = self._recordings.lost()
+        """Return what the sentinel recorded when it noticed that the supervisor was gone."""
+        note = self._recordings.supervisor_loss()
         if note is None or self._end_of_attempt() is not None:
             return None
         killed = note.get("killed")
@@ -363,7 +367,7 @@ class _Collector:
         )
 
     def _exit_of_trainer(self, endings: Sequence[Ending]) -> _Exit:
-        """Return how the trainer left, if the command failed with an exit code of the script."""
+        """Return how the trainer exited, if the command failed with the script's own exit code."""
         trainer = self._trainer()
         status = _status_of_command(endings)
         if trainer is None or not status or not 0 < status < _FIRST_STATUS_OF_SHELL:
@@ -378,7 +382,7 @@ class _Collector:
             return ""
         return self._log.last_line
 
-    # --- How far it came --------------------------------------------------------------------------
+    # --- How far it got ---------------------------------------------------------------------------
 
     def _trainer(self) -> _Process | None:
         return self._trainers[0] if self._trainers else None
@@ -388,10 +392,9 @@ class _Collector:
         return trainer.standing if trainer is not None else None
 
     def _steps(self) -> int | None:
-        """Return how many steps were made.
+        """Return how many steps were completed.
 
-        A process says the same as its Guard, unless its optimizer is compiled: then only the Guard
-        sees the steps.
+        The Guard's count is preferred: if the optimizer is compiled, only the Guard sees the steps.
         """
         marks = [self._recordings.newest_step(folder) for folder in self._guards]
         steps = [
@@ -416,15 +419,15 @@ class _Collector:
     # --- What it learned --------------------------------------------------------------------------
 
     def _trains_by_reward(self) -> bool:
-        """Return whether a process imported environments of reinforcement learning.
+        """Return whether a process imported a reinforcement-learning environment package.
 
-        Then a loss that rises need not be a fault.
+        In that case, a rising loss is not necessarily a fault.
         """
         return any(event.kind == "environments_imported" for event in self._process_events)
 
-    def _lost(self) -> Lost | None:
-        """Return how its training was lost, by its recorded steps, or else by its output."""
-        lost, is_known = lost_of_run(
+    def _lost(self) -> LostTraining | None:
+        """Return how the training diverged, from the recorded steps or, without any, the output."""
+        lost, is_known = find_lost_training(
             [(process.folder, process.info) for process in self._trainers],
             self._guards,
             (self._began, self._until),
@@ -438,8 +441,7 @@ class _Collector:
     def _learning(self) -> Learning | None:
         """Return whether it learned, if it ended with status 0.
 
-        The losses of Guards count before those of their processes: they are the mean of the whole
-        step.
+        The Guards' losses are preferred, because they are means over the whole step.
         """
         if not self._ended_with_status_0():
             return None
@@ -453,9 +455,9 @@ class _Collector:
         return learning_of_run(curves, by_reward=self._trains_by_reward())
 
     def _curves_of_processes(self) -> list[list[Reading]]:
-        """Return the losses of each rank from the first attempt on, which later ones resume.
+        """Return the losses of each rank over all attempts up to this one.
 
-        Of each attempt the newest process of a rank counts.
+        If a rank had several processes in an attempt, the newest one counts.
         """
         newest: dict[tuple[int | None, int], Path] = {}
         for folder, info in self._recordings.processes():
@@ -471,19 +473,17 @@ class _Collector:
             return None
         return loader_wait_of_run(process.folder for process in self._trainers)
 
-    # --- What could not be had --------------------------------------------------------------------
+    # --- What is missing --------------------------------------------------------------------------
 
     def _missing(self, endings: Sequence[Ending]) -> list[str]:
-        self._recordings.say_lost_steps(
-            {process.folder: f"process {process.info.pid}" for process in self._trainers}
-        )
+        """Return what would have made the evidence more complete, one clause each."""
         missing = list(self._recordings.missing)
         if self._log is None:
-            missing.append("no output of the command")
+            missing.append("no output from the command")
         if not any(ending.role == "command" for ending in endings):
             missing.append("no exit status: the supervisor recorded no end of the attempt")
         if not self._processes:
-            missing.append("no process of it was observed")
+            missing.append("none of its processes were observed")
         return missing
 
 
@@ -494,7 +494,7 @@ def _events_of_attempt(all_events: Sequence[Event], number: int) -> list[Event]:
     """Return the supervisor's events from the start of an attempt to the start of the next."""
     current = -1
     if not any(event.kind == "attempt_started" for event in all_events):
-        # Damaged or very old: all events are of the attempt that is asked for.
+        # The recording is damaged or very old: assume that all events belong to this attempt.
         current = number
     events = []
     for event in all_events:
@@ -507,7 +507,7 @@ def _events_of_attempt(all_events: Sequence[Event], number: int) -> list[Event]:
 
 
 def _restarts_up_to(all_events: Iterable[Event], number: int) -> Iterator[Event]:
-    """Yield the restarts that led to an attempt; one without a number counts."""
+    """Yield the restarts that led to an attempt, including any without a recorded number."""
     for event in all_events:
         attempt = _attempt_number(event)
         if event.kind == "restart" and (attempt is None or attempt <= number):

@@ -1,4 +1,4 @@
-"""`Candidate`: one possible cause of a failure, what it rests on, and how certain that makes it.
+"""`Candidate`: one possible cause of a failure, its grounds, and how certain they make it.
 
 `weighing` finds candidates, `choosing` picks one of them.
 """
@@ -16,19 +16,19 @@ from holdfast.explain.signatures import endings
 
 
 class Tier(IntEnum):
-    """How certainly a statement is what ended its process, the most certain first."""
+    """How certain it is that a statement ended its process, the most certain first."""
 
-    # An exception that is known to have ended its process, or what a Guard stopped for.
+    # An exception that is known to have ended its process, or the reason why a Guard stopped.
     ENDED_PROCESS = 0
-    # A traceback after which the process did not continue; a line about hardware or of a kernel
-    # that killed a process.
+    # A traceback after which the process did not continue; or a line in which the hardware, a
+    # driver or the kernel reports a fatal event.
     NOT_CONTINUED = 1
     # The last line of a traceback alone, or an exception that a logger printed.
     LAST_LINE = 2
-    # Any other line after which the process did not continue. Also the newest traceback of a
-    # process that left its main module, where later lines of progress can have waited in a buffer.
+    # Any other line after which the process did not continue. Also the newest traceback out of a
+    # main module that is followed by progress lines, since those may have been buffered.
     OTHER_LINE = 3
-    # Caught, warned of, or followed by progress: a cause only where there is nothing else.
+    # Caught, only a warning, or followed by progress: a cause only if there is nothing else.
     CAUGHT = 4
 
 
@@ -53,9 +53,9 @@ Grounds = Literal[
     "line",
     "open line",
 ]
-# By grounds: the shares of right causes and of right classes when the rules first met failures from
-# which none of them had been written. ``python -m evals.world.calibrate`` prints the figures. The
-# first entry was not counted.
+# By grounds: how often the cause and how often its class was right on failures that the rules had
+# never seen. ``python -m evals.world.calibrate`` prints the figures. The first entry is an
+# estimate.
 SHARES: dict[Grounds, tuple[float, float]] = {
     "own words": (0.97, 0.97),
     "signature": (0.88, 0.98),
@@ -67,20 +67,20 @@ SHARES: dict[Grounds, tuple[float, float]] = {
     "line": (0.55, 0.89),
     "open line": (0.46, 0.0),
 }
-# Applied to both shares of a statement after which the process continued, or may have.
+# Both shares are multiplied by this if the process continued, or may have continued.
 _SHARE_OF_CAUGHT = 0.5
 _SYMPTOMS: frozenset[Family] = frozenset(
     {"out of memory", "crash", "device", "distributed", "autograd", "numerics"}
 )
-# Families whose lines a process does not survive, whatever its log says about being done.
+# Families whose log lines report something that no process survives, even if the log says that the
+# run is done.
 _DEADLY: frozenset[Family] = frozenset({"preempted", "host out of memory", "crash"})
-# From this rank on, nearly everything could look like a signature.
+# Signatures from this rank on are so general that nearly every failure could match them.
 GENERIC_RANK = 90
-# Rank of the kinds of unknown failures that only the type of an exception, or the library that
-# raised it, suggests.
+# Rank of kinds that are suggested only by an exception's type or by the library that raised it.
 TYPE_RANK = 97
-# Signatures that are the words of what was seen: an exception, or a line, that no signature knows.
-# They carry no advice: what can be said of a class alone is as often wrong as right.
+# Signatures that only quote an exception or a line that no real signature matches. They carry no
+# advice, because advice that only a class suggests is as often wrong as right.
 FALLBACKS = frozenset({endings.UNCAUGHT, endings.ERROR_LINE})
 
 
@@ -92,30 +92,30 @@ class Candidate:
     # What it was seen in.
     statement: Statement
     tier: Tier
-    # All exceptions of its chain, the root first; a line is a chain of its own.
+    # All exceptions of its chain, the root first. A line is a chain of one.
     chain: tuple[Statement, ...] = ()
     # Other signatures that match the same statements, the best first.
     also: tuple[Signature, ...] = ()
 
     @property
     def generic(self) -> bool:
-        """Return whether nearly everything could look like it."""
+        """Return whether its signature is so general that nearly every failure could match."""
         return self.signature.rank >= GENERIC_RANK
 
     @property
     def is_caught(self) -> bool:
-        """Return whether its process continued after it, or may have."""
+        """Return whether its process continued, or may have continued, after it."""
         return self.tier == Tier.CAUGHT
 
     @property
     def reports_a_kill(self) -> bool:
-        """Return whether it is a line, not followed by progress, about what no process survives."""
+        """Return whether it is a line about a fatal event, with no progress after it."""
         kills = self.signature.family in _DEADLY or self.signature.id == endings.BUS_ERROR
         return kills and self.tier == Tier.OTHER_LINE and self.signature.role == "root"
 
     @property
     def grounds(self) -> Grounds:
-        """Return what it rests on."""
+        """Return its grounds."""
         signature = self.signature
         if signature.id in all_rules():
             return "own words"
@@ -145,7 +145,7 @@ class Candidate:
 
     @property
     def class_confidence(self) -> float:
-        """Return how certain the class of the cause is, likewise."""
+        """Return how certain the class of the cause is, from 0 to 1."""
         _, share_of_classes = SHARES[self.grounds]
         return share_of_classes * self._certainty_of_end()
 

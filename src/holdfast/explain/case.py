@@ -16,10 +16,10 @@ class Case:
 
     Attributes:
         evidence: Everything that was collected: endings of processes, events, statements.
-        end: How the attempt ended, as far as signals, exit codes and counters say.
-        candidates: All possible causes that statements show, in the order of the statements.
-        roots: Those that are failures of their own, the most likely first.
-        cascades: Those that follow from a failure elsewhere, the most likely first.
+        end: How the attempt ended, judged by signals, exit codes and counters.
+        candidates: All possible causes found in statements, in the order of the statements.
+        roots: Candidates that can be the original failure, the most likely first.
+        cascades: Candidates that follow from a failure elsewhere, the most likely first.
     """
 
     evidence: Evidence

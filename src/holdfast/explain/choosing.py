@@ -4,7 +4,7 @@ The order of the rules is the argument: what is known for certain comes first, a
 that has an answer wins. A rule is a function from a `Case` to a `Choice`; it returns None if it has
 nothing to say about the case.
 
-What a good end falls short of is no choice between causes (see `good_ends`).
+Problems of a run that ended well are not chosen here (see `good_ends`).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from holdfast.explain.runtime_causes import End
 from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import WELL, all_signatures, endings
 
-# Share of the kills counted by the kernel that were the cause, in the recorded failures.
+# How often a kill counted by the kernel was the cause, among the recorded failures.
 _KERNEL_KILL_CONFIDENCE = 0.93
-# What is taken from the confidence in a text where a signal from outside, or a failure of another
-# family, also offers an explanation; and from that in a lack of memory whose leak was traced.
-_LESS_FOR_A_SIGNAL = 0.15
-_LESS_FOR_A_RIVAL = 0.1
-_LESS_FOR_A_LEAK = 0.05
+# Subtracted from the confidence: if a signal from outside, or a failure of another family, would
+# also explain the end; and if an out-of-memory error is attributed to a traced leak.
+_PENALTY_FOR_A_SIGNAL = 0.15
+_PENALTY_FOR_A_RIVAL = 0.1
+_PENALTY_FOR_A_LEAK = 0.05
 
 _ABORTS = frozenset({endings.ABORTED, endings.NATIVE_ABORT})
-# Causes that say only how the process ended. A text about that end says as much.
+# Causes that only state how the process ended. A log line about the same end adds nothing to them.
 _UNEXPLAINED_ENDS = frozenset(
     {endings.STATUS_ONLY, endings.KILLED, endings.KILLED_UNCOUNTED, endings.TERMINATED}
 )
 # Causes that blame the kernel although its counter was not read.
 _SUSPECTED_KERNEL_KILLS = frozenset({endings.WORKER_KILLED, endings.KILLED_UNCOUNTED})
 # Families whose texts can explain that a signal ended the process.
-_FAMILIES_BESIDE_A_SIGNAL: frozenset[Family] = frozenset(
+_FAMILIES_EXPLAINING_A_SIGNAL: frozenset[Family] = frozenset(
     {
         "out of memory",
         "host out of memory",
@@ -49,7 +49,7 @@ _FAMILIES_BESIDE_A_SIGNAL: frozenset[Family] = frozenset(
         "hang",
     }
 )
-# Families of texts that may say no more than that a process was lost, and the words that do so.
+# A text of one of these families may only report that a process died, which these words reveal.
 _FAMILIES_OF_LOST_PROCESSES: frozenset[Family] = frozenset(
     {"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"}
 )
@@ -61,13 +61,13 @@ _WORDS_OF_LOST_PROCESSES = (
     "connection",
     "exit code",
 )
-# Families of what a rank fails with after another rank was killed.
+# Families of the failures that other ranks show after one rank was killed.
 _FAMILIES_AFTER_A_KILL: frozenset[Family] = frozenset({"crash", "distributed"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The chosen cause. Without a candidate it rests on how the process ended, not on a text."""
+    """The chosen cause; without a candidate, it follows from how the process ended."""
 
     signature: Signature
     confidence: float
@@ -84,7 +84,7 @@ def choose(case: Case) -> Choice:
         choice = _first_answer(RULES_ON_RELEVANT_EVIDENCE, _keep_relevant_candidates(case))
     if choice is None:
         choice = Choice(signature=all_signatures()[endings.UNKNOWN], confidence=0.0)
-    return _unless_kernel_killed_nothing(case, _or_traced_leak(case, choice))
+    return _clear_kernel_without_kills(case, _prefer_traced_leak(case, choice))
 
 
 def _first_answer(rules: Iterable[ChoiceRule], case: Case) -> Choice | None:
@@ -116,7 +116,7 @@ def _drop_launcher_tables(case: Case) -> Case:
 def _drop_aborts_after_a_failure(case: Case) -> Case:
     """Drop aborts after a failure or a timeout.
 
-    A process that failed often aborts itself, and its abort says no more than the failure.
+    A failing process often aborts itself, and the abort adds nothing to the failure.
     """
     timed_out = any(
         cascade.signature.id == endings.COLLECTIVE_TIMEOUT and not cascade.is_caught
@@ -136,24 +136,24 @@ def _drop_aborts_after_a_failure(case: Case) -> Case:
 
 
 def ended_well(case: Case) -> Choice | None:
-    """Exit code 0 is a good end, whatever was printed before it."""
+    """Exit code 0 means a good end, whatever was printed before."""
     if not case.end.well or case.end.cause is None:
         return None
     if case.end.cause == WELL.id:
-        # Without the catalogue, which takes as long to read as all else that is done here.
+        # Avoid loading the catalogue, which takes as long as everything else in an explanation.
         return Choice(signature=WELL, confidence=case.end.confidence)
     return how_it_ended(case)
 
 
 def result_was_not_saved(case: Case) -> Choice | None:
-    """A Guard itself says that it could not save, whatever the log says about the disk."""
+    """If a Guard recorded that it could not save, that is the cause, whatever else was printed."""
     if case.end.cause != endings.NOT_SAVED:
         return None
     return how_it_ended(case)
 
 
 def ended_without_a_failure(case: Case) -> Choice | None:
-    """Without an exit code, trust the end that was inferred unless something failed for good."""
+    """Without an exit code, trust the inferred end unless a statement shows a fatal failure."""
     if case.end.status is not None or case.end.cause is None:
         return None
     for candidate in (*case.roots, *case.cascades):
@@ -173,9 +173,9 @@ def hung_or_was_stopped(case: Case) -> Choice | None:
 
 
 def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
-    """A kill that the kernel counted explains the end, unless a text says more.
+    """A kill counted by the kernel explains the end, unless a text says more.
 
-    A text that a process was lost, or one of little certainty, does not say more.
+    A text that only reports a dead process, or whose link to the end is uncertain, does not.
     """
     if case.end.well or case.end.status is None:
         return None
@@ -192,24 +192,25 @@ def killed_by_the_kernel_for_memory(case: Case) -> Choice | None:
 
 
 def failure_in_the_text(case: Case) -> Choice | None:
-    """The most likely root, if it explains the end better than the exit status alone.
+    """Choose the most likely root, if it explains the end better than the exit status does.
 
-    Where it only repeats what another root of the process says in detail, that one is named.
+    If this root only repeats another root of the same process with less detail, the detailed one is
+    named instead.
     """
     root = case.root
     if root is None:
         return None
     detailed = _detailed_root(root, case.roots)
-    named = detailed or root
-    if not _explains_end(named, case.end):
+    chosen = detailed or root
+    if not _explains_end(chosen, case.end):
         return None
     rivals = (root,) if detailed is not None else case.roots
-    confidence = _confidence_beside(root, case.end, rivals)
-    return Choice(signature=named.signature, confidence=confidence, candidate=named)
+    confidence = _confidence_given_rivals(root, case.end, rivals)
+    return Choice(signature=chosen.signature, confidence=confidence, candidate=chosen)
 
 
 def consequence_in_the_text(case: Case) -> Choice | None:
-    """Where nothing else says why, a consequence that ended the process is all that is known."""
+    """If no original failure is known, name the consequence that ended the process."""
     cascade = case.cascade
     if cascade is None or cascade.is_caught:
         return None
@@ -219,10 +220,10 @@ def consequence_in_the_text(case: Case) -> Choice | None:
 
 
 def signal_that_ended_it(case: Case) -> Choice | None:
-    """A signal says more than nothing.
+    """If no text explains the end, name the signal.
 
-    A person or a scheduler kills the command itself. Where a text says that one of its processes
-    was killed, it was more likely the kernel.
+    A person or a scheduler usually kills the command itself. If a text says that only one of its
+    processes was killed, the kernel is the more likely sender.
     """
     if case.end.cause in (None, endings.STATUS_ONLY):
         return None
@@ -238,7 +239,7 @@ def signal_that_ended_it(case: Case) -> Choice | None:
 
 
 def weak_statement(case: Case) -> Choice | None:
-    """It failed, or nothing shows that it continued, and this statement is all that was seen."""
+    """As a last resort, name a statement that may or may not have ended the process."""
     candidate = case.root or case.cascade
     if candidate is None:
         return None
@@ -251,7 +252,7 @@ def weak_statement(case: Case) -> Choice | None:
 
 
 def how_it_ended(case: Case) -> Choice | None:
-    """The cause that signals, exit codes and counters suggest, if they suggest one."""
+    """Choose the cause that signals, exit codes and counters suggest, if they suggest one."""
     if case.end.cause is None:
         return None
     signature = all_signatures()[case.end.cause]
@@ -274,7 +275,7 @@ RULES_ON_RELEVANT_EVIDENCE: tuple[ChoiceRule, ...] = (
 )
 
 
-# --- What the rules ask ---------------------------------------------------------------------------
+# --- Conditions used by the rules -----------------------------------------------------------------
 
 
 def _failed_before(root: Candidate | None, unix_seconds: float) -> bool:
@@ -286,7 +287,7 @@ def _failed_before(root: Candidate | None, unix_seconds: float) -> bool:
 
 
 def _says_process_was_lost(root: Candidate) -> bool:
-    """Return whether a root says no more than that a process was lost."""
+    """Return whether a root only reports that a process died."""
     if root.signature.family not in _FAMILIES_OF_LOST_PROCESSES:
         return False
     text = "\n".join(statement.text.lower() for statement in root.chain)
@@ -294,7 +295,7 @@ def _says_process_was_lost(root: Candidate) -> bool:
 
 
 def _says_process_was_killed(candidate: Candidate) -> bool:
-    """Return whether it says that one process of the command was killed."""
+    """Return whether a candidate reports that one process of the command was killed."""
     return (
         candidate.signature.id == endings.KILLED_UNCOUNTED
         or "signal SIGKILL" in candidate.statement.text
@@ -302,11 +303,11 @@ def _says_process_was_killed(candidate: Candidate) -> bool:
 
 
 def _detailed_root(root: Candidate, roots: Iterable[Candidate]) -> Candidate | None:
-    """Return the root of the same process that says in detail what this one only repeats."""
+    """Return the root of the same process that gives the details behind this one."""
     for other in roots:
         if root.signature.id not in other.signature.explains:
             continue
-        # What a logger printed may have been raised again later.
+        # An exception that a logger printed may have been re-raised later.
         was_logged = other.statement.logged and other.statement.fatal is None
         same_process = other.statement.rank in (None, root.statement.rank)
         if same_process and (was_logged or not other.is_caught):
@@ -321,35 +322,35 @@ def _explains_end(root: Candidate, end: End) -> bool:
     if end.signal is None:
         return True
     if root.tier <= Tier.NOT_CONTINUED:
-        # Its exception ended the process. A signal from outside came later, or hit another one.
+        # Its exception ended the process. A signal from outside came later or hit another process.
         return not (end.signal in SIGNALS_FROM_OUTSIDE and root.generic)
     if root.signature.id in _UNEXPLAINED_ENDS:
         return end.cause in _UNEXPLAINED_ENDS
     is_exception = root.statement.kind == "exception"
-    return is_exception or root.signature.family in _FAMILIES_BESIDE_A_SIGNAL
+    return is_exception or root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
 
 
 def _follows_from_a_kill(root: Candidate, end: End) -> bool:
-    """Return whether a root is what other ranks fail with after one rank was killed."""
+    """Return whether a root is the failure of another rank after one rank was killed."""
     if end.signal not in SIGNALS_FROM_OUTSIDE or end.first_rank is None:
         return False
     is_of_another_rank = root.statement.rank != end.first_rank
     return is_of_another_rank and root.signature.family in _FAMILIES_AFTER_A_KILL
 
 
-def _confidence_beside(root: Candidate, end: End, rivals: Sequence[Candidate]) -> float:
-    """Return the confidence in a root, less where something else also explains the end."""
+def _confidence_given_rivals(root: Candidate, end: End, rivals: Sequence[Candidate]) -> float:
+    """Return the confidence in a root, reduced if a signal or a rival could explain the end."""
     confidence = root.confidence
-    is_beside_a_signal = root.signature.family in _FAMILIES_BESIDE_A_SIGNAL
-    if end.signal in SIGNALS_FROM_OUTSIDE and not is_beside_a_signal:
-        confidence -= _LESS_FOR_A_SIGNAL
+    explains_a_signal = root.signature.family in _FAMILIES_EXPLAINING_A_SIGNAL
+    if end.signal in SIGNALS_FROM_OUTSIDE and not explains_a_signal:
+        confidence -= _PENALTY_FOR_A_SIGNAL
     if any(_is_rival(rival, root) for rival in rivals):
-        confidence -= _LESS_FOR_A_RIVAL
+        confidence -= _PENALTY_FOR_A_RIVAL
     return confidence
 
 
 def _is_rival(other: Candidate, root: Candidate) -> bool:
-    """Return whether another root is as certain, specific, and of another family."""
+    """Return whether another root is at least as certain, specific, and of another family."""
     return (
         other.tier <= root.tier
         and other.signature.id != root.signature.id
@@ -358,11 +359,11 @@ def _is_rival(other: Candidate, root: Candidate) -> bool:
     )
 
 
-# --- What replaces a choice -----------------------------------------------------------------------
+# --- Corrections after a choice -------------------------------------------------------------------
 
 
-def _or_traced_leak(case: Case, choice: Choice) -> Choice:
-    """Return the leak that was traced, where memory ran out; otherwise the choice as it is."""
+def _prefer_traced_leak(case: Case, choice: Choice) -> Choice:
+    """Replace an out-of-memory choice by the leak that was traced, if there was one."""
     if "memory" not in choice.signature.family:
         return choice
     for kind in ("leak", "memory_trend"):
@@ -371,15 +372,15 @@ def _or_traced_leak(case: Case, choice: Choice) -> Choice:
             if event.kind != kind or not isinstance(signature_id, str):
                 continue
             leak = all_signatures().get(signature_id)
-            # The memory of the host and that of a device are families of their own.
+            # Host memory and device memory are different families.
             if leak is not None and leak.family == choice.signature.family:
-                confidence = choice.confidence - _LESS_FOR_A_LEAK
+                confidence = choice.confidence - _PENALTY_FOR_A_LEAK
                 return replace(choice, signature=leak, confidence=confidence)
     return choice
 
 
-def _unless_kernel_killed_nothing(case: Case, choice: Choice) -> Choice:
-    """Return the choice without the kernel, where its counter says that it killed nothing."""
+def _clear_kernel_without_kills(case: Case, choice: Choice) -> Choice:
+    """Stop suspecting the kernel if its counter shows that it killed nothing."""
     is_suspected = choice.signature.id in _SUSPECTED_KERNEL_KILLS
     if is_suspected and count_kernel_kills(case.evidence.endings) == 0:
         return replace(choice, signature=all_signatures()[endings.KILLED])

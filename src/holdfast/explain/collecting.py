@@ -1,7 +1,7 @@
-"""From a run directory, or from a bare log, to the evidence for a verdict.
+"""Collect the evidence for a verdict, from a run directory or from a bare log.
 
-Whatever cannot be read is named in `Evidence.missing` and ends nothing. Nothing here judges. The
-attempt of a supervised run is collected in `attempts`.
+Whatever cannot be read is listed in `Evidence.missing`; collecting continues without it. Nothing
+here judges. Attempts of supervised runs are collected in `attempts`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from holdfast.explain.evidence import Ending, Evidence, GuardClosing
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.printed_losses import learning_from_output, lost_from_output
-from holdfast.explain.runs.curves import lost_of_run
-from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable
+from holdfast.explain.runs.curves import find_lost_training
+from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable_error
 from holdfast.explain.runs.statements import already_tried, how_closed, statements_of_guards
 
 _NO_STATUS = (
-    "no exit status: a log does not hold it (pass the one that the command ended with, `--status 0`"
+    "no exit status: a log does not contain it (pass the exit status of the command, `--status 0`"
     " if it succeeded)"
 )
 _MOST_QUOTED = 300
-# How files begin that gzip, zstd, zip, xz and bzip2 have packed.
+# The first bytes of files compressed by gzip, zstd, zip, xz and bzip2.
 _MAGIC_OF_ARCHIVES = (b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"\xfd7zX", b"BZh")
 
 
@@ -36,19 +36,21 @@ def collect_log(path: Path, *, status: int | None = None) -> Evidence:
         status: Exit status of the command that wrote it, if it is known.
 
     Raises:
-        RunDirectoryError: H733 if it cannot be read or is no text.
+        RunDirectoryError: H733 if it cannot be read or is not text.
     """
     try:
         if not (path.is_file() or path.is_fifo()):
-            # What does not exist is an OSError, with the reason of the system.
+            # Raises an OSError with the system's reason if the path does not exist.
             path.stat()
             raise _no_log(path, "is a device or a socket", "name a file, or - for standard input.")
         with path.open("rb") as stream:
             if stream.peek(4).startswith(_MAGIC_OF_ARCHIVES):
-                raise _no_log(path, "is packed", "unpack it: zcat LOG | holdfast explain -.")
+                raise _no_log(
+                    path, "is compressed", "decompress it: zcat LOG | holdfast explain -."
+                )
             return collect_stream(stream, name=path.name, status=status)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
 
 
 def _no_log(path: Path, what: str, fix: str) -> RunDirectoryError:
@@ -62,7 +64,7 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
 
     Args:
         stream: The bytes of the log, of any size.
-        name: How to call it in sources.
+        name: The name of the log in `Statement.source`.
         status: Exit status of the command that wrote it, if it is known.
     """
     log = read_log(stream, name=name, alone=True)
@@ -87,8 +89,8 @@ def _missing_of_log(log: LogText, status: int | None) -> list[str]:
         missing.append(_NO_STATUS)
     if not log.complete:
         missing.append(
-            f"of its {log.total_lines:,} lines only the beginning and the end were read closely;"
-            " the middle was searched for words of errors"
+            f"only the beginning and the end of its {log.total_lines:,} lines were read closely;"
+            " the middle was only searched for error words"
         )
     if log.total_lines == 0:
         missing.append("the log is empty")
@@ -118,7 +120,7 @@ def collect(run: Path, attempt: int | None = None) -> Evidence:
 def _collect_guard(recordings: Recordings) -> Evidence:
     """Return what the Guards recorded in a run that was not started with ``holdfast run``."""
     folders = recordings.guards([])
-    recordings.say_lost_steps({folder: f"guard {folder.name}" for folder in folders})
+    recordings.note_overwritten_steps({folder: f"guard {folder.name}" for folder in folders})
     events = []
     for folder in folders:
         events += recordings.events(folder)
@@ -139,10 +141,10 @@ def _collect_guard(recordings: Recordings) -> Evidence:
     ]
     if closing is None and not any(statement.fatal for statement in statements):
         missing.append(
-            "no record of a Guard that closed: the run was cut off, or its script ends without"
+            "no record of a Guard closing: the run was cut off, or its script does not call"
             " `guard.close()`"
         )
-    lost, _ = lost_of_run([], folders, (0.0, math.inf))
+    lost, _ = find_lost_training([], folders, (0.0, math.inf))
     return Evidence(
         source=str(recordings.run),
         missing=tuple(missing),

@@ -1,7 +1,7 @@
-"""Doubts about an exit status of 0: signs that the run did not do what it was meant to.
+"""Doubts about an exit status of 0: signs that the run did not do what it was meant to do.
 
-The first rule that applies is the doubt that the verdict names. What a run that is believed to
-have ended well falls short of is asked in `good_ends`.
+The verdict names the doubt of the first rule that applies. Problems of a run whose good end is not
+in doubt are found by `good_ends`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from holdfast.explain.case import Case
 from holdfast.explain.exhibits import first_line
 from holdfast.explain.signatures import endings
 
-# Scripts skip single samples. This many lines of an error say nothing about the end of a run that
-# was not meant to make a step.
+# Scripts may skip single samples and print an error for each. Up to this many error lines raise no
+# doubt about a run without steps.
 _LINES_OF_SKIPPED_SAMPLES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """What speaks against a good end.
+    """A reason to doubt that the run ended well.
 
     Attributes:
         words: The doubt, for the title after "ended with status 0".
@@ -38,7 +38,7 @@ DoubtRule: TypeAlias = Callable[[Case], Doubt | None]
 
 
 def find_doubt(case: Case) -> Doubt | None:
-    """Return what speaks against a good end, or None."""
+    """Return the reason to doubt that the run ended well, or None."""
     if case.evidence.lost is not None or case.end.status != 0:
         return None
     for rule in RULES:
@@ -49,11 +49,11 @@ def find_doubt(case: Case) -> Doubt | None:
 
 
 def ends_with_a_traceback(case: Case) -> Doubt | None:
-    """The output ends with a traceback, and nobody knows whether it was caught."""
+    """The output ends with a traceback that may not have been caught."""
     final = observations.final_traceback(case.evidence)
     if final is None:
         return None
-    words = "but its last words are a traceback"
+    words = "but its output ends with a traceback"
     for candidate in _candidates(case):
         if final in candidate.chain:
             return Doubt(words=words, candidate=candidate)
@@ -61,7 +61,7 @@ def ends_with_a_traceback(case: Case) -> Doubt | None:
 
 
 def reports_a_kill(case: Case) -> Doubt | None:
-    """A line reports what no process survives."""
+    """A line reports something that no process survives."""
     for candidate in _candidates(case):
         if candidate.reports_a_kill:
             words = f"but it says: {first_line(candidate.statement)}"
@@ -70,7 +70,7 @@ def reports_a_kill(case: Case) -> Doubt | None:
 
 
 def made_no_step(case: Case) -> Doubt | None:
-    """Errors were caught, and no step was made: perhaps every batch was left out."""
+    """Errors were caught and no step was made: perhaps every batch was skipped."""
     if not case.evidence.made_no_step:
         return None
     errors = [
@@ -90,7 +90,7 @@ def was_not_observed(case: Case) -> Doubt | None:
     """No process of a supervised run could be observed."""
     if not observations.was_not_observed(case.evidence):
         return None
-    return Doubt(words="and nothing of it was observed")
+    return Doubt(words="and none of its processes were observed")
 
 
 def printed_nothing_telling(case: Case) -> Doubt | None:
@@ -98,7 +98,7 @@ def printed_nothing_telling(case: Case) -> Doubt | None:
     evidence = case.evidence
     if evidence.observed is not None or evidence.output_says_done or evidence.printed_losses:
         return None
-    return Doubt(words="and nothing that it printed says how it went")
+    return Doubt(words="and its output does not show how it went")
 
 
 RULES: tuple[DoubtRule, ...] = (

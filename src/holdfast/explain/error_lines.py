@@ -1,4 +1,4 @@
-"""The line of a log that reads most like an error, for logs in which no signature matches."""
+"""Find the log line that reads most like an error, for logs in which no signature matches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.explain.evidence import Statement
 from holdfast.explain.logs.progress import is_progress
 from holdfast.explain.matching import match_all, match_kinds
 
-# Words of a line that is an error, the most certain first.
+# Words that mark a line as an error, the most certain first.
 _WORDS_OF_ERRORS = (
     re.compile(
         r"\b(?:(?:fatal|internal|runtime|compile|system|os) error|FAIL(?:ED)?\b|FATAL\b|error"
@@ -39,7 +39,7 @@ _WORDS_OF_ERRORS = (
         re.IGNORECASE,
     ),
 )
-# Lines with such words that are no error: a count of errors, data, what was skipped.
+# Lines with such words that are not errors: error counts, data, and notes about skipped items.
 _NO_ERROR = re.compile(
     r"\b(?:0|no|zero|without) (?:failed|errors?|failures?)\b|\berrors\W{1,4}\d|\berror["
     r" _]rate\b|^\s*\{"
@@ -47,13 +47,13 @@ _NO_ERROR = re.compile(
     re.IGNORECASE,
 )
 _WARNING = re.compile(r"\bWARN(?:ING)?\b")
-# All that torch says before it continues without a GPU.
+# The only message that torch prints before it continues without a GPU.
 _NO_CUDA = re.compile(r"Warning: CUDA initialization: ")
-# From this many lines on that differ only in numbers, they are a measure that is called an error.
+# This many lines that differ only in numbers are a metric whose name contains "error".
 _LINES_OF_A_MEASURE = 4
 # Only lines this close to the newest one belong to the end of the run.
 _CLOSE_LINES = 150
-# The last rank of the kinds that one line shows by its own words.
+# The highest rank of kinds that a single line can establish by its wording.
 _LAST_SPECIFIC_RANK = 91
 
 
@@ -63,8 +63,8 @@ class _ErrorLine:
 
     Attributes:
         statement: The line.
-        is_warning: Whether it says that it is a warning.
-        has_kind: Whether its words show what kind of failure it is.
+        is_warning: Whether the line calls itself a warning.
+        has_kind: Whether its wording shows what kind of failure it is.
         certainty: Index of its words in `_WORDS_OF_ERRORS`; 0 is the most certain.
     """
 
@@ -124,7 +124,7 @@ def _error_lines(statements: Sequence[Statement], *, only_certain: bool) -> list
 
 
 def _certainty(text: str, *, only_certain: bool) -> int | None:
-    """Return the index of the first of `_WORDS_OF_ERRORS` in a line, or None if it is no error."""
+    """Return the index of the first of `_WORDS_OF_ERRORS` in a line; None if it is not an error."""
     if _NO_ERROR.search(text) or is_progress(text):
         return None
     words_of_errors = _WORDS_OF_ERRORS[:1] if only_certain else _WORDS_OF_ERRORS
@@ -135,7 +135,7 @@ def _certainty(text: str, *, only_certain: bool) -> int | None:
 
 
 def _is_known_warning(line: Statement) -> bool:
-    """Return whether a logged line is one to pass over: all but the word that CUDA is missing."""
+    """Return whether to ignore a logged line: every one except that CUDA is unavailable."""
     return not _NO_CUDA.search(line.text) or bool(match_all(line))
 
 

@@ -51,11 +51,11 @@ def exhibits_of_end(
     Args:
         evidence: Everything that is known.
         command: How the command ended.
-        first_failure: How the process ended that failed first.
+        first_failure: How the first process that failed ended.
     """
     if command is not None and command.status is not None:
         yield _exhibit_of_status("the command", command)
-    # A status that the command only passed on is not quoted twice.
+    # If the command only passed on the status of that process, it is not quoted twice.
     passed_on = None if command is None else command.status
     if first_failure is not None and first_failure.status not in (None, passed_on):
         yield _exhibit_of_status("the process that failed first", first_failure)
@@ -127,15 +127,15 @@ def exhibit_of_memory_trend(trend: Event) -> Exhibit:
 
 
 def growth_text(trend: Event) -> str:
-    """Return by how much memory grew in a step, such as ``"1 MiB per step"``."""
+    """Return the memory growth as text, such as ``"1 MiB per step"``."""
     growth = trend.data["bytes_per_step"]
     amount = size(growth) if isinstance(growth, (int, float)) else str(growth)
     return f"{amount} per step"
 
 
 def exhibit_of_leak(leak: Event) -> Exhibit:
-    """Return what is kept in memory, by what, and where."""
-    words = f"{leak.data.get('what', 'objects')} are kept"
+    """Return what is kept alive, by what, and where."""
+    words = f"{leak.data.get('what', 'objects')} are kept alive"
     if leak.data.get("held_by"):
         words += f" by {leak.data['held_by']}"
     place = observations.leak_place(leak)
@@ -148,7 +148,7 @@ def exhibit_of_leak(leak: Event) -> Exhibit:
 
 
 def exhibits_of_training(evidence: Evidence) -> Iterator[Exhibit]:
-    """Yield the faults that a Guard found, then the warnings about the settings of the loader."""
+    """Yield the faults that a Guard found, then its warnings about the loader's settings."""
     for fault in observations.training_faults(evidence)[:_MOST_FAULTS]:
         yield _exhibit_of_finding(fault)
     warnings = [
@@ -173,9 +173,9 @@ def _exhibit_of_finding(finding: Event) -> Exhibit:
 
 
 def finding_text(finding: Event, key: str) -> str:
-    """Return the first line of a text of an event, cut, without its full stop.
+    """Return the first line of a text in an event, shortened and without its full stop.
 
-    An empty text if the event has none.
+    Empty if the event has no such text.
     """
     value = finding.data.get(key)
     if not isinstance(value, str):

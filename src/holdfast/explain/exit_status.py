@@ -1,6 +1,6 @@
-"""Exit statuses: which signal one stands for, and how it is written for people.
+"""Exit statuses: which signal a status stands for, and how to print it.
 
-A status is that of `subprocess`: an exit code, or the negative number of a signal. A shell reports
+Statuses follow `subprocess`: an exit code, or the negated number of a signal. A shell reports
 signal *n* as exit code 128 + *n* instead.
 """
 
@@ -12,12 +12,12 @@ _SHELL_OFFSET = 128
 # The highest number of a real-time signal on Linux.
 _HIGHEST_SIGNAL = 64
 
-# Signals that somebody else sends. The others a process brings upon itself.
+# Signals that other processes send; all others a process usually causes itself.
 SIGNALS_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def as_signal(status: int | None) -> int | None:
-    """Return a status with the exit code of a shell replaced by the negative signal."""
+    """Return a status with a shell's exit code 128 + n replaced by -n."""
     if status is not None and _SHELL_OFFSET < status <= _SHELL_OFFSET + _HIGHEST_SIGNAL:
         return _SHELL_OFFSET - status
     return status

@@ -3,8 +3,8 @@
 Status 0 only says that the command came to its end, not that the run learned. The verdict is "ended
 well" only if the loss fell and none of the `RULES` applies.
 
-Causes of a failure are chosen in `choosing`; whether a good end may be believed at all is asked in
-`doubts`.
+Causes of failures are chosen in `choosing`; `doubts` decides whether a status of 0 can be trusted
+at all.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import UNJUDGED, all_signatures, endings
 from holdfast.explain.verdict import Exhibit
 
-# A run may wait for its loader for this share of the time of its steps.
+# The largest share of step time that a run may spend waiting for its loader.
 _MOST_WAITING = 0.5
-# The confidence in facts that were measured: loss, time and memory.
+# Confidence in measured facts: loss, time and memory.
 _CONFIDENCE_IN_MEASUREMENTS = 0.9
 
 
@@ -33,7 +33,7 @@ class Shortfall:
     Attributes:
         id: The id of its signature.
         title: A short description with the numbers.
-        sentence: The same for the summary of the verdict; empty if the summary says it elsewhere.
+        sentence: The sentence for the verdict's summary; empty if the summary covers it elsewhere.
         confidence: The confidence of the verdict, from 0 to 1.
         exhibits: The evidence.
     """
@@ -46,7 +46,7 @@ class Shortfall:
 
     @property
     def signature(self) -> Signature:
-        """Return its signature, with this title and the family of ends that are no failures."""
+        """Return its signature, with this title and the family "ended well"."""
         signature = UNJUDGED if self.id == UNJUDGED.id else all_signatures()[self.id]
         return replace(signature, title=self.title, family="ended well")
 
@@ -61,7 +61,7 @@ def find_shortfalls(evidence: Evidence) -> list[Shortfall]:
 
 
 def loss_diverged(evidence: Evidence) -> Shortfall | None:
-    """The loss ended far above where it began. One that exploded is a failure instead (H1617)."""
+    """The loss ended far above where it began; an exploded loss is a failure instead (H1617)."""
     if evidence.lost is None or evidence.lost.exploded:
         return None
     sentence = evidence.lost.sentence()
@@ -71,7 +71,7 @@ def loss_diverged(evidence: Evidence) -> Shortfall | None:
 
 
 def loss_did_not_fall(evidence: Evidence) -> Shortfall | None:
-    """The loss is no lower at the end, or it rose a thousandfold on the way."""
+    """The loss is not lower at the end, or it rose a thousandfold on the way."""
     learning = evidence.learning
     if learning is None or learning.outcome not in ("flat", "spiked"):
         return None
@@ -96,7 +96,7 @@ def memory_grew(evidence: Evidence) -> Shortfall | None:
         cause = endings.MEMORY_GREW
     if trend is None:
         exhibit = exhibit_of_leak(event)
-        return Shortfall(id=cause, title="finished, but memory leaks", exhibits=(exhibit,))
+        return Shortfall(id=cause, title="finished, but memory leaked", exhibits=(exhibit,))
     kind = "memory of the device" if trend.data.get("what") == "device" else "memory"
     title = f"finished, but its {kind} grew until the end"
     if isinstance(trend.data["bytes_per_step"], (int, float)):
@@ -134,12 +134,12 @@ def learning_was_not_judged(evidence: Evidence) -> Shortfall | None:
     return Shortfall(
         id=endings.NOT_JUDGED,
         title=title,
-        sentence=f"Whether it learned was not judged: {reason}.",
+        sentence=f"Whether it learned could not be judged: {reason}.",
         confidence=0.0,
     )
 
 
-# In the order of importance: the title of the first shortfall becomes the title of the verdict.
+# The most important first: the title of the first shortfall becomes the title of the verdict.
 RULES: tuple[Callable[[Evidence], Shortfall | None], ...] = (
     loss_diverged,
     loss_did_not_fall,

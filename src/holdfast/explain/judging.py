@@ -1,14 +1,14 @@
-"""From evidence to a verdict.
+"""Turn evidence into a verdict.
 
 1. `case` finds how the attempt ended and which statements are candidates for the cause.
 2. `choosing` picks one of them by an ordered table of rules.
-3. A run that ended well is examined further: `doubts` says what speaks against the exit status,
-   `good_ends` what the run falls short of.
-4. This module states how certain the cause and its class are, and names the next likely cause.
+3. A run that ended well is examined further: `doubts` looks for reasons to distrust the exit
+   status, `good_ends` for problems such as a loss that did not fall.
+4. This module computes how certain the cause and its class are, and finds the runner-up.
 5. `wording` puts all of it into words.
 
-Confidences are the shares that were right on such grounds (`candidate.SHARES`), less for what
-contradicts. Where counters, signals or a hang decide, they are those of `runtime_causes`.
+A confidence is how often verdicts on the same grounds were right (`candidate.SHARES`), reduced by
+contradicting evidence. If counters, signals or a hang decide, `runtime_causes` provides it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from holdfast.explain.signatures import UNJUDGED, WELL, all_signatures, endings
 from holdfast.explain.verdict import Verdict
 from holdfast.explain.wording import Judgement, in_words
 
-# The most confidence in a good end that something speaks against.
+# The highest confidence in a good end that is in doubt.
 _MOST_IN_DOUBT = 0.7
 # No verdict is certain.
 _MOST_CONFIDENCE = 0.99
-# Confidence from which another cause is worth a line.
+# The lowest confidence at which a runner-up is shown.
 _LEAST_SHOWN = 0.02
-# Confidence in a cause that was not chosen, of what its own evidence gives it.
+# The confidence of a cause that was not chosen is multiplied by this.
 _SHARE_OF_OTHERS = 0.5
-# Of the probability that the choice leaves to others: the share of a hardware error that the
-# kernel logged, and of a loss that was not finite before an exception of the user's code.
+# The choice leaves some probability to other causes. These are the shares of it that go to a
+# hardware error logged by the kernel, and to a loss that diverged before an exception in user code.
 _SHARE_OF_XID = 0.95
 _SHARE_OF_LOST_TRAINING = 0.9
 
@@ -47,7 +47,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def reach_judgement(evidence: Evidence) -> Judgement:
-    """Return why a run ended, and what that rests on, before it is put into words."""
+    """Return the judgement on why a run ended, before it is put into words."""
     case = open_case(evidence)
     choice = choose(case)
     doubt = None
@@ -66,7 +66,7 @@ def reach_judgement(evidence: Evidence) -> Judgement:
 
 
 def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice:
-    """Return a good end with what speaks against it, or as what it falls short of."""
+    """Return the choice for a good end, adjusted for doubts and shortfalls."""
     if doubt is not None:
         choice = replace(choice, confidence=min(choice.confidence, _MOST_IN_DOUBT))
         if doubt.candidate is not None:
@@ -74,7 +74,7 @@ def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice
             return replace(choice, signature=signature)
     evidence = case.evidence
     if observations.unsaved_steps(evidence) is not None or observations.training_faults(evidence):
-        # What a Guard found says more than the loss.
+        # A Guard's findings are more telling than the loss.
         return choice
     shortfalls = find_shortfalls(evidence)
     if shortfalls:
@@ -86,12 +86,12 @@ def _examine_good_end(case: Case, choice: Choice, doubt: Doubt | None) -> Choice
 
 
 def _class_confidence(choice: Choice) -> float:
-    """Return how certain the class of a cause is, which is no less than the cause itself."""
+    """Return how certain the class of the cause is: at least as certain as the cause itself."""
     if choice.signature.family == "unknown":
         return 0.0
     if choice.candidate is None:
         return choice.confidence
-    # What contradicts the cause contradicts its class as much.
+    # Evidence against the cause counts equally against its class.
     contradicted = max(choice.candidate.confidence - choice.confidence, 0.0)
     return max(choice.confidence, choice.candidate.class_confidence - contradicted)
 
@@ -104,7 +104,7 @@ def _rounded(confidence: float) -> float:
 
 
 def _runner_up(case: Case, choice: Choice) -> tuple[str, str, float] | None:
-    """Return id, title and confidence of the next likely cause, or None if none is worth a line."""
+    """Return id, title and confidence of the second most likely cause; None if it is negligible."""
     if case.end.well:
         return None
     left = 1.0 - choice.confidence
@@ -144,7 +144,7 @@ def _other_candidates(case: Case, choice: Choice) -> Iterator[tuple[Signature, f
 
 
 def _other_killers(case: Case, choice: Choice) -> Iterator[tuple[Signature, float]]:
-    """Yield who else may have killed a process: a person is as likely as the kernel."""
+    """Yield the other possible sender of a SIGKILL: a person is as likely as the kernel."""
     left = 1.0 - choice.confidence
     if choice.candidate is not None and choice.signature.id == endings.KILLED_UNCOUNTED:
         yield all_signatures()[endings.KILLED], left

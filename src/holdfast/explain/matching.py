@@ -1,7 +1,7 @@
-"""Which signatures match a statement, the best first.
+"""Find the signatures that match a statement, the best first.
 
-There are some two hundred signatures with many patterns each, and a log has thousands of lines, so
-patterns are indexed by the words without which they cannot match.
+There are about two hundred signatures with many patterns each, and a log has thousands of lines, so
+patterns are indexed by the words that they require.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.explain.evidence import Frame, Statement, is_own_code
+from holdfast.explain.evidence import Frame, Statement, is_user_code
 from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures, kinds_of_unknown
 
-# How much of a text is searched, in characters. Messages of exceptions can list all keys of a state
-# dict; no line of a log that reports an error is as long as its limit.
+# How many characters of a text are searched. An exception's message may list all keys of a state
+# dict; error lines in logs are shorter.
 _SEARCHED_OF_A_MESSAGE = 20_000
 _SEARCHED_OF_A_LINE = 4_000
 _MISSING_ATTRIBUTE = re.compile(r"\bhas no attribute '(\w+)'")
@@ -28,7 +28,7 @@ _MISSING_ATTRIBUTE = re.compile(r"\bhas no attribute '(\w+)'")
 class Match(NamedTuple):
     """One signature that matches a statement."""
 
-    # The smaller, the better it matches; see `_IndexedSignature.order`.
+    # The sort key of `_IndexedSignature.order`; the smallest is the best match.
     order: tuple[float, ...]
     signature: Signature
 
@@ -67,7 +67,7 @@ def _match(statement: Statement, index: _Index) -> list[Match]:
     texts = _searched_texts(statement)
     places = _searched_places(statement)
     matches = []
-    for candidate in index.near("\n".join(text.lowered for text in texts)):
+    for candidate in index.possible_matches("\n".join(text.lowered for text in texts)):
         order = candidate.order(statement, texts, places)
         if order is not None:
             matches.append(Match(order, candidate.signature))
@@ -75,7 +75,7 @@ def _match(statement: Statement, index: _Index) -> list[Match]:
 
 
 class _Index:
-    """Signatures, by the words of which a text must have at least one for them to match."""
+    """Signatures, indexed by the words of which a matching text must contain at least one."""
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
         self._signatures = [
@@ -88,7 +88,7 @@ class _Index:
             for word in signature.necessary_words():
                 self._positions_by_word[word].append(position)
 
-    def near(self, lowered: str) -> list[_IndexedSignature]:
+    def possible_matches(self, lowered: str) -> list[_IndexedSignature]:
         """Return the signatures that can match a text, which is given in lower case."""
         positions: set[int] = set()
         for word, positions_of_word in self._positions_by_word.items():
@@ -119,7 +119,7 @@ class _IndexedSignature:
         )
 
     def necessary_words(self) -> frozenset[str]:
-        """Return words of which a text must have one; ``{""}``, which any text has, if unknown."""
+        """Return words, one of which every matching text contains; ``{""}`` if unknown."""
         patterns = [*self.patterns, *(pattern for pattern, _ in self.in_frames)]
         if not all(pattern.words for pattern in patterns):
             return frozenset({""})
@@ -128,10 +128,11 @@ class _IndexedSignature:
     def order(
         self, statement: Statement, texts: Sequence[_Text], places: Sequence[str]
     ) -> tuple[float, ...] | None:
-        """Return how well the signature matches, the smaller the better, or None if it does not.
+        """Return a sort key for how well the signature matches, or None if it does not match.
 
-        Of two signatures of the same rank, the one that also names a class or frames knows more;
-        then the one whose pattern covers more of the text. The id makes the order definite.
+        The smallest key is the best match. Ties in rank go to the signature that also restricts the
+        class or frames, then to the one whose pattern covers more of the text, then to the smaller
+        id.
         """
         if not self._may_match(statement, places):
             return None
@@ -145,7 +146,7 @@ class _IndexedSignature:
         return (signature.rank, -conditions, -covered, int(signature.id[1:]))
 
     def _may_match(self, statement: Statement, places: Sequence[str]) -> bool:
-        """Return whether everything but the patterns matches: kind, class and frames."""
+        """Return whether the conditions other than the patterns hold: kind, class and frames."""
         if statement.kind == "line":
             return not self.signature.only_exceptions
         classes = self.signature.exceptions
@@ -163,14 +164,14 @@ class _IndexedSignature:
 
 
 def _searched_texts(statement: Statement) -> list[_Text]:
-    """Return the forms of a statement in which patterns are searched, in the order of trust."""
+    """Return the forms of a statement in which patterns are searched, the most reliable first."""
     limit = _SEARCHED_OF_A_MESSAGE if statement.kind == "exception" else _SEARCHED_OF_A_LINE
     message = statement.text[:limit]
     forms = [message]
     if statement.exception is not None:
         forms.append(f"{statement.exception}: {message}" if message else statement.exception)
     if "\n" in message:
-        # Whoever pasted the message may have wrapped its lines.
+        # The lines may have been wrapped when the message was pasted.
         forms.append(" ".join(message.split()))
     elif statement.kind == "line" and statement.last:
         forms[0] += "\n"
@@ -178,9 +179,9 @@ def _searched_texts(statement: Statement) -> list[_Text]:
 
 
 def _searched_places(statement: Statement) -> list[str]:
-    """Return the frames as patterns see them: ``file:function``, then the innermost, marked."""
+    """Return the frames as ``file:function`` for matching, plus the marked innermost frame."""
     places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
-    # `__getattr__` raises on behalf of the frame that asked for the attribute.
+    # `__getattr__` raises on behalf of the frame that accessed the attribute.
     asking = [frame for frame in statement.frames if frame.function != "__getattr__"]
     if asking:
         places.append(_innermost_place(asking[-1], statement.text))
@@ -190,7 +191,7 @@ def _searched_places(statement: Statement) -> list[str]:
 def _innermost_place(frame: Frame, message: str) -> str:
     """Return the place that failed, with the marks that `Signature.in_frames` describes."""
     place = f"innermost {frame.file}:{frame.function}"
-    if is_own_code(frame):
+    if is_user_code(frame):
         place += " own"
     missing = _MISSING_ATTRIBUTE.search(message)
     if missing is not None and re.search(rf"\bself\.{missing[1]}\b", frame.code):

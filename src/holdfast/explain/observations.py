@@ -1,8 +1,8 @@
-"""What the events of a run show beside the cause of its end, one question per function.
+"""What a run's events show apart from the cause of its end, one question per function.
 
-For instance memory that grew, faults of the training that a Guard found, or saves that failed. The
-sentences about it are in `remarks`, the pieces of evidence in `exhibits`. Nothing here chooses a
-cause (see `choosing`).
+Examples are growing memory, training faults that a Guard found, and failed saves. `remarks` turns
+these observations into sentences, `exhibits` into pieces of evidence. Nothing here chooses a cause
+(see `choosing`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from holdfast.core.events.event import Event
 from holdfast.explain.evidence import Ending, Evidence, Statement
 
-# Events that say whether the newest state of a Guard is in a checkpoint.
+# Events that tell whether a Guard's newest state is in a checkpoint.
 _EVENTS_ABOUT_SAVING = ("not_saved", "checkpoint_saved", "saved", "loop")
 _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
@@ -28,7 +28,7 @@ def newest_leak(evidence: Evidence) -> Event | None:
 
 
 def newest_memory_trend(evidence: Evidence) -> Event | None:
-    """Return the newest event about memory that grew from step to step, unless the growth ended."""
+    """Return the newest event about memory growing from step to step, unless the growth ended."""
     trend = _newest_event(evidence.events, "memory_trend")
     if trend is None or not trend.data.get("bytes_per_step"):
         return None
@@ -46,7 +46,7 @@ def host_memory_was_running_out(evidence: Evidence) -> bool:
 
 
 def leak_place(leak: Event) -> str:
-    """Return where leaked memory is kept, or an empty text if that is not known."""
+    """Return where leaked memory is kept alive, or an empty text if unknown."""
     place = leak.data.get("retained_at")
     if isinstance(place, str) and place.strip(" ?"):
         return place
@@ -54,7 +54,7 @@ def leak_place(leak: Event) -> str:
 
 
 def count_kernel_kills(endings: Iterable[Ending]) -> int | None:
-    """Return how far the kernel's counter of kills for memory rose, or None if nobody read it."""
+    """Return by how much the kernel's out-of-memory kill counter rose; None if it was not read."""
     counts = [ending.oom_kills for ending in endings if ending.oom_kills is not None]
     return max(counts, default=None)
 
@@ -63,9 +63,9 @@ def count_kernel_kills(endings: Iterable[Ending]) -> int | None:
 
 
 def training_faults(evidence: Evidence) -> list[Event]:
-    """Return what a Guard found to be wrong with the training.
+    """Return the training faults that a Guard found, the newest for each rule and place.
 
-    Of each rule and place the newest: causes first, then errors, then the most confident.
+    Causes come before symptoms, then errors before advice, then the most confident.
     """
     newest: dict[tuple[str, str], Event] = {}
     for event in evidence.events:
@@ -75,7 +75,7 @@ def training_faults(evidence: Evidence) -> list[Event]:
 
 
 def _is_sound_finding(event: Event) -> bool:
-    """Return whether a finding has its rule and its words: a recording may be damaged."""
+    """Return whether a finding has a rule and a text; a damaged recording may lack them."""
     return isinstance(event.data.get("rule"), str) and isinstance(event.data.get("what"), str)
 
 
@@ -96,7 +96,7 @@ class UnsavedSteps:
         newest_checkpoint: Step of the newest checkpoint; None if there is none.
         step: Step at which the Guard closed.
         failed_saves: How many saves failed.
-        reason: What the newest save met, in a few words; empty if that was not recorded.
+        reason: Why the newest save failed, in a few words; empty if not recorded.
     """
 
     newest_checkpoint: object
@@ -105,23 +105,23 @@ class UnsavedSteps:
     reason: str
 
     def state(self) -> str:
-        """Return which checkpoint there is, as a clause."""
+        """Return which checkpoint exists, as a clause."""
         if self.newest_checkpoint is None:
-            return "nothing of it was saved"
-        return f"its newest checkpoint is of step {self.newest_checkpoint}"
+            return "nothing was saved"
+        return f"its newest checkpoint is from step {self.newest_checkpoint}"
 
     def sentence(self) -> str:
         """Return this as a clause without a capital letter and without a full stop."""
         return (
-            f"{self.state()}: saves failed, {self.failed_saves} in all, and it stands at step"
-            f" {self.step}"
+            f"{self.state()}, although it had reached step {self.step}"
+            f" (failed saves: {self.failed_saves})"
         )
 
 
 def unsaved_steps(evidence: Evidence) -> UnsavedSteps | None:
-    """Return what a Guard recorded about failed saves as it closed.
+    """Return what a Guard recorded about failed saves when it closed.
 
-    None: all of its steps are in a checkpoint.
+    None if all of its steps are in a checkpoint.
     """
     newest = _newest_event(evidence.events, *_EVENTS_ABOUT_SAVING)
     if newest is None or newest.kind != "not_saved":
@@ -147,12 +147,12 @@ def _reason_of_failed_save(error: object) -> str:
 
 
 def was_stopped_by_holdfast(ending: Ending, status: int) -> bool:
-    """Return whether a status is that of the signal with which the supervisor ended a process."""
+    """Return whether a process ended by a signal that the supervisor had sent it."""
     return ending.sent_by == "supervisor" and status in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def ignored_hang(evidence: Evidence) -> Event | None:
-    """Return the newest hang that nobody acted on, if no step was made after it."""
+    """Return the newest hang that was left alone, if no step was completed after it."""
     hangs = [
         event
         for event in evidence.events
@@ -171,9 +171,9 @@ def ignored_hang(evidence: Evidence) -> Event | None:
 
 
 def final_traceback(evidence: Evidence) -> Statement | None:
-    """Return the exception with whose traceback the output ended.
+    """Return the exception whose traceback ends the output.
 
-    None if there is none, or if it is known whether the exception ended its process.
+    None if there is none, or if it is known whether that exception ended its process.
     """
     for statement in reversed(evidence.statements):
         if statement.kind == "exception" and statement.last and statement.fatal is None:
@@ -187,7 +187,7 @@ def was_not_observed(evidence: Evidence) -> bool:
 
 
 def _newest_event(events: Iterable[Event], *kinds: str) -> Event | None:
-    """Return the last of some events that is of one of these kinds, or None."""
+    """Return the last event of one of these kinds, or None."""
     newest = None
     for event in events:
         if event.kind in kinds:

@@ -1,4 +1,4 @@
-"""Which part of ``output.log`` an attempt printed: all attempts of a run append to that file."""
+"""Find the part of ``output.log`` that an attempt printed; all attempts append to that file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OutputSection:
 
     Attributes:
         start: Offset of its first byte.
-        end: Offset behind its last byte.
+        end: Offset after its last byte.
         first_line: Number of its first line in the file, from 1.
     """
 
@@ -28,15 +28,15 @@ class OutputSection:
 def find_section(stream: BinaryIO, attempt: int) -> OutputSection:
     """Return the section of an attempt; the whole file if no line announces the attempt.
 
-    The command itself can print such a line, so the last one that announces the attempt counts.
+    The command might print such a line itself, so the last announcement counts.
     """
     own_line = ATTEMPT_LINE.format(number=attempt).encode()
     next_line = ATTEMPT_LINE.format(number=attempt + 1).encode()
     start = 0
     end: int | None = None
     first_line = 1
-    # Offset and line number at which `pending` begins: bytes that may hold the begin of a line that
-    # announces an attempt.
+    # `pending` holds bytes that may contain the beginning of an announcement; these are the offset
+    # and line number at which it starts.
     offset = 0
     line = 1
     pending = b""

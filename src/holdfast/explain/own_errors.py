@@ -1,6 +1,6 @@
-"""Errors of holdfast itself, as they show in logs and recordings: each names its rule.
+"""Recognise holdfast's own errors in logs and recordings by the rule id that each one names.
 
-Such an error says what was found and what to do, so its own words replace those of a signature.
+Such an error states what was found and how to fix it, so its text replaces a signature's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from holdfast.explain.signature import Family, Signature
 _NAMED_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 _FIX_OF_ERROR = re.compile(r"^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)", re.MULTILINE | re.DOTALL)
 _FIX_OF_PAGE = re.compile(r"\*\*Fix\.\*\* (.+?)(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
-# Another rank failed. That rank may have left more than the text of this error.
+# Another rank failed. Its own failure may have been recorded in more detail than this error.
 _OTHER_RANK_FAILED = "H114"
-# Families of holdfast's errors, by how the id of the rule begins. The first that fits counts.
+# Families of holdfast's errors by the prefix of the rule id. The first match counts.
 _FAMILY_BY_PREFIX: tuple[tuple[str, Family], ...] = (
     (_OTHER_RANK_FAILED, "distributed"),
     ("H30", "storage"),
@@ -33,11 +33,11 @@ _RANK = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnError:
-    """An error of holdfast in a chain of exceptions, or in a line.
+    """A holdfast error in a chain of exceptions or in a line.
 
     Attributes:
         statement: The statement that names the rule.
-        signature: The signature of the rule, with the fix that the error gives.
+        signature: A signature made from the rule, with the error's own fix.
     """
 
     statement: Statement
@@ -45,7 +45,7 @@ class OwnError:
 
 
 def find_own_error(chain: tuple[Statement, ...]) -> OwnError | None:
-    """Return the error of holdfast in a chain, the outermost if there are several, or None."""
+    """Return the holdfast error in a chain, or None; the outermost if there are several."""
     for statement in reversed(chain):
         rule = all_rules().get(_rule_id_in(statement))
         if rule is not None:
@@ -83,7 +83,7 @@ def _family_of(rule_id: str) -> Family:
 
 
 def _fix_in(text: str) -> str:
-    """Return what an error, or the page of a rule, says to do, in one line."""
+    """Return the fix from an error message or a rule page, on one line."""
     match = _FIX_OF_ERROR.search(text) or _FIX_OF_PAGE.search(text)
     return _in_one_line(match[1]) if match is not None else ""
 

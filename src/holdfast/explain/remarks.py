@@ -1,6 +1,6 @@
-"""Sentences about what happened beside the cause: what the summary of a verdict adds to it.
+"""Sentences that a verdict's summary adds about events other than the cause.
 
-What events show is asked in `observations`; the cause is chosen in `choosing`.
+`observations` finds out what the events show; `choosing` chooses the cause.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from holdfast.explain.evidence import Evidence
 from holdfast.explain.exhibits import finding_text, first_line
 
 
-def way_out(evidence: Evidence) -> str:
-    """Return how a process left that ended with an exit code of its own, or an empty text."""
+def exit_clause(evidence: Evidence) -> str:
+    """Return how a process with its own exit code exited, as a clause; empty if unknown."""
     if evidence.exit_call == "os._exit":
-        return "Its interpreter did not shut down in order, as after `os._exit`"
+        return "Its interpreter did not shut down normally, as after `os._exit`"
     if evidence.exit_call != "sys.exit":
         return ""
     if evidence.exit_message:
@@ -30,28 +30,28 @@ def on_good_end(evidence: Evidence) -> Iterator[str]:
     """Yield the sentences about a run that ended with status 0."""
     if observations.was_not_observed(evidence):
         yield (
-            "No process of it could be observed (a static program, `python -I`), so nothing shows"
-            " how it went."
+            "None of its processes could be observed (as with `python -I`), so nothing shows how"
+            " the run went."
         )
     yield from _remark_on_memory(evidence)
     faults = observations.training_faults(evidence)
     if faults:
         words = f"{finding_text(faults[0], 'what')} [{faults[0].data['rule']}]"
-        yield f"But a Guard found a fault of the training: {words}."
+        yield f"But a Guard found a problem with the training: {words}."
     traceback = observations.final_traceback(evidence)
     if traceback is not None:
         yield (
-            "But its last words are a traceback, and nothing that it printed says that it"
-            f" continued: {first_line(traceback)}"
+            "But its output ends with a traceback, and nothing shows that the run continued after"
+            f" it: {first_line(traceback)}"
         )
     elif any(statement.kind == "exception" for statement in evidence.statements):
-        yield "The errors that it printed were caught: it continued after them."
+        yield "The errors that it printed were caught: the run continued after them."
 
 
 def _remark_on_memory(evidence: Evidence) -> Iterator[str]:
     leak = observations.newest_leak(evidence)
     if leak is not None:
-        words = f"But memory leaks: {leak.data.get('what', 'objects')} are kept"
+        words = f"But memory leaked: {leak.data.get('what', 'objects')} are kept alive"
         place = observations.leak_place(leak)
         if place:
             words += f" at {place}"
@@ -63,11 +63,11 @@ def _remark_on_memory(evidence: Evidence) -> Iterator[str]:
 
 
 def fix_of_training(evidence: Evidence) -> str:
-    """Return what to do about the first fault that a Guard found, or an empty text."""
+    """Return the fix for the first training fault that a Guard found, or an empty text."""
     faults = observations.training_faults(evidence)
     if not faults:
         return ""
-    reference = f"`holdfast explain {faults[0].data['rule']}` says more."
+    reference = f"`holdfast explain {faults[0].data['rule']}` explains the rule."
     fix = faults[0].data.get("fix")
     if not isinstance(fix, str) or not fix.strip():
         return reference
@@ -76,8 +76,8 @@ def fix_of_training(evidence: Evidence) -> str:
 
 
 def on_interference(evidence: Evidence) -> Iterator[str]:
-    """Yield the sentences about what disturbed a run from outside, however it ended."""
-    # By pid: the event of a process that was stopped and has not continued yet.
+    """Yield sentences about outside interference with a run, however it ended."""
+    # The events of processes that were stopped and have not continued yet, by PID.
     stopped: dict[object, Event] = {}
     for event in evidence.events:
         pid = event.data.get("pid")
@@ -97,20 +97,20 @@ def on_interference(evidence: Evidence) -> Iterator[str]:
     for event in evidence.events:
         if event.kind == "output_lost":
             yield (
-                f"A part of its output could not be kept in output.log: {event.data.get('error')}."
+                f"Part of its output could not be written to output.log: {event.data.get('error')}."
             )
             break
 
 
 def on_interruption(evidence: Evidence) -> Iterator[str]:
-    """Yield the sentences about a run that was ended by a signal on request."""
+    """Yield sentences about a run that was ended by a signal on request."""
     hang = observations.ignored_hang(evidence)
     if hang is not None:
         place = f" at {hang.data['frame']}" if hang.data.get("frame") else ""
         kind = hang.data.get("hang_kind") or "of an unknown kind"
         yield (
-            f"Before that it hung{place} ({kind}), for {hang.data.get('seconds', '?')} s when it"
-            " was last examined."
+            f"Before that, it hung{place} ({kind}): when it was last examined, it had made no"
+            f" progress for {hang.data.get('seconds', '?')} s."
         )
     unsaved = observations.unsaved_steps(evidence)
     if unsaved is not None:

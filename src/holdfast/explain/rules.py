@@ -1,8 +1,8 @@
 """The catalogue of rules: one for every id that an error, a finding or a verdict can carry.
 
-The texts of errors and findings are the sections of ``rules.md`` and ``learning_rules.md`` beside
-this file, so that the page on the web and `holdfast explain` show the same words. The text for a
-verdict is made from its signature.
+Rules for errors and findings are the sections of ``rules.md`` and ``learning_rules.md`` beside this
+file, so the website and `holdfast explain` show the same text. The rule for a verdict is generated
+from its signature.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.explain.signatures import all_signatures
 
 PAGES = ("rules.md", "learning_rules.md")
 _SECTION = re.compile(r"^## (H\d{3,4}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-# Of ids with four characters: one that lacks a character is still near, one that differs is not.
+# For ids of four characters: a missing character is tolerated, a different one is not.
 _LEAST_LIKENESS = 0.85
 
 
@@ -78,7 +78,7 @@ def find_rule(rule_id: str) -> Rule:
 
 
 def _rule_of(signature: Signature) -> Rule:
-    """Return the page of a signature: meaning, fix, false positives, examples and class."""
+    """Return the rule page of a signature: meaning, fix, false positives, examples and class."""
     parts = [signature.means, f"**Fix.** {signature.fix}"]
     if signature.changes:
         changes = ", ".join(f"`{name}={value}`" for name, value in signature.changes.items())

@@ -1,11 +1,12 @@
-"""How an attempt ended, and the cause that this suggests where no text says more.
+"""How an attempt ended, and the cause that this suggests if no text says more.
 
-It is read from exit statuses, signals, counters of the kernel, hangs, and what a Guard recorded as
-it closed. The rules are in three tables, by what is known of the exit status; in each the first
-rule that applies wins. Texts are not read here (see `weighing`).
+The signs are exit statuses, signals, kernel counters, hangs, and what a Guard recorded while
+closing. There are three tables of rules, chosen by what is known about the exit status; in each,
+the first rule that applies wins. Texts are not read here (see `weighing`).
 
-The confidences are estimates by how many other explanations a sign leaves open. Unlike those in
-`candidate` they were not counted: few of the recorded failures are explained by their end alone.
+The confidences are estimates of how many other explanations a sign leaves open. Unlike those in
+`candidate` they were not measured, because few of the recorded failures are explained by their end
+alone.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ _CAUSE_BY_SIGNAL: dict[int, str] = {
     signal.SIGABRT: endings.ABORTED,
     signal.SIGBUS: endings.BUS_ERROR,
 }
-# Signals with which schedulers warn a job, or end it.
+# Signals with which schedulers warn or end a job.
 _SIGNALS_OF_SCHEDULERS = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGQUIT})
-# Exit codes of a shell for a command that it cannot execute, or cannot find.
+# A shell's exit codes for a command that it cannot execute or cannot find.
 _COMMAND_NOT_EXECUTED = (126, 127)
-# Exceptions with which scripts and launchers end after they were asked to stop.
+# Exceptions with which scripts and launchers end after a request to stop.
 _EXCEPTIONS_OF_A_STOP = frozenset(
     {
         "CalledProcessError",
@@ -56,10 +57,10 @@ _EXCEPTIONS_OF_A_STOP = frozenset(
         "SystemExit",
     }
 )
-# The supervisor's pipes close before the sentinel notices that it was killed, so what the script
-# printed in between failed because of that.
+# When the supervisor is killed, its pipes close before the sentinel notices. Failures of the script
+# in between, such as while printing, are a consequence.
 _SENTINEL_DELAY_SECONDS = 1.0
-# Of a training that was lost: the recorded steps are more reliable than what was printed.
+# Confidence that training diverged: recorded steps are more reliable than printed losses.
 _CONFIDENCE_IN_RECORDED_LOSS = 0.95
 _CONFIDENCE_IN_PRINTED_LOSS = 0.8
 _CONFIDENCE_BY_DEFAULT_OF_A_HANG = 0.7
@@ -67,23 +68,23 @@ _CONFIDENCE_BY_DEFAULT_OF_A_HANG = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How the attempt ended, as far as that is known."""
+    """How the attempt ended, as far as known."""
 
-    # Id of the signature that this suggests, or None if it suggests none.
+    # The id of the signature that this suggests, or None.
     cause: str | None = None
-    # That it is this cause, if no text says more.
+    # The confidence in this cause, if no text says more.
     confidence: float = 0.0
-    # The status that counts: of the command, or of the rank that a launcher saw fail first.
+    # The decisive status: the command's, or that of the rank that failed first.
     status: int | None = None
-    # Whether the command ended with status 0 and no process of it failed.
+    # Whether the command ended with status 0 and none of its processes failed.
     well: bool = False
     # A clause for the summary.
     why: str = ""
-    # What it rests on.
+    # The evidence for it.
     exhibits: tuple[Exhibit, ...] = ()
     # The hang for which the supervisor ended the attempt.
     hang: Event | None = None
-    # Unix time at which the user, or the end of another host, asked it to end.
+    # The Unix time at which the user, or another host that ended, requested the end.
     stop_requested_at: float | None = None
     # The rank that a launcher saw fail first.
     first_rank: int | None = None
@@ -98,18 +99,18 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Signs:
-    """The signs of how an attempt ended, at which the rules look."""
+    """The signs of how an attempt ended, as input for the rules."""
 
     evidence: Evidence
     # How the command ended.
     command: Ending | None
-    # How the process ended that failed first.
+    # How the first process that failed ended.
     first_failure: Ending | None
-    # The status that counts, negative for a signal.
+    # The decisive status, negative for a signal.
     status: int | None
     # The hang for which the supervisor ended the attempt.
     hang: Event | None
-    # How far the kernel's counter of kills for memory rose.
+    # By how much the kernel's out-of-memory kill counter rose; None if it was not read.
     kernel_kills: int | None
 
     @property
@@ -161,7 +162,8 @@ def _first_failed_trainer(all_endings: Iterable[Ending]) -> Ending | None:
 def _deciding_status(command: Ending | None, first_failure: Ending | None) -> int | None:
     """Return the status of the command, or of the trainer that failed first.
 
-    The trainer's counts where the command's is unknown or an exit code, which may be a launcher's.
+    The trainer's status takes precedence if the command's is unknown or an exit code, since that
+    may come from a launcher.
     """
     status = as_signal(command.status) if command is not None else None
     if first_failure is not None and (status is None or status > 0):
@@ -180,7 +182,7 @@ def _hang_that_ended_it(events: Iterable[Event], command: Ending | None) -> Even
 
 
 def _first_end(rules: Iterable[_EndRule], signs: _Signs) -> End:
-    """Return the answer of the first rule that applies, or an `End` that suggests nothing."""
+    """Return the answer of the first rule that applies, or an empty `End`."""
     for rule in rules:
         end = rule(signs)
         if end is not None:
@@ -210,7 +212,7 @@ def _supervisor_was_killed(signs: _Signs) -> End | None:
     loss = signs.evidence.supervisor_loss
     if loss is None:
         return None
-    words = f"processes left when it was killed: {loss.killed_processes}"
+    words = f"processes still running when it was killed: {loss.killed_processes}"
     requested_at = None
     if loss.unix_seconds is not None:
         requested_at = loss.unix_seconds - _SENTINEL_DELAY_SECONDS
@@ -224,19 +226,18 @@ def _supervisor_was_killed(signs: _Signs) -> End | None:
 
 
 def _guard_left_its_loop(signs: _Signs) -> End | None:
-    """A Guard closed because its loop broke off. That says how, but not why."""
+    """A Guard closed because its loop was left early, which does not say why."""
     closing = signs.evidence.guard_closing
     if closing is None or closing.how != "left":
         return None
     why = (
-        "the loop over batches was left before its end, by `break` or by an error outside of the"
-        " Guard"
+        "the loop over batches was left before its end, by `break` or by an error outside the Guard"
     )
     return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
 
 
 def _guard_closed(signs: _Signs) -> End | None:
-    """A Guard came to its end, or stopped on request."""
+    """A Guard finished, or stopped on request."""
     closing = signs.evidence.guard_closing
     if closing is None:
         return None
@@ -247,7 +248,7 @@ def _guard_closed(signs: _Signs) -> End | None:
         # A stop that the program itself requests is part of a normal end.
         if not closing.reason or is_signal_name(closing.reason):
             cause = endings.STOPPED
-    exhibit = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
+    exhibit = Exhibit(text="its newest events show a Guard closing", source="guard")
     return End(cause=cause, confidence=0.7, why=why, exhibits=(exhibit,))
 
 
@@ -259,7 +260,7 @@ def _output_says_done(signs: _Signs) -> End | None:
     return End(
         cause=endings.ENDED_WELL,
         confidence=0.8,
-        why="its last lines say so",
+        why=words,
         exhibits=(Exhibit(text=words, source=signs.evidence.source),),
     )
 
@@ -277,7 +278,7 @@ _RULES_WITHOUT_STATUS: tuple[_EndRule, ...] = (
 
 
 def _stopped_by_guard(signs: _Signs) -> End | None:
-    """A Guard stopped on request, and the script ended with status 0 after it."""
+    """A Guard stopped on request, and the script then ended with status 0."""
     request = stop_requested(signs.evidence.events)
     if request is None:
         return None
@@ -290,20 +291,20 @@ def _stopped_by_guard(signs: _Signs) -> End | None:
 
 
 def _stopped_by_user_with_status_0(signs: _Signs) -> End | None:
-    """The user sent a signal, and the command ended with status 0 after it."""
+    """The user sent a signal, and the command then ended with status 0."""
     number = signs.evidence.stop_signal
     if number is None:
         return None
     return End(
         cause=_CAUSE_BY_SIGNAL.get(number, endings.TERMINATED),
         confidence=0.85,
-        why=f"it ended with status 0 after it was sent {signal_name(number)}",
+        why=f"it ended with status 0 after the user sent {signal_name(number)}",
         well=True,
     )
 
 
 def _hidden_failure(signs: _Signs) -> End | None:
-    """A training process died, and its shell or parent ended with status 0 all the same."""
+    """A training process died, but its shell or parent still ended with status 0."""
     for statement in signs.evidence.statements:
         if statement.fatal and statement.pid is not None:
             return End()
@@ -311,7 +312,7 @@ def _hidden_failure(signs: _Signs) -> End | None:
 
 
 def _ended_well(_: _Signs) -> End | None:
-    """Nothing speaks against the exit status."""
+    """Nothing contradicts the exit status."""
     return End(cause=endings.ENDED_WELL, confidence=0.97, why="it ended with status 0", well=True)
 
 
@@ -324,7 +325,7 @@ _RULES_AFTER_SUCCESS: tuple[_EndRule, ...] = (
 
 
 def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
-    """Return a good end, or what it is if its result was not saved or its training was lost."""
+    """Return a good end, corrected if its result was not saved or its training diverged."""
     if observations.unsaved_steps(evidence) is not None:
         return replace(end, cause=endings.NOT_SAVED)
     lost = evidence.lost
@@ -343,7 +344,7 @@ def _unless_result_is_lost(end: End, evidence: Evidence) -> End:
 
 
 def _hung(signs: _Signs) -> End | None:
-    """The supervisor ended the attempt because nothing moved."""
+    """The supervisor ended the attempt because it made no progress."""
     hang = signs.hang
     if hang is None:
         return None
@@ -355,7 +356,7 @@ def _hung(signs: _Signs) -> End | None:
         confidence = _CONFIDENCE_BY_DEFAULT_OF_A_HANG
     why = hang.data.get("sentence")
     if not isinstance(why, str):
-        why = f"nothing moved in phase {hang.data.get('phase')}"
+        why = f"no progress in phase {hang.data.get('phase')}"
     return End(
         cause=cause,
         confidence=min(max(float(confidence), 0.05), 0.99),
@@ -382,9 +383,9 @@ def _ended_by_another_host(signs: _Signs) -> End | None:
 
 
 def _stopped_on_request(signs: _Signs) -> End | None:
-    """A Guard stopped in order, and nothing failed after that.
+    """A Guard stopped as requested, and nothing failed after that.
 
-    Whatever exit code the script or its launcher made of it is no failure then.
+    In this case, no exit code of the script or its launcher counts as a failure.
     """
     evidence = signs.evidence
     request = stop_requested(evidence.events)
@@ -396,7 +397,7 @@ def _stopped_on_request(signs: _Signs) -> End | None:
 
 
 def _could_not_save(signs: _Signs) -> End | None:
-    """A Guard ended the process with its exit code for a state that could not be saved."""
+    """A Guard exited with its code for a state that could not be saved."""
     if signs.status != os.EX_IOERR or observations.unsaved_steps(signs.evidence) is None:
         return None
     return End(
@@ -408,7 +409,7 @@ def _could_not_save(signs: _Signs) -> End | None:
 
 
 def _stopped_by_user(signs: _Signs) -> End | None:
-    """The user sent a signal. However the command ends after it, the signal is the cause."""
+    """The user sent a signal, which is the cause however the command ended after it."""
     number = signs.evidence.stop_signal
     if number is None:
         return None
@@ -425,7 +426,7 @@ def _stopped_by_user(signs: _Signs) -> End | None:
 
 
 def _exit_code(signs: _Signs) -> End | None:
-    """An exit code says that it failed, but not why, unless the command was never started."""
+    """An exit code does not say why the command failed, unless it was never started."""
     status = signs.status
     if status is None or status < 0:
         return None
@@ -436,7 +437,7 @@ def _exit_code(signs: _Signs) -> End | None:
 
 
 def _killed_by_the_kernel_for_memory(signs: _Signs) -> End | None:
-    """The kernel counted a kill for memory."""
+    """The kernel counted an out-of-memory kill."""
     if signs.status != -signal.SIGKILL or not signs.kernel_kills:
         return None
     count = f"the kernel's counter of out-of-memory kills rose by {signs.kernel_kills}"
@@ -448,7 +449,7 @@ def _killed_by_the_kernel_for_memory(signs: _Signs) -> End | None:
 
 
 def _killed_while_memory_ran_out(signs: _Signs) -> End | None:
-    """Nobody could read the kernel's counter, but the memory of the host was filling up."""
+    """The kernel's counter could not be read, but host memory was running out."""
     if signs.status != -signal.SIGKILL or signs.kernel_kills is not None:
         return None
     if not observations.host_memory_was_running_out(signs.evidence):
@@ -458,7 +459,7 @@ def _killed_while_memory_ran_out(signs: _Signs) -> End | None:
 
 
 def _killed_by_a_signal(signs: _Signs) -> End | None:
-    """A signal says how the process ended. Only SIGKILL may have been the kernel, for memory."""
+    """A signal ended the process. Only SIGKILL may have come from the kernel, for memory."""
     if signs.status is None or signs.status >= 0:
         return None
     confidence = 0.75
@@ -509,7 +510,7 @@ def _stop_requested_by_user(signs: _Signs) -> float | None:
 
 
 def stop_requested(events: Iterable[Event]) -> Event | None:
-    """Return the newest request upon which a Guard stopped.
+    """Return the newest request to stop a Guard.
 
     None if there is none, or if a loop began after it.
 
@@ -552,7 +553,7 @@ def _end_of_stop(request: Event, *, status: int) -> End:
 
 
 def _closed_after(events: Iterable[Event], request: Event) -> bool:
-    """Return whether a Guard closed in order after a request to stop."""
+    """Return whether a Guard closed as requested after a request to stop."""
     for event in events:
         is_stop = event.kind == "closed" and event.data.get("how") == "stopped"
         if is_stop and event.unix_seconds >= request.unix_seconds:
@@ -561,7 +562,7 @@ def _closed_after(events: Iterable[Event], request: Event) -> bool:
 
 
 def _crashed(signs: _Signs) -> bool:
-    """Return whether the process brought its signal upon itself, or the kernel killed it."""
+    """Return whether the process caused its own signal, or the kernel killed it for memory."""
     status = signs.status
     if status is None or status >= 0:
         return False
@@ -571,9 +572,9 @@ def _crashed(signs: _Signs) -> bool:
 
 
 def _failed_after(evidence: Evidence, unix_seconds: float) -> bool:
-    """Return whether an exception other than those of a stop ended a process after a time.
+    """Return whether an exception ended a process after a given time.
 
-    An exception without a time may have been raised after it.
+    Exceptions that are part of a requested stop do not count; exceptions without a time do.
     """
     raised = [
         statement

@@ -1,4 +1,4 @@
-"""Files of the user that were imported in place of a module of Python or of a library."""
+"""Find user files that were imported in place of a standard or library module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from holdfast.explain.evidence import Frame, Statement, is_own_code
+from holdfast.explain.evidence import Frame, Statement, is_user_code
 
 # The two ways in which Python itself names the file.
 _NAMED_FILE = re.compile(
@@ -18,21 +18,21 @@ _NAMED_FILE = re.compile(
 def find_shadowing_file(raised: Statement) -> str:
     """Return the file beside the user's script that shadows a module, or an empty text.
 
-    Such a file is imported by a library, which cannot have meant it, or by itself.
+    Such a file is imported by a library, which cannot have intended that, or by itself.
     """
     frames = _importing_frames(raised)
     for importer, imported in itertools.pairwise(frames):
         if importer.function != "<module>" or imported.function != "<module>":
             continue
-        if not is_own_code(imported) or not _is_beside_script(imported, frames):
+        if not is_user_code(imported) or not _is_beside_script(imported, frames):
             continue
-        if importer.file == imported.file or not is_own_code(importer):
+        if importer.file == imported.file or not is_user_code(importer):
             return imported.file
     return ""
 
 
 def _importing_frames(raised: Statement) -> list[Frame]:
-    """Return the frames of files, and the file that the message names as if it were the last."""
+    """Return the frames with files, plus a last one for the file named in the message."""
     frames = [frame for frame in raised.frames if not frame.file.startswith("<")]
     named = _NAMED_FILE.search(raised.text)
     if named is not None:

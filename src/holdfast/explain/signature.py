@@ -1,7 +1,7 @@
-"""`Signature`: how one way to fail shows in texts, and what is known about it.
+"""`Signature`: how one kind of failure shows in texts, and what is known about it.
 
-The signatures themselves are the entries of ``signatures/*.yaml``. `matching` finds those that fit
-a text.
+The signatures themselves are the entries of ``signatures/*.yaml``. `matching` finds those that
+match a text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Restart = Literal["retry", "remedy", "preempted", "stop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One way to fail. All patterns are searched case-insensitively.
+    """One kind of failure. All patterns are searched case-insensitively.
 
     Args:
         id: Such as ``"H901"``. An id is never reused with another meaning.
@@ -55,21 +55,20 @@ class Signature:
         family: The class of the cause.
         patterns: Regular expressions, one of which must be found in a statement: in the message of
             an exception, which may have several lines, or in one line of a log. The last line of a
-            log has its line end. Empty: the signature is chosen by how a process ended.
-        exceptions: Names of exception classes without their module, such as
-            ``"OutOfMemoryError"``. If given, an exception must be of one of these classes; its
-            bases do not count. A line of a log has no class and passes.
-        only_exceptions: Whether lines of a log never match: for words that programs also print
-            when nothing failed.
-        frames: Regular expressions on ``path:function``. If given, a frame of an exception must
-            match one of them, so the last line of a traceback alone does not match.
-        in_frames: Pairs of a further pattern and a regular expression on frames. The pattern only
-            counts for an exception with a frame that matches the expression. The innermost frame
-            can also be matched as ``innermost path:function``, followed by `` own`` for the user's
-            own code and by `` self`` where an attribute of ``self`` is missing; frames of
+            log includes its line end. Empty if the signature is chosen by how a process ended.
+        exceptions: Names of exception classes without their module, such as ``"OutOfMemoryError"``.
+            If given, an exception must be of exactly one of these classes; base classes do not
+            count. A log line has no class and always passes.
+        only_exceptions: Whether log lines never match, for wordings that programs also print when
+            nothing failed.
+        frames: Regular expressions on ``path:function``. If given, a frame of the exception must
+            match one of them; so a bare last line of a traceback never matches.
+        in_frames: Pairs of an additional pattern and a regular expression on frames. The pattern
+            counts only for an exception with a frame that matches the expression. The innermost
+            frame can also be matched as ``innermost path:function``, followed by `` own`` for the
+            user's own code and by `` self`` where an attribute of ``self`` is missing; frames of
             ``__getattr__`` are skipped.
-        explains: Ids of signatures that only repeat, later and with less detail, what this one
-            says.
+        explains: Ids of signatures that repeat this failure later and with less detail.
         role: See `Role`.
         rank: Precedence when several signatures match, the smallest first: 10 hardware, 20 out of
             memory, 30 device assert, 40 storage and environment, 50 loader, 60 checkpoint, 70
@@ -77,11 +76,10 @@ class Signature:
         restart: See `Restart`.
         changes: Environment variables that a supervisor may set for the next attempt.
         means: What it means and why it happens, in one to three sentences.
-        fix: What to do, in one to three sentences, what to try first at the beginning.
+        fix: What to do, in one to three sentences, starting with what to try first.
         false_positives: When the signature is not the cause, or an empty text.
         example: A text as torch prints it: the last lines of a traceback, or a line of a log.
-        also: Older or other wordings as whole texts, by where they come from, such as ``{"torch
-            1.8": "..."}``.
+        also: Other wordings as whole texts, by where they occur, such as ``{"torch 1.8": "..."}``.
     """
 
     id: str

@@ -1,7 +1,7 @@
-"""`Verdict`: why a run ended, in plain words, with its evidence and how certain it is.
+"""`Verdict`: why a run ended, in plain words, with the evidence and the confidence.
 
-A verdict quotes logs and recordings, which may be hostile. Here, and only here, their texts are
-made harmless, so that whoever prints a verdict need not think of it.
+A verdict quotes logs and recordings, which may be hostile. All texts are sanitised here, and only
+here, so code that prints a verdict need not sanitise them again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from holdfast.core.text import sanitise
 from holdfast.explain.signature import FAMILIES, Family, Restart
 
 _MOST_CHARACTERS = 20_000
-# Texts that keep their line breaks; in all others they become spaces.
+# Fields that keep their line breaks; in all others, line breaks become spaces.
 _FIELDS_WITH_LINES = frozenset({"text", "summary", "fix"})
-# Causes that are the words of an exception: one that no signature knows (`endings.UNCAUGHT`), and
-# the rules of holdfast's own errors. The ids of signatures begin at H900.
+# Causes that quote an exception: one that matches no signature (`endings.UNCAUGHT`), or a holdfast
+# error with its rule. The ids of signatures start at H900.
 _IN_ITS_OWN_WORDS = re.compile(r"H1608|H[1-8]\d\d")
-# Least confidence in an exception that ended the process while nothing contradicts it: the smallest
-# share of `candidate.SHARES` for an exception that no signature knows. Whatever contradicts (a
-# signal from outside, another failure, progress after the exception) takes more away.
+# The lowest confidence in an uncontradicted exception that ended its process: the smallest entry of
+# `candidate.SHARES` for exceptions without a signature. Any contradicting evidence (a signal from
+# outside, another failure, progress after the exception) lowers the confidence below this.
 _UNDISPUTED = 0.65
 
 
@@ -29,9 +29,9 @@ _UNDISPUTED = 0.65
 class Exhibit:
     """One piece of evidence."""
 
-    # Quoted as it was seen, cut to a few lines.
+    # The quoted text, cut to a few lines.
     text: str
-    # Where it was seen, such as ``"output.log:1041"``.
+    # Where it comes from, such as ``"output.log:1041"``.
     source: str
     # "root", "cascade", "confirmation", or "fact" (an exit status, a counter, a last step).
     role: str = "fact"
@@ -45,7 +45,7 @@ class Exhibit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Why a run ended. All of its texts are `sanitise`d, whoever makes it."""
+    """Why a run ended. All texts are sanitised on construction."""
 
     # Id of the signature or rule, such as ``"H901"``; ``"H1600"`` is "unknown".
     cause: str
@@ -53,17 +53,17 @@ class Verdict:
     family: Family
     # A few words, in lower case unless it quotes an exception.
     title: str
-    # One paragraph: what stopped the run, when and where.
+    # One paragraph: what ended the run, when and where.
     summary: str
-    # What to do, what to try first at the beginning. Empty if nothing specific is known.
+    # What to do, starting with what to try first. Empty if nothing specific is known.
     fix: str
-    # That this is the cause, between 0 and 1; 0 for "unknown", which names none.
+    # The probability that this is the cause; 0 for "unknown", which names no cause.
     confidence: float
-    # That the cause is of this class, between 0 and 1.
+    # The probability that the cause is of this class.
     class_confidence: float = 0.0
     # The strongest first.
     evidence: tuple[Exhibit, ...] = ()
-    # Id, title and confidence of the next best cause.
+    # Id, title and confidence of the second most likely cause.
     runner_up: tuple[str, str, float] | None = None
     # What was tried already, one clause each.
     tried: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Verdict:
     where: str = ""
     # Rank of the process that failed first.
     rank: int | None = None
-    # Steps that it had made.
+    # The number of steps that it had completed.
     step: int | None = None
 
     def __post_init__(self) -> None:
@@ -86,17 +86,16 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """Return what ``holdfast explain`` exits with."""
+        """Return the exit code of ``holdfast explain``."""
         if self.family == "ended well":
             return 0
         return 10 + FAMILIES.index(self.family)
 
     @property
     def names_an_exception(self) -> bool:
-        """Return whether the cause is an exception as it was raised, and nothing contradicts it.
+        """Return whether the cause quotes an exception and nothing contradicts it.
 
-        Such a cause is a fact that was seen rather than one that was inferred, so no probability
-        is shown beside it.
+        Such a cause was observed rather than inferred, so no probability is shown with it.
         """
         if not _IN_ITS_OWN_WORDS.fullmatch(self.cause):
             return False

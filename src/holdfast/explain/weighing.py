@@ -1,8 +1,8 @@
-"""Candidates for the cause of a failure, found in statements, and their order.
+"""Find candidates for the cause of a failure in statements, and order them.
 
-Every statement that a signature matches is a candidate, and so is every exception that none
-matches. A chain of exceptions yields one candidate. How certainly it is what ended its process is
-its `Tier`.
+Every statement that matches a signature is a candidate, and so is every exception that matches
+none. A chain of exceptions yields one candidate. Its `Tier` says how certain it is that the
+candidate ended its process.
 
 This module does not look at how processes ended (see `runtime_causes`), and it does not choose
 (see `choosing`).
@@ -17,20 +17,20 @@ from pathlib import PurePath
 
 from holdfast.explain.candidate import GENERIC_RANK, TYPE_RANK, Candidate, Tier
 from holdfast.explain.error_lines import find_error_line
-from holdfast.explain.evidence import Evidence, Statement, is_own_code
+from holdfast.explain.evidence import Evidence, Statement, is_user_code
 from holdfast.explain.matching import Match, match_all, match_kinds
 from holdfast.explain.own_errors import OwnError, find_own_error
 from holdfast.explain.shadowing import find_shadowing_file
 from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures, endings
 
-# Up to this rank (hardware, memory, device asserts) a failure is the root even where it wraps
-# another one.
+# Up to this rank (hardware, memory, device asserts), a failure is the root even if it wraps another
+# one.
 _STRONG_RANK = 30
-# Up to this rank a line is from the kernel, the driver or a scheduler, and about hardware or
-# memory. No process survives what it reports.
+# Up to this rank, a line comes from the kernel, a driver or a scheduler and reports a hardware or
+# memory failure that no process survives.
 _LOUD_RANK = 20
-# Tracebacks this close belong to one failure: a child's, then its parent's.
+# Tracebacks at most this many lines apart belong to one failure: a child's, then its parent's.
 _BURST_LINES = 150
 # Exceptions that only repeat the traceback of another one.
 _REPETITIONS = frozenset(
@@ -52,8 +52,8 @@ def find_candidates(evidence: Evidence) -> list[Candidate]:
 def order_candidates(candidates: Iterable[Candidate], *, first_rank: int | None) -> list[Candidate]:
     """Return candidates of one role with the most likely cause first.
 
-    The tier decides, then a specific signature before a generic one, then the rank that failed
-    first, then the time, or the place in the log where not all times are known.
+    Candidates are ordered by tier, then specific before generic signatures, then the rank that
+    failed first, then by time (by position if not all times are known).
 
     Args:
         candidates: The candidates, in any order.
@@ -72,7 +72,7 @@ def order_candidates(candidates: Iterable[Candidate], *, first_rank: int | None)
             first_rank is not None and statement.rank is not None and statement.rank != first_rank
         )
         if candidate.is_caught:
-            # Of what did not end the run, the newest says most.
+            # Among candidates that did not end the run, the newest is the most informative.
             return (candidate.tier, candidate.generic, elsewhere, 0.0, -statement.position)
         time = 0.0
         if times_are_known and statement.unix_seconds is not None:
@@ -86,7 +86,7 @@ def order_candidates(candidates: Iterable[Candidate], *, first_rank: int | None)
 
 
 def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
-    """Return exceptions together with those that were raised from them, the root first."""
+    """Group each exception with those that were raised from it, the root first."""
     chains: list[tuple[Statement, ...]] = []
     chain: list[Statement] = []
     for statement in statements:
@@ -101,7 +101,7 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
 
 
 def _candidate_of(chain: tuple[Statement, ...]) -> Candidate | None:
-    """Return the candidate of a chain of exceptions, or of a line; None if it is none."""
+    """Return the candidate for a chain of exceptions or a line, or None."""
     own_error = find_own_error(chain)
     if own_error is not None:
         return _candidate_of_own_error(own_error, chain)
@@ -146,7 +146,7 @@ def _tier_of_line(line: Statement, signature: Signature) -> Tier:
 
 
 def _tier_of_exception(last: Statement) -> Tier:
-    """Return the tier of a chain of exceptions, of which this is the last."""
+    """Return the tier of a chain of exceptions, given its last one."""
     if last.fatal is not None:
         return Tier.ENDED_PROCESS if last.fatal else Tier.CAUGHT
     if last.frames and not last.logged:
@@ -155,7 +155,7 @@ def _tier_of_exception(last: Statement) -> Tier:
 
 
 def _candidate_of_exceptions(chain: tuple[Statement, ...]) -> Candidate | None:
-    """Return the candidate of a chain of exceptions: its root, as far as it is known."""
+    """Return the candidate for a chain of exceptions, or None if it has none."""
     return (
         _shadowed_module(chain)
         or _known_exception(chain)
@@ -164,7 +164,7 @@ def _candidate_of_exceptions(chain: tuple[Statement, ...]) -> Candidate | None:
 
 
 def _shadowed_module(chain: tuple[Statement, ...]) -> Candidate | None:
-    """Return the candidate for a file of the user that was imported in place of a module."""
+    """Return the candidate for a user file that was imported in place of a module."""
     for statement in chain:
         file = find_shadowing_file(statement)
         if file:
@@ -180,9 +180,10 @@ def _shadowed_module(chain: tuple[Statement, ...]) -> Candidate | None:
 
 
 def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
-    """Return the candidate for the exception of a chain that signatures know best.
+    """Return the candidate for the exception in a chain with the best matching signature.
 
-    None if they know none, or only one that may follow from an earlier exception in the chain.
+    None if no signature matches, or if the match is a cascade that may follow from an earlier
+    exception in the chain.
     """
     matches_of_chain = [match_all(statement) for statement in chain]
     known = [
@@ -193,8 +194,8 @@ def _known_exception(chain: tuple[Statement, ...]) -> Candidate | None:
 
     def precedence(entry: tuple[int, Signature]) -> tuple[float, ...]:
         index, signature = entry
-        # A failure of its own before a consequence, a specific signature before a generic one, a
-        # strong failure even where it wraps another; then the exception nearest to the root.
+        # Roots come before cascades, specific before generic signatures, then strong failures (even
+        # if they wrap another one), then the exception nearest to the root.
         return (
             signature.role != "root",
             signature.rank >= GENERIC_RANK,
@@ -239,24 +240,24 @@ def _exception_that_no_signature_knows(chain: tuple[Statement, ...]) -> Candidat
 
 
 def _first_original(chain: Sequence[Statement]) -> int | None:
-    """Return the index of the first exception that does not only repeat another one."""
+    """Return the index of the first exception that is not merely a repetition, or None."""
     for index, statement in enumerate(chain):
         if statement.exception not in _REPETITIONS:
             return index
     return None
 
 
-# --- What no signature knows ----------------------------------------------------------------------
+# --- Failures without a signature -----------------------------------------------------------------
 
 
 def _candidates_that_no_signature_knows(
     evidence: Evidence, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Return the line that says more than the candidates that signatures found, if there is one."""
+    """Return a candidate for an error line, if signatures found nothing informative."""
     line = None
     relevant = [candidate for candidate in candidates if not candidate.is_caught]
     if all(candidate.signature.id == endings.ABORTED for candidate in relevant):
-        # Nothing was found, or only that a process aborted, which does not say why.
+        # Either nothing was found, or only that a process aborted, which does not say why.
         line = find_error_line(evidence.statements, only_certain=bool(relevant))
     elif any(candidate.signature.id == endings.NCCL_FAILED for candidate in candidates):
         line = _first_unknown_warning_of_nccl(evidence.statements)
@@ -274,16 +275,16 @@ def _first_unknown_warning_of_nccl(statements: Iterable[Statement]) -> Statement
 
 
 def _fallback_signature(statement: Statement) -> Signature:
-    """Return the words of an exception or of a line as the cause.
+    """Return a signature that quotes an exception or a line as the cause.
 
-    Its class is the one that the kind of failure shows. Without a kind it is user code, if the
-    exception was raised there, otherwise it is unknown. There is no fix: advice that only a class
-    of failures suggests is as often wrong as right.
+    Its class is that of the matching kind of failure. Without one, it is "user code" if the
+    exception was raised there, and "unknown" otherwise. There is no fix, because advice that only a
+    class suggests is as often wrong as right.
     """
     is_exception = statement.kind == "exception"
     signature = all_signatures()[endings.UNCAUGHT if is_exception else endings.ERROR_LINE]
     signature = replace(signature, fix="")
-    raised_in_own_code = bool(statement.frames) and is_own_code(statement.frames[-1])
+    raised_in_own_code = bool(statement.frames) and is_user_code(statement.frames[-1])
     kind = _kind_of(statement)
     if kind is not None and not (raised_in_own_code and kind.rank >= TYPE_RANK):
         return replace(
@@ -305,16 +306,16 @@ def _kind_of(statement: Statement) -> Signature | None:
 
 
 def _demote_earlier_tracebacks(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates with tracebacks demoted that stand before the one that ended a process.
+    """Demote tracebacks that come before the one that ended their process.
 
-    Of two tracebacks of one process that was not seen to continue, the later one ended it. The
-    earlier one belongs to it only if it is close by and nothing between them says that the run
-    started again. A traceback that lines of progress follow can be the cause only if no root came
+    If a process did not continue after either of two tracebacks, the later one ended it. The
+    earlier one belongs to the same failure only if it is close and no retry or progress lies
+    between them. A traceback that is followed by progress can be the cause only if no root came
     later.
     """
-    # By rank: where the earliest traceback begins of those that belong to the end of its process.
+    # By rank: the position of the earliest traceback that belongs to the end of its process.
     begins: dict[int | None, int] = {}
-    # Ranks of which a root came later.
+    # Ranks for which a later root was seen.
     ranks_with_root: set[int | None] = set()
     result = []
     for original in reversed(candidates):
@@ -339,7 +340,7 @@ def _is_raised(candidate: Candidate) -> bool:
 def _demoted(
     candidate: Candidate, begins: dict[int | None, int], ranks_with_root: set[int | None]
 ) -> Candidate:
-    """Return a candidate with the tier that later tracebacks of its process leave it."""
+    """Return a candidate with its tier adjusted for later tracebacks of its process."""
     statement = candidate.statement
     last = candidate.chain[-1]
     root_came_later = statement.rank in ranks_with_root

@@ -1,6 +1,6 @@
-"""A judgement in words: title, summary, fix, evidence, and the place in the user's own code.
+"""Put a judgement into words: title, summary, fix, evidence, and the place in the user's code.
 
-The cause is chosen before (see `choosing`); nothing here changes it.
+The cause has already been chosen (see `choosing`); nothing here changes it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from holdfast.explain.evidence import (
     Evidence,
     Frame,
     Statement,
-    is_own_code,
+    innermost_user_frame,
+    is_user_code,
     library_file,
-    own_frame,
 )
 from holdfast.explain.exhibits import exhibits_of_training, first_line, quote
 from holdfast.explain.rules import all_rules
@@ -32,24 +32,24 @@ _MOST_EXHIBITS = 10
 _MOST_OF_A_CHAIN = 3
 _MOST_CONFIRMATIONS = 3
 _MOST_CASCADES = 3
-# Characters of a message in a title, or in the summary where the signature says what it means.
+# Maximum characters quoted in a title, or in a summary if the signature explains the message.
 _SHORT_QUOTE = 160
-# Characters of a message in the summary where it is all that is known, or where it is of holdfast
-# and says what was found.
+# Maximum characters quoted in a summary if the message is all that is known, or if it is a holdfast
+# error, which explains itself.
 _LONG_QUOTE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What was chosen, and from what: everything that a verdict puts into words.
+    """The chosen cause and what it was chosen from: everything that a verdict is written from.
 
     Attributes:
-        case: Everything that is known.
+        case: Everything known about the attempt.
         signature: The cause.
-        confidence: Of the cause, between 0 and 1.
-        class_confidence: Of its class, between 0 and 1.
-        candidate: The candidate that shows the cause. None: only the end of the process shows it.
-        doubt: What speaks against a good end.
+        confidence: The confidence in the cause, from 0 to 1.
+        class_confidence: The confidence in its class, from 0 to 1.
+        candidate: The candidate that shows the cause; None if only the end of the process does.
+        doubt: The reason to doubt a good end.
         runner_up: As `Verdict.runner_up`.
     """
 
@@ -132,7 +132,7 @@ def _title_of_training_fault(judgement: Judgement) -> str | None:
     faults = observations.training_faults(judgement.evidence)
     if judgement.signature.id != endings.ENDED_WELL or not faults:
         return None
-    title = "ended well, but its training has a fault"
+    title = "ended well, but its training has a problem"
     rule = all_rules().get(faults[0].data["rule"])
     if rule is not None:
         title += f": {rule.title}"
@@ -157,7 +157,7 @@ def _title_in_its_own_words(judgement: Judgement) -> str | None:
     return _cut(first_line(judgement.candidate.statement), _SHORT_QUOTE)
 
 
-# The first that applies; the title of the signature if none does.
+# The first title that applies wins; if none does, the signature's title is used.
 _TITLES: tuple[Callable[[Judgement], str | None], ...] = (
     _title_of_lost_training,
     _title_of_unsaved_result,
@@ -176,7 +176,7 @@ def _beginning_of_good_end(judgement: Judgement) -> str:
 
 
 def _summary(judgement: Judgement) -> str:
-    """Return one paragraph: what happened, how far it came, what it means, what else was seen."""
+    """Return one paragraph: what happened, how far it got, what it means, what else was seen."""
     sentences = [
         *_what_happened(judgement),
         *_progress(judgement),
@@ -192,24 +192,24 @@ def _what_happened(judgement: Judgement) -> Iterator[str]:
     elif judgement.end.why:
         yield _sentence(judgement.end.why)
     if judgement.end.status == 0 and not judgement.end.well:
-        yield "The command ended with status 0 all the same, which hid the failure."
+        yield "The command still ended with status 0, which hid the failure."
 
 
 def _failure(candidate: Candidate, place: str) -> str:
-    """Return where it failed, and with which words, as a clause."""
+    """Return where it failed and with which message, as a clause."""
     statement = candidate.statement
-    if _is_of_guard(statement):
+    if _is_guard_record(statement):
         words = _cut(first_line(statement), _LONG_QUOTE)
         if statement.fatal:
             return f"A Guard stopped it: {words}"
-        return f"The last record of its Guard: {words}"
+        return f"The last record of its Guard is: {words}"
     who = "It" if statement.rank is None else f"Rank {statement.rank}"
     if candidate.signature.id in FALLBACKS:
         return f"{who} failed with {_cut(first_line(statement), _LONG_QUOTE)}" + _raised_at(
             statement, place
         )
     words = _cut(first_line(statement), _SHORT_QUOTE)
-    if _is_of_holdfast(candidate):
+    if _is_holdfast_error(candidate):
         first, _, _ = statement.text.strip().partition("\n")
         words = _cut(first, _LONG_QUOTE)
     where = f" at {place}" if place else ""
@@ -217,9 +217,9 @@ def _failure(candidate: Candidate, place: str) -> str:
 
 
 def _raised_at(statement: Statement, place: str) -> str:
-    """Return where an exception was raised, to stand behind its words."""
+    """Return where an exception was raised, to be appended to its message."""
     words = f", at {place}" if place else ""
-    if statement.frames and not is_own_code(statement.frames[-1]):
+    if statement.frames and not is_user_code(statement.frames[-1]):
         words += f" (raised in {library_file(statement.frames[-1])})"
     return words
 
@@ -228,7 +228,7 @@ def _progress(judgement: Judgement) -> Iterator[str]:
     steps = _steps(judgement)
     if not steps or judgement.end.well:
         return
-    words = f"It had made {steps} step{'' if steps == 1 else 's'}"
+    words = f"It had completed {steps} step{'' if steps == 1 else 's'}"
     phase = judgement.evidence.phase
     if phase and phase != "ending":
         words += f" and was in phase {phase}"
@@ -236,19 +236,19 @@ def _progress(judgement: Judgement) -> Iterator[str]:
 
 
 def _meaning(judgement: Judgement) -> Iterator[str]:
-    """Yield what the cause means, or what else was recorded of how the process left."""
+    """Yield what the cause means, or how the process exited."""
     signature = judgement.signature
     evidence = judgement.evidence
     if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
         yield from remarks.on_interruption(evidence)
-    if judgement.candidate is not None and _is_of_holdfast(judgement.candidate):
-        # Its own words say what was found; the rule would only repeat them.
+    if judgement.candidate is not None and _is_holdfast_error(judgement.candidate):
+        # The error explains itself; the rule would only repeat it.
         return
-    if signature.id == endings.STATUS_ONLY and remarks.way_out(evidence):
-        yield _sentence(remarks.way_out(evidence))
+    if signature.id == endings.STATUS_ONLY and remarks.exit_clause(evidence):
+        yield _sentence(remarks.exit_clause(evidence))
         return
     if judgement.is_good_end and signature.id != endings.ENDED_WELL:
-        # The sentences of `good_ends` say it with the numbers.
+        # `good_ends` says the same with numbers.
         return
     if signature.id == endings.ENDED_WELL and observations.was_not_observed(evidence):
         return
@@ -266,14 +266,14 @@ def _what_else_was_seen(judgement: Judgement) -> Iterator[str]:
     yield from remarks.on_interference(evidence)
     leak = _leak_behind(judgement)
     if leak is not None and observations.leak_place(leak):
-        yield _sentence(f"Memory was kept at {observations.leak_place(leak)}")
+        yield _sentence(f"Memory was kept alive at {observations.leak_place(leak)}")
 
 
 # --- Fix ------------------------------------------------------------------------------------------
 
 
 def _fix(judgement: Judgement) -> str:
-    """Return what to do: where memory was kept, a Guard's advice, or the fix of the signature."""
+    """Return what to do: where memory leaks, a Guard's advice, or the fix of the signature."""
     signature = judgement.signature
     if signature.id in (endings.NOT_LEARNED, endings.WAITED_FOR_LOADER):
         return signature.fix
@@ -285,7 +285,9 @@ def _fix(judgement: Judgement) -> str:
         rest = signature.fix
         if judgement.is_good_end:
             rest = "A longer run would run out of memory."
-        return f"Look first at {place}, where memory is kept from step to step. {rest}".strip()
+        return (
+            f"Look first at {place}, where memory is kept alive from step to step. {rest}".strip()
+        )
     advice_of_guard = ""
     if judgement.is_good_end:
         advice_of_guard = remarks.fix_of_training(judgement.evidence)
@@ -293,7 +295,7 @@ def _fix(judgement: Judgement) -> str:
 
 
 def _changes(judgement: Judgement) -> tuple[tuple[str, str], ...]:
-    """Return what the next attempt is to change, without what this one had already."""
+    """Return the changes for the next attempt, without those already applied to this one."""
     applied = judgement.evidence.applied_changes
     changes = judgement.signature.changes.items()
     return tuple((name, value) for name, value in changes if applied.get(name) != value)
@@ -328,7 +330,7 @@ def _exhibits_of_good_end(judgement: Judgement) -> Iterator[Exhibit]:
 
 
 def _exhibits_of_cause(judgement: Judgement) -> Iterator[Exhibit]:
-    """Yield the statement that shows the cause, then the others of its chain of exceptions."""
+    """Yield the statement that shows the cause, then the rest of its chain of exceptions."""
     candidate = judgement.candidate
     if candidate is None:
         return
@@ -384,7 +386,7 @@ def _missing(judgement: Judgement) -> Iterator[str]:
     """Yield what would have made the verdict more certain."""
     yield from judgement.evidence.missing
     if judgement.signature.role == "cascade":
-        yield "the failure that this follows from, which is not in what was read"
+        yield "the original failure, which is neither in the log nor in the recordings"
     is_unknown = judgement.signature.id == endings.UNKNOWN and judgement.candidate is None
     if is_unknown and not judgement.evidence.statements:
         yield "no line that reports an error"
@@ -415,16 +417,16 @@ def _place_of(candidate: Candidate) -> str:
 def _decisive_frame(candidate: Candidate) -> Frame | None:
     """Return the frame to look at first, of the statement or of another one in its chain.
 
-    An exception that a handler raised may have no frame of the user's own code. Then that of the
-    exception which it handled counts.
+    An exception raised in a handler may have no frame of user code; then the frame of the exception
+    that was being handled is used.
     """
     innermost = [
-        own_frame(statement.frames)
+        innermost_user_frame(statement.frames)
         for statement in (candidate.statement, *candidate.chain)
         if statement.frames
     ]
     for frame in innermost:
-        if is_own_code(frame):
+        if is_user_code(frame):
             return frame
     return innermost[0] if innermost else None
 
@@ -436,7 +438,7 @@ def _rank(judgement: Judgement) -> int | None:
 
 
 def _steps(judgement: Judgement) -> int | None:
-    """Return how many steps were made, as far as that is known."""
+    """Return how many steps were completed, or None if unknown."""
     if judgement.evidence.steps is not None:
         return judgement.evidence.steps
     for ending in reversed(judgement.evidence.endings):
@@ -449,22 +451,22 @@ def _steps(judgement: Judgement) -> int | None:
 
 
 def _leak_behind(judgement: Judgement) -> Event | None:
-    """Return the newest leak that was traced, if memory is what the verdict is about."""
+    """Return the newest traced leak, if the verdict is about memory."""
     if "memory" not in judgement.signature.family:
         return None
     return observations.newest_leak(judgement.evidence)
 
 
-def _is_of_holdfast(candidate: Candidate) -> bool:
-    """Return whether the words are those of an error of holdfast, which say what was found."""
+def _is_holdfast_error(candidate: Candidate) -> bool:
+    """Return whether a candidate quotes a holdfast error, which explains itself."""
     if candidate.signature.id not in all_rules():
         return False
     statement = candidate.statement
     names_its_rule = f"[{candidate.signature.id}]" in statement.text
-    return _is_of_guard(statement) or (statement.kind == "exception" and names_its_rule)
+    return _is_guard_record(statement) or (statement.kind == "exception" and names_its_rule)
 
 
-def _is_of_guard(statement: Statement) -> bool:
+def _is_guard_record(statement: Statement) -> bool:
     return statement.kind == "line" and statement.source == "guard"
 
 
@@ -477,7 +479,7 @@ def _sentence(text: str) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Return a text of at most so many characters."""
+    """Return a text, cut to at most `limit` characters."""
     if len(text) <= limit:
         return text
     return f"{text[: limit - 3]}..."

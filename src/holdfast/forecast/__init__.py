@@ -1,8 +1,8 @@
-"""Forecast how much memory a training step needs, without the GPU that it is for.
+"""Forecast how much GPU memory a training step needs, without that GPU.
 
-A user's ``build()`` and a few training steps run on tensors that have shapes and no data. Every
-allocation of one steady step is recorded, made any size, and played through a simulation of torch's
-caching allocator.
+A user's ``build()`` and a few training steps run on tensors with shapes but no data. Every
+allocation of one steady step is recorded, scaled to any batch size, and replayed through a
+simulation of torch's caching allocator.
 
 Entry points: `plan.forecasting.make_forecast` answers a whole request (the command ``holdfast
 plan``); `job.tracing.trace_job` traces one job and returns the recorded steps.
@@ -11,9 +11,9 @@ Read in this order:
 
 1. `trace.events`: what a recorded step is.
 2. `job`: how a user's job is built and stepped, in a child process.
-3. `fake`: the device without memory on which it runs.
-4. `kernels`: which kernels CUDA would choose there, what they keep and what they need.
+3. `fake`: the fake device on which it runs, which has no memory.
+4. `kernels`: which kernels CUDA would choose, and how much memory they keep and need.
 5. `trace`: how a step is recorded, scaled to another size, and cut into micro-batches.
-6. `allocator` and `devices`: the simulated allocator, and what is known of each GPU.
+6. `allocator` and `devices`: the simulated allocator, and the catalogue of GPUs.
 7. `plan`: which micro-batch size fits, and which settings to recommend.
 """

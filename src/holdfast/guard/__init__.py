@@ -18,5 +18,6 @@ saving        what a checkpoint holds and when it is saved; ``optimizer_state`` 
 ranks         what several ranks do together
 stop          what happens on SIGTERM and other signals
 directory     the run directory and its lock; ``record`` writes the recording
-diagnosis     passes what a step has shown to ``learning``; ``images`` writes sample grids and plots
+diagnosis     passes what a step has shown to ``learning``
+images        writes images, such as grids of samples
 """

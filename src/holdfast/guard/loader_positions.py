@@ -22,10 +22,11 @@ import torch
 from holdfast.guard.handed_out import HandedOut
 from holdfast.guard.parts import Stateful
 from holdfast.guard.state.trees import copied, same
-from holdfast.loader.foreign import is_stateful, set_epoch, sources_of_state, torch_loader_of
-from holdfast.loader.given_order import order_of
+from holdfast.loader.generators import sources_of_state
+from holdfast.loader.given_order import digest_order
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.samplers import is_stateful, set_epoch, torch_loader_of
 from holdfast.loader.torch_workers import has_workers, match_workers
 
 # Marks that an iterator has ended.
@@ -286,7 +287,7 @@ class ReplayedLoader:
 
     def _notice_changed_order(self) -> None:
         """Notice that the script has changed what the order comes from since the last epoch."""
-        order = order_of(self._loader)
+        order = digest_order(self._loader)
         if self._order is not None and order != self._order:
             self.order_was_changed = True
         self._order = order

@@ -390,7 +390,7 @@ def _tolerate_dying_workers() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Not imported here: importing it in a signal handler could take seconds. If it is not imported
     # yet, there are no workers.
-    workers = sys.modules.get("holdfast.loader.workers.processes")
-    if workers is not None:
+    child_signals = sys.modules.get("holdfast.loader.workers.child_signals")
+    if child_signals is not None:
         # Its SIGCHLD handler wraps torch's.
-        workers.silence_torch()
+        child_signals.silence_torch()

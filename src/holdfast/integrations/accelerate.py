@@ -1,28 +1,34 @@
 """Guarded training with Hugging Face Accelerate.
 
-Its device, precision and loaders, holdfast's step.
-
-    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4) model,
-    optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler) guard =
-    accelerate_guard(accelerator, model=model, optimizer=optimizer, loader=loader,
-    scheduler=scheduler) for batch in guard.batches(max_epochs=3):
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    guard = accelerate_guard(
+        accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=scheduler
+    )
+    for batch in guard.batches(max_epochs=3):
         guard.step(batch, lambda batch: model(**batch).loss)
 
-``guard.step`` stands for ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``,
-``optimizer.step``, ``scheduler.step`` and ``zero_grad``. With ``gradient_accumulation_steps`` a
-batch of ``guard.batches`` is a window of so many batches of the loader, and the last window of an
-epoch has what is left: it is one step, weighted by what it holds. The guard writes the checkpoints
-and resumes from them.
+Device, precision and loaders are Accelerate's, and the step is holdfast's. These things differ from
+Accelerate alone:
 
-``save_state`` and ``load_state`` of the accelerator save and load the same objects; the place in
-the data, and what a guard has learnt, are in its own checkpoints only.
+- ``guard.step`` replaces ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``,
+  ``optimizer.step``, ``scheduler.step`` and ``zero_grad``.
+- With ``gradient_accumulation_steps``, a batch of ``guard.batches`` is a window of that many
+  batches of the loader, and the last window of an epoch holds what is left. A window is one step,
+  weighted by what it holds.
+- The guard writes the checkpoints and resumes from them. ``save_state`` and ``load_state`` of the
+  accelerator save and load the same objects, but not the position in the data, nor what the guard
+  has learnt.
+
+Read in this order: `accelerate_guard`, `AcceleratedGuard`, `PreparedLoader`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,157 +42,12 @@ from holdfast.guard.hosted import agreed
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import Window
-from holdfast.integrations.protocol import check_accelerator, excluded, load
+from holdfast.integrations.refusals import check_accelerator, load, unsupported
 from holdfast.loader.loader import DataLoader
 from holdfast.recorder.scalars import recorded_too
 
-
-class PreparedLoader:
-    """What a cursor iterates instead of a prepared loader.
-
-    The same batches, from any epoch on, as windows.
-
-    A prepared loader counts epochs by itself and shows a ``state_dict`` that holds nothing, so that
-    a run that goes on in a new process would get the order of the first epoch. It also makes each
-    batch before the step of the one before it, so that a resume could not give the batch the random
-    numbers it had: the loader inside does not.
-    """
-
-    def __init__(self, loader: Iterable[Any], device: torch.device, steps: int) -> None:
-        self._loader = loader
-        self._device = device
-        self._steps = steps
-        self._send = load("accelerate.utils").send_to_device
-        self.generator = getattr(loader, "generator", None)
-        self.sampler = _Order(loader)
-
-    @property
-    def torch_loader(self) -> Any:
-        """Return torch's loader if its batches are taken as they are.
-
-        None where Accelerate orders them.
-        """
-        return self._inner()
-
-    def __len__(self) -> int:
-        """Return the windows of an epoch."""
-        return -(-len(self._loader) // self._steps)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield batches, or windows of them, on the device."""
-        batches = (self._send(batch, self._device) for batch in self._one_by_one())
-        if self._steps == 1:
-            yield from batches
-            return
-        while window := list(islice(batches, self._steps)):
-            yield Window(window)
-
-    def _one_by_one(self) -> Iterator[Any]:
-        loader: Any = self._loader
-        inner = self._inner()
-        if inner is None:
-            yield from loader  # a dispatcher has an order of its own
-            return
-        if loader.rng_types is not None:
-            load("accelerate.utils").synchronize_rng_states(
-                loader.rng_types, loader.synchronized_generator
-            )
-        loader.set_epoch(loader.iteration)
-        yield from inner
-        loader.iteration += 1
-
-    def _inner(self) -> Any:
-        loader: Any = self._loader
-        if type(loader).__name__ != "DataLoaderShard" or loader.skip_batches:
-            return None
-        return getattr(loader, "base_dataloader", None)
-
-
-class _Order:
-    """What decides the order of a loader.
-
-    Where a cursor looks for ``set_epoch`` and for a generator.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        found = (
-            loader.get_sampler()
-            if hasattr(loader, "get_sampler")
-            else getattr(loader, "sampler", None)
-        )
-        # The sampler of several processes lies deeper, and they draw its order alike.
-        self.generator = getattr(loader, "synchronized_generator", None) or getattr(
-            found, "generator", None
-        )
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration have the order of an epoch."""
-        if hasattr(self._loader, "iteration"):
-            self._loader.iteration = epoch
-        if hasattr(self._loader, "set_epoch"):
-            self._loader.set_epoch(epoch)
-
-
-class AcceleratedGuard(Guard):
-    """A guard of objects that an accelerator has prepared."""
-
-    _batches_of_a_step = 1
-
-    def step(self, batch: Any, loss_fn: LossFunction, **named: Any) -> StepResult:
-        """Make one step of a batch of ``guard.batches``, as `Guard.step`.
-
-        Refuse part of a window (H203).
-        """
-        if self._batches_of_a_step > 1 and not isinstance(batch, Window):
-            raise BatchError(
-                f"a {type(batch).__name__} is given to guard.step, and "
-                f"gradient_accumulation_steps={self._batches_of_a_step}",
-                limit=(
-                    "each call makes a whole step, so a loop over the loader itself would not"
-                    " accumulate"
-                ),
-                fix=(
-                    "pass loader= to accelerate_guard and iterate guard.batches(max_epochs=...),"
-                    " which yields windows of so many batches; or leave out"
-                    " gradient_accumulation_steps."
-                ),
-                rule="H203",
-            )
-        return super().step(batch, loss_fn, **named)
-
-
-class _AsPrepared:
-    """Put before the class of a schedule, it lets it advance as a prepared one does.
-
-    It counts the steps of all processes, unless these share each batch, and one of so many steps
-    stays at its end.
-    """
-
-    _holdfast_advances: int
-    _step_count: int
-    total_steps: float = math.inf
-
-    def step(self, *args: Any) -> None:
-        """Advance, unless the end is reached."""
-        for _ in range(self._holdfast_advances):
-            if self._step_count <= self.total_steps:
-                super().step(*args)  # type: ignore[misc]
-
-
-def _schedule(given: Any, processes: int) -> Any:
-    """Return the scheduler inside a prepared one."""
-    if not isinstance(given, load("accelerate.scheduler").AcceleratedScheduler):
-        # Another scheduler may well have an attribute of that name.
-        return given
-    inner = given.scheduler
-    if isinstance(inner, _AsPrepared):
-        return inner
-    advances = 1 if given.split_batches or not given.step_with_optimizer else processes
-    if advances > 1 or hasattr(inner, "total_steps"):
-        inner._holdfast_advances = advances
-        inner.__class__ = type(type(inner).__name__, (_AsPrepared, type(inner)), {})
-    return inner
+# Arguments of `Guard` that may be given among the fields of the policy.
+_GUARD_ARGUMENTS = ("state", "split", "clock")
 
 
 def accelerate_guard(
@@ -204,87 +65,294 @@ def accelerate_guard(
 
     Args:
         accelerator: Its precision, device and ``gradient_accumulation_steps`` are used.
-        model: One, or a dict of named ones.
-        optimizer: One, or a dict of named ones. The guard steps the optimizers inside.
-        loader: A prepared loader, or a `holdfast.DataLoader` that was not prepared, which resumes
-            exactly without reading over; it takes its ``device=`` itself, and no accumulation: make
-            its batches larger instead.
-        scheduler: One, or a dict of named ones; advanced once for each optimizer step, or by you,
-            where the accelerator has ``step_scheduler_with_optimizer=False``.
-        run_dir: None: ``holdfast`` in the accelerator's ``project_dir``.
-        policy: As for `Guard`; the precision is the accelerator's.
-        **overrides: Fields of the policy, such as ``max_grad_norm``; ``state``, ``split`` and
+        model: A model, or a dict of named ones.
+        optimizer: An optimizer, or a dict of named ones. The guard steps the optimizer inside a
+            prepared one.
+        loader: A prepared loader, or a `holdfast.DataLoader` that was not prepared. The latter
+            resumes exactly without reading batches again. It takes its own ``device=``, and no
+            accumulation: make its batches larger instead.
+        scheduler: A scheduler, or a dict of named ones. It is advanced once for each optimizer
+            step, or by you if the accelerator has ``step_scheduler_with_optimizer=False``.
+        run_dir: Where the run is recorded. None: ``holdfast`` in the accelerator's ``project_dir``.
+        policy: As for `Guard`. The precision is the accelerator's.
+        **overrides: Fields of the policy, such as ``max_grad_norm``; and ``state``, ``split`` and
             ``clock`` of `Guard`.
 
     Raises:
         PolicyError: H105 for an object of the wrong kind, H108 for several processes without
-            ``DistributedDataParallel``, H111 for an engine or a setting that cannot be guarded,
-            H109 for a policy with another precision; H1xx as `Guard`.
+            ``DistributedDataParallel``, H109 for a policy with another precision, H111 for an
+            engine or a setting that cannot be guarded, and others as `Guard`.
     """
-    own = {name: overrides.pop(name) for name in ("state", "split", "clock") if name in overrides}
-    found = agreed(
-        Policy.of(policy, **overrides), "Accelerator", {"precision": check_accelerator(accelerator)}
+    guard_arguments = {name: overrides.pop(name) for name in _GUARD_ARGUMENTS if name in overrides}
+    agreed_policy = _agreed_policy(accelerator, Policy.of(policy, **overrides))
+    guard = AcceleratedGuard(
+        _run_directory(run_dir, accelerator),
+        model=_unwrap_each(model, partial(_unwrap_model, accelerator=accelerator)),
+        optimizer=_unwrap_each(optimizer, _unwrap_optimizer),
+        scheduler=_unwrap_each(
+            scheduler, partial(_unwrap_scheduler, num_processes=accelerator.num_processes)
+        ),
+        loader=_guarded_loader(loader, accelerator),
+        policy=agreed_policy,
+        **guard_arguments,
     )
-    if run_dir is None and accelerator.project_dir is None:
+    if not isinstance(loader, DataLoader):
+        guard._batches_per_step = accelerator.gradient_accumulation_steps
+    take_scale(guard, accelerator.scaler)
+    accelerator.log = recorded_too(accelerator.log, _logged_values)
+    return guard
+
+
+def _agreed_policy(accelerator: Any, policy: Policy) -> Policy:
+    """Return the policy with the accelerator's precision and its word on schedulers."""
+    policy = agreed(policy, "Accelerator", {"precision": check_accelerator(accelerator)})
+    user_steps_scheduler = not accelerator.step_scheduler_with_optimizer
+    if user_steps_scheduler and policy.scheduler_interval == "step":
+        policy = policy.replace(scheduler_interval=None)
+    return policy
+
+
+def _run_directory(
+    run_dir: str | os.PathLike[str] | None, accelerator: Any
+) -> str | os.PathLike[str]:
+    if run_dir is not None:
+        return run_dir
+    if accelerator.project_dir is None:
         raise PolicyError(
             "run_dir=None, and the accelerator has no project_dir",
             limit="checkpoints and the recording need a place",
             fix='pass run_dir="runs/a", or Accelerator(project_dir=...).',
             rule="H105",
         )
-    if not accelerator.step_scheduler_with_optimizer and found.scheduler_interval == "step":
-        found = found.replace(scheduler_interval=None)
-    guard = AcceleratedGuard(
-        Path(accelerator.project_dir, "holdfast") if run_dir is None else run_dir,
-        model=_each(model, lambda given: _model(given, accelerator)),
-        optimizer=_each(optimizer, _optimizer),
-        scheduler=_each(scheduler, lambda given: _schedule(given, accelerator.num_processes)),
-        loader=_loader(loader, accelerator) if isinstance(loader, Iterable) else loader,
-        policy=found,
-        **own,
-    )
-    if not isinstance(loader, DataLoader):
-        guard._batches_of_a_step = accelerator.gradient_accumulation_steps
-    take_scale(guard, accelerator.scaler)
-    accelerator.log = recorded_too(
-        accelerator.log, lambda values, step=None, *_, **__: (values, step)
-    )
-    return guard
+    return Path(accelerator.project_dir, "holdfast")
 
 
-def _each(given: Any, unwrapped: Any) -> Any:
-    if isinstance(given, Mapping):
-        return {name: unwrapped(each) for name, each in given.items()}
-    return None if given is None else unwrapped(given)
+def _logged_values(values: Any, step: Any = None, *_: Any, **__: Any) -> tuple[Any, Any]:
+    """Return the values and the step of a call of ``accelerator.log``."""
+    return values, step
 
 
-def _optimizer(given: Any) -> Any:
-    """Return the optimizer inside a prepared one; a wrapper such as Lookahead stays as it is."""
-    prepared = isinstance(given, load("accelerate.optimizer").AcceleratedOptimizer)
-    return given.optimizer if prepared else given
+class AcceleratedGuard(Guard):
+    """A guard for objects that an accelerator has prepared."""
+
+    _batches_per_step = 1
+
+    def step(self, batch: Any, loss_fn: LossFunction, **named: Any) -> StepResult:
+        """Make one step of a batch of ``guard.batches``, as `Guard.step`.
+
+        Raises:
+            BatchError: H203 for a batch that is only a part of a window, and others as `Guard`.
+        """
+        if self._batches_per_step > 1 and not isinstance(batch, Window):
+            raise BatchError(
+                f"guard.step was called with a {type(batch).__name__}, and"
+                f" gradient_accumulation_steps={self._batches_per_step}",
+                limit=(
+                    "each call makes a whole step, so a loop over the loader itself would not"
+                    " accumulate"
+                ),
+                fix=(
+                    "pass loader= to accelerate_guard and iterate guard.batches(max_epochs=...),"
+                    " which yields windows of that many batches; or leave out"
+                    " gradient_accumulation_steps."
+                ),
+                rule="H203",
+            )
+        return super().step(batch, loss_fn, **named)
 
 
-def _model(given: Any, accelerator: Any) -> Any:
-    if isinstance(given, torch.nn.parallel.DistributedDataParallel):
-        return given  # the ranks need the wrapper
-    return accelerator.unwrap_model(given, keep_fp32_wrapper=True, keep_torch_compile=True)
+# --- Prepared objects -----------------------------------------------------------------------------
 
 
-def _loader(loader: Iterable[Any], accelerator: Any) -> Iterable[Any]:
+def _unwrap_each(prepared: Any, unwrap: Callable[[Any], Any]) -> Any:
+    """Unwrap an object, or each in a dict of named ones."""
+    if prepared is None:
+        return None
+    if isinstance(prepared, Mapping):
+        return {name: unwrap(value) for name, value in prepared.items()}
+    return unwrap(prepared)
+
+
+def _unwrap_model(model: Any, accelerator: Any) -> Any:
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        # The guard needs this wrapper, which averages gradients over the ranks.
+        return model
+    return accelerator.unwrap_model(model, keep_fp32_wrapper=True, keep_torch_compile=True)
+
+
+def _unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside a prepared one.
+
+    Another wrapper, such as Lookahead, may also have an attribute ``optimizer``, and stays.
+    """
+    if isinstance(optimizer, load("accelerate.optimizer").AcceleratedOptimizer):
+        return optimizer.optimizer
+    return optimizer
+
+
+def _unwrap_scheduler(scheduler: Any, num_processes: int) -> Any:
+    """Return the scheduler inside a prepared one, which advances as the prepared one does.
+
+    Another scheduler may also have an attribute ``scheduler``, and stays.
+    """
+    if not isinstance(scheduler, load("accelerate.scheduler").AcceleratedScheduler):
+        return scheduler
+    inner = scheduler.scheduler
+    if isinstance(inner, _AsPrepared):
+        return inner
+    # A schedule counts the steps of all processes, unless these share each batch.
+    advances_per_step = num_processes
+    if scheduler.split_batches or not scheduler.step_with_optimizer:
+        advances_per_step = 1
+    if advances_per_step > 1 or hasattr(inner, "total_steps"):
+        inner._holdfast_advances = advances_per_step
+        inner.__class__ = type(type(inner).__name__, (_AsPrepared, type(inner)), {})
+    return inner
+
+
+class _AsPrepared:
+    """Lets a scheduler advance as Accelerate lets it, which may be several times per step.
+
+    One that has `total_steps` stays at its end. It stands before the scheduler's class among the
+    bases.
+    """
+
+    _holdfast_advances: int
+    _step_count: int
+    total_steps: float = math.inf
+
+    def step(self, *args: Any) -> None:
+        """Advance, unless the end is reached."""
+        for _ in range(self._holdfast_advances):
+            if self._step_count <= self.total_steps:
+                super().step(*args)  # type: ignore[misc]
+
+
+# --- Loaders --------------------------------------------------------------------------------------
+
+
+def _guarded_loader(loader: Any, accelerator: Any) -> Any:
+    """Return the loader as the guard shall iterate it; what is none is left for it to refuse.
+
+    Raises:
+        PolicyError: H111 for a loader whose position or accumulation cannot be guarded.
+    """
     steps = accelerator.gradient_accumulation_steps
+    if not isinstance(loader, Iterable):
+        return loader
     if isinstance(loader, DataLoader):
         if steps > 1:
-            raise excluded(
+            raise unsupported(
                 f"gradient_accumulation_steps={steps} with a holdfast.DataLoader",
-                "it hands out whole batches, and a step cuts them where memory is short",
-                f"give it {steps} times the batch_size, and Accelerator no accumulation;"
-                " micro_batch_size= limits what is computed at once.",
+                reason="it yields whole batches, and a step splits them where memory is short",
+                fix=(
+                    f"give it {steps} times the batch_size, and Accelerator no accumulation;"
+                    " micro_batch_size= limits what is computed at once."
+                ),
             )
         return loader
     if getattr(loader, "use_stateful_dataloader", False):
-        raise excluded(
+        raise unsupported(
             "use_stateful_dataloader=True",
-            "its position is ahead of the batches that were trained",
-            "leave it out: the guard goes back to its place by itself.",
+            reason="its position is ahead of the batches that were trained",
+            fix="leave it out: the guard restores the position itself.",
         )
     return PreparedLoader(loader, accelerator.device, steps)
+
+
+class PreparedLoader:
+    """The batches of a prepared loader, from any epoch on, as windows on the device.
+
+    The guard iterates this instead of the prepared loader, for two reasons:
+
+    - A prepared loader counts epochs itself, and its ``state_dict`` holds nothing. A run that
+      resumes in a new process would get the order of the first epoch.
+    - It loads each batch before the step of the batch before it. A resume could not give that batch
+      the random numbers it had. The loader inside it loads on demand.
+
+    Args:
+        loader: A loader that Accelerate has prepared, or any iterable of batches.
+        device: Where batches are moved.
+        batches_per_window: ``gradient_accumulation_steps``.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], device: torch.device, batches_per_window: int
+    ) -> None:
+        self._loader: Any = loader
+        self._device = device
+        self._batches_per_window = batches_per_window
+        self._send_to_device = load("accelerate.utils").send_to_device
+        # A guard's cursor looks for these two names.
+        self.generator = getattr(loader, "generator", None)
+        self.sampler = _EpochOrder(loader)
+
+    @property
+    def torch_loader(self) -> Any:
+        """Return torch's loader if its batches are taken as they are.
+
+        None if Accelerate decides their order.
+        """
+        return self._inner_loader()
+
+    def __len__(self) -> int:
+        """Return the windows of an epoch."""
+        return math.ceil(len(self._loader) / self._batches_per_window)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches, or windows of them, on the device."""
+        batches = (self._send_to_device(batch, self._device) for batch in self._batches())
+        if self._batches_per_window == 1:
+            yield from batches
+            return
+        while True:
+            window = list(islice(batches, self._batches_per_window))
+            if not window:
+                return
+            yield Window(window)
+
+    def _batches(self) -> Iterator[Any]:
+        inner = self._inner_loader()
+        if inner is None:
+            # Such as a dispatcher, which has an order of its own.
+            yield from self._loader
+            return
+        # This is what Accelerate does around the iteration of the loader inside.
+        if self._loader.rng_types is not None:
+            load("accelerate.utils").synchronize_rng_states(
+                self._loader.rng_types, self._loader.synchronized_generator
+            )
+        self._loader.set_epoch(self._loader.iteration)
+        yield from inner
+        self._loader.iteration += 1
+
+    def _inner_loader(self) -> Any:
+        if type(self._loader).__name__ != "DataLoaderShard" or self._loader.skip_batches:
+            return None
+        return getattr(self._loader, "base_dataloader", None)
+
+
+class _EpochOrder:
+    """What decides the order of a loader: a guard's cursor sets its epoch and saves its generator.
+
+    Args:
+        loader: A loader that Accelerate has prepared, or any iterable of batches.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        if hasattr(loader, "get_sampler"):
+            sampler = loader.get_sampler()
+        else:
+            sampler = getattr(loader, "sampler", None)
+        # With several processes the sampler lies deeper, and all of them draw the order from this
+        # generator.
+        synchronized = getattr(loader, "synchronized_generator", None)
+        self.generator = synchronized or getattr(sampler, "generator", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration have the order of an epoch."""
+        if hasattr(self._loader, "iteration"):
+            self._loader.iteration = epoch
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(epoch)

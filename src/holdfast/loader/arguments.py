@@ -1,220 +1,277 @@
-"""The arguments of `DataLoader`.
-
-Checked before any work, and turned into an order and a place among the ranks.
-"""
+"""The arguments of `DataLoader`: checked before any work, and turned into batches and ranks."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sized
-from typing import Any
+from collections.abc import Callable, Sized
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from holdfast.core.errors import LoaderError
+from holdfast.loader.order.batches import EpochBatches
 from holdfast.loader.order.orders import Order, Sequential, Shuffled
-from holdfast.loader.order.plan import Plan
 from holdfast.loader.order.ranks import ranks_now
 from holdfast.loader.order.sampled import Sampled
 from holdfast.loader.streams.sharding import divides_among_ranks
 
-_TORCH = inspect.signature(TorchDataLoader.__init__)
-_AS_TORCH = ("pin_memory", "worker_init_fn", "prefetch_factor", "pin_memory_device")
+_TORCH_SIGNATURE = inspect.signature(TorchDataLoader.__init__)
+
+# Options that torch's loader inside ours gets as they are.
+_OPTIONS_FOR_TORCH = ("pin_memory", "worker_init_fn", "prefetch_factor", "pin_memory_device")
+
+# Torch's arguments by name, with the dataset.
+Arguments: TypeAlias = dict[str, Any]
 
 
 def check_arguments(
     dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, quarantine: float
-) -> dict[str, Any]:
+) -> Arguments:
     """Return torch's arguments by name.
 
-    H607 for what cannot be used, H610 for a dataset without samples.
+    Args:
+        dataset: The user's dataset.
+        args: Torch's positional arguments after the dataset.
+        kwargs: Torch's keyword arguments.
+        seed: As `DataLoader`.
+        quarantine: As `DataLoader`.
+
+    Raises:
+        TypeError: Torch's loader has no such arguments.
+        LoaderError: H607 for an argument that cannot be used, H610 for a dataset without samples.
     """
-    given: dict[str, Any] = dict(_TORCH.bind(None, dataset, *args, **kwargs).arguments)
-    del given["self"]
-    workers, prefetch, generator = (
-        given.get("num_workers", 0),
-        given.get("prefetch_factor"),
-        given.get("generator"),
-    )
-    number = isinstance(quarantine, (int, float)) and not isinstance(quarantine, bool)
-    whole, seeding = isinstance(workers, int), isinstance(generator, (torch.Generator, type(None)))
-    several = prefetch is None or (isinstance(prefetch, int) and prefetch > 0)
-    stream = isinstance(dataset, IterableDataset)
-    reads_one = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
-    _need(
-        whole,
-        f"num_workers={workers!r}",
-        "it is a number",
-        "pass one; H630 says when it is too many.",
-    )
-    _need(
-        several,
-        f"prefetch_factor={prefetch!r}",
-        "each worker has a batch under way",
-        "pass 1 or more.",
-    )
-    _need(
-        workers or not given.get("timeout"),
-        "timeout with num_workers=0",
-        "only workers are waited for",
-        "omit it.",
-    )
-    _need(
-        seeding, f"generator={generator!r}", "it is a torch.Generator", "pass seed= for a number."
-    )
-    _need(
-        type(seed) is not bool and hasattr(seed, "__index__"),
-        f"seed={seed!r}",
-        "it is a whole number",
-        "as 0.",
-    )
-    share = number and 0 <= quarantine < math.inf
-    _need(
-        share,
-        f"quarantine={quarantine!r}",
-        "it is a share or a number of samples",
-        "pass 0.001, 5, or 0 for none.",
-    )
-    _need(
-        stream or reads_one or not hasattr(dataset, "__getitems__"),
-        f"{type(dataset).__name__} has __getitems__ and no __getitem__",
-        "each sample is read by itself, with random numbers of its own",
-        "add a __getitem__; with batch_size=None and a sampler of lists it may read many at once.",
-    )
-    _check_order(dataset, given)
-    if not stream and isinstance(dataset, Sized) and len(dataset) == 0:
+    arguments: Arguments = dict(_TORCH_SIGNATURE.bind(None, dataset, *args, **kwargs).arguments)
+    del arguments["self"]
+    for check in _CHECKS:
+        check(arguments)
+    _check_seed(seed)
+    _check_quarantine(quarantine)
+    _check_has_samples(dataset)
+    return arguments
+
+
+def _check_num_workers(arguments: Arguments) -> None:
+    workers = arguments.get("num_workers", 0)
+    if not isinstance(workers, int):
+        raise _unusable(
+            f"num_workers={workers!r}",
+            limit="it is a number",
+            fix="pass one; H630 says when it is too many.",
+        )
+
+
+def _check_prefetch_factor(arguments: Arguments) -> None:
+    prefetch_factor = arguments.get("prefetch_factor")
+    if prefetch_factor is None:
+        return
+    if not isinstance(prefetch_factor, int) or prefetch_factor <= 0:
+        raise _unusable(
+            f"prefetch_factor={prefetch_factor!r}",
+            limit="each worker prepares at least one batch ahead",
+            fix="pass 1 or more.",
+        )
+
+
+def _check_timeout(arguments: Arguments) -> None:
+    if arguments.get("timeout") and not arguments.get("num_workers", 0):
+        raise _unusable(
+            "timeout with num_workers=0",
+            limit="the loop only waits for workers",
+            fix="omit it.",
+        )
+
+
+def _check_generator(arguments: Arguments) -> None:
+    generator = arguments.get("generator")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise _unusable(
+            f"generator={generator!r}",
+            limit="it is a torch.Generator",
+            fix="pass seed= for a number.",
+        )
+
+
+def _check_dataset_is_read_by_sample(arguments: Arguments) -> None:
+    dataset = arguments["dataset"]
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitems__"):
+        return
+    if getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__):
+        raise _unusable(
+            f"{type(dataset).__name__} has __getitems__ and no __getitem__",
+            limit="samples are read one by one, each with its own random numbers",
+            fix="add a __getitem__; with batch_size=None and a sampler of lists it may read many at"
+            " once.",
+        )
+
+
+def _check_batch_sampler(arguments: Arguments) -> None:
+    batch_sampler = arguments.get("batch_sampler")
+    if isinstance(batch_sampler, Order):
+        raise _unusable(
+            f"batch_sampler={type(batch_sampler).__name__}",
+            limit="an order yields indices, not batches",
+            fix="pass it as sampler=.",
+        )
+
+
+def _check_length_of_order(arguments: Arguments) -> None:
+    sampler = arguments.get("sampler")
+    dataset = arguments["dataset"]
+    if not isinstance(sampler, Order) or not isinstance(dataset, Sized):
+        return
+    if len(sampler) != len(dataset):
+        raise _unusable(
+            f"{type(sampler).__name__} of {len(sampler)} samples with a dataset of {len(dataset)}",
+            limit="both must have the same length",
+            fix="make it for this dataset: one length for each sample.",
+        )
+
+
+_CHECKS: tuple[Callable[[Arguments], None], ...] = (
+    _check_num_workers,
+    _check_prefetch_factor,
+    _check_timeout,
+    _check_generator,
+    _check_dataset_is_read_by_sample,
+    _check_batch_sampler,
+    _check_length_of_order,
+)
+
+
+def _check_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise _unusable(f"seed={seed!r}", limit="it is a whole number", fix="pass one, such as 0.")
+
+
+def _check_quarantine(quarantine: Any) -> None:
+    is_number = isinstance(quarantine, (int, float)) and not isinstance(quarantine, bool)
+    if not is_number or not 0 <= quarantine < math.inf:
+        raise _unusable(
+            f"quarantine={quarantine!r}",
+            limit="it is a share or a number of samples",
+            fix="pass 0.001, 5, or 0 for none.",
+        )
+
+
+def _check_has_samples(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        return
+    if len(dataset) == 0:
         raise LoaderError(
             f"{type(dataset).__name__} has no samples",
             limit="an epoch needs at least one",
             fix="check its path and its filters.",
             rule="H610",
         )
-    return given
 
 
-def _need(usable: Any, what: str, limit: str, fix: str) -> None:
-    if not usable:
-        raise LoaderError(what, limit=limit, fix=fix, rule="H607")
+def _unusable(what: str, *, limit: str, fix: str) -> LoaderError:
+    return LoaderError(what, limit=limit, fix=fix, rule="H607")
 
 
-def _check_order(dataset: Any, given: dict[str, Any]) -> None:
-    sampler, batch_sampler = given.get("sampler"), given.get("batch_sampler")
-    _need(
-        not isinstance(batch_sampler, Order),
-        f"batch_sampler={type(batch_sampler).__name__}",
-        "an order yields indices",
-        "pass it as sampler=.",
-    )
-    if isinstance(sampler, Order) and isinstance(dataset, Sized):
-        _need(
-            len(sampler) == len(dataset),
-            f"{type(sampler).__name__} of {len(sampler)} samples with a dataset of {len(dataset)}",
-            "some would never come, or are not there",
-            "make it for this dataset: one length for each sample.",
-        )
+# --- workers and ranks ----------------------------------------------------------------------------
 
 
 def start_method(context: Any) -> str | None:
-    """Return how workers are started, as given; None: as this python does when they are started."""
+    """Return how workers are started.
+
+    Args:
+        context: Torch's ``multiprocessing_context``.
+
+    Returns:
+        The name of the method, or None for python's default when they are started.
+    """
     if context is None or isinstance(context, str):
         return context
-    found: str | None = context.get_start_method(allow_none=True)
-    return found
+    method: str | None = context.get_start_method(allow_none=True)
+    return method
 
 
-def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks, as given or as ``torch.distributed`` says; H607."""
+def options_for_torch(loader: Any, *, generator: Any, keep_workers: bool) -> dict[str, Any]:
+    """Return the options of torch's loader inside ours.
+
+    Args:
+        loader: Our loader, which was initialised as torch's.
+        generator: Where torch draws the seeds of workers from.
+        keep_workers: Whether workers live on after an epoch.
+    """
+    options = {name: getattr(loader, name) for name in _OPTIONS_FOR_TORCH}
+    options["generator"] = generator
+    options["persistent_workers"] = keep_workers
+    # A position is one number. With batches out of order it would repeat or lose some.
+    options["in_order"] = True
+    return options
+
+
+def check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return this rank and the number of ranks, as passed or as ``torch.distributed`` says.
+
+    Raises:
+        LoaderError: H607 if they do not fit together.
+    """
     if rank is None and world_size is None:
         return ranks_now((0, 1))
-    rank, world_size = -1 if rank is None else rank, -1 if world_size is None else world_size
-    _need(
-        0 <= rank < world_size,
-        f"rank={rank}, world_size={world_size}",
-        "they belong together, and ranks count from 0",
-        "pass both, with rank < world_size, or neither.",
-    )
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise _unusable(
+            f"rank={rank}, world_size={world_size}",
+            limit="they belong together, and ranks count from 0",
+            fix="pass both, with rank < world_size, or neither.",
+        )
     return rank, world_size
 
 
-def why_undivided(dataset: Any, *, sharded: bool) -> str:
-    """Return why a stream is not divided among the ranks of ``torch.distributed``, or nothing if
-    it is.
+def why_not_divided(dataset: Any, *, sharded: bool) -> str:
+    """Return why a stream is not divided among the ranks of ``torch.distributed``; "" if it is.
+
+    Args:
+        dataset: The iterable dataset.
+        sharded: Whether it divides its items among workers itself.
     """
-    # Dividing again would leave the items of all ranks but one out
     if divides_among_ranks(dataset):
-        return "the dataset asks for ranks: it is taken to divide its items itself"
+        # Dividing once more would leave out the items of all ranks but one.
+        return "the dataset asks for ranks, so it probably divides its items itself"
     if sharded:
         return (
-            "the dataset divides its items among workers and asks for no rank, as far as its code"
-            " shows: each rank gets every item; pass rank= and world_size= to have them divided"
+            "the dataset divides its items among workers, and its code does not seem to ask for a"
+            " rank: each rank gets every item; pass rank= and world_size= to divide them"
         )
     return ""
 
 
-def as_torch(loader: Any, *, generator: Any, keep: bool) -> dict[str, Any]:
-    """Return the options of torch's loader inside ours, which was initialised as torch's."""
-    options = {name: getattr(loader, name) for name in _AS_TORCH}
-    # A position is one number: with batches out of order it would repeat or lose some.
-    return {**options, "generator": generator, "in_order": True, "persistent_workers": keep}
+# --- batches --------------------------------------------------------------------------------------
 
 
-def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
-    """Check that a state is a position, in the order that the loader has; H604."""
-    wrong = [f"no {name}" for name in ("epoch", "consumed", "order") if name not in state]
-    wrong = wrong or [
-        f"{name}={value!r:.50}"
-        for name in ("epoch", "consumed")
-        if type(value := state[name]) is not int or value < 0
-    ]
-    if wrong:
-        raise LoaderError(
-            f"the state has {', '.join(wrong)}",
-            limit="a position is what state_dict() of a holdfast.DataLoader returned",
-            fix="pass that; torch's own loaders and samplers keep other states.",
-            rule="H604",
-        )
-    saved = state["order"]
-    for name in {**saved, **here}:
-        if here.get(name) != saved.get(name):
-            raise LoaderError(
-                f"the loader has {name}={here.get(name)!r} and the position was saved with "
-                f"{name}={saved.get(name)!r}",
-                limit="the same order is needed to continue in the middle of an epoch",
-                fix="build the loader as it was, or start in a new run directory.",
-                rule="H604",
-            )
+def plan_batches(
+    loader: Any,
+    arguments: Arguments,
+    ranks: tuple[int, int],
+    *,
+    repeats: bool | None,
+    ranks_were_passed: bool,
+) -> EpochBatches:
+    """Return which samples of a map-style dataset are in which batch.
 
+    Args:
+        loader: The loader, which was initialised as torch's and has a seed.
+        arguments: Torch's arguments.
+        ranks: This rank and the number of ranks.
+        repeats: As `DataLoader`.
+        ranks_were_passed: Whether the user has passed the ranks.
 
-def plan_of(
-    loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None, named: bool
-) -> Plan:
-    """Return where the entries of a map-style dataset come from.
-
-    `named`: the user has passed the ranks.
-
-    H603 for a sampler without a length, H607 for ranks with a sampler of the user's that does not
-    divide its indices.
+    Raises:
+        LoaderError: H603 for a sampler without a length, H607 for ranks together with a sampler of
+            the user, which does not divide its indices by them.
     """
-    sampler, batch_sampler, dataset = (
-        given.get("sampler"),
-        given.get("batch_sampler"),
-        loader.dataset,
-    )
+    sampler = arguments.get("sampler")
+    batch_sampler = arguments.get("batch_sampler")
+    dataset = loader.dataset
+    if ranks_were_passed:
+        _check_loader_divides(sampler, batch_sampler, ranks)
     samples = len(dataset) if isinstance(dataset, Sized) else None
-    own = (
-        None if isinstance(sampler, Order) else sampler if batch_sampler is None else batch_sampler
-    )
-    _need(
-        own is None or not named or ranks[1] == 1,
-        f"rank={ranks[0]}, world_size={ranks[1]} with {type(own).__name__}",
-        "a sampler of your own says itself what a rank gets",
-        "let it divide by ranks and leave rank= and world_size= out, or pass shuffle=True, which"
-        " the loader divides.",
-    )
-    order: Any
+    order: Order | Sampled
     if batch_sampler is not None:
         order = Sampled(
             batch_sampler,
@@ -224,19 +281,76 @@ def plan_of(
             samples=samples,
             dataset=dataset,
         )
-        return Plan(order=order, of_batches=True)
+        return EpochBatches(order=order, counts_batches=True)
     if isinstance(sampler, Order):
         order = sampler
     elif sampler is not None:
         order = Sampled(sampler, loader.seed, repeats=repeats, samples=samples, dataset=dataset)
+        # The sampler yields what belongs to this rank only.
         ranks = (0, 1)
+    elif arguments.get("shuffle"):
+        order = Shuffled(len(dataset))
     else:
-        order = Shuffled(len(dataset)) if given.get("shuffle") else Sequential(len(dataset))
-    return Plan(
+        order = Sequential(len(dataset))
+    rank, world_size = ranks
+    return EpochBatches(
         order=order,
         seed=loader.seed,
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
-        rank=ranks[0],
-        world_size=ranks[1],
+        rank=rank,
+        world_size=world_size,
     )
+
+
+def _check_loader_divides(sampler: Any, batch_sampler: Any, ranks: tuple[int, int]) -> None:
+    own_sampler = batch_sampler
+    if batch_sampler is None and not isinstance(sampler, Order):
+        own_sampler = sampler
+    rank, world_size = ranks
+    if own_sampler is not None and world_size != 1:
+        raise _unusable(
+            f"rank={rank}, world_size={world_size} with {type(own_sampler).__name__}",
+            limit="a sampler of your own decides itself what a rank gets",
+            fix="let it divide by ranks and omit rank= and world_size=, or pass shuffle=True, which"
+            " the loader divides.",
+        )
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+def check_position(identity: dict[str, Any], state: dict[str, Any]) -> None:
+    """Check that a state is a position in the order that a loader has.
+
+    Args:
+        identity: What must be equal for a position to mean the same samples.
+        state: What `DataLoader.state_dict` returned.
+
+    Raises:
+        LoaderError: H604 if it is no position, or one in another order.
+    """
+    problems = [f"no {name}" for name in ("epoch", "consumed", "order") if name not in state]
+    if not problems:
+        problems = [
+            f"{name}={state[name]!r:.50}"
+            for name in ("epoch", "consumed")
+            if type(state[name]) is not int or state[name] < 0
+        ]
+    if problems:
+        raise LoaderError(
+            f"the state has {', '.join(problems)}",
+            limit="a position is what state_dict() of a holdfast.DataLoader returned",
+            fix="pass that; torch's own loaders and samplers keep other states.",
+            rule="H604",
+        )
+    saved = state["order"]
+    for name in {**saved, **identity}:
+        if identity.get(name) != saved.get(name):
+            raise LoaderError(
+                f"the loader has {name}={identity.get(name)!r}, and the position was saved with"
+                f" {name}={saved.get(name)!r}",
+                limit="the same order is needed to continue in the middle of an epoch",
+                fix="build the loader as it was, or start in a new run directory.",
+                rule="H604",
+            )

@@ -1,7 +1,7 @@
-"""Copy a batch to an accelerator when the loop asks for it, in the order of the loop's own work.
+"""Copies a batch to an accelerator when the loop asks for it.
 
-From pinned memory the host does not wait for the copy, and torch keeps that memory until the copy
-has ended.
+The copy is queued after the loop's own work. From pinned memory the host does not wait for it, and
+torch keeps that memory until the copy has ended.
 """
 
 from __future__ import annotations
@@ -17,66 +17,71 @@ from holdfast.core.errors import LoaderError
 
 
 def target_of(device: torch.device | str | None) -> torch.device | None:
-    """Return where to copy to, None for nowhere: no device was named, or a CPU.
+    """Return the device to copy to, or None if no copy is needed: for no device, or a CPU.
 
-    H607 for one that is not there.
+    Raises:
+        LoaderError: H607 for a device that does not exist.
     """
+    if device is None:
+        return None
     try:
-        target = None if device is None else torch.device(device)
-        if target is None or target.type == "cpu":
-            return None
-        module = _module_of(target)
-        there = module is None or not hasattr(module, "is_available") or module.is_available()
-        why = "torch finds none of this kind" if not there else ""
-        if (
-            module is not None
-            and there
-            and target.index is not None
-            and target.index >= module.device_count()
-        ):
-            why = f"there are {module.device_count()}, counted from 0"
+        target = torch.device(device)
+        problem = _find_problem(target)
     except (RuntimeError, TypeError) as error:
-        why = str(error).partition("\n")[0]
-    if why:
+        problem = str(error).partition("\n")[0]
+    if problem:
         raise LoaderError(
-            f"device={device!r} cannot be used ({why})",
+            f"device={device!r} cannot be used ({problem})",
             limit="batches are copied to it",
             fix=(
-                "pass 'cuda', 'cuda:0' or another one that torch finds, or leave it out to keep"
+                "pass 'cuda', 'cuda:0' or another device that torch finds, or omit it to keep"
                 " batches on the CPU."
             ),
             rule="H607",
         )
-    return target
+    return None if target.type == "cpu" else target
 
 
-def _module_of(device: torch.device) -> Any:
-    """Return torch's module of a device, None for one that computes nothing, as "meta"."""
+def _find_problem(target: torch.device) -> str:
+    """Return why nothing can be copied to a device; "" if it can."""
+    if target.type == "cpu":
+        return ""
     try:
-        return torch.get_device_module(device)
+        module: Any = torch.get_device_module(target)
     except RuntimeError:
-        return None
+        # A device that computes nothing, such as "meta", has no module.
+        return ""
+    if hasattr(module, "is_available") and not module.is_available():
+        return "torch finds no such device"
+    if target.index is not None and target.index >= module.device_count():
+        return f"there are {module.device_count()} of them, counted from 0"
+    return ""
 
 
 def moved(node: Any, target: torch.device | None) -> Any:
-    """Return a tree with every tensor on a device, and all else as the same object, such as any
-    part without tensors.
+    """Return a tree with every tensor on a device.
 
-    Moved are tensors in dicts, lists, tuples, named tuples and dataclasses, and what has a method
-    ``to``.
+    Tensors are found in dicts, lists, tuples, named tuples and dataclasses; objects with a method
+    ``to`` are moved by it. Whatever holds no tensors is the same object as before.
+
+    Args:
+        node: The tree, such as a batch.
+        target: The device; None to leave everything where it is.
     """
     if target is None:
         return node
-    # What has a `to` knows best how; but Hugging Face's BatchEncoding, a UserDict, would move in
-    # place.
+    # An object with a method `to` knows best how it is moved. A Hugging Face BatchEncoding, which
+    # is a UserDict, is not moved by that, because it would be changed in place.
     if callable(getattr(node, "to", None)) and not isinstance(node, (type, UserDict)):
-        # Only on CUDA does torch promise that later work there waits for the copy, and only of
-        # tensors.
-        asynchronous = isinstance(node, (torch.Tensor, PackedSequence)) and target.type == "cuda"
-        return node.to(target, non_blocking=True) if asynchronous else node.to(target)
+        # torch promises that later work waits for the copy only for tensors, and only on CUDA.
+        is_tensor = isinstance(node, (torch.Tensor, PackedSequence))
+        if is_tensor and target.type == "cuda":
+            return node.to(target, non_blocking=True)
+        return node.to(target)
     children = children_of(node)
     if children is None:
         return node
-    there = {key: moved(child, target) for key, child in children.items()}
-    same = all(there[key] is child for key, child in children.items())
-    return node if same else rebuilt(node, there, checked=False)
+    moved_children = {key: moved(child, target) for key, child in children.items()}
+    if all(moved_children[key] is child for key, child in children.items()):
+        return node
+    return rebuilt(node, moved_children, checked=False)

@@ -1,9 +1,9 @@
-"""`DataLoader`: torch's loader with an order and augmentation that resume exactly, and workers that
-are replaced.
+"""`DataLoader`: torch's loader with an order and augmentation that resume exactly, and with workers
+that are replaced when they are lost.
 
-Order comes from (seed, epoch), each sample's random numbers from (seed, epoch, index), and the
-position counts what was handed out. Nothing else is state, so a run goes on at any batch, with
-another number of workers, another batch size or another number of ranks.
+The order comes from (seed, epoch), the random numbers of a sample from (seed, epoch, index), and
+the position counts what was handed out. There is no other state. A run can therefore continue at
+any batch, with another number of workers, another batch size or another number of ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
@@ -25,103 +24,65 @@ from holdfast.core.errors import LoaderError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import EventData
 from holdfast.loader.arguments import (
-    as_torch,
     check_arguments,
     check_position,
-    plan_of,
-    ranks_of,
+    check_ranks,
+    options_for_torch,
+    plan_batches,
     start_method,
-    why_undivided,
+    why_not_divided,
 )
 from holdfast.loader.device import moved, target_of
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
 from holdfast.loader.order.ranks import ranks_now, steps_left
 from holdfast.loader.order.sampled import Drawn, Sampled
+from holdfast.loader.position import LoaderPosition
 from holdfast.loader.quarantine import FILE_NAME, Ledger
 from holdfast.loader.random_state import SeededGenerator
 from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import note_handlers
 from holdfast.loader.streams.sharding import shards_itself
-from holdfast.loader.streams.stream import (
-    Beginning,
-    StreamPlan,
-    StreamPosition,
-    StreamSource,
-    keeps_state,
-)
+from holdfast.loader.streams.stream import InitialState, StreamSettings, StreamSource, keeps_state
 from holdfast.loader.weak_calls import WeakCall
 from holdfast.loader.workers.board import Board
-from holdfast.loader.workers.fetch import Fetcher, as_error
+from holdfast.loader.workers.fetch import Fetcher
 from holdfast.loader.workers.map_source import MapSource
 from holdfast.loader.workers.pool import WorkerSettings
 from holdfast.loader.workers.recovery import WorkerRecovery
+from holdfast.loader.workers.report import as_error
 
 _log = logging.getLogger("holdfast")
 
 
-class Place(NamedTuple):
-    """Where an epoch stands after a batch.
-
-    A position counts samples of all ranks, or batches of a batch sampler or a stream.
-    """
-
-    position: int
-    indices: tuple[Any, ...] | None = None
-    streamed: Mapping[int, StreamPosition] = {}  # never changed; a proxy could not be pickled
-    turn: int = 0
-    drawn: Drawn | None = None
-
-    def dataset_indices(self) -> list[int] | None:
-        """Return the dataset indices of the samples in the batch before this place.
-
-        None if not known.
-        """
-        indices = self.indices or ()
-        known = bool(indices) and all(isinstance(index, (int, np.integer)) for index in indices)
-        return [int(index) for index in indices] if known else None
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> Place:
-        """Return the place that a loader's state holds."""
-        stream = state.get("stream", {"parts": [], "turn": 0})
-        streamed = {
-            shard: StreamPosition(items=items, state=kept, ended=ended)
-            for shard, items, kept, ended in stream["parts"]
-        }
-        known = state["consumed"] and "drawn" in state  # at the beginning it may draw what it likes
-        drawn = Drawn(state["drawn"], state.get("drawn_rank")) if known else None
-        return cls(state["consumed"], None, streamed, stream["turn"], drawn)
-
-
-class _Failed(NamedTuple):
+class _FailedBatch(NamedTuple):
     """An error in the place of a batch.
 
-    Raised outside of the generators, which an exception would end.
+    It is raised by `Epoch`, because an exception would end the generators below it.
     """
 
     error: Exception
 
 
 class Epoch:
-    """The batches of an epoch, which go on after an error in the place of one, as torch's do."""
+    """The iterator over the batches of an epoch.
 
-    under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
-    """Those that have handed out a batch since `take_unkept_loaders`, and have not reached their
-    end.
-
-    One that was given up is gone by itself.
+    As with torch, it continues after it has raised an error in the place of a batch.
     """
 
+    # Iterators that have handed out a batch since `take_unkept_loaders`, and have not reached their
+    # end. One that nobody refers to disappears from the set.
+    under_way: ClassVar[weakref.WeakSet[Epoch]] = weakref.WeakSet()
+
+    # Batches that all loaders of this process have handed out.
     handed_out: ClassVar[int] = 0
-    """Batches that all loaders of this process have handed out."""
 
     def __init__(self, batches: Generator[Any], loader: DataLoader) -> None:
         self._batches = batches
         self.loader = loader
 
     def __len__(self) -> int:
-        """Return the batches of an epoch, as an iterator of torch's."""
+        """Return the batches of a whole epoch, as an iterator of torch's."""
         return len(self.loader)
 
     def __iter__(self) -> Epoch:
@@ -135,29 +96,25 @@ class Epoch:
             raise
         self.under_way.add(self)
         Epoch.handed_out += 1
-        if isinstance(batch, _Failed):
+        if isinstance(batch, _FailedBatch):
             raise batch.error
         return batch
 
     def close(self) -> None:
-        """Give up the rest."""
+        """Give up the rest of the epoch."""
         self.under_way.discard(self)
         self._batches.close()
 
 
 def batches_handed_out() -> int:
-    """Return how many batches all `DataLoader` of this process have handed out.
-
-    More tells that one was read.
-    """
+    """Return how many batches all `DataLoader` of this process have handed out so far."""
     return Epoch.handed_out
 
 
 def take_unkept_loaders() -> list[DataLoader]:
-    """Return the loaders that are in the middle of an epoch and whose position nobody has asked for
-    to keep it.
+    """Return the loaders in the middle of an epoch whose position nobody saves.
 
-    Only those that have handed out a batch since the last call.
+    Only loaders that have handed out a batch since the last call are returned.
     """
     epochs = list(Epoch.under_way)
     Epoch.under_way.clear()
@@ -233,66 +190,84 @@ class DataLoader(TorchDataLoader[Any]):
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        given = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine)
+        arguments = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine)
         self._iterable = isinstance(dataset, IterableDataset)
-        by_code = (
-            sharded is None
-            and self._iterable
-            and shards_itself(dataset, given.get("worker_init_fn"))
-        )
-        self.sharded = self._iterable and (by_code if sharded is None else sharded)
-        self._sharding_given = sharded is not None
-        super().__init__(**given)
+        # Whether a stream divides its items among workers itself, and whether the user says so.
+        self.sharded = False
+        self._sharding_was_passed = sharded is not None
+        if self._iterable and sharded is None:
+            self.sharded = shards_itself(dataset, arguments.get("worker_init_fn"))
+        elif self._iterable:
+            self.sharded = bool(sharded)
+        super().__init__(**arguments)
         self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
-        named = rank is not None
-        self._undivided = (
-            why_undivided(dataset, sharded=self.sharded) if self._iterable and not named else ""
-        )
-        self._ranks_fixed = named or bool(self._undivided)
-        self._ranks = (0, 1) if self._undivided else ranks_of(rank, world_size)
-        self._plan = (
-            None
-            if self._iterable
-            else plan_of(self, given, self._ranks, repeats=repeats, named=named)
-        )
-        self._replaces = quarantine > 0
-        self._length = len(dataset) if isinstance(dataset, Sized) and not self._iterable else None
-        self.ledger = Ledger(quarantine, self._length, time.time)
-        """Samples that are quarantined, with the evidence."""
-        self._epoch = 0
-        self._at = Place(position=0)
-        self.repeats = False
-        """Whether the batch that was handed out last is one of another rank too.
-
-        Of fewer samples than ranks.
-        """
-        self.is_kept = False
-        """Whether a guard iterates this loader, or somebody has asked for its `state_dict`."""
         self.device = device
-        self._under_way = False
-        self._sampler_reported = False
-        self._host_epochs = HostEpochs(self)
-        # Whether samples draw from python's or numpy's generator, as far as is known
+
+        ranks_were_passed = rank is not None
+        # Why a stream is not divided among the ranks; "" if it is.
+        self._why_not_divided = ""
+        if self._iterable and not ranks_were_passed:
+            self._why_not_divided = why_not_divided(dataset, sharded=self.sharded)
+        # Otherwise the ranks are looked up when an epoch begins.
+        self._ranks_are_fixed = ranks_were_passed or bool(self._why_not_divided)
+        self._ranks = (0, 1) if self._why_not_divided else check_ranks(rank, world_size)
+
+        # Which samples are in which batch; None for a stream.
+        self._epoch_batches = None
+        # Samples of a map-style dataset, if it has a length.
+        self._length = None
+        if not self._iterable:
+            self._epoch_batches = plan_batches(
+                self,
+                arguments,
+                self._ranks,
+                repeats=repeats,
+                ranks_were_passed=ranks_were_passed,
+            )
+            if isinstance(dataset, Sized):
+                self._length = len(dataset)
+
+        # Samples that are quarantined, with the evidence.
+        self.ledger = Ledger(quarantine, self._length, time.time)
+        self._replaces_bad_samples = quarantine > 0
+        # Whether samples draw from python's or numpy's generator, as far as is known.
         self._draws = False
+
+        self._epoch = 0
+        self._position = LoaderPosition(consumed=0)
+        # Whether batches of the current epoch were asked for.
+        self._under_way = False
+        self._host_epochs = HostEpochs(self)
+        # Whether the batch that was handed out last is also one of another rank, because fewer
+        # samples were left than there are ranks.
+        self.repeats = False
+        self._initial_state = InitialState()
+
+        # Whether a guard iterates this loader, or somebody has asked for its `state_dict`.
+        self.is_kept = False
         self._record: Callable[[EventData], None] | None = None
-        self._beginning = Beginning()
-        # A private one: starting an epoch leaves the global one alone
-        self._base_seeds = SeededGenerator()
-        keep = given.get("persistent_workers", False) and not self._iterable
-        # Workers that are kept end with the loader, not when garbage is collected
-        emit = WeakCall(self, "_emit")
+        self._sampler_was_reported = False
+        # Rules of `machine` that were reported, and whether the size of a batch is still unknown.
+        self._reported_rules: set[str] = set()
+        self._machine_is_unchecked = self.num_workers > 0
+
+        # A private generator, so that starting an epoch leaves the global one alone.
+        self._worker_seeds = SeededGenerator()
+        keep_workers = arguments.get("persistent_workers", False) and not self._iterable
         settings = WorkerSettings(
             workers=self.num_workers,
-            method=start_method(given.get("multiprocessing_context")),
-            options=as_torch(self, generator=self._base_seeds, keep=keep),
-            timeout_seconds=given.get("timeout", 0),
-            keep=keep,
+            method=start_method(arguments.get("multiprocessing_context")),
+            options=options_for_torch(
+                self, generator=self._worker_seeds, keep_workers=keep_workers
+            ),
+            timeout_seconds=arguments.get("timeout", 0),
+            keep=keep_workers,
         )
-        self._recovery = WorkerRecovery(settings, emit)
-        self._checked: set[str] = set()  # rules of which was warned
-        self._unchecked = self.num_workers > 0
+        # Not a bound method: workers that are kept must end with the last reference to the loader,
+        # and not when garbage is collected.
+        self._recovery = WorkerRecovery(settings, WeakCall(self, "_emit"))
 
-    # --- what happens
+    # --- events -----------------------------------------------------------------------------------
 
     def attach(self, record: Callable[[EventData], None], run_dir: Path) -> None:
         """Call `record` with each event, and keep the ledger in the run's directory."""
@@ -309,78 +284,95 @@ class DataLoader(TorchDataLoader[Any]):
     def quarantine(self, index: int, kind: str, evidence: str) -> None:
         """Replace a sample by another one from the next epoch on.
 
-        H612 if that would be one too many.
+        Raises:
+            LoaderError: H612 if that would be one sample too many.
         """
-        if event := self.ledger.add(index, kind, self._epoch + 1, evidence):
+        event = self.ledger.add(index, kind, self._epoch + 1, evidence)
+        if event is not None:
             self._emit(event)
 
     def _check_machine(self, batch: Any = None) -> None:
-        """Warn of workers that the machine is not enough for; of each rule once."""
+        """Warn if the machine has not enough for the workers, once for each rule."""
         load = Load.of(batch, self._recovery.settings.workers, self.prefetch_factor)
         for concern in concerns(load, Machine.here()):
-            if concern.rule not in self._checked:
-                self._checked.add(concern.rule)
+            if concern.rule not in self._reported_rules:
+                self._reported_rules.add(concern.rule)
                 self._emit(concern)
 
-    # --- batches
+    # --- epochs -----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Return the batches of the next epoch.
+        """Return the batches of the next epoch, or what is left of it after `load_state_dict`.
 
-        After an error in the place of one they go on, as torch's do.
+        As with torch, they continue after an error in the place of a batch.
         """
-        return Epoch(self._epoch_batches(), self)
+        return Epoch(self._iterate_epoch(), self)
 
-    def _epoch_batches(self) -> Generator[Any]:
-        """Yield the batches of the next epoch, or what is left after `load_state_dict`."""
+    def _iterate_epoch(self) -> Generator[Any]:
         note_handlers()
-        self._move_on()
+        self._go_to_next_epoch()
         epoch = self._epoch
         self._check_length()
-        # Drawn here, where an error of the sampler is no worker's.
-        drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
-        self._report_a_changed_sampler()
-        self._base_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
-        source = self._stream_source() if self._plan is None else self._map_source()
+        # The sampler is drawn here, where its errors are not taken for those of a worker.
+        drawn = None
+        if self._sampler is not None:
+            drawn = self._sampler.check_drawn(epoch, self._position.drawn)
+        self._report_changed_sampler()
+        self._worker_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
+        source = self._stream_source() if self._iterable else self._map_source()
         target = target_of(self.device)
-        with contextlib.closing(self._batches(source, drawn)) as batches:
-            for batch, place in batches:
-                if place is not None:
-                    # First: a copy that fails is no batch that was handed out
-                    batch = moved(batch, target)
-                    # Another iterator of this loader, such as a look at a batch, may have moved on
-                    # meanwhile.
-                    if self._epoch != epoch or not self._under_way:
-                        self._epoch, self._under_way = epoch, True
-                    self.repeats = self._plan is not None and self._plan.repeats(
-                        epoch, self._at.position
-                    )
-                    self._at = place
+        with contextlib.closing(self._receive_batches(source, drawn)) as batches:
+            for batch, position in batches:
+                if position is None:
+                    yield batch
+                    continue
+                # The copy comes first: a batch that cannot be copied is not handed out. The name
+                # is reused, so that the batch on the host is not kept alive.
+                batch = moved(batch, target)
+                self._advance(epoch, position)
                 yield batch
         self._move_to(epoch + 1)
 
-    def _move_on(self) -> None:
-        """Go to the epoch that comes next, among the ranks that there are now."""
-        self._look_at_ranks()
-        if self._under_way:  # an epoch that was left before its end, as torch: the next one starts
+    def _advance(self, epoch: int, position: LoaderPosition) -> None:
+        """Note that a batch is handed out."""
+        # Another iterator of this loader, such as one that looks at a batch, may have moved it to
+        # another epoch.
+        if self._epoch != epoch or not self._under_way:
+            self._epoch = epoch
+            self._under_way = True
+        if self._epoch_batches is not None:
+            self.repeats = self._epoch_batches.is_repeated(epoch, self._position.consumed)
+        self._position = position
+
+    def _go_to_next_epoch(self) -> None:
+        """Go to the epoch that is iterated next, divided among the ranks that there are now."""
+        self._update_ranks()
+        if self._under_way:
+            # As with torch, an epoch that was left before its end is over.
             self._move_to(self._epoch + 1)
-        on_sampler = None if self._sampler is None else self._sampler.epoch_set()
-        epoch = self._host_epochs.follow(
-            self._epoch, on_sampler, self._emit, begun=self._at.position > 0
+        epoch_on_sampler = None if self._sampler is None else self._sampler.take_epoch_set()
+        epoch = self._host_epochs.choose_epoch(
+            self._epoch, epoch_on_sampler, self._emit, begun=self._position.consumed > 0
         )
         if epoch != self._epoch:
-            self._epoch, self._at = epoch, Place(position=0)
+            self._epoch = epoch
+            self._position = LoaderPosition(consumed=0)
 
-    def _look_at_ranks(self) -> None:  # anew: the process group may be younger than the loader
-        if not self._ranks_fixed:
-            self._ranks = ranks_now(self._ranks)
-            self._plan = None if self._plan is None else self._plan.among(*self._ranks)
+    def _update_ranks(self) -> None:
+        """Look up the ranks again: the process group may be younger than the loader."""
+        if self._ranks_are_fixed:
+            return
+        self._ranks = ranks_now(self._ranks)
+        if self._epoch_batches is not None:
+            self._epoch_batches = self._epoch_batches.for_rank(*self._ranks)
 
     def _check_length(self) -> None:
-        if self._length is not None and len(self.dataset) != self._length:  # type: ignore[arg-type]
+        if self._length is None:
+            return
+        length = len(self.dataset)  # type: ignore[arg-type]
+        if length != self._length:
             raise LoaderError(
-                f"the dataset has {len(self.dataset)} samples"  # type: ignore[arg-type]
-                f" and had {self._length} when the loader was made",
+                f"the dataset has {length} samples and had {self._length} when the loader was made",
                 limit="an order is made for one length",
                 fix="make a new loader, or keep the length fixed.",
                 rule="H608",
@@ -388,75 +380,88 @@ class DataLoader(TorchDataLoader[Any]):
 
     @property
     def _sampler(self) -> Sampled | None:
-        return None if self._plan is None else self._plan.sampler
+        return None if self._epoch_batches is None else self._epoch_batches.sampler
 
-    def _batches(
+    def _receive_batches(
         self, source: MapSource | StreamSource, drawn: Drawn | None
-    ) -> Generator[tuple[Any, Place | None]]:
-        """Yield batches with where the epoch stands after each.
-
-        None for an error that stands in the place of one.
-        """
-        if self._plan is not None and self._at.position and not self._plan.steps(self._at.position):
-            self._nothing_left()
-        if self._unchecked:
+    ) -> Generator[tuple[Any, LoaderPosition | None]]:
+        """Yield batches, each with the position after it; None for an error in the place of one."""
+        self._warn_if_nothing_is_left()
+        if self._machine_is_unchecked:
             self._check_machine()
-        # Not before: after what raises until here, the epoch is still the next one
+        # Not earlier: if anything above raises, this epoch is still the next one.
         self._under_way = True
-        with contextlib.closing(self._recovery.batches(source)) as made:
-            for count, (batch, report) in enumerate(made, start=self._at.position + 1):
+        consumed_batches = self._position.consumed
+        with contextlib.closing(self._recovery.batches(source)) as received:
+            for batch, report in received:
+                consumed_batches += 1
                 if report.fatal is not None:
-                    yield _Failed(as_error(report.fatal, report)), None
+                    yield _FailedBatch(as_error(report.fatal, report)), None
                     continue
-                if self._unchecked:  # once the size of a batch is known
+                if self._machine_is_unchecked:
+                    # The size of a batch is known only now.
                     self._check_machine(batch)
-                    self._unchecked = False
+                    self._machine_is_unchecked = False
                 self._draws |= report.draws
                 if isinstance(source, MapSource):
-                    yield batch, Place(source.position, report.indices, drawn=drawn)
+                    yield batch, LoaderPosition(source.position, report.indices, drawn=drawn)
                 else:
-                    yield batch, Place(count, None, dict(source.positions), source.turn)
+                    parts = dict(source.positions)
+                    yield batch, LoaderPosition(consumed_batches, None, parts, source.turn)
 
-    def _nothing_left(self) -> None:
-        """Warn of an iteration without batches, unless the host has said that it means this
-        epoch.
-        """
-        if not self._host_epochs.followed:
+    def _warn_if_nothing_is_left(self) -> None:
+        """Warn of an iteration without batches, unless the host has named this very epoch."""
+        if self._epoch_batches is None or not self._position.consumed:
+            return
+        if self._epoch_batches.steps_after(self._position.consumed):
+            return
+        if not self._host_epochs.is_named:
             why = (
-                "the position that was loaded is behind the last batch of its epoch, so the next"
-                " one is the next iteration; if your loop counts this epoch as done, call"
-                " loader.set_epoch(epoch) before each"
+                "the position that was loaded is after the last batch of its epoch, so the next"
+                " epoch begins with the next iteration; if your loop counts this epoch as done,"
+                " call loader.set_epoch(epoch) before each epoch"
             )
             self._emit(run_events.NothingLeft(epoch=self._epoch, why=why))
 
-    def _report_a_changed_sampler(self) -> None:
-        """Say once that the loop changes the sampler between epochs, so that no checkpoint can
-        bring it back.
-        """
-        if self._sampler is None or not self._sampler.changed_by_others or self._sampler_reported:
+    def _report_changed_sampler(self) -> None:
+        """Warn once if the loop changes the sampler between epochs: no checkpoint holds that."""
+        sampler = self._sampler
+        if sampler is None or not sampler.changed_by_others or self._sampler_was_reported:
             return
-        self._sampler_reported = True
+        self._sampler_was_reported = True
         why = (
-            "none, because the sampler was changed between epochs, and not by being iterated: no"
-            " checkpoint holds that, and a resume is refused (H604). Give the sampler state_dict"
-            " and load_state_dict"
+            "none, because the sampler was changed between epochs other than by iterating it: no"
+            " checkpoint holds such a change, and a resume is refused (H604). Give the sampler"
+            " state_dict and load_state_dict"
         )
         self._emit(run_events.ResumeMayDiffer(why=why))
 
+    # --- sources ----------------------------------------------------------------------------------
+
     def _map_source(self) -> MapSource:
-        assert self._plan is not None
-
-        def make_fetcher(board: Board | None) -> Fetcher:
-            how = {"replaces": self._replaces, "draws": self._draws}
-            return Fetcher(self.dataset, self.seed, self.collate_fn, board, **how)
-
+        assert self._epoch_batches is not None
         return MapSource(
-            self._plan, self._epoch, self._at.position, self.ledger, make_fetcher, self._emit
+            self._epoch_batches,
+            self._epoch,
+            self._position.consumed,
+            self.ledger,
+            self._make_fetcher,
+            self._emit,
+        )
+
+    def _make_fetcher(self, board: Board | None) -> Fetcher:
+        return Fetcher(
+            self.dataset,
+            self.seed,
+            self.collate_fn,
+            board,
+            replaces=self._replaces_bad_samples,
+            draws=self._draws,
         )
 
     def _stream_source(self) -> StreamSource:
         rank, world_size = self._ranks
-        plan = StreamPlan(
+        settings = StreamSettings(
             dataset=self.dataset,
             collate=self.collate_fn,
             seed=self.seed,
@@ -464,125 +469,132 @@ class DataLoader(TorchDataLoader[Any]):
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             sharded=self.sharded,
-            certain=self._sharding_given,
+            sharding_was_passed=self._sharding_was_passed,
             rank=rank,
             world_size=world_size,
-            beginning=self._beginning,
+            initial_state=self._initial_state,
         )
-        if self._at.streamed and not keeps_state(self.dataset):
+        if self._position.stream and not keeps_state(self.dataset):
             why = (
                 "the dataset has no state_dict and load_state_dict: what comes before the position"
                 " is read again"
             )
-            items = max(each.items for each in self._at.streamed.values())
+            items = max(part.items for part in self._position.stream.values())
             self._emit(run_events.StreamReadOver(items=items, why=why))
-        if self._undivided and ranks_now((0, 1))[1] > 1:
-            self._emit(run_events.RanksNotDivided(why=self._undivided))
-        return StreamSource(plan, dict(self._at.streamed), self._at.turn, max(1, self.num_workers))
+        _, world_size_now = ranks_now((0, 1))
+        if self._why_not_divided and world_size_now > 1:
+            self._emit(run_events.RanksNotDivided(why=self._why_not_divided))
+        workers = max(1, self.num_workers)
+        return StreamSource(settings, dict(self._position.stream), self._position.turn, workers)
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of this rank."""
-        self._look_at_ranks()
-        if self._plan is not None:
-            return self._plan.steps(0)
-        items, size = len(self.dataset), self.batch_size or 1  # type: ignore[arg-type] # as torch, if it has no length
-        return steps_left(0, items, size, self._ranks[1], drop_last=self.drop_last)
+        self._update_ranks()
+        if self._epoch_batches is not None:
+            return self._epoch_batches.steps_after(0)
+        # As with torch, this raises `TypeError` if the dataset has no length.
+        items = len(self.dataset)  # type: ignore[arg-type]
+        _, world_size = self._ranks
+        return steps_left(0, items, self.batch_size or 1, world_size, drop_last=self.drop_last)
 
     @property
     def batch_indices(self) -> list[int] | None:
-        """Return the dataset indices of the samples in the batch that was handed out last.
-
-        None if not known.
-        """
-        return self._at.dataset_indices()
+        """Dataset indices of the samples in the batch that was handed out last; None if unknown."""
+        return self._position.dataset_indices()
 
     @property
-    def place(self) -> Place:
-        """Return where the epoch stands after the batch that was handed out last."""
-        return self._at
+    def place(self) -> LoaderPosition:
+        """The position after the batch that was handed out last."""
+        return self._position
 
-    # --- position
+    # --- position ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what was handed out so far, as numbers and text.
 
-        What a stream or a sampler returns from a ``state_dict`` of its own is part of it.
+        If a stream or a sampler has a ``state_dict`` of its own, what that returns is included.
         """
         self.is_kept = True
         return self.with_sampler(self.position())
 
     def position(self) -> dict[str, Any]:
-        """Return `state_dict` without what belongs to a sampler of the user's, whose state may
-        be large.
-        """
-        state = {"epoch": self._epoch, "consumed": self._at.position, "order": self._identity()}
+        """Return `state_dict` without the state of the user's sampler, which may be large."""
+        state = {
+            "epoch": self._epoch,
+            "consumed": self._position.consumed,
+            "order": self._identity(),
+        }
         if self._host_epochs.current not in (None, self._epoch):
             state["named"] = self._host_epochs.current
-        if self._at.drawn is not None:
-            state["drawn"], state["drawn_rank"] = self._at.drawn
+        if self._position.drawn is not None:
+            state["drawn"] = self._position.drawn.digest
+            state["drawn_rank"] = self._position.drawn.rank
         if self._iterable:
-            parts = [
-                [shard, each.items, each.state, each.ended]
-                for shard, each in sorted(self._at.streamed.items())
-            ]
-            state["stream"] = {"parts": parts, "turn": self._at.turn}
+            state["stream"] = self._position.stream_state()
         return state
 
     def state_at(self, epoch: int) -> dict[str, Any]:
         """Return the position at the beginning of an epoch."""
         state = {"epoch": epoch, "consumed": 0, "order": self._identity()}
-        return self.with_sampler(
-            {**state, "stream": {"parts": [], "turn": 0}} if self._iterable else state
-        )
+        if self._iterable:
+            state["stream"] = LoaderPosition(consumed=0).stream_state()
+        return self.with_sampler(state)
 
     def with_sampler(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Return a `position` together with what belongs to the sampler."""
-        kept = None if self._sampler is None else self._sampler.state_dict(position["epoch"])
-        return position if kept is None else {**position, "sampler": kept}
+        """Return a `position` together with the state of the user's sampler."""
+        if self._sampler is None:
+            return position
+        sampler_state = self._sampler.state_dict(position["epoch"])
+        if sampler_state is None:
+            return position
+        return {**position, "sampler": sampler_state}
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter()`` is, as you count them.
 
-        Earlier ones do not come again, see `go_to`.
-
-        Without it, a position that was loaded at the last batch of an epoch gives the rest of it:
-        no batch.
+        Earlier epochs do not come again; see `go_to`. Without this call, a position that was loaded
+        after the last batch of an epoch yields the rest of that epoch: no batch.
         """
         self._host_epochs.named = int(epoch)
 
     def go_to(self, epoch: int) -> None:
         """Let the next ``iter()`` be the whole of this epoch."""
         self._move_to(epoch)
-        self._host_epochs.placed(epoch)
+        self._host_epochs.note_position(epoch)
         if self._sampler is not None:
-            self._sampler.epoch_set()  # whatever was set on it before
+            # Whatever was set on the sampler before no longer counts.
+            self._sampler.take_epoch_set()
 
     def _move_to(self, epoch: int) -> None:
-        self._host_epochs.moved(epoch - self._epoch)
-        self._epoch, self._at, self._under_way = epoch, Place(position=0), False
+        self._host_epochs.note_move(epoch - self._epoch)
+        self._epoch = epoch
+        self._position = LoaderPosition(consumed=0)
+        self._under_way = False
 
     def _identity(self) -> dict[str, Any]:
-        """Return what must be the same for a position to point at the same samples."""
-        if self._plan is not None:
-            return {"seed": self.seed, **self._plan.identity()}
+        """Return what must be equal for a position to mean the same samples, as JSON values."""
+        if self._epoch_batches is not None:
+            return {"seed": self.seed, **self._epoch_batches.identity()}
         workers = max(1, self.num_workers) if self.sharded else None
         return {"seed": self.seed, "counts": "batches", "kind": "stream", "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position at the next ``iter()``.
 
-        H604 if it is none, or would point at other samples.
+        Raises:
+            LoaderError: H604 if it is no position, or would mean other samples in this loader.
         """
         check_position(self._identity(), state)
-        at = Place.of(state)
+        position = LoaderPosition.from_state(state)
+        epoch = state["epoch"]
         if self._sampler is not None:
-            self._sampler.load_state_dict(state.get("sampler"), state["epoch"])
-        if self._sampler is not None and at.drawn is not None:
-            self._sampler.in_short(state["epoch"], at.drawn)
-        self.go_to(state["epoch"])
-        self._host_epochs.placed(state.get("named", state["epoch"]))
-        self._at = at
+            self._sampler.load_state_dict(state.get("sampler"), epoch)
+            if position.drawn is not None:
+                self._sampler.check_drawn(epoch, position.drawn)
+        self.go_to(epoch)
+        self._host_epochs.note_position(state.get("named", epoch))
+        self._position = position
 
     def close(self) -> None:
-        """End workers that ``persistent_workers`` kept."""
+        """End the workers that ``persistent_workers`` has kept."""
         self._recovery.close()

@@ -1,6 +1,6 @@
-"""What this machine gives to loader workers, and what will go wrong with more than it has.
+"""What this machine has room for, and what goes wrong with more loader workers than that.
 
-Reads Linux's files and decides nothing. What cannot be read does not limit.
+It reads files of Linux and decides nothing. What cannot be read is taken as unlimited.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from holdfast.core.events.run_events import Preflight
 from holdfast.core.text import size
 from holdfast.loader.splitting import tensors_in
 
+# Where shared memory is. No file is made here.
+_SHARED_MEMORY_FOLDER = "/dev/shm"  # noqa: S108
+
+# torch's own default if there are workers.
+_DEFAULT_PREFETCH_FACTOR = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Facts about the machine, as far as they limit loading.
 
-    None where something is unknown or without a limit.
-
-    `cpu_quota` is a fraction under a CFS quota, `shared_memory_free_bytes` is of /dev/shm.
+    Args:
+        cpu_quota: Processors that this process may use; a fraction under a CFS quota.
+        shared_memory_free_bytes: Free bytes in /dev/shm, or None if that is unknown.
     """
 
     cpu_quota: float
@@ -35,82 +41,85 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """Return the facts of the machine that this process runs on."""
-        free = None
+        free_bytes = None
         with contextlib.suppress(OSError):
-            found = os.statvfs("/dev/shm")  # noqa: S108 - no file is made
-            free = found.f_bavail * found.f_frsize
-        return cls(cpu_quota=cpu_quota(), shared_memory_free_bytes=free)
+            file_system = os.statvfs(_SHARED_MEMORY_FOLDER)
+            free_bytes = file_system.f_bavail * file_system.f_frsize
+        return cls(cpu_quota=cpu_quota(), shared_memory_free_bytes=free_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What workers would need, with batches of these bytes."""
+    """What workers need.
+
+    Args:
+        num_workers: How many there are.
+        prefetch_factor: Batches that each of them prepares ahead.
+        batch_bytes: Bytes of one batch; 0 if that is unknown.
+    """
 
     num_workers: int
-    prefetch_factor: int = 2
+    prefetch_factor: int = _DEFAULT_PREFETCH_FACTOR
     batch_bytes: int = 0
 
     @classmethod
     def of(cls, batch: Any, num_workers: int, prefetch_factor: int | None) -> Load:
-        """Return the load of batches like this one.
-
-        A view is sent with the whole memory that it looks into.
-        """
-        storages = {}
+        """Return the load of batches like this one."""
+        # A view is sent with the whole memory that it looks into, and memory that several tensors
+        # share is sent once.
+        storage_bytes = {}
         for tensor in tensors_in(batch):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 storage = tensor.untyped_storage()
-                storages[storage.data_ptr() or id(tensor)] = storage.nbytes()
-        size_bytes = sum(storages.values())
+                storage_bytes[storage.data_ptr() or id(tensor)] = storage.nbytes()
         return cls(
-            num_workers=num_workers, prefetch_factor=prefetch_factor or 2, batch_bytes=size_bytes
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor or _DEFAULT_PREFETCH_FACTOR,
+            batch_bytes=sum(storage_bytes.values()),
         )
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Bytes in /dev/shm at most.
-
-        All batches under way, and the one that is being trained on.
-        """
-        return (
-            (self.num_workers * self.prefetch_factor + 1) * self.batch_bytes
-            if self.num_workers
-            else 0
-        )
+        """Bytes in /dev/shm at most: all batches under way, and the one that is trained on."""
+        if self.num_workers == 0:
+            return 0
+        return (self.num_workers * self.prefetch_factor + 1) * self.batch_bytes
 
 
 def concerns(load: Load, machine: Machine) -> Iterator[Preflight]:
     """Yield what will or may go wrong with these workers; nothing without workers."""
     if load.num_workers > machine.cpu_quota:
-        most = max(1, math.floor(machine.cpu_quota))
-        yield Preflight(
-            what=(
-                f"num_workers={load.num_workers} on {machine.cpu_quota:g} processors (affinity and"
-                " quota)"
-            ),
-            limit=(
-                "workers that compute get slower beyond that; workers that wait for a disk or a"
-                " network do not"
-            ),
-            fix=f"pass num_workers={most} if loading computes.",
-            rule="H630",
-        )
-    asked = (
-        f"{load.num_workers} workers x prefetch_factor={load.prefetch_factor}, batches of"
-        f" {size(load.batch_bytes)}"
+        yield _too_many_workers(load, machine.cpu_quota)
+    free_bytes = machine.shared_memory_free_bytes
+    if free_bytes is not None and load.shared_memory_bytes > free_bytes:
+        yield _too_little_shared_memory(load, free_bytes)
+
+
+def _too_many_workers(load: Load, processors: float) -> Preflight:
+    whole_processors = max(1, math.floor(processors))
+    return Preflight(
+        what=(f"num_workers={load.num_workers} on {processors:g} processors (affinity and quota)"),
+        limit=(
+            "more workers than processors slow loading down if they compute, but not if they wait"
+            " for a disk or a network"
+        ),
+        fix=f"pass num_workers={whole_processors} if loading computes.",
+        rule="H630",
     )
-    free = machine.shared_memory_free_bytes
-    if free is not None and load.shared_memory_bytes > free:
-        yield Preflight(
-            what=(
-                f"{asked}: {size(load.shared_memory_bytes)} of shared memory, and /dev/shm has"
-                f" {size(free)} free"
-            ),
-            limit="a worker that finds it full fails",
-            fix=(
-                "make /dev/shm larger (docker run --shm-size=8g), or lower prefetch_factor, then"
-                " num_workers."
-            ),
-            rule="H631",
-            certain=load.batch_bytes > free,
-        )
+
+
+def _too_little_shared_memory(load: Load, free_bytes: int) -> Preflight:
+    return Preflight(
+        what=(
+            f"{load.num_workers} workers x prefetch_factor={load.prefetch_factor}, batches of"
+            f" {size(load.batch_bytes)}: {size(load.shared_memory_bytes)} of shared memory, and"
+            f" /dev/shm has {size(free_bytes)} free"
+        ),
+        limit="a worker that finds it full fails",
+        fix=(
+            "enlarge /dev/shm (docker run --shm-size=8g), or lower prefetch_factor, then"
+            " num_workers."
+        ),
+        rule="H631",
+        certain=load.batch_bytes > free_bytes,
+    )

@@ -1,8 +1,8 @@
-"""Samples that are quarantined: which, since when, and on what evidence. No torch.
+"""The samples that are quarantined: which ones, since when, and on what evidence. No torch.
 
-The ledger is a JSON file beside the run's checkpoints, so it outlives rollbacks and restarts; a
+The ledger is a JSON file beside the run's checkpoints, so it outlives rollbacks and restarts. A
 loader without a run keeps it in memory. A sample is replaced from the epoch on in which it was
-found, so that an earlier epoch that is trained again sees what it saw.
+found, so that an earlier epoch that is trained again gets the same samples as before.
 """
 
 from __future__ import annotations
@@ -20,9 +20,20 @@ from holdfast.core.events.run_events import SampleQuarantined
 from holdfast.core.files import read_file
 
 FILE_NAME = "quarantine.json"
+
 _FORMAT = 1
+
+# Longer evidence is cut, at its beginning: the end of a traceback says what happened.
 _EVIDENCE_CHARACTERS = 2000
-_LATEST_SECONDS = 2**37  # in the year 6325: later ones are damage, and may be no date any more
+
+# The largest ledger that is read.
+_MOST_BYTES = 1 << 30
+
+# This is in the year 6325. A later time is damage, and `datetime` may not know such a date.
+_LATEST_SECONDS = 2**37
+
+# Indices that an error message lists.
+_INDICES_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +43,8 @@ class Quarantined:
     Args:
         index: Dataset index: a number, text, or a tuple of these.
         kind: ``"raised"``, ``"hung"``, ``"killed its worker"``, or ``"provenance"``.
-        epoch: From this one on it is replaced.
-        evidence: A traceback, or what was seen.
+        epoch: The first epoch in which it is replaced.
+        evidence: A traceback, or a description of what happened.
         unix_seconds: When it was found.
         released: Whether someone has released it.
     """
@@ -47,83 +58,110 @@ class Quarantined:
 
 
 class Ledger:
-    """Which samples are quarantined.
+    """The samples that are quarantined.
 
-    At most `limit` may be: a share of the dataset below 1, which allows at least 1, or a number; 0
-    for none at all.
+    Args:
+        limit: How many may be: a share of the dataset below 1, which allows at least one, or a
+            number; 0 for none at all.
+        length: Samples in the dataset, if that is known.
+        now: Returns the time, in seconds since 1970.
     """
 
     def __init__(self, limit: float, length: int | None, now: Callable[[], float]) -> None:
         self._now = now
         self._path: Path | None = None
+        # By the key of the index, in the order in which they were found.
         self._entries: dict[Any, Quarantined] = {}
         self._share = limit
-        self.limit = (
-            int(limit) if limit >= 1 or limit == 0 else max(1, math.floor(limit * (length or 0)))
-        )
+        if limit >= 1 or limit == 0:
+            self.limit = int(limit)
+        else:
+            self.limit = max(1, math.floor(limit * (length or 0)))
 
     def __iter__(self) -> Iterator[Quarantined]:
-        """Yield what was found, in that order, also what was released."""
+        """Yield all samples that were found, including released ones, in the order of finding."""
         return iter(self._entries.values())
 
     def __len__(self) -> int:
-        """Return how many are quarantined now."""
-        return sum(not each.released for each in self)
+        """Return how many samples are quarantined now."""
+        return sum(not entry.released for entry in self)
 
     def keep_in(self, path: Path) -> None:
         """Read the ledger of a run, and write it from now on.
 
-        H612 if it holds too many, H617 if it is none.
-
-        What was found here without a run is added, unless the file knows of it; a sample that was
+        Samples that were found without a run are added, unless the file has them. A sample that was
         released there and found bad here afterwards is quarantined again.
+
+        Raises:
+            LoaderError: H612 if the file quarantines too many samples, H617 if it is no ledger.
         """
-        kept = read_ledger(path)
+        entries = read_ledger(path)
         for entry in self:
-            known = kept.get(entry.index)
-            if known is None or (known.released and entry.unix_seconds > known.unix_seconds):
-                kept[entry.index] = entry
-        held = _indices(kept.values())
-        if len(held) > self.limit:
-            raise self._too_many(f"{path} quarantines {len(held)} of the samples ({_some(held)})")
-        found_here, self._entries, self._path = bool(self._entries), kept, path
-        if found_here:
+            in_file = entries.get(entry.index)
+            is_found_again = (
+                in_file is not None
+                and in_file.released
+                and entry.unix_seconds > in_file.unix_seconds
+            )
+            if in_file is None or is_found_again:
+                entries[entry.index] = entry
+        quarantined = _quarantined_indices(entries.values())
+        if len(quarantined) > self.limit:
+            raise self._too_many(
+                f"{path} quarantines {len(quarantined)} of the samples ({_list_some(quarantined)})"
+            )
+        has_new_entries = bool(self._entries)
+        self._entries = entries
+        self._path = path
+        if has_new_entries:
             self._write()
 
     def bad(self, epoch: int) -> set[Any]:
-        """Return the indices that are replaced in an epoch."""
-        return set(_indices(each for each in self if each.epoch <= epoch))
+        """Return the keys of the indices that are replaced in an epoch."""
+        return set(_quarantined_indices(entry for entry in self if entry.epoch <= epoch))
 
     def add(self, index: Any, kind: str, epoch: int, evidence: str) -> SampleQuarantined | None:
-        """Quarantine a sample; return the event if that is news.
+        """Quarantine a sample.
 
-        H612 if that would be one too many.
+        A file that cannot be written does not end training. The sample is known in this process,
+        and would be found again after a restart.
+
+        Args:
+            index: Dataset index.
+            kind: As `Quarantined`.
+            epoch: As `Quarantined`.
+            evidence: As `Quarantined`.
+
+        Returns:
+            The event, or None if the sample is quarantined already.
+
+        Raises:
+            LoaderError: H612 if that would be one sample too many.
         """
-        index, not_written = key_of(index), None
-        known = self._entries.get(index)
-        if known is not None and not known.released and known.epoch <= epoch:
+        key = key_of(index)
+        known = self._entries.get(key)
+        is_quarantined = known is not None and not known.released
+        if known is not None and is_quarantined and known.epoch <= epoch:
             return None
-        if (known is None or known.released) and len(self) >= self.limit:
+        if not is_quarantined and len(self) >= self.limit:
             raise self._too_many(
-                f"sample {index!r} cannot be used ({kind}: {last_line(evidence)}), and {len(self)}"
-                f" are quarantined already ({_some(_indices(self))})"
+                f"sample {key!r} cannot be used ({kind}: {last_line(evidence)}), and {len(self)}"
+                f" are quarantined already ({_list_some(_quarantined_indices(self))})"
             )
-        evidence = (
-            evidence
-            if len(evidence) <= _EVIDENCE_CHARACTERS
-            else "..." + evidence[-_EVIDENCE_CHARACTERS:]
+        if len(evidence) > _EVIDENCE_CHARACTERS:
+            evidence = "..." + evidence[-_EVIDENCE_CHARACTERS:]
+        # Removed first, so that it becomes the last one.
+        self._entries.pop(key, None)
+        self._entries[key] = Quarantined(
+            index=key, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
         )
-        self._entries.pop(index, None)  # so that the order is that of finding
-        self._entries[index] = Quarantined(
-            index=index, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
-        )
+        not_written = None
         try:
             self._write()
-        # A disk that is full ends no training: the sample is known here, and found again
         except OSError as error:
             not_written = str(error)
         return SampleQuarantined(
-            sample=plain(index),
+            sample=plain(key),
             why=kind,
             evidence=last_line(evidence),
             quarantined=len(self),
@@ -132,8 +170,8 @@ class Ledger:
 
     def release(self, indices: Iterable[Any]) -> list[Any]:
         """Release samples; return those that were quarantined."""
-        wanted = {key_of(index) for index in indices}
-        released = [index for index in _indices(self) if index in wanted]
+        keys = {key_of(index) for index in indices}
+        released = [index for index in _quarantined_indices(self) if index in keys]
         for index in released:
             self._entries[index] = replace(self._entries[index], released=True)
         if released:
@@ -141,9 +179,10 @@ class Ledger:
         return released
 
     def _write(self) -> None:
-        if self._path is not None:
-            body = {"format": _FORMAT, "samples": [asdict(each) for each in self]}
-            replace_file(self._path, json.dumps(body, indent=1).encode() + b"\n")
+        if self._path is None:
+            return
+        body = {"format": _FORMAT, "samples": [asdict(entry) for entry in self]}
+        replace_file(self._path, json.dumps(body, indent=1).encode() + b"\n")
 
     def _too_many(self, what: str) -> LoaderError:
         return LoaderError(
@@ -158,75 +197,91 @@ class Ledger:
 
 
 def last_line(evidence: str) -> str:
-    """Return the last line of some evidence that says what happened.
+    """Return the last line of some evidence: that of a traceback names the exception.
 
-    Of a traceback, the exception.
+    The lines that holdfast's own errors add, a fix and a rule, are passed over.
     """
     lines = [line for line in evidence.strip().splitlines() if not line.startswith(("Fix: ", "[H"))]
-    return (lines or [""])[-1]
+    return lines[-1] if lines else ""
 
 
 def key_of(index: Any) -> Any:
-    """Return what an index is known by here, and in a file.
+    """Return an index in the form in which it is compared and written to a file.
 
-    Numpy's numbers are numbers, lists are tuples.
-
-    What a file cannot hold, or a set, such as bytes, a slice or a path, is known by its text.
+    Numbers of numpy and torch become numbers of python, and lists become tuples. What JSON or a set
+    cannot hold, such as a slice or a path, becomes its text.
     """
     if type(index) is int:
         return index
     if isinstance(index, (list, tuple)):
-        return tuple(key_of(each) for each in index)
+        return tuple(key_of(part) for part in index)
     if getattr(index, "ndim", 0):
         return key_of(index.tolist())
     if hasattr(index, "__index__"):
         return int(index)
-    return index if index is None or isinstance(index, (str, float)) else repr(index)
+    if index is None or isinstance(index, (str, float)):
+        return index
+    return repr(index)
 
 
 def plain(index: Any) -> int | str:
-    """Return an index as it is shown and named: a number, or a text."""
+    """Return an index as it is shown to people: a number or a text."""
     key = key_of(index)
     return key if isinstance(key, (int, str)) else repr(index)
 
 
-def _indices(entries: Iterable[Quarantined]) -> list[Any]:
-    return [each.index for each in entries if not each.released]
+def _quarantined_indices(entries: Iterable[Quarantined]) -> list[Any]:
+    return [entry.index for entry in entries if not entry.released]
 
 
-def _some(indices: list[Any]) -> str:
-    return ", ".join(map(repr, indices[:10])) + (", ..." if len(indices) > 10 else "")
+def _list_some(indices: list[Any]) -> str:
+    text = ", ".join(repr(index) for index in indices[:_INDICES_LISTED])
+    if len(indices) > _INDICES_LISTED:
+        text += ", ..."
+    return text
+
+
+# --- the file -------------------------------------------------------------------------------------
 
 
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
-    """Return the ledger of a run by index, empty if there is none.
+    """Return the ledger of a run by the key of the index; empty if there is no file.
 
-    H617 for a file that is no ledger.
+    Raises:
+        LoaderError: H617 for a file that is no ledger.
     """
     try:
-        body = json.loads(read_file(path, 1 << 30))
-        if body["format"] != _FORMAT:
-            raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")  # noqa: TRY301
-        return {each.index: each for each in map(_checked, body["samples"])}
+        entries = _parse(read_file(path, _MOST_BYTES))
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise LoaderError(
             f"{path} is no quarantine ledger ({type(error).__name__}: {error})",
-            limit="which samples are quarantined would be forgotten without a word",
-            fix=(
-                "bring it back from a copy, or delete it; upgrade holdfast if a newer one wrote it."
-            ),
+            limit="it would be forgotten silently which samples are quarantined",
+            fix="restore it from a copy, or delete it; upgrade holdfast if a newer one wrote it.",
             rule="H617",
         ) from error
+    return {entry.index: entry for entry in entries}
 
 
-def _checked(found: dict[str, Any]) -> Quarantined:
-    """Return one sample of the file, of which every field is what it must be."""
-    entry = Quarantined(**{**found, "index": key_of(found["index"])})
-    texts = isinstance(entry.kind, str) and isinstance(entry.evidence, str)
-    if not (texts and isinstance(entry.epoch, int) and isinstance(entry.released, bool)):
-        raise TypeError(f"sample {entry.index!r} has a field of another kind")
-    if isinstance(found["index"], dict) or not 0 <= entry.unix_seconds < _LATEST_SECONDS:
-        raise ValueError(f"sample {entry.index!r} has an index or a time that cannot be")
+def _parse(content: bytes) -> list[Quarantined]:
+    """Return the entries of a ledger; a `ValueError`, `KeyError` or `TypeError` if it is none."""
+    body = json.loads(content)
+    if body["format"] != _FORMAT:
+        raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")
+    return [_parse_entry(fields) for fields in body["samples"]]
+
+
+def _parse_entry(fields: dict[str, Any]) -> Quarantined:
+    entry = Quarantined(**{**fields, "index": key_of(fields["index"])})
+    has_right_types = (
+        isinstance(entry.kind, str)
+        and isinstance(entry.evidence, str)
+        and isinstance(entry.epoch, int)
+        and isinstance(entry.released, bool)
+    )
+    if not has_right_types:
+        raise TypeError(f"sample {entry.index!r} has a field of the wrong type")
+    if isinstance(fields["index"], dict) or not 0 <= entry.unix_seconds < _LATEST_SECONDS:
+        raise ValueError(f"sample {entry.index!r} has an impossible index or time")
     return entry

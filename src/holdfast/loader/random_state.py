@@ -1,6 +1,10 @@
-"""The random state of this process.
+"""Captures and restores the random state of this process: python, numpy, torch on the CPU and on
+devices.
 
-Python, numpy, torch on the CPU and on devices, captured and put back.
+Each batch that is loaded without workers, and each step, captures the state, so that must be fast.
+Reading the state of python's generator takes 10 microseconds, and that of numpy's 28. Comparing
+their raw memory with that of the last reading is much faster, and shows whether anything was drawn
+since.
 """
 
 from __future__ import annotations
@@ -12,22 +16,32 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-_MT19937_BYTES = 624 * 4 + 4  # the words and the position in them
+# The Mersenne Twister MT19937: 624 words of 4 bytes, and the position in them.
+_MT19937_BYTES = 624 * 4 + 4
+
+# numpy's legacy seed is a number of 32 bits.
+_MASK_32_BITS = 0xFFFFFFFF
+
+_torch_state = torch.default_generator.get_state
+_set_torch_state = torch.default_generator.set_state
+_seed_torch = torch.default_generator.manual_seed
 
 
 @dataclass(slots=True)
 class RandomState:
     """All global random state.
 
-    Of ``random``, ``numpy.random``, and torch on the CPU (uint8, shape ``(5056,)``).
-
-    `devices` has that of each device's default generator by name, such as ``"cuda:0"``; uint8, on
-    the CPU.
+    Args:
+        python: Of ``random``.
+        numpy: Of ``numpy.random``.
+        cpu: Of torch on the CPU; uint8, shape ``(5056,)``.
+        devices: Of each device's default generator, by name, such as ``"cuda:0"``; uint8, on the
+            CPU.
     """
 
     python: tuple[Any, ...]
@@ -46,9 +60,14 @@ class RandomState:
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> RandomState:
-        """Rebuild a state from `to_tree`; an error that `reading` knows if one would refuse it."""
-        random.Random().setstate(tree["python"])  # noqa: S311
-        if not isinstance(tree["numpy"], dict):  # that of another generator than numpy's usual one
+        """Return the state that `to_tree` has returned, after trying whether it can be restored.
+
+        Raises:
+            KeyError, TypeError, ValueError: The tree is no random state.
+        """
+        random.Random().setstate(tree["python"])  # noqa: S311 - nothing is drawn
+        # A dict holds the state of another generator than numpy's default one.
+        if not isinstance(tree["numpy"], dict):
             np.random.RandomState().set_state(tree["numpy"])
         try:
             torch.Generator().set_state(tree["cpu"])
@@ -58,27 +77,29 @@ class RandomState:
 
 
 def capture(devices: Sequence[torch.device] = ()) -> RandomState:
-    """Return the random state of this process and of these accelerator devices, without a device
-    sync.
+    """Return the random state of this process, without waiting for a device.
 
-    Cost: about 5 microseconds, and 40 more if the generators of python and numpy were used since
-    the last call.
+    This takes about 5 microseconds, and 40 more if the generators of python and numpy were used
+    since the last call.
+
+    Args:
+        devices: Accelerators whose state is included.
     """
-    of_devices = {}
+    device_states = {}
     for device in devices:
-        of_devices[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    return RandomState(_python_state(), _numpy_state(), _torch_state(), of_devices)
+        device_states[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    return RandomState(_python_state(), _numpy_state(), _torch_state(), device_states)
 
 
 def restore(state: RandomState) -> None:
-    """Put back what `capture` returned; a device that is not here any more is passed over."""
-    global _seen
+    """Restore what `capture` returned; the state of a device that no longer exists is ignored."""
+    global _numpy_reading
     if _python_state() is not state.python:
         random.setstate(state.python)
     if _numpy_state() is not state.numpy:
         np.random.set_state(state.numpy)
-        # The half of a pair that came back with it does not show in the raw memory
-        _seen = b"", None
+        # The state may hold half of a pair of normal numbers, which the raw memory does not show.
+        _numpy_reading = _NO_READING
     _set_torch_state(state.cpu)
     for name, device_state in state.devices.items():
         device = torch.device(name)
@@ -88,9 +109,11 @@ def restore(state: RandomState) -> None:
 
 
 def of_another_rank(state: RandomState, rank: int) -> RandomState:
-    """Return the state of a rank that a checkpoint of fewer or more knows nothing of.
+    """Return a state for a rank of which a checkpoint knows nothing, because it had fewer ranks.
 
-    A stream of its own.
+    Args:
+        state: That of a rank in the checkpoint.
+        rank: The new rank. Each gets a different state.
     """
     before = capture()
     restore(state)
@@ -98,129 +121,14 @@ def of_another_rank(state: RandomState, rank: int) -> RandomState:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    drawn = capture()
+    state_of_rank = capture()
     restore(before)
-    return drawn
-
-
-_INSTANCE: Any = random._inst  # the generator behind random.random()
-_seen_python: tuple[Any, Any] = (None, None)
-
-
-# The memory of python's global generator: its position and 624 words, after the object's header.
-_python_memory = (ctypes.c_char * _MT19937_BYTES).from_address(id(_INSTANCE) + object.__basicsize__)
-
-
-def _layout_is_known() -> bool:
-    """Say whether that memory is what `random.getstate` shows, as in every CPython so far."""
-    if (
-        sys.implementation.name != "cpython"
-        or type(_INSTANCE).__basicsize__ < object.__basicsize__ + _MT19937_BYTES
-    ):
-        return False
-    words = struct.unpack("=I624I", _python_memory.raw)
-    return bool((*words[1:], words[0]) == random.getstate()[1])
-
-
-def _python_state() -> Any:
-    """Return python's global state, the same object if nothing was drawn since.
-
-    Else it takes 10 us.
-    """
-    global _seen_python
-    if not _READS_RAW:
-        return random.getstate()
-    key = _python_memory.raw, _INSTANCE.gauss_next
-    if key != _seen_python[0]:
-        _seen_python = key, random.getstate()
-    return _seen_python[1]
-
-
-_READS_RAW = _layout_is_known()
-_seen: tuple[bytes, Any] = (b"", None)
-_numpy_memory: tuple[Any, Any] = (None, None)  # the generator, and where its words are
-
-
-def _numpy_state() -> Any:
-    """Return numpy's global state, the same object if nothing was drawn since.
-
-    Reading it takes 28 microseconds.
-
-    The raw memory misses the second half of a pair of normal numbers, so a state that holds one is
-    always read anew.
-    """
-    global _seen, _numpy_memory
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
-        return np.random.get_state(legacy=False)
-    if generator is not _numpy_memory[0]:
-        _numpy_memory = (
-            generator,
-            (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address),
-        )
-    raw = _numpy_memory[1].raw
-    seen_raw, seen_state = _seen
-    holds_normal = seen_state is not None and seen_state[3]
-    if raw != seen_raw or holds_normal:
-        _seen = raw, np.random.get_state()
-    return _seen[1]
-
-
-_torch_state, _set_torch_state = (
-    torch.default_generator.get_state,
-    torch.default_generator.set_state,
-)
-_seed_torch = torch.default_generator.manual_seed
-
-
-def seed_cpu(seed: int) -> None:
-    """Seed python, numpy and torch on the CPU with 0 to 2**63 - 1.
-
-    ``torch.manual_seed`` costs 75 microseconds, and queues one more callback at each call while
-    CUDA is not touched.
-    """
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    _seed_torch(seed)
-
-
-class LazySeeding:
-    """Seeds that spare the generators of python and numpy, 6 microseconds, as long as nothing draws
-    from them.
-
-    What was made until `was_drawn` finds that something has drawn has to be made again. torch's is
-    always seeded: a dataset may ask for ``torch.initial_seed()``, which leaves no trace.
-    """
-
-    def __init__(self, draws: bool = False) -> None:  # noqa: FBT001, FBT002 - one flag
-        self.draws = draws
-
-    def seed(self, seed: int) -> None:
-        """Seed what is known to be drawn from."""
-        _seed_torch(seed)
-        if self.draws:
-            random.seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)
-
-    def stand(self) -> tuple[Any, Any]:
-        """Return where the two generators stand, for `was_drawn`."""
-        return (None, None) if self.draws else (_python_state(), _numpy_state())
-
-    def was_drawn(self, before: tuple[Any, Any]) -> bool:
-        """Return whether a generator that was not seeded has been drawn from.
-
-        Both are seeded from now on.
-        """
-        if self.draws:
-            return False
-        python, numpy = self.stand()
-        self.draws = python is not before[0] or numpy is not before[1]
-        return self.draws
+    return state_of_rank
 
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Leave the CPU random state as it was, whatever happens inside."""
+    """Leave the random state of the CPU as it was, whatever happens inside."""
     before = capture()
     try:
         yield
@@ -228,10 +136,139 @@ def isolated() -> Iterator[None]:
         restore(before)
 
 
-class SeededGenerator(torch.Generator):
-    """A generator that is seeded before each use.
+# --- reading the states quickly -------------------------------------------------------------------
 
-    Its state need not be sent to a worker, which would die of that.
+
+class _Reading(NamedTuple):
+    """A state, with the raw memory of the generator when it was read."""
+
+    memory: Any
+    state: Any
+
+
+_NO_READING = _Reading(None, None)
+
+# The generator behind ``random.random()``.
+_PYTHON_GENERATOR: Any = random._inst
+
+# Its memory, after the header of the object: the position and the words.
+_python_memory = (ctypes.c_char * _MT19937_BYTES).from_address(
+    id(_PYTHON_GENERATOR) + object.__basicsize__
+)
+_python_reading = _NO_READING
+
+# numpy's global generator, and its memory.
+_numpy_memory: tuple[Any, Any] = (None, None)
+_numpy_reading = _NO_READING
+
+
+def _layout_is_known() -> bool:
+    """Return whether python's generator lies in memory as in every CPython so far."""
+    if sys.implementation.name != "cpython":
+        return False
+    if type(_PYTHON_GENERATOR).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
+        return False
+    position, *words = struct.unpack("=I624I", _python_memory.raw)
+    return bool((*words, position) == random.getstate()[1])
+
+
+_READS_RAW = _layout_is_known()
+
+
+def _python_state() -> Any:
+    """Return python's global state; the same object as before if nothing was drawn since."""
+    global _python_reading
+    if not _READS_RAW:
+        return random.getstate()
+    # The second half of a pair of normal numbers is an attribute, outside this memory.
+    memory = (_python_memory.raw, _PYTHON_GENERATOR.gauss_next)
+    if memory != _python_reading.memory:
+        _python_reading = _Reading(memory, random.getstate())
+    return _python_reading.state
+
+
+def _numpy_state() -> Any:
+    """Return numpy's global state; the same object as before if nothing was drawn since."""
+    global _numpy_reading, _numpy_memory
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937):
+        return np.random.get_state(legacy=False)
+    if generator is not _numpy_memory[0]:
+        address = generator.ctypes.state_address
+        _numpy_memory = (generator, (ctypes.c_char * _MT19937_BYTES).from_address(address))
+    memory = _numpy_memory[1].raw
+    # The memory does not show the second half of a pair of normal numbers. So a state that holds
+    # one is always read again; its fourth field says so.
+    holds_normal = _numpy_reading.state is not None and _numpy_reading.state[3]
+    if memory != _numpy_reading.memory or holds_normal:
+        _numpy_reading = _Reading(memory, np.random.get_state())
+    return _numpy_reading.state
+
+
+# --- seeding --------------------------------------------------------------------------------------
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed python, numpy and torch on the CPU.
+
+    ``torch.manual_seed`` takes 75 microseconds, and queues one more callback at each call until
+    CUDA is used.
+
+    Args:
+        seed: From 0 to 2**63 - 1. numpy takes the last 32 bits.
+    """
+    random.seed(seed)
+    np.random.seed(seed & _MASK_32_BITS)
+    _seed_torch(seed)
+
+
+class LazySeeding:
+    """Seeds the generators of python and numpy only once something is known to draw from them.
+
+    That saves 6 microseconds for each sample. What was made before `was_drawn` finds out has to be
+    made again. torch's generator is always seeded: a dataset may call ``torch.initial_seed()``,
+    which leaves no trace.
+
+    Args:
+        draws: Whether something is known to draw from python's or numpy's generator.
+    """
+
+    def __init__(self, draws: bool = False) -> None:  # noqa: FBT001, FBT002 - one flag
+        self.draws = draws
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators that are known to be used."""
+        _seed_torch(seed)
+        if self.draws:
+            random.seed(seed)
+            np.random.seed(seed & _MASK_32_BITS)
+
+    def generator_states(self) -> tuple[Any, Any]:
+        """Return the states of python's and numpy's generator, for `was_drawn`."""
+        if self.draws:
+            return None, None
+        return _python_state(), _numpy_state()
+
+    def was_drawn(self, before: tuple[Any, Any]) -> bool:
+        """Return whether a generator that was not seeded has been used; from then on both are
+        seeded.
+
+        Args:
+            before: What `generator_states` returned before.
+        """
+        if self.draws:
+            return False
+        python_before, numpy_before = before
+        python_now, numpy_now = self.generator_states()
+        # The same object means that nothing was drawn.
+        self.draws = python_now is not python_before or numpy_now is not numpy_before
+        return self.draws
+
+
+class SeededGenerator(torch.Generator):
+    """A generator that is seeded before each use, so that a worker need not be sent its state.
+
+    torch's own generator would end the worker when that is pickled.
     """
 
     def __reduce__(self) -> Any:

@@ -1,8 +1,7 @@
-"""Seeds that depend on nothing but (seed, epoch, index), and the counter-based hash that they and
-the orders use.
+"""Seeds that depend on nothing but (seed, epoch, index), and the counter-based hash behind them.
 
-So augmentation is the same whatever the worker count, the batch size, or the place where a run was
-stopped.
+Augmentation is therefore the same with any number of workers, any batch size, and wherever a run
+was interrupted. The orders of `order.orders` use the same hash.
 """
 
 from __future__ import annotations
@@ -14,29 +13,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_GAMMA, _FIRST_FACTOR, _SECOND_FACTOR = map(
-    np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-_1, _27, _30, _31 = map(np.uint64, (1, 27, 30, 31))  # made once: a batch takes one call
-_MASK = 2**64 - 1
+# The constants of SplitMix64. They are numpy objects, because a batch takes only one call, in which
+# converting them would show.
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
+_ONE = np.uint64(1)
+_FIRST_SHIFT = np.uint64(30)
+_SECOND_SHIFT = np.uint64(27)
+_THIRD_SHIFT = np.uint64(31)
+
+_MASK_64_BITS = 2**64 - 1
 
 
 def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return outputs of the SplitMix64 generator that is seeded with the key, by their counters.
+    """Return outputs of the SplitMix64 generator, by their position in its sequence.
 
-    Uint64, any shape.
+    Each counter costs the same, whatever its value. The constants are those of Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators" (2014), as published by Vigna.
 
-    The constants are those of Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators" (2014), as published by Vigna. Each counter costs the same, whichever it is.
+    Args:
+        counters: Positions in the sequence, uint64, of any shape.
+        key: The seed of the generator, modulo 2**64.
+
+    Returns:
+        The outputs, uint64, in the shape of `counters`.
     """
-    state = counters + _1
+    state = counters + _ONE
     state *= _GAMMA
-    state += np.uint64(key & _MASK)
-    state ^= state >> _30
+    state += np.uint64(key & _MASK_64_BITS)
+    state ^= state >> _FIRST_SHIFT
     state *= _FIRST_FACTOR
-    state ^= state >> _27
+    state ^= state >> _SECOND_SHIFT
     state *= _SECOND_FACTOR
-    state ^= state >> _31
+    state ^= state >> _THIRD_SHIFT
     return state
 
 
@@ -47,44 +57,57 @@ def derive_seed(*parts: object) -> int:
         >>> derive_seed(0, 3, 17) == derive_seed(0, 3, 17) != derive_seed(0, 3, 18)
         True
     """
-    text = "/".join(_plain(part) for part in parts)
+    text = "/".join(_as_text(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _plain(part: object) -> str:
-    # numpy's and torch's integers print differently from python's, and must seed alike.
-    if getattr(part, "ndim", 0):  # many at once, of which only some would be printed
+def _as_text(part: object) -> str:
+    """Return a part as text, which is the same for integers of python, numpy and torch."""
+    if getattr(part, "ndim", 0):
+        # `repr` of a long array shows only some of its numbers.
         return repr(part.tolist())  # type: ignore[attr-defined]
-    return str(int(part)) if hasattr(part, "__index__") else repr(part)
+    if hasattr(part, "__index__"):
+        return str(int(part))
+    return repr(part)
 
 
 class SampleSeeds:
-    """The seeds of samples.
+    """The seeds of samples, which depend on (seed, epoch, index).
 
-    Numbers of the generator of (seed, epoch), else `derive_seed` of all three.
+    Integer indices get numbers of a generator of (seed, epoch), which is fast; other indices get
+    `derive_seed` of all three.
+
+    Args:
+        seed: Seed of the loader.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        # The epoch whose generator `_key` is the seed of.
         self._epoch: int | None = None
         self._key = 0
 
-    def of(self, epoch: int, index: Any) -> int:
+    def of_sample(self, epoch: int, index: Any) -> int:
         """Return the seed of a sample in an epoch, from 0 to 2**63 - 1."""
-        return self.all(epoch, (index,))[0]
+        return self.of_samples(epoch, (index,))[0]
 
-    def all(self, epoch: int, indices: Sequence[Any]) -> list[int]:
+    def of_samples(self, epoch: int, indices: Sequence[Any]) -> list[int]:
         """Return the seeds of samples in an epoch."""
         if epoch != self._epoch:
-            self._epoch, self._key = epoch, derive_seed(self._seed, epoch, "samples")
-        usual = set(map(type, indices)) == {int}
-        if not usual and any(
-            not hasattr(index, "__index__") or getattr(index, "ndim", 0) for index in indices
-        ):
-            many = len(indices) > 1
-            return [
-                self.of(epoch, each) if many else derive_seed(self._seed, epoch, each)
-                for each in indices
-            ]
-        counters = np.array([int(index) & _MASK for index in indices], dtype=np.uint64)
-        return (random_bits(counters, self._key) >> _1).tolist()  # type: ignore[no-any-return]
+            self._epoch = epoch
+            self._key = derive_seed(self._seed, epoch, "samples")
+        # The usual case is recognised without looking at each index in python.
+        are_plain_integers = set(map(type, indices)) == {int}
+        if not are_plain_integers and not all(_is_integer(index) for index in indices):
+            return [self._of_any_index(epoch, index) for index in indices]
+        counters = np.array([int(index) & _MASK_64_BITS for index in indices], dtype=np.uint64)
+        return (random_bits(counters, self._key) >> _ONE).tolist()  # type: ignore[no-any-return]
+
+    def _of_any_index(self, epoch: int, index: Any) -> int:
+        if _is_integer(index):
+            return self.of_sample(epoch, index)
+        return derive_seed(self._seed, epoch, index)
+
+
+def _is_integer(index: Any) -> bool:
+    return hasattr(index, "__index__") and not getattr(index, "ndim", 0)

@@ -1,7 +1,8 @@
-"""An exception that a signal's handler raised wherever the main thread was by then, such as in a
-sample's code.
+"""Exceptions that a signal handler has raised while other code was running.
 
-It is neither the sample's, nor of whatever else may fail there without an end to training.
+A handler runs wherever the main thread is, so possibly in the middle of a sample's code. Its
+exception, such as that of ``sys.exit()`` at SIGTERM, is then no fault of the sample. Whoever
+handles what samples raise has to let it through.
 """
 
 from __future__ import annotations
@@ -9,55 +10,65 @@ from __future__ import annotations
 import functools
 import signal
 import traceback
+from collections.abc import Iterator
 from types import CodeType
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
-# By which a sample limits its own time
-_TIMERS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
-_seen: set[CodeType] = set()
+# By these signals a sample limits its own time, so their handlers do belong to the sample.
+_TIMER_SIGNALS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
+
+# The code of the handlers that there were when an epoch began.
+_noted_handlers: set[CodeType] = set()
 
 
 def note_handlers() -> None:
-    """Remember the handlers that there are.
+    """Remember the handlers that there are now.
 
-    Many a handler begins by putting another one in its place.
+    Many handlers begin by putting another one in their place, so they could not be found later.
     """
-    _seen.clear()
-    _seen.update(_handlers())
+    _noted_handlers.clear()
+    _noted_handlers.update(_current_handlers())
 
 
-def _handlers() -> set[CodeType]:
-    found = set()
-    for number in signal.valid_signals() - _TIMERS:
-        handler = signal.getsignal(number)
-        while isinstance(handler, functools.partial):
-            handler = handler.func
-        for each in (handler, type(handler).__call__) if callable(handler) else ():
-            if isinstance(code := getattr(each, "__code__", None), CodeType):
-                found.add(code)
-    return found
+def let_through(error: BaseException) -> None:
+    """Raise an exception again if a signal handler has raised it or its cause.
+
+    In a worker nothing is raised: a signal to a worker is no request to the training run.
+    """
+    if get_worker_info() is None and is_from_handler(error):
+        raise error
 
 
-def came_of_a_handler(error: BaseException) -> bool:
-    """Return whether a handler of a signal raised an exception or its cause."""
-    handlers, seen = _seen | _handlers(), set[int]()
+def is_from_handler(error: BaseException) -> bool:
+    """Return whether a signal handler has raised an exception or its cause."""
+    handlers = _noted_handlers | _current_handlers()
+    visited: set[int] = set()
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(cause.__traceback__)):
-            return True
-        seen.add(id(cause))
+    while cause is not None and id(cause) not in visited:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            if frame.f_code in handlers:
+                return True
+        visited.add(id(cause))
         cause = cause.__cause__ or cause.__context__
     return False
 
 
-def let_through(error: BaseException) -> None:
-    """Raise an exception again if a handler of a signal raised it or its cause, such as
-    ``sys.exit()`` at SIGTERM.
+def _current_handlers() -> set[CodeType]:
+    handlers: set[CodeType] = set()
+    for number in signal.valid_signals() - _TIMER_SIGNALS:
+        handlers.update(_codes_of(signal.getsignal(number)))
+    return handlers
 
-    A handler runs wherever the main thread is, so also in the middle of a sample. Whoever deals
-    with what samples raise would take it for one of theirs, try again, and go on. In a worker a
-    signal is no request to the training.
-    """
-    if get_worker_info() is None and came_of_a_handler(error):
-        raise error
+
+def _codes_of(handler: Any) -> Iterator[CodeType]:
+    """Yield the code of a handler: a function, a partial one, or an object with ``__call__``."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    if not callable(handler):
+        return
+    for function in (handler, type(handler).__call__):
+        code = getattr(function, "__code__", None)
+        if isinstance(code, CodeType):
+            yield code

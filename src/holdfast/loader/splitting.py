@@ -1,15 +1,21 @@
-"""Find the batch dimension of any pytree of tensors, and cut micro-batches out of it.
+"""Finds the batch dimension of any tree of tensors, and cuts micro-batches out of it.
 
-    default      every tensor and array with at least one dimension is cut along dimension 0; they
-                 must agree on its size. A list of that many strings or numbers is cut too; all else
-                 goes to every part.
-    split=1      as above along dimension 1 (sequence-first batches)
-    split={...}  a prefix of the batch's structure: a dimension, None (shared), or "items" (a
-                 sequence with one entry per sample, of whatever shape)
-    split=f      f(batch, micro_batch_size) returns the list of micro-batches
+How a batch is cut depends on ``split``:
 
-Tensors are cut as views: no copy. What cannot be cut is an error that names the leaves, never a
-silent no-op.
+default
+    Every tensor and array with at least one dimension is cut along dimension 0; all must have the
+    same size there. A list of that many strings or numbers is cut too. Everything else goes to
+    every part.
+``split=1``
+    The same along dimension 1, for sequence-first batches.
+``split={...}``
+    A prefix of the batch's structure. Each leaf is a dimension, None (every part shares it), or
+    "items" (a sequence with one entry per sample, of any shape).
+``split=f``
+    ``f(batch, micro_batch_size)`` returns the list of micro-batches.
+
+Tensors are cut as views, without a copy. If something cannot be cut, the error names it; it is
+never ignored silently.
 """
 
 from __future__ import annotations
@@ -28,6 +34,15 @@ SplitSpec: TypeAlias = int | Literal["items"] | Mapping[Any, Any] | Sequence[Any
 SplitFunction: TypeAlias = Callable[[Any, int], Sequence[Any]]
 Split: TypeAlias = SplitSpec | SplitFunction
 
+# Leaves that every part shares, whatever the dimension.
+_SHARED = (str, bytes, bool, int, float, complex, type(None), np.generic, torch.device, torch.dtype)
+
+# A list of values of one of these kinds, such as the names of utterances, is one leaf.
+_PLAIN_KINDS: tuple[tuple[type, ...], ...] = ((str,), (bytes,), (int, float))
+
+# Leaves that an error message lists.
+_LEAVES_LISTED = 6
+
 _FIX = (
     "pass split= with the batch dimension of each part, for instance split={'frames': 1, 'mask':"
     " None, 'targets': 'items'}, or micro_batch_size=None to turn splitting off."
@@ -37,73 +52,103 @@ _FIX = (
 def batch_size(batch: Any, split: Split = 0) -> int:
     """Return the number of samples in a batch.
 
-    H204 if leaves disagree, H205 if nothing can be cut or understood.
+    Args:
+        batch: The batch.
+        split: How it is cut.
+
+    Raises:
+        BatchError: H204 if its parts disagree, H205 if nothing can be cut or a part cannot be
+            understood.
     """
     if callable(split):
         return len(split(batch, 1))
-    sizes = set[int]()
+    sizes: set[int] = set()
     if split == 0 and _is_usual(batch):
-        for leaf in batch:  # the usual batch, in a tenth of the time
-            if leaf.ndim:
-                sizes.add(leaf.shape[0])
+        # Without the search this takes a tenth of the time.
+        for tensor in batch:
+            if tensor.ndim:
+                sizes.add(tensor.shape[0])
     else:
-        measured = (_size(path, leaf, how) for path, leaf, how in _leaves(batch, split, "batch"))
-        sizes = {size for size in measured if size is not None}
+        for path, leaf, how in _leaves(batch, split, "batch"):
+            size = _size(path, leaf, how)
+            if size is not None:
+                sizes.add(size)
     if len(sizes) > 1:
         raise _disagreement(batch, split)
-    found: int | None = next(iter(sizes), None)
-    if found is None:
+    if not sizes:
         raise _uncuttable("the batch holds no tensor with a batch dimension")
-    return found
+    return sizes.pop()
 
 
 def micro_batches(
     batch: Any, size: int, micro_batch_size: int, split: Split = 0, *, smallest: int = 1
 ) -> list[tuple[Any, int]]:
-    """Cut a batch of `size` samples; return pairs of a part and its number of samples, in order.
+    """Cut a batch; return pairs of a part and its number of samples, in order.
 
-    A part has at most `micro_batch_size`, but a rest shorter than `smallest` is added to the part
-    before it. A function that cuts decides for itself.
+    Args:
+        batch: The batch.
+        size: Its number of samples.
+        micro_batch_size: Samples in a part, at most.
+        split: How it is cut.
+        smallest: A last part that is shorter than this is added to the part before it. A function
+            that cuts decides that itself.
+
+    Raises:
+        BatchError: H204 if a function returns another number of parts than it should.
     """
     if callable(split):
-        parts = list(split(batch, micro_batch_size))
-        whole, rest = divmod(size, micro_batch_size)
-        sizes = [micro_batch_size] * whole + [rest] * (rest > 0)
-        if len(parts) != len(sizes):
-            raise BatchError(
-                f"split(batch, {micro_batch_size}) returned {len(parts)} parts of {size} samples",
-                limit=f"{len(sizes)} are needed, each of {micro_batch_size} samples but the last",
-                fix="cut the batch in order into parts of exactly micro_batch_size samples.",
-                rule="H204",
-            )
-        return list(zip(parts, sizes, strict=True))
+        return _micro_batches_of_function(batch, size, micro_batch_size, split)
     starts = list(range(0, size, micro_batch_size))
     if len(starts) > 1 and size - starts[-1] < smallest:
         starts.pop()
-    lengths = [end - start for start, end in zip(starts, [*starts[1:], size], strict=False)]
-    ends = zip(starts, lengths, strict=True)
-    return [
-        (_part_of(batch, split, size, slice(start, start + length)), length)
-        for start, length in ends
-    ]
+    ends = [*starts[1:], size]
+    parts = []
+    for start, end in zip(starts, ends, strict=True):
+        parts.append((_part_of(batch, split, size, slice(start, end)), end - start))
+    return parts
+
+
+def _micro_batches_of_function(
+    batch: Any, size: int, micro_batch_size: int, split: SplitFunction
+) -> list[tuple[Any, int]]:
+    parts = list(split(batch, micro_batch_size))
+    full_parts, remainder = divmod(size, micro_batch_size)
+    sizes = [micro_batch_size] * full_parts
+    if remainder:
+        sizes.append(remainder)
+    if len(parts) != len(sizes):
+        raise BatchError(
+            f"split(batch, {micro_batch_size}) returned {len(parts)} parts of {size} samples",
+            limit=f"{len(sizes)} are needed, each of {micro_batch_size} samples except the last",
+            fix="cut the batch in order into parts of exactly micro_batch_size samples.",
+            rule="H204",
+        )
+    return list(zip(parts, sizes, strict=True))
 
 
 def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> Any:
-    """Return a batch of some samples, in the order of `indices`, copied.
+    """Return a batch of some samples, in the order of `indices`, as a copy.
 
-    H205 for a function that cuts.
+    Args:
+        batch: The batch.
+        size: Its number of samples.
+        indices: Places of the samples in the batch.
+        split: How it is cut.
+
+    Raises:
+        BatchError: H205 if it is cut by a function.
     """
     if callable(split):
         raise _uncuttable("a batch that a function cuts")
-
     return _part_of(batch, split, size, list(indices))
 
 
 def _is_usual(batch: Any) -> bool:
-    """Say whether this is a tuple or list of plain tensors, which needs no search."""
+    """Return whether a batch is a tuple or list of plain tensors, which needs no search."""
     if type(batch) not in (tuple, list):
         return False
-    for leaf in batch:  # a loop: asked three times in each step
+    # A loop, because this is asked three times in each step.
+    for leaf in batch:
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
             return False
     return len(batch) > 0
@@ -113,9 +158,13 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
     """Return every tensor of a batch, in order."""
     if _is_usual(batch):
         return list(batch)
-    leaves = (leaf for _, leaf, _ in _leaves(batch, 0, "batch"))
-    leaves = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = []
+    for _, leaf, _ in _leaves(batch, 0, "batch"):
+        if isinstance(leaf, PackedSequence):
+            tensors.append(leaf.data)
+        elif isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+    return tensors
 
 
 def leaves_of(batch: Any) -> Iterator[tuple[str, Any]]:
@@ -128,63 +177,69 @@ def leaves_of(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return autograd's counters of in-place changes; -1 for a tensor that does not count."""
+    """Return autograd's counters of in-place changes; -1 for a tensor that has none."""
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def fresh(batch: Any) -> Any:
     """Return the batch in new containers and with arrays copied, so that a loss function may change
-    these.
+    both.
 
-    Tensors are shared: their version counters show whether they were changed; arrays have none.
+    Tensors are shared: their version counters show whether they were changed. Arrays have none.
     """
     if _is_usual(batch):
         return type(batch)(batch)
-    return _map(
-        batch, 0, "batch", lambda _, leaf, __: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-    )
+    return _map(batch, 0, "batch", _copy_array)
 
 
 def copied(batch: Any) -> Any:
     """Return the batch with every tensor and array copied."""
-    return _map(batch, 0, "batch", lambda _, leaf, __: _copy(leaf))
+    return _map(batch, 0, "batch", _copy_leaf)
 
 
-def _copy(leaf: Any) -> Any:
+def _copy_array(path: str, leaf: Any, how: SplitSpec) -> Any:  # noqa: ARG001
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _copy_leaf(path: str, leaf: Any, how: SplitSpec) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.clone()
     if isinstance(leaf, PackedSequence):
         return leaf._replace(data=leaf.data.clone())
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    return _copy_array(path, leaf, how)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (torch.Tensor, np.ndarray))
-
-
-_SHARED = (str, bytes, bool, int, float, complex, type(None), np.generic, torch.device, torch.dtype)
+# --- the tree -------------------------------------------------------------------------------------
 
 
 def _is_plain_list(node: Any) -> bool:
-    """Say whether this is a list of values of one kind, such as utterance names, that is cut as
-    a whole.
-    """
-    kinds: tuple[tuple[type, ...], ...] = ((str,), (bytes,), (int, float))
-    return type(node) in (list, tuple) and any(
-        all(isinstance(item, kind) for item in node) for kind in kinds
-    )
+    """Return whether this is a list of values of one kind, which is cut as a whole."""
+    if type(node) not in (list, tuple):
+        return False
+    return any(all(isinstance(value, kind) for value in node) for kind in _PLAIN_KINDS)
 
 
-def _children(node: Any) -> dict[Any, Any] | None:
+def _children(node: Any, spec: SplitSpec) -> dict[Any, Any] | None:
     """Return the children of a container by key, or None for a leaf."""
-    if isinstance(node, PackedSequence) or _is_plain_list(node):
-        # The first is a named tuple of tensors whose first dimension is no batch dimension
+    if spec == "items" or _is_plain_list(node):
+        return None
+    # A named tuple of tensors, but their first dimension is no batch dimension.
+    if isinstance(node, PackedSequence):
         return None
     return children_of(node)
 
 
 def _spec_of(spec: SplitSpec, key: Any, path: str) -> SplitSpec:
-    """Return the part of a prefix specification that is meant for one child."""
+    """Return the part of a specification that applies to one child.
+
+    Args:
+        spec: The specification of the parent.
+        key: Key of the child in its parent.
+        path: The child's path, for an error.
+
+    Raises:
+        BatchError: H204 if there is none.
+    """
     if spec is None or isinstance(spec, (int, str)):
         return spec
     try:
@@ -199,7 +254,8 @@ def _spec_of(spec: SplitSpec, key: Any, path: str) -> SplitSpec:
 
 
 def _leaves(node: Any, spec: SplitSpec, path: str) -> Iterator[tuple[str, Any, SplitSpec]]:
-    children = None if spec == "items" else _children(node)
+    """Yield every leaf with its path and how it is cut."""
+    children = _children(node, spec)
     if children is None:
         yield path, node, spec
         return
@@ -211,19 +267,30 @@ def _leaves(node: Any, spec: SplitSpec, path: str) -> Iterator[tuple[str, Any, S
 def _map(
     node: Any, spec: SplitSpec, path: str, function: Callable[[str, Any, SplitSpec], Any]
 ) -> Any:
-    children = None if spec == "items" else _children(node)
+    """Return the tree with every leaf replaced by what a function returns for it.
+
+    The function gets a leaf's path, the leaf, and how it is cut.
+    """
+    children = _children(node, spec)
     if children is None:
         return function(path, node, spec)
-    made = {}
+    mapped_children = {}
     for key, child in children.items():
         child_path = f"{path}[{key!r}]"
-        made[key] = _map(child, _spec_of(spec, key, child_path), child_path, function)
-    return rebuilt(node, made)
+        mapped_children[key] = _map(child, _spec_of(spec, key, child_path), child_path, function)
+    return rebuilt(node, mapped_children)
+
+
+# --- one leaf -------------------------------------------------------------------------------------
 
 
 def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
-    """Return the samples of one leaf, or None for one that every part shares."""
-    if how == "items" and hasattr(leaf, "__len__") and not isinstance(leaf, (str, bytes, Mapping)):
+    """Return the samples in one leaf, or None if every part shares it.
+
+    Raises:
+        BatchError: H204 if `how` does not fit the leaf, H205 if the leaf cannot be understood.
+    """
+    if how == "items" and _is_sequence(leaf):
         return len(leaf)
     if how is not None and not isinstance(how, int):
         raise BatchError(
@@ -237,12 +304,10 @@ def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
         )
     if how is None or isinstance(leaf, _SHARED) or _is_plain_list(leaf):
         return None
-    if not _is_array(leaf) or (
-        isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided)
-    ):
+    if not _is_cuttable(leaf):
         raise _uncuttable(
-            f"{path} is a {type(leaf).__name__}, and whether each sample has a part in it is"
-            " unknown"
+            f"{path} is a {type(leaf).__name__}, and it is unknown whether each sample has a part"
+            " in it"
         )
     if leaf.ndim == 0:
         return None
@@ -256,24 +321,38 @@ def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
     return int(leaf.shape[how])
 
 
+def _is_sequence(leaf: Any) -> bool:
+    return hasattr(leaf, "__len__") and not isinstance(leaf, (str, bytes, Mapping))
+
+
+def _is_cuttable(leaf: Any) -> bool:
+    """Return whether a leaf is an array, or a tensor that is neither sparse nor nested."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.layout == torch.strided and not leaf.is_nested
+    return isinstance(leaf, np.ndarray)
+
+
 def _part_of(batch: Any, spec: SplitSpec, size: int, part: slice | list[int]) -> Any:
     """Return some samples of a batch.
 
-    Tensors as views for a slice, as copies for a list of places.
+    Tensors are views if the samples are a slice, and copies if they are a list of places.
     """
 
-    def choose(path: str, leaf: Any, how: SplitSpec) -> Any:
-        if how == "items" or (how is not None and _is_plain_list(leaf) and len(leaf) == size):
-            return (
-                leaf[part]
-                if isinstance(part, slice)
-                else type(leaf)([leaf[place] for place in part])
-            )
+    def cut(path: str, leaf: Any, how: SplitSpec) -> Any:
+        is_list_of_samples = how is not None and _is_plain_list(leaf) and len(leaf) == size
+        if how == "items" or is_list_of_samples:
+            if isinstance(part, slice):
+                return leaf[part]
+            return type(leaf)([leaf[place] for place in part])
         if _size(path, leaf, how) is None:
             return leaf
-        return leaf[(slice(None),) * (how % leaf.ndim) + (part,)]
+        dimensions_before = how % leaf.ndim
+        return leaf[(slice(None),) * dimensions_before + (part,)]
 
-    return _map(batch, spec, "batch", choose)
+    return _map(batch, spec, "batch", cut)
+
+
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def _uncuttable(what: str) -> BatchError:
@@ -283,14 +362,20 @@ def _uncuttable(what: str) -> BatchError:
 
 
 def _disagreement(batch: Any, spec: SplitSpec) -> BatchError:
-    shapes = [
-        f"{path} {tuple(leaf.shape) if _is_array(leaf) else f'{len(leaf)} items'}"
-        for path, leaf, how in _leaves(batch, spec, "batch")
-        if _size(path, leaf, how) is not None
-    ]
+    shapes = []
+    for path, leaf, how in _leaves(batch, spec, "batch"):
+        if _size(path, leaf, how) is not None:
+            shapes.append(f"{path} {_describe_shape(leaf)}")
     return BatchError(
-        f"the parts of the batch disagree on the number of samples: {', '.join(shapes[:6])}",
+        "the parts of the batch disagree on the number of samples:"
+        f" {', '.join(shapes[:_LEAVES_LISTED])}",
         limit="all must have the same size along the batch dimension",
         fix=_FIX,
         rule="H204",
     )
+
+
+def _describe_shape(leaf: Any) -> str:
+    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        return str(tuple(leaf.shape))
+    return f"{len(leaf)} items"

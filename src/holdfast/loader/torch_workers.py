@@ -1,4 +1,4 @@
-"""Resume torch's own ``DataLoader`` with ``persistent_workers=True`` in the order of the
+"""Lets torch's own ``DataLoader`` with ``persistent_workers=True`` resume in the order of the
 undisturbed run.
 
 The first epoch starts the workers, and draws a seed for them before the sampler draws its own.
@@ -27,8 +27,8 @@ def has_workers(loader: DataLoader[Any]) -> bool:
 
 
 def match_workers(loader: DataLoader[Any], *, started: bool) -> None:
-    """Start or end the persistent workers, so that they exist if they existed in the undisturbed
-    run.
+    """Start or end the persistent workers, so that they exist if and only if they existed in the
+    undisturbed run.
 
     The global random state does not change, but starting workers may draw from the loader's own
     ``generator``.
@@ -48,9 +48,7 @@ def match_workers(loader: DataLoader[Any], *, started: bool) -> None:
 
 
 def _start_idle_workers(loader: DataLoader[Any]) -> None:
-    """Start the workers by beginning an epoch of an empty sampler, so that they have nothing to
-    load.
-    """
+    """Start the workers by beginning an epoch of an empty sampler, so that they load nothing."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
     # torch's `__setattr__` refuses to change the sampler after construction.

@@ -1,4 +1,4 @@
-"""Callbacks that keep nobody alive."""
+"""Callbacks that do not keep their owner alive."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from typing import Any
 
 
 class WeakCall:
-    """A method of an object that may be gone: then nothing happens.
+    """Calls a method of an object, if that still exists.
 
-    A bound method would be a cycle of references.
+    A bound method would keep the object alive, and could be part of a reference cycle. A copy of
+    the object gets a copy of this.
 
-    A copy of the object has a copy of this. What the method returns is not passed on.
+    Args:
+        owner: The object.
+        name: Name of the method. What it returns is not passed on.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner = weakref.ref(owner)
         self._name = name
 
-    def __call__(self, *args: Any, **named: Any) -> None:
+    def __call__(self, *args: Any, **options: Any) -> None:
         """Call the method."""
         owner = self._owner()
         if owner is not None:
-            getattr(owner, self._name)(*args, **named)
+            getattr(owner, self._name)(*args, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeakCall, (self._owner(), self._name)

@@ -1,4 +1,4 @@
-"""Memory: recognise that it ran out, give it back, and decide what to try next.
+"""Out-of-memory errors: recognise them, release memory, and decide what to try next.
 
 Read in this order:
 

@@ -38,10 +38,10 @@ def find_blocks(
     for name in names:
         if name not in modules:
             raise PolicyError(
-                f"recompute names {name!r}, which is no module of the models",
+                f"recompute names {name!r}, which is not a module of any model",
                 limit="only the activations of a module can be recomputed",
                 fix=did_you_mean(
-                    name, modules, otherwise="pass names as named_modules() has them."
+                    name, modules, otherwise="pass names as named_modules() returns them."
                 ),
                 rule="H102",
             )
@@ -58,8 +58,8 @@ def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     names: dict[int, str] = {}
     blocks: dict[int, nn.Module] = {}
-    for name, block in _search(model, prefix=""):
-        # A block that is shared counts once, under its first name.
+    for name, block in _repeated_blocks(model, prefix=""):
+        # A shared block counts once, under its first name.
         names.setdefault(id(block), name)
         blocks.setdefault(id(block), block)
     return [(names[key], block) for key, block in blocks.items()]
@@ -69,7 +69,8 @@ def _full_name(key: str, name: str) -> str:
     return name if key == "model" else f"{key}.{name}"
 
 
-def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _repeated_blocks(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost repeated blocks below a module, by name."""
     children = list(parent.named_children())
     kinds = [_kind_of(child) for _, child in children]
     for (name, child), kind in zip(children, kinds, strict=True):
@@ -77,13 +78,13 @@ def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if is_repeated and _has_parameters(child):
             yield prefix + name, child
         else:
-            yield from _search(child, f"{prefix}{name}.")
+            yield from _repeated_blocks(child, f"{prefix}{name}.")
 
 
 def _kind_of(module: nn.Module) -> tuple[type, ...] | None:
-    """Return a key that is equal for blocks of one kind, or None for a module that is no block."""
+    """Return a key that all blocks of the same kind share, or None if the module is not a block."""
     if isinstance(module, nn.Sequential):
-        if any(_search(module, prefix="")):
+        if any(_repeated_blocks(module, prefix="")):
             return None
         return tuple(type(layer) for layer in module.modules())
     has_children = next(module.children(), None) is not None

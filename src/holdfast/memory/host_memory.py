@@ -1,13 +1,13 @@
-"""How much host memory this process may still take, and how freed memory returns to the system.
+"""How much host memory this process can still allocate, and how freed memory returns to the system.
 
 By default glibc keeps freed blocks in a heap that fragments, so under a memory limit even a retry
 that needs a quarter of the memory fails (at best 7 of 28 attempts recovered). If blocks of 4 MiB
 and more are mapped one by one, they return to the system as soon as they are freed, and 84 of 84
-attempts recovered. The price: the kernel zeroes their pages at each allocation, which doubles the
-time of a step whose activations are that large.
+attempts recovered. The price is that the kernel zeroes their pages at each allocation, which
+doubles the duration of a step with such large activations.
 
-Where nothing limits this process, the kernel never refuses it memory and there is nothing to
-recover from. There the heap keeps what a step frees, which takes 16 to 27 % less time than glibc's
+If nothing limits this process, the kernel never refuses an allocation and there is nothing to
+recover from. The heap then keeps what a step frees, which takes 16 to 27 % less time than glibc's
 default (both figures: ``benchmarks/malloc_threshold``).
 """
 
@@ -24,16 +24,16 @@ from holdfast.core.control_groups import fields_of, memory_available_bytes
 # Parameters of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-# The value of vm.overcommit_memory with which the kernel refuses memory that it could not back.
+# The value of vm.overcommit_memory with which the kernel refuses memory that it cannot back.
 _STRICT_OVERCOMMIT = "2"
 
-# Blocks from this size on are mapped one by one, where memory can be refused.
+# Blocks of at least this size are mapped separately if memory can be refused.
 UNDER_A_LIMIT_BYTES = 4 * 2**20
 # The largest threshold that glibc itself chooses (DEFAULT_MMAP_THRESHOLD_MAX on 64-bit machines).
 # With 512 MiB and more, large heaps fragment.
 _UNLIMITED_BYTES = 32 * 2**20
-# How much may lie free at the top of the heap. With less, memory would be given back and taken
-# again in every step.
+# How much free memory may stay at the top of the heap. With less, memory would be returned and
+# allocated again in every step.
 _TRIM_UNDER_A_LIMIT_BYTES = 64 * 2**20
 _TRIM_UNLIMITED_BYTES = 512 * 2**20
 
@@ -60,11 +60,11 @@ def _left_by_process_limits(root: Path) -> Iterator[int]:
             yield soft - used_kib * 1024
 
 
-def may_be_refused(root: Path = Path("/")) -> bool:
+def allocation_can_fail(root: Path = Path("/")) -> bool:
     """Return whether an allocation can fail.
 
-    It can under a limit of this process, and under a kernel that commits strictly. A control group
-    refuses nothing: it kills.
+    It can if this process has a resource limit or if the kernel does not overcommit. A control
+    group never refuses an allocation: it kills the process.
     """
     for limit in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
         soft, _ = resource.getrlimit(limit)
@@ -75,7 +75,7 @@ def may_be_refused(root: Path = Path("/")) -> bool:
 
 
 def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
-    """Make glibc map blocks of this size and more one by one, so that they can be given back.
+    """Make glibc map each block of at least this size separately, so that it can be returned.
 
     Call it before anything large is allocated.
 
@@ -91,7 +91,7 @@ def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
         return False
     trim_bytes = _TRIM_UNDER_A_LIMIT_BYTES
     if threshold_bytes == "auto":
-        if may_be_refused():
+        if allocation_can_fail():
             threshold_bytes = UNDER_A_LIMIT_BYTES
         else:
             threshold_bytes = _UNLIMITED_BYTES
@@ -102,7 +102,7 @@ def set_malloc_threshold(threshold_bytes: int | Literal["auto"]) -> bool:
 
 
 def trim_heap() -> None:
-    """Return free pages anywhere in the heap to the system, where malloc is glibc's."""
+    """Return free pages in the heap to the system. Does nothing unless malloc is glibc's."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

@@ -3,17 +3,17 @@
 After an out-of-memory error, in this order:
 
 1. **Retry** the same attempt, after memory was released (bit-exact).
-2. **Recompute** activations of the modules that keep most, again as long as more of them help
-   (bit-exact on CPUs).
+2. **Recompute** the activations of the modules that keep the most memory, and of further modules
+   for as long as that helps (bit-exact on CPUs).
 3. **Split**: halve the micro-batch (equal up to rounding).
 4. **Stop** (H401).
 
 After ``grow_after_steps`` clean steps the micro-batch is doubled; once the whole batch fits,
-recomputation is switched off. A larger plan is on trial for one step. If it fails, the old one
-comes back at once and the wait before the next trial doubles, up to 64 times, so it never thrashes.
-The state is part of every checkpoint.
+recomputation is switched off. A larger plan is on trial for one step. If it fails, the ladder
+returns to the old plan at once and doubles the wait before the next trial (up to 64 times the first
+wait), so it never thrashes. The state is part of every checkpoint.
 
-Does not: touch the device, free anything, or know what a batch is.
+This module does not touch the device, free anything, or know what a batch is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST_WAIT_FACTOR = 64
 class StepPlan:
     """How the attempts of a step run: the size of micro-batches, and what is recomputed."""
 
-    # Samples in one forward/backward pass at most; None is the whole batch.
+    # The most samples in one forward/backward pass; None means the whole batch.
     micro_batch_size: int | None = None
     # Names of the modules whose activations are recomputed.
     recompute: tuple[str, ...] = ()
@@ -48,13 +48,13 @@ class StepPlan:
 class Remedies:
     """What a step may do when memory runs out."""
 
-    # Modules for the next attempt to recompute: those of the last one if no others would help.
+    # Modules to recompute in the next attempt: those of the last attempt if no others would help.
     recompute: tuple[str, ...] = ()
-    # Why the batch must not be split, or None if it may be.
+    # Why the batch must not be split, or None if splitting is allowed.
     no_split: str | None = None
-    # What splitting this batch promises.
+    # The promise that holds if this batch is split.
     split_promise: Promise = "equal up to rounding"
-    # What recomputing promises on this device.
+    # The promise that holds for recomputation on this device.
     recompute_promise: Promise = "bit-exact"
     # The fewest samples that one forward/backward pass can take.
     smallest: int = 1
@@ -91,12 +91,12 @@ class MemoryLadder:
         self._wait = grow_after_steps
         # Samples of the largest batch that ran out of memory.
         self._tight_batch = 0
-        # Those of the last failure: what they promise holds for the way back too.
+        # The remedies of the last failure. Their promises also hold when the plan grows again.
         self._remedies = Remedies()
 
     @classmethod
     def of(cls, policy: Policy) -> MemoryLadder:
-        """Return the ladder that a policy asks for."""
+        """Return the ladder configured by a policy."""
         requested = policy.micro_batch_size
         return cls(
             largest=requested if isinstance(requested, int) else None,
@@ -115,7 +115,7 @@ class MemoryLadder:
 
         Args:
             batch_size: Samples in the batch.
-            failures: Attempts of this step that ran out of memory so far, with this one.
+            failures: Attempts of this step that have run out of memory, including this one.
             remedies: What this step may do.
         """
         self._clean_steps = 0
@@ -138,7 +138,7 @@ class MemoryLadder:
     def _recompute_more(self) -> Decision:
         self.plan = replace(self.plan, recompute=self._remedies.recompute)
         return Recompute(
-            reason="these modules keep most bytes for the backward pass",
+            reason="these modules keep the most bytes for the backward pass",
             promise=self._remedies.recompute_promise,
             modules=self.plan.recompute,
         )
@@ -239,7 +239,7 @@ class MemoryLadder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`, within the policy's limit, which may have been lowered."""
+        """Restore a state within the policy's limit, which may have been lowered since."""
         self.plan = self._plan_from(state["plan"])
         self._fallback = None
         if state["fallback"] is not None:

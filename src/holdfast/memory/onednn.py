@@ -1,12 +1,12 @@
-"""oneDNN never recovers from a refused allocation, so it is switched off after one.
+"""Switch oneDNN off after a refused allocation, from which it never recovers.
 
 If the kernel refuses memory while oneDNN compiles a kernel, the thread can never compile one again,
 even when there is memory: every convolution of a new shape fails with "could not create a
 primitive". (Seen with torch 2.13. Its oneDNN keeps the error of its assembler in a thread-local
 variable and never clears it.) torch's own kernels still work.
 
-Strided convolutions do not even notice: oneDNN calls the kernel that it could not make, at
-address 0, and the process ends with SIGSEGV. So oneDNN must be off before such kernels are made
+Strided convolutions do not even notice: oneDNN calls the kernel that it failed to compile, at
+address 0, and the process dies with SIGSEGV. So oneDNN must be off before such kernels are compiled
 while memory is short.
 """
 
@@ -27,7 +27,7 @@ _unused_widths = itertools.count(5)
 
 
 def is_onednn_failure(text: str) -> bool:
-    """Return whether an error text is oneDNN's for something refused, which may be memory."""
+    """Return whether oneDNN raises this error text when it is refused something, such as memory."""
     return _FAILURE.search(text) is not None
 
 
@@ -38,14 +38,14 @@ def is_on() -> bool:
 
 
 def switch_off() -> None:
-    """Switch oneDNN off for the rest of this process. Results then differ by rounding."""
+    """Switch oneDNN off for the rest of this process. Afterwards, results differ by rounding."""
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
 
 
 def switch_off_if_broken() -> bool:
     """Compile a kernel of a new shape, and switch oneDNN off if that fails.
 
-    Call it after memory was freed, in the thread that trains.
+    Call it after memory was freed, in the training thread.
 
     Returns:
         Whether oneDNN was broken.
@@ -68,8 +68,8 @@ def switch_off_if_broken() -> bool:
 def switch_off_if_unsafe(models: Iterable[torch.nn.Module]) -> bool:
     """Switch oneDNN off if a model has strided convolutions, in which it may crash.
 
-    Call it when memory was short and kernels of new shapes are about to be made. Convolutions that
-    are called as functions are not seen.
+    Call it after memory ran short, before kernels of new shapes are compiled. Functional
+    convolutions are not detected.
 
     Returns:
         Whether oneDNN was switched off.

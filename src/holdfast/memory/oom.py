@@ -19,7 +19,7 @@ from holdfast.core.errors import HoldfastError, OutOfMemoryError
 from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.onednn import is_onednn_failure
 
-# Texts of errors whose type says nothing (RuntimeError, AcceleratorError, OSError), as found in
+# Texts of errors whose type is too general (RuntimeError, AcceleratorError, OSError), taken from
 # torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc.
 _PATTERNS = tuple(
     re.compile(pattern, re.IGNORECASE)
@@ -51,7 +51,7 @@ _LONGEST_LINE = 300
 
 
 def find_out_of_memory(error: BaseException) -> str | None:
-    """Return one line about the out-of-memory error among an error and its causes, or None.
+    """Return one line about an out-of-memory error in an exception chain, or None.
 
     An `OutOfMemoryError` of holdfast itself does not count: it is a verdict, not an allocation that
     failed.
@@ -72,6 +72,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a single error, without its causes, reports a lack of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
@@ -86,11 +87,11 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def naming_lack_of_memory(activity: str) -> Iterator[None]:
-    """Turn a bare out-of-memory error into H401, which says what was being done.
+    """Turn a bare out-of-memory error into H401, which names the activity that failed.
 
     Args:
-        activity: What happens inside, as it follows "while", such as ``"reading a checkpoint"``.
-            If contexts are nested, the innermost names it.
+        activity: What happens in the context, as a phrase that follows "while", such as ``"reading
+            a checkpoint"``. If contexts are nested, the innermost names it.
 
     Raises:
         OutOfMemoryError: H401.
@@ -103,10 +104,10 @@ def naming_lack_of_memory(activity: str) -> Iterator[None]:
             raise
         raise OutOfMemoryError(
             f"memory ran out while {activity} ({line})",
-            limit="what is on the disk is intact: the run continues from the newest checkpoint",
+            limit="everything on the disk is intact: the run resumes from the newest checkpoint",
             fix=(
-                "leave the process more memory (check limits such as `ulimit -v`, other processes"
-                " and loader workers), or use a smaller model or batch, and start again."
+                "give the process more memory (check limits such as `ulimit -v`, other processes"
+                " and loader workers), or use a smaller model or batch, and restart."
             ),
             rule="H401",
         ) from error
@@ -120,9 +121,9 @@ def is_sticky(error: BaseException) -> bool:
 
 
 def clear_exception_frames(error: BaseException) -> None:
-    """Clear the frames that an exception and its chain hold, and with them the tensors in there.
+    """Clear the frames that an exception chain holds, and with them their tensors.
 
-    Call it after the ``except`` block was left. Frames that still run keep their variables.
+    Call it after leaving the ``except`` block. Frames that are still running keep their variables.
     """
     for link in list(_chain(error, with_contexts=True)):
         if link.__traceback__ is not None:

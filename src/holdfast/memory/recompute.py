@@ -1,12 +1,12 @@
-"""Activation checkpointing of some modules, switched on for one attempt only.
+"""Activation checkpointing of chosen modules, for one attempt only.
 
 A block drops its activations after the forward pass and computes them again in the backward pass.
 The second computation must see what the first one saw: random state, buffers and attributes are
-put back before it and set forward again after it, so BatchNorm's statistics move once and dropout
-draws the same mask. Inputs and weights are compared in every call; the outputs are compared in the
-first attempt that recomputes a block.
+restored before it and advanced again after it, so BatchNorm's statistics are updated once and
+dropout draws the same mask. Inputs and weights are compared in every call; the outputs are compared
+in the first attempt that recomputes a block.
 
-Does not: choose the modules (see ``saved_bytes``).
+The modules are chosen in ``saved_bytes``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 # Values of a tensor that are fingerprinted at a time, so that the fp64 copy stays small.
 _FINGERPRINT_CHUNK = 2**16
-# An accelerator may add in another order each time. fp16 rounds to about 1e-3.
+# An accelerator may sum in a different order each time. fp16 rounds to about 1e-3.
 _ACCELERATOR_TOLERANCE = 1e-3
 
 
 class RecomputeDiffersError(CheckpointError):
-    """A block computed something else the second time."""
+    """Recomputing a block gave a different result."""
 
     def __init__(self, block: nn.Module, why: str) -> None:
         super().__init__(f"a {type(block).__name__} cannot be recomputed: {why}")
@@ -63,17 +63,17 @@ def recomputing(
     *,
     verify: Collection[nn.Module] = (),
 ) -> Iterator[None]:
-    """Recompute the activations of these blocks in backward passes, while the context lasts.
+    """Recompute the activations of these blocks in backward passes within the context.
 
     Args:
-        blocks: Modules whose ``forward`` is replaced meanwhile.
-        capture: Returns the random state, which `restore` takes.
-        restore: Puts a random state back.
-        verify: Those of the blocks whose outputs are compared with the first ones.
+        blocks: Modules whose ``forward`` is replaced within the context.
+        capture: Returns the current random state, to be passed to `restore`.
+        restore: Restores a random state.
+        verify: The blocks whose recomputed outputs are compared with the original ones.
 
     Raises:
         RecomputeDiffersError: In the backward pass, if a block's input was changed in place after
-            it was used, its weights were exchanged or changed, or a compared output differs.
+            it was used, its weights were replaced or changed, or a compared output differs.
     """
     replaced: list[tuple[nn.Module, bool]] = []
     try:
@@ -91,7 +91,7 @@ def recomputing(
 
 
 class ReplacedForward:
-    """A stand-in for a module's ``forward``, which copies and pickles as the original one."""
+    """A replacement for a module's ``forward`` that copies and pickles as the original."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         functools.update_wrapper(self, module.forward)
@@ -140,9 +140,9 @@ class _RecomputedForward:
             fingerprints=[] if self._verify else None,
         )
 
-        # `checkpoint` hands in the arguments that autograd kept. Where hooks on saved tensors are
-        # active these are other objects than before, and a block may ask whether two of its
-        # arguments are the same object, as attention does. So the original ones are used.
+        # `checkpoint` passes the arguments that autograd kept. With hooks on saved tensors these
+        # are not the original objects, but a block may test whether two of its arguments are the
+        # same object, as attention does. So the original ones are used.
         def run(*_: Any, **__: Any) -> Any:
             return call.run(*args, **kwargs)
 
@@ -152,7 +152,7 @@ class _RecomputedForward:
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=lambda: (contextlib.nullcontext(), call.second_pass),
-            # A pass that is stopped early has no outputs to compare.
+            # A recomputation that was stopped early has no outputs to compare.
             early_stop=not self._verify,
             **kwargs,
         )
@@ -167,12 +167,12 @@ def _can_be_checkpointed() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weight:
-    """A parameter, with what shows that its values were changed."""
+    """A parameter, with the evidence of whether its values were changed."""
 
     tensor: torch.Tensor
     version: int
-    # Where the values are: this shows ``tensor.data = ...``, and stays the same where a sharded
-    # weight is gathered once more. Zeros for a tensor without a single storage.
+    # Address of the values. It changes with ``tensor.data = ...``, and stays the same if a sharded
+    # weight is gathered again. Zeros for a tensor without a single storage.
     storage: int
     offset: int
 
@@ -215,7 +215,7 @@ def _are_same(weights: Sequence[_Weight], others: Sequence[_Weight]) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """One call of a block: what its first computation saw, and what it returned."""
+    """One call of a block: the inputs of its first computation, and its outputs."""
 
     block: nn.Module
     forward: Callable[..., Any]
@@ -226,7 +226,7 @@ class _Call:
     fingerprints: list[torch.Tensor] | None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the block, the first or the second time."""
+        """Run the block, for the first or the second time."""
         if not self.second_pass.is_active:
             outputs = self.forward(*args, **kwargs)
         else:
@@ -243,7 +243,7 @@ class _Call:
             )
         if not _are_same(self.weights, _weights_of(self.block)):
             raise RecomputeDiffersError(
-                self.block, "its weights were exchanged or changed after they were used"
+                self.block, "its weights were replaced or changed after they were used"
             )
 
     def _compute_again(self, *args: Any, **kwargs: Any) -> Any:
@@ -252,26 +252,26 @@ class _Call:
         except Exception as error:
             if _shows_a_difference(error):
                 raise RecomputeDiffersError(
-                    self.block, f"the second time it raises {error!r}"
+                    self.block, f"its second computation raises {error!r}"
                 ) from error
             raise
 
     def _compare_outputs(self, outputs: Any) -> None:
-        """Compare with the fingerprints of the first computation, if there are any yet."""
+        """Compare the outputs with the fingerprints of the first computation, if there are any."""
         fingerprints = [_fingerprint(tensor) for tensor in tensors_of(outputs)]
         assert self.fingerprints is not None
         for first, second in zip(self.fingerprints, fingerprints, strict=False):
             if not _are_equal(first, second):
                 raise RecomputeDiffersError(
-                    self.block, "it computes another result the second time"
+                    self.block, "its second computation gives a different result"
                 )
         self.fingerprints = fingerprints
 
 
 def _shows_a_difference(error: Exception) -> bool:
-    """Return whether an error of the second computation shows that it saw something else."""
-    # The first comes from a block inside this one. With the second, torch stops a computation once
-    # it has what it needs.
+    """Return whether an error of the second computation shows that its inputs were different."""
+    # The first is raised by a block inside this one. With the second, torch stops a recomputation
+    # as soon as it has all tensors that it needs.
     if isinstance(error, (CheckpointError, _StopRecomputationError)):
         return False
     return find_out_of_memory(error) is None and not is_sticky(error)
@@ -312,7 +312,7 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ModuleState:
-    """The buffers and attributes of one module, by name, as they were bound."""
+    """The buffers and attributes of one module, by name: the objects themselves, not copies."""
 
     buffers: dict[str, torch.Tensor | None]
     attributes: dict[str, Any]
@@ -320,7 +320,7 @@ class _ModuleState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockState:
-    """What a computation of a block depends on, beside its inputs and weights."""
+    """What a computation of a block depends on, besides its inputs and weights."""
 
     random_state: Any
     modules: list[_ModuleState]
@@ -329,10 +329,10 @@ class _BlockState:
 
 
 class _SecondPass(contextlib.AbstractContextManager[None]):
-    """Puts a block's state back to that of the first computation, while the context lasts.
+    """Restores, within the context, the state that a block had in its first computation.
 
-    It is entered once in each backward pass. Attributes are put back as they were bound, such as a
-    counter or a hidden state that each call replaces.
+    It is entered once in each backward pass. Attributes, such as a counter or a hidden state that
+    each call replaces, are bound to their earlier objects again.
     """
 
     def __init__(
@@ -356,6 +356,7 @@ class _SecondPass(contextlib.AbstractContextManager[None]):
         self.is_active = False
 
     def _snapshot(self) -> _BlockState:
+        """Copy the state that the block may change: random state, buffers, attributes."""
         modules = [
             _ModuleState(buffers=dict(module._buffers), attributes=_own_attributes(module))
             for module in self._modules
@@ -373,6 +374,7 @@ class _SecondPass(contextlib.AbstractContextManager[None]):
         )
 
     def _put_back(self, state: _BlockState) -> None:
+        """Restore a snapshot."""
         for module, module_state in zip(self._modules, state.modules, strict=True):
             module._buffers.update(module_state.buffers)
             for name in _own_attributes(module).keys() - module_state.attributes.keys():
@@ -386,7 +388,7 @@ class _SecondPass(contextlib.AbstractContextManager[None]):
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a module has beyond those of every module."""
+    """Return the attributes that a module has in addition to those of every ``nn.Module``."""
     return {
         name: value
         for name, value in vars(module).items()

@@ -1,20 +1,20 @@
-"""Measure what modules keep for the backward pass, and choose which of them to recompute.
+"""Measure what modules save for the backward pass, and choose which of them to recompute.
 
 Only an attempt that is repeated because memory ran out is measured. Each call of a module is
 recorded, and every storage that autograd saves during it
 (`torch.autograd.graph.saved_tensors_hooks`).
 
-If a call is recomputed, what it saved beyond its inputs is dropped, and exists again in the
-backward pass, one call at a time. So a choice is judged by the peak that it would have had: a
-module that is called once and saves everything gains nothing, one that is called a hundred times
-gains 99 of 100 parts. An attempt that fails is measured up to its failure, which is what had filled
-the memory by then.
+If a call is recomputed, everything it saved beyond its inputs is dropped, and exists again in the
+backward pass, one call at a time. So a choice is judged by the peak that it would have led to:
+recomputing a module that is called once and saves everything gains nothing; one that is called a
+hundred times gains 99 %. A failing attempt is measured up to its failure: that is what had filled
+the memory.
 
-Never chosen are modules that change something that is not put back for the second computation
-(their inputs, tensors in plain attributes, containers that grow), and modules with parts that have
-hooks of the caller.
+Two kinds of modules are never chosen: those that change something that is not restored for the
+second computation (their inputs, tensors in plain attributes, containers that grow), and those with
+user hooks on any submodule.
 
-Does not: recompute (see ``recompute``), or decide when (see ``ladder``).
+Recomputing is in ``recompute``, and deciding when to recompute in ``ladder``.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from holdfast.memory.recompute import OWN_ATTRIBUTES, ReplacedForward
 from holdfast.memory.tensors import has_storage, tensors_of, versions_of
 
-# A smaller reduction of the peak, as a share of it, costs more time than it is worth.
+# A smaller relative reduction of the peak is not worth the time it costs.
 _LEAST_GAIN = 0.05
 # What a recomputed call itself keeps: random state (5 KB) and autograd's own objects.
 _CALL_BYTES = 2**14
-# The number of "no call", where calls are referred to by number.
+# Stands for "no call" where calls are referred to by number.
 _NO_CALL = -1
 NOTHING_SAVES = (
-    "no module that may be recomputed keeps much for the backward pass beyond its inputs, as far as"
-    " the attempt came"
+    "up to the failure, no module that may be recomputed had saved much for the backward pass"
+    " beyond its inputs"
 )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """One call of a module. The saves ``[begin, end)`` of the pass were made during it."""
+    """One call of a module. It made the saves ``[begin, end)`` of the pass."""
 
     name: str
-    # Number of the call that this one was made in, or `_NO_CALL`.
+    # Number of the enclosing call, or `_NO_CALL`.
     parent: int
     begin: int
     # Storages of the inputs. They stay even if the call is recomputed.
     inputs: tuple[int, ...]
-    # Bytes that recomputing this call keeps by itself.
+    # Bytes that recomputing this call keeps in addition to its inputs.
     own_bytes: int
     # None while the call runs, or if it failed.
     end: int | None = None
@@ -73,7 +73,10 @@ class _Save:
 
 @dataclass(slots=True)
 class Measurement:
-    """What one forward pass saved. Calls are numbered in order; storages have torch's number."""
+    """What one forward pass saved.
+
+    Calls are numbered in order. A storage is identified by torch's `StorageImpl` pointer.
+    """
 
     calls: list[_Call] = field(default_factory=list)
     saves: list[_Save] = field(default_factory=list)
@@ -81,7 +84,7 @@ class Measurement:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def saved_bytes(self) -> int:
-        """Return the bytes of all storages that were seen."""
+        """Return the bytes of all recorded storages."""
         return sum(self.sizes.values())
 
     def peak(self, chosen: Collection[str], bytes_of_active: Mapping[str, int]) -> int:
@@ -89,8 +92,8 @@ class Measurement:
 
         Args:
             chosen: Names of the modules.
-            bytes_of_active: Modules that were recomputed in this pass already, with the bytes that
-                one call of each needs while it is recomputed.
+            bytes_of_active: Modules that this pass already recomputed, each with the bytes that one
+                of its calls needs while it is recomputed.
         """
         owners = self._recomputed_owners(chosen)
         recomputed = [self.calls[number] for number, owner in enumerate(owners) if owner == number]
@@ -99,8 +102,9 @@ class Measurement:
         added = [0] * (len(self.saves) + 1)
         for call in recomputed:
             added[call.begin] += call.own_bytes
-        for storage, place in kept_from.items():
-            added[place] += self.sizes[storage]
+        for storage, first_save in kept_from.items():
+            added[first_save] += self.sizes[storage]
+        # The bytes kept at each save of the forward pass, and at its end.
         kept_until = list(accumulate(added))
 
         # At the end of the forward pass, and while each recomputed call exists a second time.
@@ -120,7 +124,7 @@ class Measurement:
         return sum(self.sizes[storage] for storage in storages if storage not in kept)
 
     def _recomputed_owners(self, chosen: Collection[str]) -> list[int]:
-        """Return, for each call, the outermost chosen call that it is or is in, or `_NO_CALL`."""
+        """Return, for each call, the outermost chosen call around it (or itself), or `_NO_CALL`."""
         owners: list[int] = []
         for number, call in enumerate(self.calls):
             owner = _NO_CALL
@@ -132,11 +136,19 @@ class Measurement:
         return owners
 
     def _kept_from(self, owners: Sequence[int], recomputed: Iterable[_Call]) -> dict[int, int]:
-        """Return the storages that are kept, each with the number of saves made before it."""
+        """Return the storages that the forward pass keeps, each with its first save.
+
+        Kept are storages that are saved outside of all recomputed calls, and the inputs of
+        recomputed calls. A save is given by its index in `saves`.
+
+        Args:
+            owners: The recomputed call that each call belongs to, or `_NO_CALL`.
+            recomputed: The recomputed calls.
+        """
         kept_from: dict[int, int] = {}
-        for place, save in enumerate(self.saves):
+        for index, save in enumerate(self.saves):
             if save.call == _NO_CALL or owners[save.call] == _NO_CALL:
-                kept_from.setdefault(save.storage, place)
+                kept_from.setdefault(save.storage, index)
         for call in recomputed:
             for storage in call.inputs:
                 kept_from[storage] = min(call.begin, kept_from.get(storage, call.begin))
@@ -147,28 +159,28 @@ class Measurement:
 
 
 class SavedBytes:
-    """Measures attempts, and chooses what the next one recomputes.
+    """Measures attempts, and chooses the modules that the next one recomputes.
 
     Args:
-        modules: Those that may be recomputed, by name.
+        modules: The modules that may be recomputed, by name.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._refused: set[str] = set()
-        # Of modules that are recomputed: the bytes that one call needs the second time. They were
-        # measured before, since such a call no longer saves them in its forward pass.
+        # The bytes that one call of a recomputed module needs while it is recomputed. They were
+        # measured before the module was chosen: since then, its forward pass no longer saves them.
         self._bytes_of_call: dict[str, int] = {}
         self._measurement = Measurement()
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Do not choose these modules again, nor those that contain them."""
+        """Never again choose these modules or those that contain them."""
         for name in names:
             self._refused.update(_with_parents(name))
 
     @contextlib.contextmanager
     def measuring(self, recomputed: Sequence[str], held: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Measure the forward passes made while the context lasts. The one that saves most counts.
+        """Measure the forward passes within the context. The one that saves most counts.
 
         Args:
             recomputed: Modules that are recomputed in these passes.
@@ -196,11 +208,11 @@ class SavedBytes:
             self._refused |= recorder.changes_input
 
     def choose(self, active: Sequence[str]) -> tuple[str, ...]:
-        """Return the modules to recompute from now on: those that are active, and further ones.
+        """Return the modules to recompute from now on: the active ones and further ones.
 
         Groups of modules are added greedily, the one that lowers the peak most first, until the
-        next would lower it by less than 5 %. Of this the fewest groups are taken that reach half of
-        the reduction of all of them.
+        next would lower it by less than 5 %. Of these, the smallest number is taken that reaches
+        half of their total reduction.
 
         Args:
             active: Modules that were recomputed in the measured pass.
@@ -228,20 +240,21 @@ class SavedBytes:
         chosen: Sequence[str],
         active_bytes: Mapping[str, int],
     ) -> tuple[list[str], int]:
-        """Return the group that leaves the lowest peak if it is chosen as well, and that peak."""
+        """Return the group whose addition gives the lowest peak, and that peak."""
         newly_chosen = set(chosen) - active_bytes.keys()
         peaks = [self._measurement.peak({*newly_chosen, *names}, active_bytes) for names in groups]
         lowest = min(peaks)
         return groups[peaks.index(lowest)], lowest
 
     def _remember_bytes(self, names: Collection[str]) -> None:
+        """Remember the bytes that one call of each newly chosen module needs when recomputed."""
         for call in self._measurement.calls:
             if call.name in names:
                 size = self._measurement.bytes_inside(call)
                 self._bytes_of_call[call.name] = max(self._bytes_of_call.get(call.name, 0), size)
 
     def _storages_held(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Return the storages of parameters, buffers and these tensors."""
+        """Return the storages of all parameters and buffers, and of these tensors."""
         storages = {_storage_of(tensor) for tensor in tensors}
         for module in self._modules.values():
             storages.update(_storage_of(parameter) for parameter in module.parameters())
@@ -263,7 +276,7 @@ class SavedBytes:
         return list(groups.values())
 
     def _has_hooks_inside(self, name: str) -> bool:
-        """Return whether recomputing a module would run hooks of the caller a second time."""
+        """Return whether recomputing a module would run the user's hooks a second time."""
         module = self._modules[name]
         parts = [part for part in module.modules() if part is not module]
         return any(_has_hooks_of_the_caller(part) for part in parts)
@@ -271,7 +284,7 @@ class SavedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """A choice of modules, and the bytes that it keeps at most."""
+    """A choice of modules, and the most bytes that a pass keeps with it."""
 
     peak: int
     names: tuple[str, ...]
@@ -315,17 +328,17 @@ def _overlap(names: Sequence[str], others: Sequence[str]) -> bool:
 
 
 class _Recorder:
-    """Records calls and saves while they happen.
+    """Records calls and saves as they happen.
 
     Args:
-        excluded: Storages that are there anyway.
+        excluded: Storages that exist anyway.
     """
 
     def __init__(self, excluded: set[int]) -> None:
         self._excluded = excluded
         self._current = Measurement()
         self._largest = Measurement()
-        # Numbers of the calls that run now, the innermost last.
+        # Numbers of the calls that are running, the innermost last.
         self._stack: list[int] = []
         # As long as these exist, no other storage gets the number of a recorded one.
         self._references: list[StorageWeakRef] = []
@@ -382,6 +395,7 @@ class _Recorder:
         return run
 
     def _begin_call(self, name: str, tensors: Sequence[torch.Tensor], own_bytes: int) -> int:
+        """Record the beginning of a call and return its number."""
         inputs = []
         for tensor in tensors:
             storage = _storage_of(tensor)
@@ -401,14 +415,14 @@ class _Recorder:
         return number
 
     def _begin_pass_after_backward(self) -> None:
-        """Measure the next part of a batch by itself: a backward pass frees what was saved."""
+        """Measure the next part of a batch separately: a backward pass frees what was saved."""
         if not self._backward_has_run:
             return
         self._largest = self.largest_pass()
         self._current = Measurement()
         self._backward_has_run = False
         self._stack.clear()
-        # Hooks on saved tensors make reference cycles of what the last part saved.
+        # Hooks on saved tensors tie what the last part saved into reference cycles.
         gc.collect()
 
     def _innermost_call(self) -> int:
@@ -434,14 +448,14 @@ def _is_backward_running() -> bool:
 
 
 def _would_save() -> bool:
-    """Return whether autograd would save tensors for a forward pass that began now."""
+    """Return whether autograd would save tensors for a forward pass that starts now."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return not _is_backward_running()
 
 
 def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
-    """Return what shows whether a module changes its attributes in place.
+    """Return the state by which in-place changes of a module's attributes are recognised.
 
     Versions of tensors and lengths of containers, by the name and identity of the attribute.
     """

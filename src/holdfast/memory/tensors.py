@@ -1,4 +1,4 @@
-"""Find the tensors in arguments and results, and tell whether they were changed in place."""
+"""Find the tensors in arguments and results, and detect whether they were changed in place."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def find_bad_samples(
     """Return the samples without which a bad batch is good, in rising order.
 
     A right hint costs one call of `is_bad`. Without one, k bad samples cost about
-    ``2 k log2(size)`` calls. If no smaller batch is good at all, the search gives up after
-    ``4 + 2 log2(size)`` calls, since then it is hardly the samples that are to blame.
+    ``2 k log2(size)`` calls. If no smaller batch is good at all, the search gives up after ``4 + 2
+    log2(size)`` calls, because the samples are then hardly to blame.
 
     Args:
         is_bad: Returns whether a batch of exactly these samples (indices in rising order, at least
@@ -57,7 +57,7 @@ class _Search:
         if hint and self._is_good_without(hint):
             return self._narrow(hint)
         bad: list[int] = []
-        # A second round is needed only if samples are bad in company alone.
+        # A second round is needed only if samples are bad only in combination.
         while len(bad) < len(self._all):
             more = self._bad_among(self._without(bad), good=[])
             bad = sorted({*bad, *more})
@@ -66,14 +66,14 @@ class _Search:
         return []
 
     def _narrow(self, hint: list[int]) -> list[int]:
-        """Return the bad samples among those of a right hint."""
+        """Return the bad samples among those of a hint that contains all of them."""
         if len(hint) == 1:
             return hint
         bad = sorted(self._bad_among(hint, good=self._without(hint)))
         return bad if self._is_good_without(bad) else hint
 
     def _bad_among(self, suspects: list[int], good: list[int]) -> list[int]:
-        """Return bad samples among suspects that are bad together with samples that are good."""
+        """Return the bad samples among suspects that make a batch of good samples bad."""
         if len(suspects) == 1:
             return suspects
         middle = len(suspects) // 2

@@ -1,4 +1,4 @@
-"""What is compiled in this process, and how to run it as it is written."""
+"""Find out what is compiled in this process, and run it eagerly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled modules as they are written, while the context lasts."""
+    """Run compiled modules eagerly within the context."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -28,7 +28,7 @@ def eager() -> Iterator[None]:
 
 
 def as_written(models: Mapping[str, _Module]) -> tuple[dict[str, Any], bool]:
-    """Return the modules that ``torch.compile`` was given, and whether any part is compiled.
+    """Return the modules passed to ``torch.compile``, and whether any part is compiled.
 
     A scripted part counts as compiled.
     """
@@ -46,7 +46,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def anything_compiled() -> bool:
     """Return whether ``torch.compile`` has traced anything in this process.
 
-    After ``torch.compiler.reset()`` it has not.
+    ``torch.compiler.reset()`` makes this False again.
     """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and bool(frames.input_codes.seen_ids)
@@ -55,8 +55,9 @@ def anything_compiled() -> bool:
 def is_symbolic() -> bool:
     """Return whether code is being traced, transformed or captured, so values cannot be read.
 
-    This is so under a compiler, ``torch.jit.trace``, a dispatch mode such as that of ``make_fx`` or
-    of fake tensors, a transform of ``torch.func``, and while a CUDA graph is captured.
+    This is the case under a compiler, ``torch.jit.trace``, a dispatch mode such as that of
+    ``make_fx`` or of fake tensors, a transform of ``torch.func``, and while a CUDA graph is
+    captured.
     """
     return (
         torch.compiler.is_compiling()

@@ -1,8 +1,8 @@
 """Gradient norms that do not overflow, one finite check, and clipping.
 
 The norm that clipping needs is also the finite check: one norm per tensor in fp32, one norm over
-those, and one read by the host. Only if that is not finite, a second pass in fp64 tells a norm that
-overflowed from real NaN or Inf.
+those, and one read by the host. Only if that is not finite, a second pass in fp64 distinguishes an
+overflowed norm from real NaN or Inf.
 
 Clipping is torch's own arithmetic, bit for bit, wherever torch's norm is finite. Where it overflows
 (finite fp32 gradients of 1e20, fp16 gradients above 65,504) torch multiplies every gradient by 0;
@@ -51,7 +51,7 @@ class GradientFacts:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the shard of a tensor that is in this process: all of it, unless it is sharded."""
+    """Return the local shard of a tensor, or the tensor itself if it is not sharded."""
     shard: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
 
@@ -67,9 +67,9 @@ def inspect(
     Args:
         groups: At least one parameter among them has a gradient.
         loss: The step's loss, shape ``()``, detached.
-        *along: Other numbers to read in the same sync, each of shape ``()``.
-        share: Turns the norms of the shards in this process into those of whole gradients, or None
-            if no gradient is sharded.
+        *along: Further numbers to read in the same sync, each of shape ``()``.
+        share: Converts the norms of the local shards to the norms of whole gradients, or None if no
+            gradient is sharded.
 
     Returns:
         The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the
@@ -97,7 +97,8 @@ def _gradients_of(groups: Sequence[Group]) -> list[torch.Tensor]:
         for parameter in group.parameters:
             gradient = parameter.grad
             assert gradient is not None
-            # The usual case is decided here: this runs for each parameter in each step.
+            # The check for the usual case is inline because this runs for every parameter in every
+            # step.
             if gradient.layout is not torch.strided:
                 gradient = _dense(gradient)
             gradients.append(gradient)
@@ -184,8 +185,8 @@ def clip(
         norms: The norm of every gradient, as `inspect` returned them.
         max_norm: Above 0.
         clip_by: The scope of a norm.
-        order: For ``"global"``, indices into `norms` in the order in which the norms are summed, or
-            None for the order in which they are.
+        order: For ``"global"``, indices into `norms` that give the order of summation, or None for
+            the order of `norms`.
     """
     if clip_by == "global":
         parameters = [parameter for group in groups for parameter in group.parameters]
@@ -249,6 +250,6 @@ def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:
     largest: torch.Tensor = torch.linalg.vector_norm(gradient, math.inf, dtype=wide)
     if not torch.isfinite(largest):
         return norm
-    # fp64 gradients whose squares overflow.
+    # The gradient is fp64 and its squares overflow.
     scaled: torch.Tensor = torch.linalg.vector_norm(gradient / largest, dtype=wide)
     return largest * scaled

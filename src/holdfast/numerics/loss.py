@@ -25,13 +25,13 @@ class Loss:
     """A mean over loss-bearing items, so that accumulation over micro-batches is exact for ragged
     data.
 
-    A loss of several terms, each a mean over items of its own, is a sequence or a dict of these:
+    A loss of several terms, each a mean over its own items, is a sequence or a dict of `Loss`:
     the total is the sum of the means, and each is weighted by its own items when a batch is split.
 
     Args:
         mean: The mean loss over `items`, shape ``()``, with a graph.
         items: How many tokens, frames or samples the mean is over: a number or a tensor of one
-            element. For a weighted mean, the sum of the weights, which need not be whole.
+            element. For a weighted mean, the sum of the weights, which need not be an integer.
         extra: Further results of the forward pass by name, such as logits. They are returned in
             `StepResult.extra`. If the batch was split, tensors with one row per sample are
             concatenated, numbers are averaged over the samples, and anything else becomes a list
@@ -55,10 +55,10 @@ class Terms:
     means: tuple[torch.Tensor, ...]
     # The items of each term: a number, or a tensor of shape () on a device.
     items: tuple[Any, ...]
-    # Whether the loss function said what the items are.
+    # Whether the loss function declared the items.
     declared: bool
-    # Whether the items must be whole: they were returned as a bare pair, which could also be meant
-    # as two losses.
+    # Whether the items must be integers: they were returned as a bare pair, which might be two
+    # losses by mistake.
     counted: bool = False
     # Detached.
     extra: Mapping[str, Any] | None = None
@@ -79,7 +79,7 @@ class Terms:
         Cost: one host sync, or none on the CPU.
 
         Raises:
-            BatchError: H203 for items that are no count.
+            BatchError: H203 for items that are not a count.
         """
         device = self.means[0].device
         values = (*self.means, *self.items)
@@ -231,6 +231,7 @@ class _PartResult:
 
 
 def _joined(results: list[_PartResult]) -> Any:
+    """Return the results of all parts as one: concatenated, averaged, or as a list."""
     if len(results) == 1:
         return results[0].value
     if all(result.has_a_row_per_sample() for result in results):
@@ -243,9 +244,9 @@ def _joined(results: list[_PartResult]) -> Any:
 
 
 def without_graph(run: Callable[[], _T]) -> _T:
-    """Run a loss function for its value only: without a graph, unless it differentiates itself.
+    """Run a loss function for its value only: without a graph, unless it calls autograd itself.
 
-    A penalty on a gradient (R1, WGAN-GP) needs a graph even where nobody needs that of the loss.
+    A gradient penalty (R1, WGAN-GP) needs a graph even if the graph of the loss is not needed.
     """
     try:
         with torch.no_grad():
@@ -258,6 +259,7 @@ def without_graph(run: Callable[[], _T]) -> _T:
 
 
 def _scalar(mean: Any) -> torch.Tensor:
+    """Return a mean loss with shape ``()``, or raise H201 if it is not a real scalar tensor."""
     if isinstance(mean, torch.Tensor) and mean.numel() == 1 and not mean.is_complex():
         return mean.reshape(()) if mean.dim() else mean
     if hasattr(mean, "loss") or (isinstance(mean, Mapping) and "loss" in mean):
@@ -265,7 +267,7 @@ def _scalar(mean: Any) -> torch.Tensor:
     else:
         fix = (
             "reduce it, for instance with .mean(), and return the tensor itself; if there are"
-            " several losses, return their sum and nothing else."
+            " several losses, return only their sum."
         )
     raise BatchError(
         f"loss_fn returned {_describe(mean)}",
@@ -279,7 +281,7 @@ def _scalar(mean: Any) -> torch.Tensor:
 
 
 def _count(items: Any, *, counted: bool) -> Any:
-    """Return checked items. A tensor on a device is not read: that would be a sync."""
+    """Return checked items. A tensor on a device is not read because that would force a sync."""
     if isinstance(items, torch.Tensor):
         is_number = items.numel() == 1 and not items.is_complex() and items.dtype != torch.bool
         if not is_number or items.requires_grad:
@@ -297,11 +299,13 @@ def _count(items: Any, *, counted: bool) -> Any:
 
 
 def check_count(items: float, *, counted: bool) -> None:
-    """Raise H203 unless this can be a number of items. Zero is left to the caller.
+    """Raise H203 unless the value can be a number of items.
+
+    Zero is accepted; the caller checks for it.
 
     Args:
         items: The number.
-        counted: Whether it must be whole.
+        counted: Whether it must be an integer.
     """
     is_in_range = 0 <= items < math.inf
     if not is_in_range or (counted and items != int(items)):
@@ -309,7 +313,7 @@ def check_count(items: float, *, counted: bool) -> None:
 
 
 def bad_items(items: Any) -> BatchError:
-    """Return the error about items that are no count."""
+    """Return H203 for items that are not a count."""
     if items is None or isinstance(items, (bool, int, float, str)):
         problem = f"items={items!r:.40}"
     else:

@@ -1,6 +1,7 @@
-"""How an operation came to return NaN or Inf, in words, from the ranges of its operands.
+"""Explain in words how an operation returned NaN or Inf, from the ranges of its operands.
 
-A mechanism is named only if the operands bear it out. Otherwise it is said to be unexplained.
+A mechanism is named only if the operands confirm it. Otherwise the result is reported as
+unexplained.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _VARIANT = re.compile(
     r"|_(?:forward|backward_data|legit|legit_no_training|with_update)$"
     r"|(?<=nll_loss)2d|(?<=rnn)_layer$|(?<=^to)_copy$"
 )
-# By operation: what is singular about its derivative, and where.
+# For each operation: the singularity of its derivative, and where it lies.
 _SINGULAR: dict[str, str] = yaml.safe_load(
     resources.files(__package__).joinpath("singular.yaml").read_text(encoding="utf-8")
 )
@@ -56,7 +57,7 @@ def _snake_case(name: str) -> str:
 
 
 def explain(suspect: Suspect) -> tuple[str, Confidence]:
-    """Return how an operation came to return NaN or Inf, in one clause, and how sure that is."""
+    """Return why an operation returned NaN or Inf, in one clause, and how certain that is."""
     if suspect.function:
         operation = readable(suspect.name)
     else:
@@ -176,7 +177,7 @@ _FORWARD_RULES: Mapping[str, _ForwardRule] = {
 
 
 def _singular_derivative(operation: str, suspect: Suspect) -> str | None:
-    """Explain by the forward operation whose derivative ran, if an operand shows its singularity.
+    """Explain a derivative by the singularity of its forward operation, if an operand is at it.
 
     A 0 or an Inf among the operands stands for the singular point.
     """
@@ -190,7 +191,7 @@ def _singular_derivative(operation: str, suspect: Suspect) -> str | None:
 
 
 def _by_arithmetic(operation: str, suspect: Suspect) -> str | None:
-    """Explain by what any arithmetic can do: inf-inf, 0*inf, or an overflow of the dtype."""
+    """Explain by what can happen in any arithmetic: inf-inf, 0*inf, or an overflow of the dtype."""
     has_infinity = any(math.isinf(number) for number in suspect.scalars)
     has_infinity = has_infinity or any(operand.inf for operand in suspect.operands)
     if not has_infinity:
@@ -199,10 +200,11 @@ def _by_arithmetic(operation: str, suspect: Suspect) -> str | None:
         return "Inf reached it, on purpose or not (a mask value in a sum or mean?)"
     if operation in ("add", "sub", "sum", "mean", "cumsum"):
         return "inf-inf"
-    return "NaN made of Inf (inf-inf, 0*inf or inf/inf)"
+    return "NaN from Inf (inf-inf, 0*inf or inf/inf)"
 
 
 def _overflow(suspect: Suspect) -> str | None:
+    """Explain a result by an overflow of its dtype, if the operands are large enough for one."""
     produced = suspect.produced
     if not (produced.inf or produced.nan):
         return None
@@ -210,8 +212,7 @@ def _overflow(suspect: Suspect) -> str | None:
     magnitudes = [abs(number) for number in suspect.scalars if not math.isnan(number)]
     magnitudes += [operand.largest for operand in suspect.operands]
     largest = max(magnitudes, default=0.0)
-    # The most that one operation can make is a product of two such values, summed over as many
-    # terms as there are elements.
+    # The largest result of one operation is a product of two such values, summed over all elements.
     terms = max((operand.count for operand in suspect.operands), default=1)
     limit = torch.finfo(getattr(torch, produced.dtype)).max
     if max(largest, largest * largest) * terms <= limit:

@@ -13,12 +13,12 @@ def decide_after_nonfinite(
     """Return the decision about a non-finite step: skip it, roll back, or stop.
 
     Args:
-        reason: What was found, for the decision.
+        reason: Why the step is non-finite; becomes the decision's reason.
         in_a_row: Consecutive non-finite steps, this one included.
         patience: Consecutive non-finite steps that lead to a rollback, or None to always skip.
-        rollbacks_in_a_row: Rollbacks after which the run never got beyond the step that had caused
+        rollbacks_in_a_row: Consecutive rollbacks since the run last got past the step that caused
             them.
-        max_rollbacks: Such rollbacks after which the run stops.
+        max_rollbacks: The run stops after this many such rollbacks.
     """
     if patience is None or in_a_row < patience:
         return SkipStep(reason=reason, promise="changes training")

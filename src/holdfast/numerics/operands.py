@@ -1,6 +1,6 @@
 """Facts about one tensor: whether it is finite, its range, and where it is not finite.
 
-Each of these functions is read by the host, so they cost a sync.
+Each of these functions reads its result on the host, which costs a sync.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-# What a tensor class has in place of its own ``__torch_dispatch__``.
+# The ``__torch_dispatch__`` of tensor classes that do not define their own.
 _NO_OWN_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -42,7 +42,7 @@ class Operand:
 
     @property
     def is_mask(self) -> bool:
-        """Whether it holds nothing but 0 and -Inf: an additive mask, whose Inf is intended."""
+        """Whether it holds only 0 and -Inf: an additive mask, whose Inf is intended."""
         has_infinities = self.negative_inf > 0 and self.negative_inf == self.inf
         rest_is_zero = self.least is None or self.least == self.most == 0.0
         return has_infinities and rest_is_zero and self.inf < self.count and self.nan == 0
@@ -98,7 +98,8 @@ def _readable_values(tensor: torch.Tensor) -> torch.Tensor | None:
 def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return where a tensor is NaN or Inf, or None if it is finite everywhere.
 
-    A sum is finite only if every element is, so each element is looked at only if the sum is not.
+    A sum is finite only if every element is, so single elements are examined only if the sum is not
+    finite.
 
     Returns:
         A bool tensor, of the shape of `values_of` the tensor.
@@ -109,7 +110,7 @@ def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
     values = values.detach()
     is_narrow = values.dtype.itemsize < 4 and not values.is_complex()
     if is_narrow and values.dtype not in (torch.float16, torch.bfloat16):
-        # There are few kernels for fp8.
+        # Few kernels support fp8.
         values = values.float()
     total = values.sum(dtype=torch.float32 if is_narrow else None)
     if bool(torch.isfinite(total)):

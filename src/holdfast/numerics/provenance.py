@@ -1,12 +1,12 @@
 """Find where a non-finite value came from: one replay under a tracer, then a walk back.
 
 The walk goes from what failed (the loss or gradients) to its origin. An Inf that never reaches the
-loss or a gradient did no harm, and one that was written on purpose (a mask) is not to blame either:
-then it is the operation that could not take it, such as a softmax over a row that is masked
+loss or a gradient did no harm. One that was written on purpose (a mask) is not to blame either: the
+origin is then the operation that could not handle it, such as a softmax over a row that is masked
 entirely.
 
-Does not: undo what the replay does to gradients, buffers and random state, nor decide what to do
-about the finding.
+The caller undoes what the replay does to gradients, buffers and random state, and decides what to
+do about the finding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OriginKind = Literal["operation", "finite_overflow", "input", "parameter", "buff
 
 _MOST_PARAMETERS = 3
 _MOST_OPERANDS = 4
-# Names in one line of text.
+# The most names listed in one line of text.
 _MOST_NAMED = 5
 # Operations that write constants, and so write an Inf on purpose.
 _WRITES_CONSTANTS = re.compile(
@@ -51,7 +51,7 @@ class NeedsOtherRanksError(RuntimeError):
     """A rank that replays a step alone has reached a collective of the loss or the model.
 
     Attributes:
-        given: The tensors that the collective was called with.
+        given: The tensors passed to the collective.
     """
 
     def __init__(self, collective: str, given: Sequence[object] = ()) -> None:
@@ -66,13 +66,13 @@ class Origin:
     """Where NaN or Inf came from, as facts that JSON can hold."""
 
     # With "finite_overflow" the backward pass left the range of fp16 although its factors were
-    # finite, so the loss scale is too large. With "constant" it is a bad tensor that is no input,
-    # parameter or buffer, such as one that a module keeps to itself.
+    # finite, so the loss scale is too large. With "constant" it is a bad tensor that is not an
+    # input, parameter or buffer, such as one in a plain attribute of a module.
     kind: OriginKind
     # The operation as users know it ("log"; in the backward pass, the one whose derivative ran),
     # a custom Function, or the bad tensor.
     op: str
-    # The operation that really ran, such as "aten.div"; empty for a tensor.
+    # The operation that actually ran, such as "aten.div"; empty for a tensor.
     aten: str
     # The module's path, or "loss function".
     module: str
@@ -91,9 +91,9 @@ class Origin:
     line: str
     # How it happened, in one clause.
     mechanism: str
-    # "certain": the operands bear the mechanism out.
+    # "certain": the operands confirm the mechanism.
     confidence: Confidence
-    # It was sent to other ranks by a collective of the loss or the model.
+    # Whether it was sent to other ranks by a collective of the loss or the model.
     sent: bool = False
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ def trace(
     batch_tensors: Sequence[tuple[str, torch.Tensor]],
     batch_size: int | None,
 ) -> Origin | None:
-    """Run a failing step once more and return where its NaN or Inf comes from.
+    """Replay a failing step and return where its NaN or Inf comes from.
 
     Cost: about three to thirty times a step.
 
@@ -175,7 +175,7 @@ def trace(
         return None
     if tracer.missed_some:
         raise UntraceableError(
-            "part of the loss is computed by forward-mode AD, where values cannot be looked at"
+            "part of the loss is computed by forward-mode AD, where values cannot be read"
         )
     failures = [gradient for _, gradient in bad_gradients] if loss_is_finite else [loss]
     culprit = _find_culprit([_failure(tracer, tensor) for tensor in failures], tracer.suspects)
@@ -221,14 +221,14 @@ def find_nan(tensors: Sequence[tuple[str, torch.Tensor]], batch_size: int | None
 
 
 def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -> Origin:
-    """Return where NaN or Inf came up before a collective.
+    """Return where NaN or Inf first appeared before a collective.
 
-    If possible, it is the origin of what the collective was called with.
+    If possible, this is the origin of the tensors passed to the collective.
     """
     failures = [
         _failure(tracer, tensor) for tensor in collective.given if nonfinite(tensor) is not None
     ]
-    # A tensor that no operation was seen to write is one that the collective is to fill.
+    # If no operation wrote a tensor, the collective is about to fill it.
     sent = [failure for failure in failures if failure.suspect.kind != "constant"]
     if sent:
         culprit = _find_culprit(sent, tracer.suspects)
@@ -245,14 +245,14 @@ def _before_collective(tracer: OriginTracer, collective: NeedsOtherRanksError) -
 
 @dataclass(frozen=True, slots=True)
 class _Nonfinite:
-    """A suspect as a link of the chain that is walked back."""
+    """A suspect as a link of the chain from the failure back to its origin."""
 
     suspect: Suspect
-    # Whether its NaN is what matters for the chain, rather than its Inf.
+    # Whether its NaN matters for the chain, rather than its Inf.
     by_nan: bool
 
     def parents(self) -> list[_Nonfinite]:
-        """Return the operands that can have made it bad."""
+        """Return the operands that may have made it bad."""
         by_nan = self.by_nan and self.suspect.took_nan
         links = [link for link in self.suspect.links if (link.nan if by_nan else link.inf)]
         return [_Nonfinite(link.suspect, by_nan) for link in links]
@@ -264,31 +264,19 @@ def _failure(tracer: OriginTracer, tensor: torch.Tensor) -> _Nonfinite:
 
 
 def _find_culprit(failures: Sequence[_Nonfinite], suspects: Sequence[Suspect]) -> Suspect:
-    """Walk back from what made the loss or the gradients bad.
-
-    If there are several origins, the earliest one is to blame.
+    """Walk back from the suspects that made the loss or gradients bad to the earliest origin.
 
     Args:
-        failures: What made the loss or the gradients bad.
+        failures: The suspects that made the loss or the gradients bad.
         suspects: All suspects, in the order of events.
     """
     if suspects and all(failure.suspect.kind == "constant" for failure in failures):
         # The chain is broken, for instance by ``.item()``.
-        accidental = (suspect for suspect in suspects if not _is_on_purpose(suspect))
-        first = next(accidental, suspects[0])
-        failures = [_Nonfinite(first, by_nan=first.produced.nan > 0)]
-    queue = list(dict.fromkeys(failures))
-    # The link that was reached from each link, towards the failure.
-    successors: dict[_Nonfinite, _Nonfinite | None] = dict.fromkeys(queue)
+        failures = [_first_accidental(suspects)]
+    successors = _walk_back(failures)
     origins: list[Suspect] = []
-    # The queue grows while it is read.
-    for link in queue:
-        parents = link.parents()
-        for parent in parents:
-            if parent not in successors:
-                successors[parent] = link
-                queue.append(parent)
-        if parents:
+    for link in successors:
+        if link.parents():
             continue
         if _is_on_purpose(link.suspect):
             origins.append(_first_that_breaks(link, successors))
@@ -297,8 +285,31 @@ def _find_culprit(failures: Sequence[_Nonfinite], suspects: Sequence[Suspect]) -
     return min(origins, key=lambda suspect: suspect.index)
 
 
+def _first_accidental(suspects: Sequence[Suspect]) -> _Nonfinite:
+    """Return the first suspect not written on purpose, or the first of all if there is none."""
+    accidental = (suspect for suspect in suspects if not _is_on_purpose(suspect))
+    first = next(accidental, suspects[0])
+    return _Nonfinite(first, by_nan=first.produced.nan > 0)
+
+
+def _walk_back(failures: Sequence[_Nonfinite]) -> dict[_Nonfinite, _Nonfinite | None]:
+    """Return all links that lead to the failures, each with its successor towards the failure.
+
+    The failures come first, without a successor; then their parents, breadth first.
+    """
+    queue = list(dict.fromkeys(failures))
+    successors: dict[_Nonfinite, _Nonfinite | None] = dict.fromkeys(queue)
+    # The queue grows while it is read.
+    for link in queue:
+        for parent in link.parents():
+            if parent not in successors:
+                successors[parent] = link
+                queue.append(parent)
+    return successors
+
+
 def _is_on_purpose(suspect: Suspect) -> bool:
-    """Return whether an Inf was put there by an operation that writes constants, or as a mask."""
+    """Return whether an Inf was written as a constant or belongs to a mask."""
     if suspect.produced.nan or suspect.kind == "parameter":
         return False
     if suspect.kind == "operation" and _WRITES_CONSTANTS.fullmatch(readable(suspect.name)):
@@ -310,7 +321,7 @@ def _is_on_purpose(suspect: Suspect) -> bool:
 def _first_that_breaks(
     mask: _Nonfinite, successors: Mapping[_Nonfinite, _Nonfinite | None]
 ) -> Suspect:
-    """Return the first operation, from a mask to the failure, that does not merely pass Inf on."""
+    """Return the first operation after a mask that computes with its Inf, not just passes it on."""
     link = mask
     successor = successors[link]
     while successor is not None:
@@ -356,7 +367,7 @@ def _origin_of_operation(culprit: Suspect, *, loss_is_finite: bool) -> Origin:
 
 
 def _is_fp16_overflow(culprit: Suspect) -> bool:
-    """Return whether the backward pass made an Inf in fp16 from finite operands."""
+    """Return whether the backward pass produced an Inf in fp16 from finite operands."""
     is_fp16_infinity = culprit.produced.dtype == "float16" and culprit.produced.inf > 0
     return culprit.phase == "backward" and is_fp16_infinity and not culprit.links
 
@@ -389,4 +400,4 @@ def _text_of_tensor(culprit: Suspect) -> str:
         return f"weight {culprit.name} is {value}"
     if culprit.kind == "buffer":
         return f"buffer {culprit.name} is {value}"
-    return f"a tensor that was made before the step holds {value}"
+    return f"a tensor created before the step holds {value}"

@@ -4,9 +4,10 @@ Arithmetic on floats, no torch. A `SpikeDetector` measures how far a value lies 
 ones, in units of their own upward scatter:
 
 - hard: loss and gradient norm lie far above the usual ones in the same step.
-- diverged: the recent losses as a whole have left their usual level.
+- diverged: the level of the recent losses has left its usual range.
 
-Only finite, unsuspected values enter the statistics. ``benchmarks/spikes`` reports what is found.
+Only finite, unsuspected values enter the statistics. ``benchmarks/spikes`` reports how many spikes
+and divergences are detected.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ _LEVEL_INTERVAL = 4
 
 # --- How long a suspicion lasts.
 
-# Steps without a sign that end it.
+# Steps without a further sign after which it ends.
 _CALM_AFTER = 10
-# Steps after which an odd level is no passing matter: two independent medians.
+# Steps after which an odd level counts as permanent: two independent medians.
 _ODD_FOR = 40
-# Values after which the suspected ones count as usual, if there was no divergence.
+# Values after which the suspected values count as usual, unless the run diverged.
 _MOST_SUSPECTED = 60
 # Steps without a sign after which a state may be called good: some damage shows 20 to 40 steps
 # later.
 GOOD_AFTER = 50
-# Calm steps after a rollback that show that the data is what it was before.
+# Calm steps after a rollback that show that the data is like before.
 _RETURNED = 10
-# Steps for which a spike that came to nothing is remembered.
+# Steps for which a harmless spike is remembered.
 _SPIKE_MEMORY_STEPS = 10_000
 
 # --- Distances above the middle, in units of the scatter. In 18,000 healthy steps of the design
@@ -66,7 +67,7 @@ _SPIKE_MEMORY_STEPS = 10_000
 _USUAL = 2.5
 _FAR = 6.0
 _FAR_LINEAR = 15.0
-# A spike counts if it is this many times as far as the second-largest one that came to nothing.
+# A spike counts if it is this many times as far out as the second-largest harmless one.
 _TAIL = 2.0
 _SHORT_ODD = 1.8
 _RAISED = 0.7
@@ -82,8 +83,9 @@ _DRIFT_BACK = 0.6
 _DRIFT_FULL = 12.0
 _DRIFT_OVER = 6.0
 
-# --- Least scatter and least rises, as shares of the value, so that a ripple in a very calm run is
-# no alarm. A loss must rise by 20 % and a norm by 82 % to be far, and a level by 28 % to be gone.
+# --- Least scatter and least rises, as shares of the value, so that a ripple in a very calm run
+# raises no alarm. A loss must rise by 20 % and a norm by 82 % to be far, and a level by 28 % to be
+# gone.
 
 _LOSS_FLOOR = 0.03
 _NORM_FLOOR = 0.1
@@ -114,9 +116,9 @@ class Level(Enum):
 class SpikeDetector:
     """Judges each step by its loss and its gradient norm, before it is committed.
 
-    Nothing is suspected in the first 96 values of a key. `Level.DIVERGED` is returned once; then
-    either `return_to` is called, after a rollback, or the new level becomes the usual one, so no
-    level is suspected forever. With any objective but ``"minimize"`` the level of the loss means
+    Nothing is suspected in the first 96 values of a key. `Level.DIVERGED` is returned once. Then
+    either the caller rolls back and calls `return_to`, or the new level becomes the usual one, so
+    no level is suspected forever. With any objective but ``"minimize"`` the level of the loss means
     nothing, and every step is calm.
 
     Cost: about 3 microseconds a step and no sync, since it takes numbers that are on the host.
@@ -125,14 +127,14 @@ class SpikeDetector:
     def __init__(self, *, objective: Objective) -> None:
         self._minimizes = objective == "minimize"
         self._tracks: dict[str, _Track] = {}
-        # Steps with finite values that were judged so far, of all keys. `return_to` reduces it.
+        # Steps with finite values judged so far, over all keys. `return_to` reduces it.
         self.steps = 0
 
     def judge(self, key: str, loss: float, norm: float) -> Level:
         """Return how far a step stands out. NaN and Inf are not judged here.
 
         Args:
-            key: Names the loss function. Losses of different meaning need different keys.
+            key: Identifies the loss function. Losses with different meanings need different keys.
             loss: The mean loss of the step.
             norm: The L2 norm of all gradients before clipping.
         """
@@ -146,7 +148,7 @@ class SpikeDetector:
         return self._tracks[key].judge(loss, norm, self.steps)
 
     def accepted(self, key: str, loss: float, norm: float) -> None:
-        """Enter the step that was judged last into the statistics: it was committed."""
+        """Add the step that was judged last to the statistics, because it was committed."""
         if math.isfinite(loss) and math.isfinite(norm):
             self._tracks[key].accept(loss, norm, self.steps)
 
@@ -158,13 +160,13 @@ class SpikeDetector:
         return track.norm.above(_USUAL)
 
     def is_calm(self) -> bool:
-        """Return whether nothing is suspected now, so that a checkpoint may be called good."""
+        """Return whether nothing is suspected, so that a checkpoint may be marked as good."""
         return self.suspicious_since() is None
 
     def suspicious_since(self) -> int | None:
-        """Return the steps judged since the first sign of what is suspected now, or None.
+        """Return the steps judged since the current suspicion began, or None if there is none.
 
-        The step of the first sign is counted.
+        The step with the first sign is included.
         """
         first_signs = [
             track.suspected_since
@@ -176,7 +178,7 @@ class SpikeDetector:
         return self.steps - min(first_signs) + 1
 
     def return_to(self, state_dict: Mapping[str, Any]) -> None:
-        """Return to the statistics of an earlier `state_dict`: the run was rolled back."""
+        """Restore the statistics of an earlier `state_dict` after a rollback."""
         self.load_state_dict(state_dict)
         for track in self._tracks.values():
             track.begin_after_rollback()
@@ -206,18 +208,18 @@ def decide_after_spike(  # noqa: PLR0913
     max_rollbacks: int,
     reason: str,
 ) -> Decision | None:
-    """Return what to do about a step that stands out, or None to make it like any other.
+    """Return what to do about a conspicuous step, or None to commit it like any other.
 
     Args:
         level: How far it stands out.
-        action: The strongest answer that is allowed.
+        action: The strongest reaction that is allowed.
         hard_in_a_row: Consecutive hard steps, this one included.
-        patience: Consecutive hard steps after which single batches are not to blame: then
-            ``"roll_back"`` rolls back, and ``"skip"`` makes the step. With None, hard steps are
+        patience: Consecutive hard steps after which single batches are no longer blamed: then
+            ``"roll_back"`` rolls back, and ``"skip"`` commits the step. With None, hard steps are
             skipped until they turn out to be a divergence.
-        rollbacks_in_a_row: Rollbacks since the run last got beyond a divergence.
-        max_rollbacks: Such rollbacks after which a run that diverges again stops.
-        reason: What was found, for the decision.
+        rollbacks_in_a_row: Rollbacks since the run last got past a divergence.
+        max_rollbacks: If the run diverges again after this many such rollbacks, it stops.
+        reason: What is conspicuous; becomes the decision's reason.
     """
     if action in ("off", "warn") or level is Level.CALM:
         return None
@@ -297,11 +299,11 @@ class _Usual:
         return [self.middle, self.upper_quartile, self.scatter, self.unit]
 
     def far(self) -> float:
-        """Return the value from which on a value is far above the usual ones."""
+        """Return the threshold above which a value is far from the usual ones."""
         return self.above(_FAR if self.unit is None else _FAR_LINEAR)
 
     def above(self, scatters: float, least_rise: float = 0.0) -> float:
-        """Return the value that many scatters above the middle.
+        """Return the value that lies this many scatters above the middle.
 
         Args:
             scatters: The distance.
@@ -311,12 +313,12 @@ class _Usual:
             exponent = max(scatters * self.scatter, least_rise)
             return self.middle * math.exp(min(exponent, _LARGEST_EXPONENT))
         if self.unit == 0:
-            # All values are 0: nothing is known about how far one can stand out.
+            # All values are 0, so there is no scale to measure a distance by.
             return math.inf
         return self.middle + max(scatters * self.scatter, least_rise * self.unit)
 
     def distance(self, value: float) -> float:
-        """Return how many scatters above the middle a value is that is larger than the middle."""
+        """Return by how many scatters a value exceeds the middle, which must be smaller."""
         if self.unit is None:
             rise = _logarithm(value / self.middle)
         else:
@@ -378,19 +380,19 @@ class _Track:
         # were accepted while something is suspected.
         self.values: list[list[float]] = []
         self.suspected: list[list[float]] = []
-        # Rows of step and distance: spikes that came to nothing, and those of the suspicion.
+        # Rows of step and distance: harmless spikes, and spikes of the current suspicion.
         self.harmless_spikes: list[list[float]] = []
         self.suspected_spikes: list[list[float]] = []
         self.recent: deque[float] = deque(maxlen=_RECENT)
         # Values since the window was last evaluated.
         self.new_values = 0
-        # Only values from after this step are usual.
+        # Only values after this step count as usual.
         self.start = 0
         # Calm steps since the last rollback, or None if there was none.
         self.calm_steps: int | None = None
         # The loss of the first step after the last rollback.
         self.first_loss_after_rollback = 0.0
-        # The step of the first sign of what is suspected now.
+        # The step at which the current suspicion began.
         self.suspected_since: int | None = None
         # Steps of this key. `last_sign` and `odd_since` are counted in them.
         self.age = 0
@@ -431,7 +433,7 @@ class _Track:
         return Level.CALM
 
     def accept(self, loss: float, norm: float, now: int) -> None:
-        """Enter the values of a committed step into the statistics, unless it is far out."""
+        """Add the values of a committed step to the statistics, unless they are far out."""
         if self.hard:
             return
         if self.suspected_since is not None and self.loss is not None:
@@ -443,20 +445,21 @@ class _Track:
             self._merge_suspected()
 
     def begin_after_rollback(self) -> None:
-        """Judge anew by the statistics of before: the run was rolled back."""
+        """Discard what was suspected: the run was rolled back to these statistics."""
         self._forget_level()
         self.suspected_since = None
         self.calm_steps = 0
         self._evaluate_window()
 
     def _evaluate_window(self) -> None:
+        """Compute the usual values and all bounds from the newest values, if there are enough."""
         self.new_values = 0
         del self.values[:-_KEPT_VALUES]
         window = [row for row in self.values[-_WINDOW - _LAG : -_LAG] if row[0] > self.start]
         if len(window) < _LEAST_WINDOW:
             return
         if self.loss is None:
-            # The new level is known by now.
+            # The new level can be determined by now.
             self.suspected_since = None
         self.loss = _Usual.of([loss for _, loss, _ in window], _LOSS_FLOOR)
         self.norm = _Usual.of([norm for _, _, norm in window], _NORM_FLOOR)
@@ -473,16 +476,18 @@ class _Track:
             self.bounds = _Bounds()
 
     def _update_drift(self, loss: float) -> None:
+        """Update the CUSUM: it rises with losses in the upper quarter and falls with others."""
         change = 1.0 if loss > self.bounds.odd else -_DRIFT_BACK
         self.drift = min(max(self.drift + change, 0.0), _DRIFT_FULL)
 
     def _note_sign(self, now: int) -> None:
+        """Begin a suspicion, or prolong the current one."""
         self.last_sign = self.age
         if self.suspected_since is None:
             self.suspected_since = now
 
     def _exceeds_harmless(self, loss: float, norm: float, now: int) -> bool:
-        """Return whether a spike is larger than those that this run is known to survive."""
+        """Return whether a spike is larger than the ones that this run has already survived."""
         assert self.loss is not None
         assert self.norm is not None
         distance = min(self.loss.distance(loss), self.norm.distance(norm))
@@ -495,6 +500,10 @@ class _Track:
         return distance > _TAIL * second_largest
 
     def _has_diverged(self, now: int) -> bool:
+        """Return whether the recent level has left the usual range, at once or for long.
+
+        This also notes signs of a suspicion, and ends one that has had no sign for long enough.
+        """
         if len(self.recent) < _RECENT:
             return False
         self._update_odd_since()
@@ -510,27 +519,30 @@ class _Track:
         return odd_for > _ODD_FOR and level > self.bounds.raised
 
     def _update_odd_since(self) -> None:
+        """Note when the level became odd: the CUSUM is full and has not fallen since."""
         if self.drift < _DRIFT_OVER:
             self.odd_since = None
         elif self.odd_since is None and self.drift > _DRIFT_FULL - 1.0:
             self.odd_since = self.age
 
     def _end_suspicion(self) -> None:
+        """Count the suspected values and spikes as harmless."""
         self.suspected_since = None
         self.harmless_spikes += self.suspected_spikes
         self.suspected_spikes = []
         self._merge_suspected()
 
     def _merge_suspected(self) -> None:
+        """Count the suspected values as usual."""
         self.values += self.suspected
         self.suspected = []
         self._evaluate_window()
 
     def _leave_level(self, now: int) -> Level:
-        """Begin new statistics at this level, and report it.
+        """Restart the statistics at this level, and report a divergence.
 
-        It is not reported if good weights have the same level, directly after a rollback: then it
-        is the data that differs.
+        Nothing is reported if good weights reach the same level directly after a rollback: then the
+        data has changed, not the model.
         """
         reported = (
             self.calm_steps is None
@@ -549,6 +561,7 @@ class _Track:
         return 2 * self.first_loss_after_rollback < _median(self.recent) + self.loss.middle
 
     def _forget_level(self) -> None:
+        """Discard all knowledge about the current level of the losses."""
         self.suspected = []
         self.suspected_spikes = []
         self.odd_since = None
@@ -591,7 +604,7 @@ class _Track:
         """Return the statistics that `state_dict` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: It was damaged.
+            KeyError, TypeError, ValueError: The state is damaged.
         """
         track = cls()
         columns = state["columns"]
@@ -619,12 +632,12 @@ class _Track:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the middle value, or of an even number of values the upper one of the two."""
+    """Return the median; for an even number of values, the upper of the two middle ones."""
     return sorted(values)[len(values) // 2]
 
 
 def _columns(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return a table as columns, which take less space as JSON."""
+    """Transpose a table to columns, which take less space as JSON."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 

@@ -43,8 +43,8 @@ OUTSIDE = "loss function"
 
 # Arguments that native_batch_norm writes although its schema does not say so.
 _UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
-# Operations that return memory of an argument, or memory that was not written yet, although their
-# schemas do not say so. Either way there is nothing to look at.
+# Operations that return an argument's memory or uninitialized memory, although their schemas do not
+# say so. In both cases there is nothing to examine.
 _UNDECLARED_VIEWS = ("_unsafe_view", "_reshape_alias", "empty", "new_empty")
 # Operations that overwrite their first argument without reading it.
 _OVERWRITE_TARGET = frozenset(
@@ -73,7 +73,7 @@ _FRAMES_BEYOND_USER = 6
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A non-finite operand: the suspect that made it, and whether it holds NaN and Inf."""
+    """A non-finite operand: the suspect that produced it, and whether it holds NaN and Inf."""
 
     suspect: Suspect
     nan: bool
@@ -117,7 +117,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Operand:
     """A tensor argument, and its values before the call."""
 
     tensor: torch.Tensor
@@ -126,16 +126,16 @@ class _Given:
 
 @dataclass(slots=True)
 class _Arguments:
-    """What an operation was called with."""
+    """The arguments of an operation."""
 
-    given: list[_Given] = field(default_factory=list)
+    operands: list[_Operand] = field(default_factory=list)
     # Tensors that the operation writes.
     written: list[torch.Tensor] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
 
 
 class _Operation:
-    """What the schema of an operator overload says."""
+    """The relevant parts of an operator overload's schema."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -168,19 +168,20 @@ class _Operation:
         return arguments
 
     def _add_tensor(self, arguments: _Arguments, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor argument: the values that the operation reads, and those that it writes."""
         values = values_of(tensor)
         if values is None:
-            # Whole numbers are kept since a count of 0 explains a division.
+            # Integers are recorded too because a count of 0 explains a division.
             counts = whole_numbers_of(tensor)
             if counts is not None:
-                arguments.given.append(_Given(counts, counts))
+                arguments.operands.append(_Operand(counts, counts))
             return
         is_written = name in self._written
         if is_written:
             arguments.written.append(values)
         if name not in self._written_unread:
             before = values.clone() if is_written else values
-            arguments.given.append(_Given(values, before))
+            arguments.operands.append(_Operand(values, before))
 
 
 def _is_write(argument: Any) -> bool:
@@ -192,13 +193,13 @@ def _is_alias(returned: Any) -> bool:
 
 
 def _leaves(argument: Any) -> Iterable[Any]:
-    # Most arguments are no containers, and flattening each would be slow.
+    # Most arguments are not containers, and flattening every one would be slow.
     return tree_leaves(argument) if isinstance(argument, (list, tuple)) else (argument,)
 
 
 @dataclass(frozen=True, slots=True)
 class _NamedTensor:
-    """A tensor that exists before the pass."""
+    """A tensor that existed before the pass."""
 
     kind: Kind
     name: str
@@ -239,7 +240,7 @@ class OriginTracer(TorchDispatchMode):
     Args:
         models: The models by name. Parts of a single model called ``"model"`` keep their bare
             paths.
-        tensors: Kind, name and tensor of everything that exists before the pass.
+        tensors: Kind, name and tensor of everything that existed before the pass.
         batch_size: Samples in the batch, or None if unknown.
     """
 
@@ -298,7 +299,7 @@ class OriginTracer(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def _begin_module(self, module: nn.Module, _args: Any) -> None:
-        # A module that is no part of the models has the path of the one that calls it.
+        # A module that does not belong to the models gets the path of its caller.
         path = self._paths.get(id(module), self._current_path())
         self._running.append(_RunningModule(module, path))
 
@@ -333,7 +334,7 @@ class OriginTracer(TorchDispatchMode):
         return result
 
     def _note_node(self) -> None:
-        """Record the location of the operation whose autograd node was made just now."""
+        """Record the location of the operation whose autograd node was just created."""
         newest = torch._C._autograd._get_sequence_nr() - 1
         if newest != self._newest_node and newest not in self._forward_locations:
             self._forward_locations[newest] = self._locate()
@@ -361,13 +362,14 @@ class OriginTracer(TorchDispatchMode):
         )
 
     def _examine(self, operation: _Operation, arguments: _Arguments, result: Any) -> None:
+        """Add a suspect if the result of an operation holds NaN or Inf."""
         outputs = _nonfinite_outputs(result, arguments)
         if not outputs:
             return
-        # Of several outputs one that holds NaN says most.
+        # Among several outputs, one that holds NaN is the most informative.
         worst = max(outputs, key=_NonfiniteOutput.holds_nan)
         output_bad = worst.bad if operation.pointwise else None
-        links = [self._link(given, output_bad) for given in arguments.given]
+        links = [self._link(operand, output_bad) for operand in arguments.operands]
         location = self._locate()
         suspect = Suspect(
             index=len(self.suspects),
@@ -384,37 +386,38 @@ class OriginTracer(TorchDispatchMode):
             pointwise=operation.pointwise,
         )
         if not suspect.took_nan:
-            suspect.operands = tuple(measure(given.values) for given in arguments.given)
+            suspect.operands = tuple(measure(operand.values) for operand in arguments.operands)
             suspect.rows = bad_rows(worst.bad, self._batch_size)
         self.suspects.append(suspect)
         for output in outputs:
             self._set_writer(output.values, suspect)
 
     def _set_writer(self, values: torch.Tensor, suspect: Suspect) -> None:
+        """Note the suspect that last wrote into the memory of some values."""
         storage = _storage_of(values)
         if storage not in self._writers:
             self._storages.append(StorageWeakRef(values.untyped_storage()))  # type: ignore[no-untyped-call]
         self._writers[storage] = suspect
 
-    def _link(self, given: _Given, output_bad: torch.Tensor | None) -> Link | None:
-        """Return the link to an operand, or None if it cannot have made the output bad.
+    def _link(self, operand: _Operand, output_bad: torch.Tensor | None) -> Link | None:
+        """Return the link to an operand, or None if it cannot be the cause of the bad output.
 
         Args:
-            given: The operand.
+            operand: The operand.
             output_bad: Where the output of a pointwise operation is bad. An operand that is bad
-                only elsewhere is not to blame. None for other operations.
+                only in other places is not to blame. None for other operations.
         """
-        bad = nonfinite(given.values)
+        bad = nonfinite(operand.values)
         if bad is None:
             return None
-        values = given.values
+        values = operand.values
         if output_bad is not None:
             bad, values, output_bad = torch.broadcast_tensors(bad, values, output_bad)  # type: ignore[no-untyped-call]
             bad = bad & output_bad
         if not bool(bad.any()):
             return None
         return Link(
-            suspect=self.find(given.tensor),
+            suspect=self.find(operand.tensor),
             nan=bool((torch.isnan(values) & bad).any()),
             inf=bool((torch.isinf(values) & bad).any()),
         )

@@ -45,7 +45,7 @@ _CUT_CHARACTERS = _MOST_EVENT_BYTES // 8
 
 
 class StepMark(IntEnum):
-    """What a record in the ring of steps says."""
+    """What a record in the ring of steps marks."""
 
     BEGUN = 1
     COMMITTED = 2
@@ -56,7 +56,7 @@ class EventRing:
     """Write the events of one process into a directory.
 
     Args:
-        directory: Of the recording.
+        directory: The directory of the recording.
         capacity: In parts. 512 of them take 254 KiB; an exception takes about 4.
 
     Raises:
@@ -70,7 +70,7 @@ class EventRing:
         self.moved_aside = self._ring.moved_aside
 
     def event(self, event: Event) -> None:
-        """Record one event. Facts that are too long are cut and marked as cut."""
+        """Record one event. Facts that are too long are truncated and marked as such."""
         data = _encode(event, event.data)
         if len(data) > _MOST_EVENT_BYTES:
             data = _encode(event, {"cut": str(dict(event.data))[:_CUT_CHARACTERS]})
@@ -87,7 +87,7 @@ def _encode(event: Event, facts: Mapping[str, Any]) -> bytes:
     head = [event.kind, event.global_step, event.unix_seconds]
     try:
         return json.dumps([*head, dict(facts)], separators=(",", ":"), default=str).encode()
-    # Keys that are not text, or a circle. That is never a reason to stop a run.
+    # The facts have keys that are not text, or contain themselves. Neither may stop a run.
     except (TypeError, ValueError, RecursionError):
         unreadable = {"unreadable": [str(key) for key in facts]}
         return json.dumps([*head, unreadable], separators=(",", ":")).encode()
@@ -111,7 +111,7 @@ class BlackBox:
         self.moved_aside: list[str] = []
         for name, ring in ((STEPS_FILE, self._steps), (EVENTS_FILE, self._events)):
             if ring.moved_aside:
-                self.moved_aside.append(f"{name} begins anew: {ring.moved_aside}")
+                self.moved_aside.append(f"{name} starts over: {ring.moved_aside}")
 
     def step(  # noqa: PLR0913
         self,
@@ -132,7 +132,8 @@ class BlackBox:
             loss: None if it was not read.
             norm: The gradient norm, None if it was not read.
             seconds: How long the step took.
-            optimizer: The number of the one that stepped, see `Optimizers`; 0 if there is only one.
+            optimizer: The number of the optimizer that stepped, see `Optimizers`; 0 if there is
+                only one.
         """
         flags = optimizer << OPTIMIZER_SHIFT
         if loss is None:
@@ -148,7 +149,7 @@ class BlackBox:
         )
 
     def event(self, event: Event) -> None:
-        """Record one event. Facts that are too long are cut and marked as cut."""
+        """Record one event. Facts that are too long are truncated and marked as such."""
         self._events.event(event)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Read only the records that are new since the last look, of a process that may still be running.
+"""Follow the records of a running process, reading only those added since the last call.
 
-A look costs one system call for every 256 new records. The whole ring is read at the first look,
-and again if the writer has wrapped around in between. Does not: wait or poll (the caller does), or
-write.
+A call costs one system call for every 256 new records. The first call reads the whole ring, and so
+does one that finds that the writer has wrapped around. Nothing here waits, polls or writes; polling
+is up to the caller.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from holdfast.core.events.event import Event
 from holdfast.core.files import close_descriptor, open_file
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import StepSample, sample_of
-from holdfast.recorder.reader import EventParts, mark_of
+from holdfast.recorder.reader import EventParts, step_record_in
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_ring, slot_struct
 
 # Records that are read in one system call.
 _BLOCK = 256
-# A sample waits this long for its loss, which is far above what a copy from a device takes.
+# A sample waits this long for its loss, which is far longer than a copy from a device takes.
 _HELD_SAMPLES = 16
 _HELD_SECONDS = 2.0
 
@@ -39,10 +39,10 @@ class RingFollower:
         self.lost = 0
 
     def records(self) -> list[Record]:
-        """Return the whole records since the last call, oldest first.
+        """Return the complete records since the last call, oldest first.
 
         Raises:
-            RunDirectoryError: H305 for a file that is no ring, as `read_ring`.
+            RunDirectoryError: H305 if the file is not a ring, as in `read_ring`.
         """
         try:
             descriptor = open_file(self._path)
@@ -56,15 +56,16 @@ class RingFollower:
             close_descriptor(descriptor)
 
     def _records_in(self, descriptor: int) -> list[Record]:
+        """Return the new records of an open ring, starting over if the file was replaced."""
         status = os.fstat(descriptor)
         if status.st_ino != self._inode:
-            # The first look, or a writer with another layout has begun a new file.
+            # This is the first call, or a writer with another layout has created a new file.
             self._inode = status.st_ino
             self._sequence = 0
             self._has_read_all = False
         header = os.pread(descriptor, HEADER.size, 0)
         if len(header) < HEADER.size or not header.strip(b"\0"):
-            # The file is being created, or was cut.
+            # The file is being created, or was truncated.
             return []
         if not self._has_read_all or not header.startswith(MAGIC):
             return self._read_all()
@@ -79,6 +80,7 @@ class RingFollower:
         return records
 
     def _read_new(self, descriptor: int, header: bytes, size_bytes: int) -> list[Record]:
+        """Read the slots after the last returned record, up to the first unwritten one."""
         _, _, payload_bytes, capacity = HEADER.unpack(header)
         slot = slot_struct(payload_bytes)
         records: list[Record] = []
@@ -114,7 +116,7 @@ class SampleFollower(RingFollower):
         """Return the samples since the last call, oldest first.
 
         Args:
-            hold_back: Whether to wait for losses. Not at the last look.
+            hold_back: Whether to wait for missing losses. Pass False in the last call.
         """
         samples: list[StepSample] = []
         sequences: list[int] = []
@@ -129,14 +131,14 @@ class SampleFollower(RingFollower):
         for index in range(max(0, len(samples) - _HELD_SAMPLES), len(samples)):
             sample = samples[index]
             if sample.loss is None and sample.unix_seconds > oldest_waiting:
-                # The next look begins with it.
+                # The next call starts with this sample.
                 self._sequence = sequences[index] - 1
                 return samples[:index]
         return samples
 
 
 def _sample_in(record: Record) -> StepSample | None:
-    mark = mark_of(record)
+    mark = step_record_in(record)
     if mark is None or mark.mark is StepMark.BEGUN:
         return sample_of(record)
     return StepSample(

@@ -1,9 +1,10 @@
 """A summary of the steps that a ring no longer holds, in a file of at most 1 MiB beside it.
 
 When half of a ring is about to be overwritten, its records are summarized in rows of 64: the
-lowest, mean and highest value of each number, and how many were not finite. Whenever there would be
-more than 3,072 rows, each two of them become one. The file is replaced as a whole, so a kill at any
-moment leaves the previous one. This is the only module of ``recorder`` that needs numpy.
+lowest, mean and highest value of each number, and how many were not finite. When there would be
+more than 3,072 rows, neighboring rows are merged in pairs. The file is replaced as a whole, so a
+kill at any moment leaves the previous one. This is the only module of ``recorder`` that needs
+numpy.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ _MARK = np.dtype(
     ]
 )
 _KINDS_BY_BYTES = {kind.itemsize: kind for kind in (_SAMPLE, _MARK)}
-# The mark that a step begins, which has no numbers.
+# The mark for the beginning of a step, which has no numbers.
 _BEGUN = 1
-# Flags say of the first numbers (loss, norm, rate) whether they are values, even if they are NaN.
+# For the first numbers (loss, norm, rate), a flag says whether a NaN is a real value.
 _READ_FLAGS = 3
 _LATEST = np.uint64(2**64 - 1)
 
@@ -89,9 +90,9 @@ class History(NamedTuple):
     """
 
     rows: Rows
-    # The number of the newest record that it covers.
+    # The number of the newest record that the history covers.
     newest: int = 0
-    # Records up to that one which are missing.
+    # Records up to `newest` that are missing from the history.
     missing: int = 0
 
 
@@ -103,7 +104,7 @@ def read_history(path: Path) -> History:
     """Return the history of a ring, or an empty one if it is missing or damaged.
 
     Args:
-        path: Of the ring.
+        path: The path of the ring.
     """
     try:
         data = read_file(path.with_name(path.name + SUFFIX), _MOST_BYTES)
@@ -123,7 +124,7 @@ def extend(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
         path: Of the ring.
         slots: The bytes of that half.
         slot_bytes: Bytes of one slot.
-        first: The number of the record that belongs in the first slot.
+        first: The number of the record in the first slot.
 
     Raises:
         OSError: The history cannot be written.
@@ -131,7 +132,7 @@ def extend(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
     last = first + len(slots) // slot_bytes - 1
     history = read_history(path)
     if history.newest > last:
-        # It belongs to a ring that was moved aside.
+        # The history belongs to a ring that was moved aside.
         history = History(_empty_rows())
     due = np.arange(first, last + 1, dtype=np.uint64)
     new_rows, recorded = rows_of(slots, slot_bytes, due, history.newest, _FINEST)
@@ -142,12 +143,12 @@ def extend(path: Path, slots: bytes, slot_bytes: int, first: int) -> None:
 
 
 def at_most(rows: Rows, most: int, finest: int = 2 * _FINEST) -> Rows:
-    """Return no more than `most` rows, by merging neighbors if there are more.
+    """Merge neighboring rows until there are at most `most`.
 
     Args:
-        rows: Some rows.
-        most: How many there may be.
-        finest: The fewest records that a merged row stands for; doubled until they are few enough.
+        rows: Rows of a ring, oldest first.
+        most: The largest number of rows to return.
+        finest: Records per merged row to start with; doubled until the rows are few enough.
     """
     records = finest
     while len(rows) > most and records < _MOST_RECORDS:
@@ -184,12 +185,12 @@ def _merged(rows: Rows, records: int) -> Rows:
 def rows_of(
     data: bytes, slot_bytes: int, due: Numbers | None = None, after: int = 0, records: int = 1
 ) -> tuple[Rows, int]:
-    """Return rows for the slots of a ring of steps, and how many of the slots are whole.
+    """Return rows for the slots of a ring of steps, and how many of the slots are intact.
 
     Args:
         data: The bytes of the slots.
         slot_bytes: Bytes of one slot. There are no rows for another kind of ring.
-        due: The number that each slot must have, or None for whatever it has.
+        due: The expected number of each slot, or None to accept any.
         after: Only records with larger numbers count.
         records: Slots in a row.
     """
@@ -255,7 +256,7 @@ def _values_of(slots: Rows) -> tuple[Numbers, list[int]]:
     if slots.dtype != _SAMPLE:
         return values, [NAMES.index(name) for name in _MARK_NAMES]
     sizes = slots["sizes"].T
-    # A size of 0 was not read.
+    # A size of 0 means that it was not read.
     known_sizes = np.where(sizes > 0, sizes, np.nan)
     return np.concatenate([values, known_sizes]), list(range(len(NAMES)))
 

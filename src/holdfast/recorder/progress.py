@@ -1,11 +1,11 @@
-"""The phase of a training process and what each of its steps took.
+"""The phase of a training process, and the duration and memory of each of its steps.
 
-It is written inside the process and read from outside, also after its end. A *board* is one small
-page: the phase that the process is in, since when, and how much it has done. A *ring of samples*
-holds one record per step. Both are mapped files, so a record costs no system call and survives
-SIGKILL.
+They are written inside the process and read from outside, even after it has ended. A *board* is one
+small page: the phase that the process is in, since when, and how much it has done. A *ring of
+samples* holds one record per step. Both are mapped files, so a record costs no system call and
+survives SIGKILL.
 
-Does not: decide what takes too long (``supervise``), or record events (``black_box``).
+What takes too long is decided in ``supervise``; events are recorded by ``black_box``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.recorder.ring import (
 )
 from holdfast.recorder.run_files import Optimizers
 
-# --- The layout of a board: what is at which offset.
+# --- The layout of a board, by offset.
 
 BOARD_BYTES = 4096
 _MAGIC = b"HOLDPROG"
@@ -75,7 +75,7 @@ _CAPACITY = 32_768
 
 
 class Phase(IntEnum):
-    """What a training process is doing, as far as it shows."""
+    """What a training process is doing, as far as can be observed."""
 
     # Importing and building; nothing was trained yet.
     STARTING = 1
@@ -103,21 +103,21 @@ class Standing(NamedTuple):
     since_seconds: float
     # Counts phases, micro-steps and steps. It stays the same while nothing moves.
     progress: int
-    # Optimizer steps of the run; if a guard counts them, including those before this process.
+    # Optimizer steps of the run. If a guard counts them, earlier attempts are included.
     step: int
-    # Calls of backward.
+    # Number of backward calls.
     micro_step: int
-    # Steps that this process has made, modulo 2**32.
+    # Optimizer steps in this process, modulo 2**32.
     made: int = 0
     # Seconds in each phase, by its number, without the current one.
     spent: tuple[float, ...] = ()
 
 
 class ProgressBoard:
-    """Shows what this process is doing.
+    """Shows what this process is doing, to readers outside of it.
 
     Args:
-        path: A file, which is created anew, or None for memory that nobody else sees.
+        path: The file of the board, which is replaced if it exists, or None for private memory.
 
     Raises:
         OSError: The file cannot be created.
@@ -133,16 +133,15 @@ class ProgressBoard:
         self.micro_step = 0
         self._spent = [0] * _PHASE_COUNT
         self._since = _now()
-        # When the times in phases are written next.
+        # When the times per phase are written next.
         self._spent_due = 0
         self.enter(Phase.STARTING)
         _HEADER.pack_into(self._map, _HEADER_OFFSET, _MAGIC, VERSION, os.getpid())
 
     def enter(self, phase: Phase) -> int:
-        """Show that a phase begins. One of the same name counts as progress too.
+        """Show that a phase begins. Entering the current phase again also counts as progress.
 
-        Returns:
-            Now, in monotonic nanoseconds.
+        Returns: The current time in monotonic nanoseconds.
         """
         progress = self.progress + 1
         self.progress = progress
@@ -185,7 +184,7 @@ def _new_map(path: Path | None) -> mmap.mmap:
 
 
 def read_board(path: Path) -> Standing | None:
-    """Return what a board shows, or None if it is missing, torn, cut or no board.
+    """Return what a board shows, or None if it is missing, torn, truncated or not a board.
 
     Raises:
         RunDirectoryError: H305 if a newer holdfast wrote it.
@@ -220,28 +219,29 @@ def read_board(path: Path) -> Standing | None:
 
 
 def request_trace(path: Path, number: int) -> None:
-    """Ask the process of a board to trace, in its next steps, what holds its memory."""
+    """Ask the process of a board to trace in its next steps what holds its memory."""
     with opened_to_write(path, "rb+") as file:
         file.seek(_REQUEST_OFFSET)
         file.write(_REQUEST.pack(number))
 
 
 class StepSample(NamedTuple):
-    """One step as it was seen from its hooks.
+    """One step as observed by hooks.
 
     Args:
         step: Optimizer steps so far, this one included, as the guard counts them if there is one;
-            calls of backward if no optimizer steps.
-        micro_steps: Calls of backward in it.
-        loss: Of the last backward, None if it was not read. A NaN is a loss that is NaN.
-        grad_norm: None if nobody computed it.
-        learning_rate: Of the first parameter group, None if unknown.
-        seconds: Since the end of the step before.
-        wait_seconds: Of these, those spent waiting for the loader.
+            the number of backward calls if no optimizer steps.
+        micro_steps: Number of backward calls in it.
+        loss: Loss of the last backward call, None if it was not read. A NaN is a loss that is NaN.
+        grad_norm: Gradient norm, None if it was not computed.
+        learning_rate: Learning rate of the first parameter group, None if unknown.
+        seconds: Time since the end of the previous step.
+        wait_seconds: The part of `seconds` spent waiting for the loader.
         host_bytes: Resident memory of the process, 0 if not read in this step.
-        device_allocated_bytes: Of all devices together, 0 if there is none or it was not read.
-        device_reserved_bytes: Likewise for reserved memory.
-        device_peak_bytes: The most that was allocated.
+        device_allocated_bytes: Allocated memory of all devices together, 0 if there is no device or
+            it was not read.
+        device_reserved_bytes: Reserved memory of all devices together, likewise.
+        device_peak_bytes: Peak of the allocated memory, likewise.
         unix_seconds: When the step ended; set by the ring.
         optimizer: The number of the optimizer that stepped, see `Optimizers`; 0 if unknown.
     """
@@ -295,9 +295,9 @@ class SampleRing(RingWriter):
 
         Args:
             step: As in `StepSample`, like the following.
-            micro_steps: Calls of backward in the step.
+            micro_steps: Number of backward calls in the step.
             loss: None if it was not read.
-            grad_norm: None if nobody computed it.
+            grad_norm: None if it was not computed.
             learning_rate: None if unknown.
             *others: The fields of `StepSample` from ``seconds`` to ``device_peak_bytes``.
             optimizer: As in `StepSample`.
@@ -320,7 +320,7 @@ class SampleRing(RingWriter):
             flags |= RATE_IS_READ
         number = self._sequence + 1
         if number == self._next_half:
-            self._begin_half()
+            self._summarize_next_half()
         _pack_slot_into(
             self._map,
             HEADER_BYTES + (number % self._capacity) * self._slot_bytes,
@@ -344,8 +344,8 @@ class SampleRing(RingWriter):
         """Complete a sample with values that arrived later, such as a loss from a device.
 
         Args:
-            number: As `write` returned it. A sample that was overwritten since is left alone.
-            loss: None leaves it as it is.
+            number: As `write` returned it. A sample that has been overwritten is left alone.
+            loss: The loss, or None to keep the recorded one.
             grad_norm: Likewise.
         """
         if number <= self._sequence - self._capacity:
@@ -360,7 +360,7 @@ class SampleRing(RingWriter):
 
     def _set_value(self, payload: int, offset: int, value: float, flag: int) -> None:
         _FLOAT.pack_into(self._map, payload + offset, value)
-        # The flag comes last, because a reader takes the number for a value once it is set.
+        # The flag is written last because a reader trusts the number once the flag is set.
         self._map[payload + _FLAGS_OFFSET] |= flag
 
 
@@ -375,7 +375,7 @@ def read_samples(path: Path) -> list[StepSample]:
 
 
 def sample_of(record: Record) -> StepSample | None:
-    """Return what a record of a ring of samples says, or None if it is of another kind of ring."""
+    """Decode a record of a ring of samples; return None if it belongs to another kind of ring."""
     if len(record.payload) != _SAMPLE.size:
         return None
     (

@@ -1,7 +1,7 @@
-"""Read what a process recorded, also after it was killed in the middle of a write.
+"""Read what a process recorded, even if it was killed in the middle of a write.
 
-Torn slots, a wrapped ring, a cut file, and events whose first part was overwritten are passed over.
-A file that is no ring, or one of a newer version, is an error.
+Torn slots, truncated ends of files, and events whose first part was overwritten are skipped. A file
+that is not a ring, or has a newer version, is an error.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MARKS = frozenset(StepMark)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One mark of a step, as it is in the ring."""
+    """One recorded mark of a step."""
 
     mark: StepMark
     # Optimizer steps committed.
     global_step: int
-    # Samples in one forward/backward pass at most, 0 if unknown.
+    # The most samples in one forward/backward pass, 0 if unknown.
     micro_batch_size: int
     # Mean loss of the step. None if it was not read: a NaN is a loss that is NaN.
     loss: float | None
@@ -55,12 +55,12 @@ def read_steps(directory: Path) -> list[StepRecord]:
     Raises:
         RunDirectoryError: H305, as `read_ring`.
     """
-    marks = [mark_of(record) for record in read_ring(directory / STEPS_FILE)]
+    marks = [step_record_in(record) for record in read_ring(directory / STEPS_FILE)]
     return [mark for mark in marks if mark is not None]
 
 
-def mark_of(record: Record) -> StepRecord | None:
-    """Return what a record of the ring of steps says, or None if it is of another kind."""
+def step_record_in(record: Record) -> StepRecord | None:
+    """Decode a record of the ring of steps; return None if it belongs to another kind of ring."""
     if len(record.payload) != STEP.size:
         # The header is damaged.
         return None
@@ -80,7 +80,7 @@ def mark_of(record: Record) -> StepRecord | None:
 
 
 def not_recorded_any_more(directory: Path) -> str:
-    """Return which steps of a process are no longer recorded, as a clause.
+    """Describe in one clause which steps of a process are no longer recorded.
 
     Empty if all are recorded, at least in the history.
     """
@@ -101,7 +101,7 @@ def _overwritten_steps(path: Path, oldest: Record) -> str:
     if not lost:
         return ""
     return (
-        f"the steps before step {_step_of(oldest):,} are not recorded any more:"
+        f"the steps before step {_step_of(oldest):,} are no longer recorded:"
         f" {lost:,} older records were overwritten"
     )
 
@@ -110,7 +110,7 @@ def _step_of(record: Record) -> int:
     sample = sample_of(record)
     if sample is not None:
         return sample.step
-    mark = mark_of(record)
+    mark = step_record_in(record)
     return 0 if mark is None else mark.global_step
 
 
@@ -126,7 +126,7 @@ def read_events(directory: Path) -> list[Event]:
 
 
 class EventParts:
-    """Joins the parts of events. What was overwritten, torn or damaged is passed over."""
+    """Joins the parts of events. Parts that were overwritten, torn or damaged are skipped."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

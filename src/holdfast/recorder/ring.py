@@ -8,8 +8,8 @@ at the start, since writing to a hole of a mapped file on a full disk raises SIG
     header (4096 bytes)  magic, version, payload bytes, capacity
     slot i               sequence | unix nanoseconds | payload | sequence
 
-Does not: interpret payloads (``black_box`` does), or lock (there is one writer per file, which the
-run directory guarantees).
+Payloads are interpreted elsewhere (``black_box``). Nothing is locked: the run directory guarantees
+a single writer per file.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ HEADER = struct.Struct("<8sIII")
 HEADER_BYTES = 4096
 # Twice the largest ring that is written.
 _MOST_BYTES = 8 << 20
-# System errors for what is no regular file, or too large for one of ours.
+# System errors for a path that is not a regular file, or for a file too large to be a ring.
 _NOT_A_RING = frozenset({errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EFBIG})
-# More records than any process writes. Whatever fills a damaged file is usually beyond it.
+# More records than any process writes. Garbage in a damaged file is usually larger.
 _MOST_RECORDS = 2**62
-# If the newest number is right, at least one in this many of the records that it implies exists,
-# in a damaged file too.
+# If the newest number is genuine, at least one in this many of the records that it implies exists,
+# even in a damaged file.
 _LEAST_BELONGING = 50
 # Slots that a kill leaves torn, with one to spare.
 _MOST_TORN = 2
@@ -58,9 +58,9 @@ class Record(NamedTuple):
 
 
 def value_or_none(number: float, is_read: int) -> float | None:
-    """Return a number of a record, or None if nobody had read it when it was recorded.
+    """Return a recorded number, or None if it had not been read from the device.
 
-    An unread number is NaN and lacks the mark that it is a value.
+    Such a number is NaN, and its flag in the record is not set.
     """
     if is_read or not math.isnan(number):
         return number
@@ -75,8 +75,8 @@ def slot_struct(payload_bytes: int) -> struct.Struct:
 class RingWriter:
     """Append records to a ring file, which is created or continued.
 
-    An existing file is continued if it has the same layout and whole records. Anything else that is
-    there is kept beside it as ``.old``, and `moved_aside` says why.
+    An existing file is continued if it has the same layout and intact records. Any other file is
+    kept beside it as ``.old``, and `moved_aside` gives the reason.
 
     Args:
         path: The file.
@@ -104,8 +104,8 @@ class RingWriter:
         # Read through the file: reading the map would make all of its pages resident at once.
         existing = _examine(path, header, size_bytes, self._slot)
         self._sequence = existing.newest
-        # Why what was there was not continued, and where it is now; empty if nothing was there, or
-        # it is continued.
+        # Why the existing file was not continued, and where it is now. Empty if there was none, or
+        # if it is continued.
         self.moved_aside = ""
         if existing.problem:
             kept_as = _move_aside(path)
@@ -116,18 +116,18 @@ class RingWriter:
         self._next_half = halves_begun * self._half
 
     def append(self, payload: bytes) -> None:
-        """Write one record. A payload that is too long is an error of the caller.
+        """Write one record. The payload must not be longer than `payload_bytes`.
 
         Cost: below 1 microsecond; no system call.
         """
         sequence = self._sequence + 1
         if sequence == self._next_half:
-            self._begin_half()
+            self._summarize_next_half()
         offset = HEADER_BYTES + (sequence % self._capacity) * self._slot_bytes
         self._pack_into(self._map, offset, sequence, time_ns(), payload, sequence)
         self._sequence = sequence
 
-    def _begin_half(self) -> None:
+    def _summarize_next_half(self) -> None:
         """Summarize half of the ring before the next record begins to overwrite it."""
         first_new = self._next_half
         self._next_half += self._half
@@ -142,7 +142,7 @@ class RingWriter:
             extend(self._path, slots, self._slot_bytes, first_new - self._capacity)
 
     def close(self) -> None:
-        """Unmap the file. Appending afterwards is an error of the caller."""
+        """Unmap the file. Nothing may be appended afterwards."""
         self._map.close()
 
 
@@ -159,7 +159,7 @@ def _map_file(path: Path, header: bytes, size_bytes: int) -> mmap.mmap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ExistingFile:
-    """What is at the path of a ring."""
+    """What exists at the path of a ring."""
 
     # The number of the newest record, 0 if there is none.
     newest: int = 0
@@ -184,7 +184,7 @@ def _examine(path: Path, header: bytes, size_bytes: int, slot: struct.Struct) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Content:
-    """The bytes of a file, or why what is there is no ring."""
+    """The bytes of a file, or why it is not a ring."""
 
     data: bytes = b""
     problem: str = ""
@@ -202,7 +202,7 @@ def _read(path: Path) -> _Content:
 
 
 def _move_aside(path: Path) -> Path:
-    """Rename what is not ours to destroy, and return its new path.
+    """Rename a file that must not be overwritten, and return its new path.
 
     A file that was moved aside before is replaced by a file, but by nothing else.
     """
@@ -215,7 +215,7 @@ def _move_aside(path: Path) -> Path:
 
 
 def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
-    """Return the whole records, oldest first, and how many slots hold something else."""
+    """Return the intact records, oldest first, and the number of damaged slots."""
     *_, capacity = HEADER.unpack_from(data)
     slots_end = len(data) - (len(data) - HEADER_BYTES) % slot.size
     slots = slot.iter_unpack(memoryview(data)[HEADER_BYTES:slots_end])
@@ -234,14 +234,15 @@ def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
 
 
 def _drop_implausible(records: list[Record], capacity: int, slot_count: int) -> int:
-    """Drop the newest records if hardly any of those exist that their numbers imply.
+    """Drop records whose numbers are implausibly large.
 
-    Numbers have no gaps. Such a number was not counted, but is what fills a damaged file.
+    Records are numbered without gaps, so a record with a large number implies many earlier ones. If
+    hardly any of these exist, the number is garbage in a damaged file.
 
     Args:
         records: Sorted; changed in place.
-        capacity: Of the ring.
-        slot_count: Slots that the file really has.
+        capacity: Slots of the ring.
+        slot_count: Slots that the file actually has.
 
     Returns:
         How many were dropped.
@@ -262,10 +263,10 @@ def _drop_implausible(records: list[Record], capacity: int, slot_count: int) -> 
 
 
 def read_ring(path: Path) -> list[Record]:
-    """Return the whole records of a ring, oldest first. A missing file has none.
+    """Return the intact records of a ring, oldest first. A missing file has none.
 
     Raises:
-        RunDirectoryError: H305 if the file is no ring or was written by a newer holdfast.
+        RunDirectoryError: H305 if the file is not a ring or was written by a newer holdfast.
     """
     content = _read(path)
     if content.problem:

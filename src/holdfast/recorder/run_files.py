@@ -1,4 +1,4 @@
-"""The files of a supervised run, and what each observed process says about itself.
+"""The files of a supervised run, and what each observed process reports about itself.
 
 ``supervised.json`` and ``output.log`` are written by the supervisor, and
 ``processes/<pid>-<ticks>/`` by each process. A process is named by its PID and its start time in
@@ -31,7 +31,8 @@ FAULTHANDLER_FILE = "stacks.txt"
 OPTIMIZERS_FILE = "optimizers.json"
 SETTINGS_FILE = "settings.json"
 _MOST_HOST_BYTES = 64 << 10
-# With more names than this, optimizers are created one after another, and names mean nothing.
+# With more names than this, optimizers are evidently created one after another, and their names
+# mean nothing.
 _MOST_NAMED_OPTIMIZERS = 8
 # A record of a step has one byte for the number of the optimizer.
 _LARGEST_OPTIMIZER_NUMBER = 255
@@ -54,10 +55,10 @@ guarded: dict[int, tuple[str, Callable[[], Any]]] = {}
 
 
 class ProcessInfo(NamedTuple):
-    """What an observed process says about itself."""
+    """What an observed process reports about itself."""
 
     pid: int
-    # When it started, in clock ticks since boot (field 22 of /proc/<pid>/stat).
+    # Its start time, in clock ticks since boot (field 22 of /proc/<pid>/stat).
     ticks: int
     # The PID of its parent when it started.
     ppid: int
@@ -66,7 +67,7 @@ class ProcessInfo(NamedTuple):
     attempt: int = 0
     # A trainer steps or calls backward; a loader worker serves a trainer.
     role: ProcessRole = "other"
-    # As the launcher says.
+    # As reported by the launcher.
     rank: int | None = None
     local_rank: int | None = None
     world_size: int | None = None
@@ -84,10 +85,10 @@ class ProcessInfo(NamedTuple):
 
 
 def write_process(run: Path, info: ProcessInfo) -> Path:
-    """Write what a process says about itself, and return its folder.
+    """Write what a process reports about itself, and return its folder.
 
-    The file is written in one step, but not flushed to the disk: it must survive the process, not
-    the machine, and a process of the user must not wait for a disk when it starts.
+    The file is written atomically but not flushed to the disk: it must survive the process, not the
+    machine, and a starting user process must not wait for a disk.
 
     Raises:
         OSError: It cannot be written.
@@ -98,9 +99,9 @@ def write_process(run: Path, info: ProcessInfo) -> Path:
 
 
 def read_processes(run: Path) -> list[tuple[Path, ProcessInfo]]:
-    """Return the folders of observed processes and what they say, oldest first.
+    """Return the folders of observed processes and what they report, oldest first.
 
-    Damaged files are passed over.
+    Damaged files are skipped.
     """
     processes = []
     for path in sorted((run / PROCESSES_FOLDER).glob(f"*/{PROCESS_FILE}")):
@@ -111,7 +112,7 @@ def read_processes(run: Path) -> list[tuple[Path, ProcessInfo]]:
 
 
 def read_process_file(path: Path) -> ProcessInfo | None:
-    """Return what a process says about itself, or None if the file is missing or damaged."""
+    """Return what a process reports about itself, or None if the file is missing or damaged."""
     try:
         values: dict[str, Any] = json.loads(read_file(path))
         fields = {name: values[name] for name in ProcessInfo._fields if name in values}
@@ -122,7 +123,7 @@ def read_process_file(path: Path) -> ProcessInfo | None:
 
 
 def _is_sound(info: ProcessInfo) -> bool:
-    """Return whether each field is of its type: the observed script can write to the file."""
+    """Return whether every field has its type: the observed script can write to the file."""
     counts = (info.pid, info.ticks, info.ppid, info.attempt)
     optional_numbers = (info.rank, info.local_rank, info.world_size, info.stacks_signal)
     return (
@@ -175,7 +176,7 @@ def read_optimizers(folder: Path) -> list[str]:
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of a training run, by names such as ``"optimizer.0.lr"``.
 
-    Whatever is not a plain value, or a list of such, is left out.
+    Anything but plain values and lists of them is left out.
     """
     plain = {name: value for name, value in settings.items() if _is_plain(value)}
     write_json(folder / SETTINGS_FILE, plain)
@@ -193,7 +194,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_host(path: Path) -> dict[str, Any] | None:
-    """Return what the supervisor of one host says, or None if the file is missing or damaged."""
+    """Return what the supervisor of one host reports, or None if the file is missing or damaged."""
     try:
         host = json.loads(read_file(path, _MOST_HOST_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -211,28 +212,31 @@ def read_host(path: Path) -> dict[str, Any] | None:
 def folder_of_first_host(run: Path) -> Path:
     """Return the folder to read a run from.
 
-    It is the folder of the host that failed first if several hosts were the last to use the run,
-    else `run` itself.
+    This is `run` itself or, if the run last used several hosts, the folder of the host that failed
+    first.
     """
     hosts = _hosts_of(run)
     if not hosts:
         return run
-    newest = max(hosts, key=_changed)
-    if _changed(run / SUPERVISED_FILE) > _changed(newest):
+    newest = max(hosts, key=_modified_at)
+    if _modified_at(run / SUPERVISED_FILE) > _modified_at(newest):
+        # The last attempt ran on this host alone.
         return run
-    # Others may be left over from a run with another number of hosts.
+    # Files of other hosts may be left over from an attempt with another number of hosts.
     count = hosts[newest].get("count")
     current = {path: host for path, host in hosts.items() if host.get("count") == count}
-    first = next(iter(current))
-    for path, host in current.items():
-        if host.get("cause") and not host.get("follows"):
-            first = path
-            break
-    return run / f"host-{first.stem}"
+    lowest = next(iter(current))
+    first_to_fail = next((path for path, host in current.items() if _failed_first(host)), lowest)
+    return run / f"host-{first_to_fail.stem}"
+
+
+def _failed_first(host: Mapping[str, Any]) -> bool:
+    """Return whether a host has a failure of its own, rather than one that follows another's."""
+    return bool(host.get("cause")) and not host.get("follows")
 
 
 def _hosts_of(run: Path) -> dict[Path, dict[str, Any]]:
-    """Return what each host of a run says, by its file, in the order of their numbers."""
+    """Return what each host of a run reports, by its file, in the order of the hosts' numbers."""
     hosts = {}
     files = (run / HOSTS_FOLDER).glob("[0-9]*.json")
     for path in sorted(files, key=lambda path: (len(path.name), path.name)):
@@ -242,7 +246,8 @@ def _hosts_of(run: Path) -> dict[Path, dict[str, Any]]:
     return hosts
 
 
-def _changed(path: Path) -> float:
+def _modified_at(path: Path) -> float:
+    """Return when a file was last modified, in Unix seconds; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -254,7 +259,7 @@ def process_lives(pid: int, ticks: int) -> bool:
 
     Args:
         pid: Its PID.
-        ticks: When it started, as in `ProcessInfo`.
+        ticks: Its start time, as in `ProcessInfo`.
     """
     fields = _stat(pid)
     if len(fields) < 20 or fields[0] in (b"Z", b"X"):
@@ -268,7 +273,7 @@ def process_is_stopped(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of ``/proc/<pid>/stat`` from the state on, or none if it is gone."""
+    """Return the fields of ``/proc/<pid>/stat`` starting with the state, or none if it is gone."""
     try:
         content = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -283,6 +288,6 @@ def on_recording(listener: Callable[[Path], None]) -> None:
 
 
 def announce_recording(path: Path) -> None:
-    """Tell whoever observes this process that a guard records into this run directory."""
+    """Tell the observer of this process that a guard records into this run directory."""
     for listener in _recording_listeners:
         listener(path)

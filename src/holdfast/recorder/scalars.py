@@ -1,7 +1,7 @@
-"""Numbers that a script logs under names of its own: checked, recorded in a ring, and read.
+"""Check, record and read the scalars that a script logs.
 
-They go to the newest open guard of this process, else to its observer. A value is recorded in one
-place only, whoever sees it.
+A scalar is recorded in one place only: by the newest open guard of this process or, without a
+guard, by its observer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_EPOCH = -1
 # Steps of other libraries' loggers beyond this are not counts.
 _MOST_STEPS = 2**62
 
-# Names and values that may be recorded.
+# Checked names and values.
 Found = list[tuple[bytes, float]]
 
 # What records in this process, the newest last: each has ``log(found, step)``, where a step of None
@@ -42,12 +42,12 @@ _thread_state = _local()
 
 
 class Scalar(NamedTuple):
-    """One value as it was recorded."""
+    """One recorded value."""
 
     name: str
     value: float
     step: int
-    # None if nobody knew it.
+    # None if unknown.
     epoch: int | None
     unix_seconds: float
 
@@ -56,7 +56,7 @@ class Scalars:
     """Writes the scalars of this process, from any thread. A forked process writes nothing.
 
     Args:
-        folder: Returns the folder of the ring, which the first value creates.
+        folder: Returns the folder for the ring. The ring is created with the first value.
         emit: Records an event.
     """
 
@@ -100,7 +100,7 @@ class Scalars:
 
 
 def scalars_of(records: list[Record]) -> list[Scalar]:
-    """Return what the records of a ring of scalars say; those of other rings are left out."""
+    """Decode the records of a ring of scalars. Records of other rings are left out."""
     scalars = []
     for record in records:
         if len(record.payload) != _RECORD.size:
@@ -123,23 +123,24 @@ def checked(values: Any, split: str, more: Mapping[str, Any]) -> Found:
     Raises:
         PolicyError: H117 for a name or a value that cannot be recorded.
     """
-    given: dict[Any, Any] = dict(more)
+    scalars: dict[Any, Any] = dict(more)
     if isinstance(values, Mapping):
-        given = {**values, **more}
+        scalars = {**values, **more}
     elif values is not None:
         # A bare value without a name, which is refused below.
-        given = {None: values}
-    return [_checked_entry(name, value, split) for name, value in given.items()]
+        scalars = {None: values}
+    return [_checked_entry(name, value, split) for name, value in scalars.items()]
 
 
 def _checked_entry(name: Any, value: Any, split: str) -> tuple[bytes, float]:
+    """Return the encoded name and the number of one scalar, or raise H117."""
     full_name = f"{split}/{name}" if split else name
     encoded = b""
     if isinstance(name, str) and isinstance(split, str):
         encoded = full_name.encode("utf-8", "backslashreplace")
     number = value if type(value) is float else number_of(value)
     if number is None:
-        limit = "the value must be one real number, or a tensor of one element, and this is neither"
+        limit = "the value must be a single real number or a tensor of one element"
     elif not name or not 0 < len(encoded) <= LONGEST_NAME:
         limit = (
             f"a name has 1 to {LONGEST_NAME} bytes of UTF-8, including the split, and this has"
@@ -177,16 +178,16 @@ def number_of(value: Any) -> float | None:
 
 
 def log(values: Mapping[str, Any] | None = None, /, *, split: str = "", **more: Any) -> None:
-    """Record numbers of your own from anywhere in a script.
+    """Record scalars from anywhere in a script.
 
     They go to the newest guard that is open in this process. Without one, under `holdfast run`,
     they go to the record of the process, at its current step. Otherwise they are checked, and
     nothing is recorded. Arguments and errors are those of `Guard.log`.
     """
-    found = checked(values, split, more)
+    scalars = checked(values, split, more)
     outlet = _newest_outlet()
     if outlet is not None:
-        outlet.log(found)
+        outlet.log(scalars)
 
 
 def _newest_outlet() -> Any:
@@ -201,12 +202,12 @@ def recorded_too(
     Args:
         original: A logging function of another library. Calls inside it are not recorded again.
         read: Returns, from the same arguments, values by name and the step (None: the current one).
-        failed: Called with an error of recording, or None for a warning. The script's own logging
-            has worked, so it is never raised.
+        failed: Called with an error that occurred while recording, or None to log a warning. The
+            error is never raised because the script's own logging has worked.
     """
 
     @wraps(original)
-    def logging_too(*args: Any, **kwargs: Any) -> Any:
+    def log_and_record(*args: Any, **kwargs: Any) -> Any:
         if getattr(_thread_state, "is_logging", False):
             return original(*args, **kwargs)
         _thread_state.is_logging = True
@@ -225,7 +226,7 @@ def recorded_too(
             report(error)
         return result
 
-    return logging_too
+    return log_and_record
 
 
 def _step_number(step: Any) -> int | None:

@@ -1,7 +1,4 @@
-"""What a run was started with: command, machine and versions.
-
-The supervisor and each guard of a run keep it.
-"""
+"""How a run was started: command, machine and versions. The supervisor and each guard record it."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from holdfast.core.raised import printable
 from holdfast.core.secrets import without_secrets
 from holdfast.core.version import __version__
 
-# Beside the recording of a guard.
+# The file beside the recording of a guard.
 START_FILE = "start.json"
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PACKAGES = ("torch", "numpy", "transformers", "accelerate", "lightning")
@@ -31,7 +28,7 @@ def facts_of_start(command: Sequence[str], started: float) -> dict[str, Any]:
     """Return the facts about a start as JSON values, without running a program. Takes about 2 ms.
 
     Args:
-        command: What was started. Whatever looks like a secret in it is hidden.
+        command: The command that was started. Anything in it that looks like a secret is hidden.
         started: Unix time.
     """
     facts = {
@@ -65,12 +62,12 @@ def _git(folder: Path) -> dict[str, str]:
         head = _text(git / "HEAD").removeprefix("ref: ")
         is_detached = _COMMIT.fullmatch(head) is not None
         commit = head if is_detached else _commit_of(git, head)
-        # Nothing else that such a file may hold is shown.
+        # Other contents of such a file are never shown.
         if _COMMIT.fullmatch(commit):
             return {
                 "commit": commit,
                 "branch": "(detached)" if is_detached else head.removeprefix("refs/heads/"),
-                "changed": "not looked for, which `holdfast run` does",
+                "changed": "not determined here; `holdfast run` does",
             }
     return {}
 
@@ -104,7 +101,7 @@ def _text(path: Path) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    """Return what the machine is, from files of the kernel: ``nvidia-smi`` would take a second."""
+    """Return the machine's hardware, from kernel files: ``nvidia-smi`` would take a second."""
     facts: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0))}
     with suppress(OSError, ValueError, IndexError):
         facts["memory_bytes"] = 1024 * fields_of(Path("/proc/meminfo"))["MemTotal"]
@@ -131,7 +128,7 @@ def _package_versions() -> dict[str, str]:
     """
     suffix = ".dist-info"
     versions = {}
-    # The first folder on the path counts, so it comes last.
+    # The first folder on the path takes precedence, so it is read last.
     for folder in reversed(sys.path):
         with suppress(OSError):
             # Not with pathlib: there are hundreds of names.

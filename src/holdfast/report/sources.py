@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from holdfast.core.events.event import Event
 from holdfast.core.files import read_file
-from holdfast.explain.runs.recordings import no_recording, unreadable
+from holdfast.explain.runs.recordings import no_recording_error, unreadable_error
 from holdfast.recorder.black_box import STEPS_FILE
 from holdfast.recorder.run_files import (
     PROCESSES_FOLDER,
@@ -86,8 +86,8 @@ def check_run(run: Path) -> Path:
         if is_run(run):
             return run.resolve()
     except OSError as error:
-        raise unreadable(run, error) from error
-    raise no_recording(run)
+        raise unreadable_error(run, error) from error
+    raise no_recording_error(run)
 
 
 def is_run(path: Path) -> bool:

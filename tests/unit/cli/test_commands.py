@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import holdfast
-from holdfast.cli import guard_directory
+from holdfast.cli import checkpoints
 from holdfast.cli.main import make_app
 from holdfast.testing import flip_bit
 
@@ -74,14 +74,14 @@ def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(run_dir, mon
     """What was there when the list was made and is gone when it is read is no damaged
     checkpoint.
     """
-    read = guard_directory._checkpoint_row
+    read = checkpoints._row
 
     def remove_and_read(entry, **given):
         if entry.global_step == 2:
             shutil.rmtree(entry.path)
         return read(entry, **given)
 
-    monkeypatch.setattr(guard_directory, "_checkpoint_row", remove_and_read)
+    monkeypatch.setattr(checkpoints, "_row", remove_and_read)
     listed = call("checkpoints", run_dir, "--json")
     assert listed.exit_code == 0, listed.output
     steps = [row["global_step"] for row in json.loads(listed.output)["checkpoints"]]

@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from holdfast import DataLoader
-from holdfast.cli.guard_directory import quarantine
+from holdfast.cli.quarantine import run as quarantine
 from holdfast.guard.directory import RunDirectory
 from holdfast.loader.quarantine import FILE_NAME, Ledger
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.explain.evidence import Frame, is_own_code
+from holdfast.explain.evidence import Frame, is_user_code
 from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, Waits, waits_for
 from holdfast.explain.hangs.frames import user_frame
@@ -310,14 +310,14 @@ def test_user_code_is_neither_a_library_nor_ours() -> None:
         Frame(file=file, line=1, function="f")
         for file in ("/home/me/a.py", "<string>", "/srv/lib/mine/b.py")
     ]
-    assert all(map(is_own_code, frames))
+    assert all(map(is_user_code, frames))
     others = [
         PYTHON + "json/decoder.py",
         TORCH + "nn/x.py",
         "<frozen importlib>",
         "/x/holdfast/guard/guard.py",
     ]
-    assert not any(is_own_code(Frame(file=file, line=1, function="f")) for file in others)
+    assert not any(is_user_code(Frame(file=file, line=1, function="f")) for file in others)
     installed = Frame(file=PYTHON + "site-packages/fairseq/data.py", line=7, function="get")
     inside = Frame(file=TORCH + "utils/data/dataset.py", line=7, function="get")
     assert user_frame([installed, inside]) is installed

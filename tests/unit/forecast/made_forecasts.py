@@ -24,8 +24,8 @@ from holdfast.forecast.trace.extrapolation import extrapolate
 MIB = 1 << 20
 BLOCKS: list[Block] = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4
 ASSUMED = (
-    Assumption(what="bool(tensor) was taken as True", line="model.py:31 in forward"),
-    Assumption(what="bool(tensor) was taken as True", line="model.py:40 in forward"),
+    Assumption(what="bool(tensor) was assumed to be True", line="model.py:31 in forward"),
+    Assumption(what="bool(tensor) was assumed to be True", line="model.py:40 in forward"),
 )
 
 

@@ -147,11 +147,11 @@ def test_random_numbers_are_taken_as_the_middle_of_their_range() -> None:
         assert not torch.rand([]) < 0.1
         assert not torch.rand(1).item() < 0.1
         assert torch.empty(()).uniform_(0, 1).cuda() > 0.3
-        assert {one.what.partition(";")[0] for one in device.assumptions} == {
-            "a number of a tensor was taken as 0.5: it matters only if the code branches on it",
-            "a random number was taken as the middle of its range",
-            "an integer of a tensor was taken as 49 (the worst case)",
-        }
+        assumptions = sorted(assumption.what for assumption in device.assumptions)
+    assert len(assumptions) == 3
+    assert "0.5" in assumptions[0]
+    assert "random number" in assumptions[1]
+    assert "49" in assumptions[2]
 
 
 def test_a_result_that_no_rule_knows_is_refused_by_name() -> None:

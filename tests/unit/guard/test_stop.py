@@ -22,7 +22,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.policy.policy import Policy
 from holdfast.guard import stop as stop_module
 from holdfast.guard.stop import Interrupted, StopRequest
-from holdfast.loader.workers import processes as worker_processes
+from holdfast.loader.workers import child_signals
 
 
 class Lost(BaseException):
@@ -88,9 +88,9 @@ def test_after_a_request_torch_raises_about_no_worker_also_from_within_our_handl
     def as_torch_does(number: int, frame: object) -> None:
         raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
 
-    monkeypatch.setattr(worker_processes, "_previous", as_torch_does)
+    monkeypatch.setattr(child_signals, "_previous_handler", as_torch_does)
     before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM)}
-    signal.signal(signal.SIGCHLD, worker_processes._on_child)
+    signal.signal(signal.SIGCHLD, child_signals._on_child)
     stop = StopRequest()
     stop.install()
     try:

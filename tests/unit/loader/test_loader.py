@@ -181,10 +181,10 @@ def test_what_is_no_position_or_no_seed_is_refused() -> None:
     """The state of another loader is an H604 that names what it lacks, and a seed that is no
     whole number an H607.
     """
-    with pytest.raises(LoaderError, match="no consumed, no order") as caught:
+    with pytest.raises(LoaderError, match=r"(?s)consumed.*order") as caught:
         DataLoader([1, 2, 3]).load_state_dict({"epoch": 0})
     assert caught.value.rule == "H604"
-    with pytest.raises(LoaderError, match="the state has consumed=-1"):
+    with pytest.raises(LoaderError, match="consumed=-1"):
         DataLoader([1, 2, 3]).load_state_dict(
             {**DataLoader([1, 2, 3]).state_dict(), "consumed": -1}
         )

@@ -173,4 +173,4 @@ def test_workers_are_a_number() -> None:
         with pytest.raises(LoaderError) as caught:
             DataLoader([1], **{"num_workers": 1, **options})
         assert caught.value.rule == "H607"
-    assert "H630 says when it is too many" in str(caught.value)
+    assert "H630" in str(caught.value)

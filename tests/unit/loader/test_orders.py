@@ -117,10 +117,10 @@ def test_the_seeds_of_samples_are_outputs_of_splitmix() -> None:
     indices, seeds = [0, 3, 10**12, 2**63], SampleSeeds(5)
     for epoch in (0, 7):
         bits = random_bits(np.array(indices, dtype=np.uint64), derive_seed(5, epoch, "samples"))
-        assert seeds.all(epoch, indices) == (bits >> np.uint64(1)).tolist()
+        assert seeds.of_samples(epoch, indices) == (bits >> np.uint64(1)).tolist()
         many = [*range(50), 10**12, 2**64 - 1]
-        assert seeds.all(epoch, many) == [seeds.of(epoch, index) for index in many]
-        assert seeds.all(epoch, [*many, -1, 2**64]) == [
-            seeds.of(epoch, index) for index in [*many, -1, 2**64]
+        assert seeds.of_samples(epoch, many) == [seeds.of_sample(epoch, index) for index in many]
+        assert seeds.of_samples(epoch, [*many, -1, 2**64]) == [
+            seeds.of_sample(epoch, index) for index in [*many, -1, 2**64]
         ]
-    assert SampleSeeds(0).of(3, 17) == 2563759855497273831
+    assert SampleSeeds(0).of_sample(3, 17) == 2563759855497273831

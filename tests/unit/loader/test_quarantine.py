@@ -83,7 +83,7 @@ def test_a_run_with_more_quarantined_than_is_allowed_is_refused(tmp_path: Path) 
     path = _written(tmp_path, ENTRY, {**ENTRY, "index": 4}, {**ENTRY, "index": 5, "released": True})
     before = path.read_bytes()
     for limit in (0, 1):
-        with pytest.raises(LoaderError, match=r"quarantines 2 of the samples \(3, 4\)") as found:
+        with pytest.raises(LoaderError, match=r"\(3, 4\)") as found:
             _ledger(limit).keep_in(path)
         assert found.value.rule == "H612"
     _ledger(2).keep_in(path)

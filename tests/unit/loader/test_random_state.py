@@ -112,7 +112,7 @@ def test_a_generator_that_is_drawn_from_is_seeded_from_then_on(
         np.random.randn()
     lazy = LazySeeding()
     before = random.getstate(), np.random.get_state()[1].tolist()
-    stand = lazy.stand()
+    stand = lazy.generator_states()
     lazy.seed(7)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     draw()
@@ -121,4 +121,4 @@ def test_a_generator_that_is_drawn_from_is_seeded_from_then_on(
     first = random.random(), np.random.random()
     lazy.seed(7)
     assert (random.random(), np.random.random()) == first
-    assert not lazy.was_drawn(lazy.stand())
+    assert not lazy.was_drawn(lazy.generator_states())

@@ -73,7 +73,7 @@ def test_the_position_of_one_rank_is_that_of_all(batches: bool) -> None:
             resumed.load_state_dict(saved)
             assert [batch.tolist() for batch in resumed] == whole[rank][1:]
     changed = _of_rank(0, batches=batches, seed=9)
-    with pytest.raises(LoaderError, match="another order") as caught:
+    with pytest.raises(LoaderError) as caught:
         changed.load_state_dict(state)
     assert caught.value.rule == "H604"
 

@@ -63,9 +63,7 @@ def test_a_function_that_cuts_another_number_of_parts_is_refused(x: torch.Tensor
     """A user's function that loses or invents parts would weigh samples wrongly, so it is an
     H204.
     """
-    with pytest.raises(
-        BatchError, match=r"split\(batch, 2\) returned 1 parts of 5 samples; 3 are needed"
-    ) as caught:
+    with pytest.raises(BatchError, match=r"split\(batch, 2\)") as caught:
         micro_batches(x, 5, 2, lambda batch, _: [batch])
     assert caught.value.rule == "H204"
 
@@ -96,7 +94,7 @@ def test_what_is_not_understood_is_refused_by_name(leaf: Any, kind: str, x: torc
     """A leaf whose samples cannot be told apart is an H205 with its place and kind, never a
     silent share.
     """
-    with pytest.raises(BatchError, match=rf"batch\['deep'\]\[1\] is a {kind}") as caught:
+    with pytest.raises(BatchError, match=rf"batch\['deep'\]\[1\].*{kind}") as caught:
         batch_size({"x": x, "deep": [x, leaf]})
     assert caught.value.rule == "H205"
     assert "split=" in caught.value.fix

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from holdfast.core.errors import OutOfMemoryError
-from holdfast.memory.host_memory import available_bytes, may_be_refused
+from holdfast.memory.host_memory import allocation_can_fail, available_bytes
 from holdfast.memory.onednn import switch_off_if_broken, switch_off_if_unsafe
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky
 from holdfast.testing import memory_limited
@@ -306,12 +306,12 @@ def test_freed_blocks_go_back_to_the_system(threshold: object, limit: str, goes_
 
 def test_a_kernel_that_commits_strictly_may_refuse(tmp_path: Path) -> None:
     """As a limit of the process does; where it cannot be read, nothing is refused."""
-    assert not may_be_refused(tmp_path)
+    assert not allocation_can_fail(tmp_path)
     strict = tmp_path / "proc/sys/vm/overcommit_memory"
     strict.parent.mkdir(parents=True)
     for value in "012":
         strict.write_text(f"{value}\n")
-        assert may_be_refused(tmp_path) is (value == "2")
+        assert allocation_can_fail(tmp_path) is (value == "2")
 
 
 def test_an_import_error_that_is_also_a_runtime_error_is_read_as_both() -> None:

@@ -1,4 +1,4 @@
-"""Where an attempt departs from the undisturbed run, and why.
+"""Find where and why an attempt diverges from the undisturbed run.
 
 Read `differences` for the vocabulary, `reference` for how an attempt is placed in the undisturbed
 run, `divergence` for the first step that differs and its cause, `saved_entries` for what only a

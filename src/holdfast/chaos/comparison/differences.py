@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What is compared of a step, in the order of cause and effect: a field can only be blamed if all
+# The compared fields of a step, in the order of cause and effect: a field can only be blamed if all
 # fields above it agree. The keys are attributes of `trace.RecordedStep`.
 FIELDS = {
     "settings": "the learning rate or another optimizer setting differs",
@@ -19,7 +19,7 @@ FIELDS = {
     "buffers": "the buffers after the step differ although everything before is the same",
 }
 
-# What is compared of the state in which an attempt starts, beside the weights.
+# The compared fields of the state in which an attempt starts, besides the weights.
 START_FIELDS = {
     "buffers": "the buffers, such as BatchNorm statistics, differ at the start of the attempt",
     "optimizer": "the optimizer state differs at the start of the attempt",
@@ -38,13 +38,14 @@ OLDER = "older"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first step at which a run differs from the undisturbed run, and in what.
+    """The first step at which a run differs from the undisturbed run, and the field that differs.
 
     Fields are named as in the output of ``holdfast chaos --json``.
 
     Args:
         step: Number of the step, from 1.
-        what: What differs: a key of `FIELDS` or `START_FIELDS`, or one of the values below them.
+        what: The field that differs: a key of `FIELDS` or `START_FIELDS`, or one of the values
+            below them.
         detail: The difference in words.
         states: Names of the random generators whose states differ, if these are the cause.
     """

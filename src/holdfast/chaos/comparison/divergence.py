@@ -1,4 +1,4 @@
-"""Find the first step at which an attempt departs from the undisturbed run, and the cause.
+"""Find the first step at which an attempt diverges from the undisturbed run, and the cause.
 
 Fields of a step are compared in the order of cause and effect (`differences.FIELDS`). The first
 field that differs is not always the cause: a lost random state shows as a different input, and an
@@ -32,7 +32,7 @@ class Divergence:
         step: The step of the attempt.
         expected: The step of the undisturbed run.
         field: The first field that differs.
-        restored: Random states that were already right at an earlier model call of the attempt.
+        restored: Random states that matched at an earlier model call of the attempt.
     """
 
     reference: Reference
@@ -85,7 +85,7 @@ def first_difference(reference: Reference, segment: Segment, place: int) -> Diff
 
 
 def explain(divergence: Divergence) -> Difference:
-    """Return the difference with its cause: the first answer of `CAUSES`, else the field itself."""
+    """Return the difference with its cause: the first answer of `CAUSES`, or the field itself."""
     for cause in CAUSES:
         difference = cause(divergence)
         if difference is not None:
@@ -98,7 +98,7 @@ def explain(divergence: Divergence) -> Difference:
 
 
 def difference_at_start(reference: Reference, segment: Segment, place: int) -> Difference | None:
-    """Return what differs in the state with which an attempt starts, beside the weights."""
+    """Return the difference in the state in which an attempt starts, not counting the weights."""
     start = segment.steps[0].before or UNKNOWN_STATE
     fields = reference.start_fields_that_differ(place, start)
     if not fields:
@@ -109,14 +109,17 @@ def difference_at_start(reference: Reference, segment: Segment, place: int) -> D
         older_place = _place_with_optimizer_state(reference, start)
         if older_place:
             detail = (
-                f"the weights are those of step {place}, but the optimizer state is that saved"
+                f"the weights are those of step {place}, but the optimizer state is the one saved"
                 f" after step {older_place}"
             )
     return Difference(place + 1, field, detail)
 
 
 def _place_with_optimizer_state(reference: Reference, start: ModelState) -> int | None:
-    """Return the first place with the optimizer state of the start; at place 0 it is a new one."""
+    """Return the first place with the optimizer state of the start.
+
+    Place 0 means a new optimizer.
+    """
     for place, state in enumerate(reference.states):
         if state.optimizer == start.optimizer:
             return place
@@ -127,10 +130,10 @@ def _place_with_optimizer_state(reference: Reference, start: ModelState) -> int 
 
 
 def remaining_parts(expected: RecordedStep, step: RecordedStep) -> RecordedStep:
-    """Return the part of an expected step that is left to an attempt that resumed within it.
+    """Return the part of an expected step that remains after resuming in the middle of it.
 
-    An attempt may resume in the middle of a gradient accumulation. Then its first step consists of
-    the last parts only. If the data of `step` are not those of the last parts, the expected step is
+    An attempt may resume in the middle of a gradient accumulation. Then its first step consists
+    only of the last parts. If `step` does not have the data of the last parts, the expected step is
     returned unchanged.
     """
     count = len(step.inputs)
@@ -161,9 +164,9 @@ def _matching_random_states(step: RecordedStep, expected: RecordedStep) -> set[s
 
 
 def _first_field_that_differs(step: RecordedStep, expected: RecordedStep) -> str | None:
-    """Return the first field that differs and is not harmless.
+    """Return the first field whose difference matters.
 
-    Random states alone are harmless: they may differ where nothing is drawn from them.
+    A difference in random states alone is harmless: no numbers may be drawn from them.
     """
     differing = [
         name
@@ -173,14 +176,14 @@ def _first_field_that_differs(step: RecordedStep, expected: RecordedStep) -> str
     if not differing:
         return None
     if differing[0] == "parts":
-        return _first_data_that_is_foreign(step, expected) or "parts"
+        return _foreign_data(step, expected) or "parts"
     return differing[0]
 
 
-def _first_data_that_is_foreign(step: RecordedStep, expected: RecordedStep) -> str | None:
-    """Return "batch" or "inputs" if the first of them is none of the expected step's.
+def _foreign_data(step: RecordedStep, expected: RecordedStep) -> str | None:
+    """Return "batch" or "inputs" if the first one does not belong to the expected step.
 
-    The number of parts then differs as a consequence.
+    The number of parts then differs only as a consequence.
     """
     if step.batch and step.batch[0] not in expected.batch:
         return "batch"
@@ -193,9 +196,9 @@ def _first_data_that_is_foreign(step: RecordedStep, expected: RecordedStep) -> s
 
 
 def another_optimizer_lost_state(divergence: Divergence) -> Difference | None:
-    """An optimizer that does not step first may have resumed from a state that was not saved.
+    """An optimizer that steps later in the attempt resumed from a state that was never saved.
 
-    Its own first step comes later, so the consequence shows before it.
+    The consequence may show before its own first step.
     """
     reference = divergence.reference
     place = divergence.place
@@ -220,21 +223,21 @@ def another_optimizer_lost_state(divergence: Divergence) -> Difference | None:
 def _difference_from_save(
     start: ModelState, saved_state: SavedState, number: int
 ) -> Difference | None:
-    """Return in what the state before an optimizer's first step, `number`, differs from a save."""
+    """Return how the state before an optimizer's first step, `number`, differs from a save."""
     if start.parameters != saved_state.parameters:
-        detail = f"the optimizer of step {number} resumed with weights other than those saved"
+        detail = f"the optimizer of step {number} resumed with weights that are not the saved ones"
         return Difference(number, "weights", detail)
     if start.optimizer != saved_state.optimizer:
-        detail = f"the optimizer of step {number} resumed with a state other than that saved"
+        detail = f"the optimizer of step {number} resumed with a state that is not the saved one"
         return Difference(number, "optimizer", detail)
     return None
 
 
 def random_state_lost(divergence: Divergence) -> Difference | None:
-    """A random state that differs is the cause if numbers are drawn from it at this step.
+    """A different random state is the cause if numbers are drawn from it at this step.
 
-    A state that was right at an earlier model call has been restored; if it differs now, more was
-    drawn from it as a consequence of something else.
+    A state that matched at an earlier model call was restored correctly. If it differs now, more
+    numbers were drawn from it as a consequence of something else.
     """
     step = divergence.step
     expected = divergence.expected
@@ -243,7 +246,7 @@ def random_state_lost(divergence: Divergence) -> Difference | None:
     differing -= reference.unsteady.random_states
     differing -= divergence.restored
     if divergence.field == "batch" and divergence.index == divergence.place:
-        # Every loader draws from torch's generator, so its state says nothing about the batch.
+        # Every loader draws from torch's generator, so its state is no evidence about the batch.
         causes = differing & {"numpy", "python"}
         consequence = "and with it the batch"
     elif divergence.field in CONSEQUENCES:
@@ -261,7 +264,7 @@ def random_state_lost(divergence: Divergence) -> Difference | None:
     return Difference(divergence.index + 1, "random", detail, names)
 
 
-# What is saved is compared before what is only guessed from the random states.
+# Comparing saved states comes first: it is certain, while random states are circumstantial.
 CAUSES: tuple[Cause, ...] = (
     another_optimizer_lost_state,
     random_state_lost,
@@ -272,7 +275,7 @@ CAUSES: tuple[Cause, ...] = (
 
 
 def describe_field(divergence: Divergence) -> str:
-    """Return the difference in the first field that differs, with its values where they help."""
+    """Describe the first field that differs, with its values where they help."""
     field = divergence.field
     step = divergence.step
     expected = divergence.expected
@@ -285,7 +288,7 @@ def describe_field(divergence: Divergence) -> str:
         return f"{description}: {_describe_batch(divergence.reference, step)}"
     if field == "weights" and expected.resumed_midway:
         return (
-            "the weights after the step differ: what its earlier micro-batches had left, such as"
+            "the weights after the step differ: state left by its earlier micro-batches, such as"
             " accumulated gradients, was lost"
         )
     return description

@@ -45,7 +45,7 @@ class Unsteady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownState:
-    """What is known of the training state at one place of the undisturbed run.
+    """The known training state at one place of the undisturbed run.
 
     Args:
         weights: Digest of the weights.
@@ -65,7 +65,7 @@ class KnownState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where an attempt continues, and how its weights differ from those at that place, if so."""
+    """The place where an attempt continues, and how its weights differ from that place, if so."""
 
     place: int
     difference: Difference | None = None
@@ -76,15 +76,15 @@ class Reference:
     """The undisturbed run of one rank.
 
     One command may perform several training runs, as a sweep does, or pre-training followed by
-    fine-tuning. Each of them is compared with itself.
+    fine-tuning. Each training run is compared separately.
 
     Args:
-        segments: What its processes recorded.
-        unsteady: What is not compared.
+        segments: The records of its processes.
+        unsteady: Parts that are not compared.
         steps: All steps in order.
         boundaries: The places at which the training runs begin, and the end.
         saves: The last save at each place that has one.
-        states: What is known of the state at each place, from 0 to the number of steps.
+        states: The known state at each place, from 0 to the number of steps.
     """
 
     segments: Sequence[Segment]
@@ -95,12 +95,12 @@ class Reference:
     states: list[KnownState]
 
     def without(self, random_state: str) -> Reference:
-        """Return a reference that does not compare one of the random states."""
+        """Return a reference that ignores one of the random states."""
         random_states = self.unsteady.random_states | {random_state}
         return replace(self, unsteady=replace(self.unsteady, random_states=random_states))
 
     def trainings_in(self, segment: Segment) -> list[Segment]:
-        """Split what a process recorded into its training runs, if the command runs several."""
+        """Split the record of a process into its training runs, if the command performs several."""
         if len(self.boundaries) == 2:
             return [segment]
         return split_by_training(segment)
@@ -114,33 +114,29 @@ class Reference:
         """Find out where an attempt continues.
 
         Args:
-            segment: What the attempt recorded; it has steps.
+            segment: The record of the attempt; it has steps.
             reached: The place that earlier attempts have reached.
         """
         first_step = segment.steps[0]
         start = first_step.before or UNKNOWN_STATE
         places = self._places_with_weights(start)
         if places:
-            # Several places may have the same weights, such as where no step changes any.
-            best = max(
-                places,
-                key=lambda place: (
-                    *self._resemblance(place, first_step, start),
-                    place <= reached,
-                    place,
-                ),
+            # Several places may have the same weights, for example if steps change nothing.
+            return Placement(
+                place=max(
+                    places, key=lambda place: self._resemblance(place, first_step, start, reached)
+                )
             )
-            return Placement(place=best)
         place, distance = self._nearest_place(start)
         if distance < ROUNDED_DISTANCE:
             detail = _describe_rounding(place, distance)
         else:
             place = self._place_with_data(first_step, reached)
-            detail = "the weights at the start are none that the undisturbed run ever had"
+            detail = "the undisturbed run never had the weights of this start"
         return Placement(place=place, difference=Difference(place + 1, "weights", detail))
 
     def start_fields_that_differ(self, place: int, start: ModelState) -> list[str]:
-        """Return which of `START_FIELDS` are known to differ from the state at a place."""
+        """Return the `START_FIELDS` that are known to differ from the state at a place."""
         state = self.states[place]
         differing = [
             "buffers"
@@ -152,7 +148,10 @@ class Reference:
         return differing
 
     def _places_with_weights(self, start: ModelState) -> list[int]:
-        """Return the places with the weights of a state; the end only if there is no other."""
+        """Return the places with the weights of a state.
+
+        The end counts only if there is no other.
+        """
         places = [
             place
             for place, state in enumerate(self.states)
@@ -162,24 +161,30 @@ class Reference:
         return places_before_end or places
 
     def _resemblance(
-        self, place: int, first_step: RecordedStep, start: ModelState
-    ) -> tuple[int, int]:
-        """Return how well an attempt fits a place: by its state, then by its first step."""
-        differing = len(self.start_fields_that_differ(place, start))
-        if place == len(self.steps):
-            return -differing, 0
-        expected = self.steps[place]
-        equal_fields = sum(getattr(first_step, name) == getattr(expected, name) for name in FIELDS)
-        return -differing, equal_fields
+        self, place: int, first_step: RecordedStep, start: ModelState, reached: int
+    ) -> tuple[int, int, bool, int]:
+        """Return a sort key for how well an attempt fits a place; the best fit is largest.
+
+        In this order: fields of the state at the start that do not differ, fields of the first step
+        that are equal, whether earlier attempts have reached the place, and the later place.
+        """
+        differing_fields = len(self.start_fields_that_differ(place, start))
+        equal_fields = 0
+        if place < len(self.steps):
+            expected = self.steps[place]
+            equal_fields = sum(
+                getattr(first_step, name) == getattr(expected, name) for name in FIELDS
+            )
+        return -differing_fields, equal_fields, place <= reached, place
 
     def _nearest_place(self, start: ModelState) -> tuple[int, float]:
-        """Return the place with the nearest weights, the end excepted, and their distance."""
+        """Return the place with the nearest weights, except the end, and their distance."""
         distances = [_distance(state.sample, start.sample) for state in self.states[:-1]]
         nearest = min(distances)
         return distances.index(nearest), nearest
 
     def _place_with_data(self, first_step: RecordedStep, reached: int) -> int:
-        """Return the last place that was reached whose next step has the data of this step."""
+        """Return the last place up to `reached` whose next step has the same data as this step."""
         last_place = min(reached, len(self.steps) - 1)
         for place in range(last_place, -1, -1):
             if share_data(self.steps[place], first_step):
@@ -203,8 +208,8 @@ def make_reference(segments: Sequence[Segment], unsteady: Unsteady | None = None
     """Return the reference of one rank of the undisturbed run.
 
     Args:
-        segments: What the processes of this rank recorded, in order; each has steps.
-        unsteady: What differs between two undisturbed runs; None: nothing.
+        segments: The records of this rank's processes, in order; each has steps.
+        unsteady: Differences between two undisturbed runs, None if there are none.
     """
     steps: list[RecordedStep] = []
     saves: dict[int, RecordedSave] = {}
@@ -228,12 +233,12 @@ def make_reference(segments: Sequence[Segment], unsteady: Unsteady | None = None
 
 
 def known_state(steps: Sequence[RecordedStep], place: int, save: RecordedSave | None) -> KnownState:
-    """Return what is known of the state at a place.
+    """Return the known state at a place.
 
     The state before the first step of an optimizer is recorded. Later on, the weights are those
-    after the last step of an optimizer with the same models. Their buffers are known only if that
-    was the last step of all, since a model may be called, and change its buffers, while another
-    optimizer steps. A save at this place adds the buffers and the optimizer's state.
+    after the last step of an optimizer with the same models. Their buffers are known only if no
+    other optimizer has stepped since, because a model call in between may change them. The buffers
+    and the optimizer's state are also known if there is a save at this place.
 
     Args:
         steps: All steps of the undisturbed run.
@@ -241,7 +246,7 @@ def known_state(steps: Sequence[RecordedStep], place: int, save: RecordedSave | 
         save: The last save at this place, if there is one.
     """
     at_end = place == len(steps)
-    # The state at the end is that of the models of the last step.
+    # The state at the end is the state of the models after the last step.
     step = steps[-1] if at_end else steps[place]
     weights_at_begin = None if at_end else step.weights_at_begin
     if not at_end and step.before is not None:
@@ -282,7 +287,7 @@ def _state_after_last_step_of_same_models(
 
 
 def split_by_training(segment: Segment) -> list[Segment]:
-    """Split what one process recorded into its training runs.
+    """Split the record of one process into its training runs.
 
     A training run begins with the first step of a new optimizer, provided that no earlier optimizer
     steps again. Each part counts its steps from 0.
@@ -303,8 +308,8 @@ def split_by_training(segment: Segment) -> list[Segment]:
 
 def _part_of(segment: Segment, begin: int, end: int) -> Segment:
     """Return the records of the steps from `begin` to `end`, counted from `begin`."""
-    # What was recorded after step `begin` belongs to the previous training run; what was recorded
-    # before the first step of all belongs to the first one.
+    # Records directly after step `begin` belong to the previous training run; records before the
+    # very first step belong to the first one.
     after = begin if begin > 0 else -1
     records: list[Record] = [
         replace(record, steps_made=record.steps_made - begin)

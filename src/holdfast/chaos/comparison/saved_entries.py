@@ -1,6 +1,6 @@
-"""Compare what the last saves of a trial hold with those of the undisturbed run.
+"""Compare the contents of a trial's last saves with those of the undisturbed run.
 
-This finds what no step shows, such as an average of the weights that was not restored.
+This finds differences that no step shows, such as a weight average that was not restored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.chaos.trace import RecordedEvent, RecordedSave, Segment
 # Digest or text of each entry of a checkpoint, by its path within it.
 Entries = dict[str, str]
 
-# Where the copy of the working directory lies, and the random part of a name from `tempfile`.
+# The path of the copied working directory, and the random part of a name from `tempfile`.
 _CHANCE_IN_PATH = re.compile(r"^.*/holdfast-chaos-\w+/(work/)?|(?<=tmp)[a-z0-9_]{8}")
 # A digest has 16 hexadecimal digits; anything else is a value to show.
 DIGEST_LENGTH = 16
@@ -25,12 +25,12 @@ GUARD_COUNTERS = "holdfast.guard.counters"
 
 
 def last_saves(segments: Sequence[Segment]) -> dict[str, Entries]:
-    """Return the entries of the last save into each file, by the file's name, newest save last.
+    """Return the entries last saved into each file, by the file's name, newest save last.
 
     A file that was renamed right after it was written counts under its new name.
     """
     saves: dict[str, Entries] = {}
-    # The save that a rename may follow, and the name under which it is in `saves`.
+    # The save that a rename may follow, and its key in `saves`.
     newest: RecordedSave | None = None
     newest_name = ""
     for segment in segments:
@@ -51,22 +51,22 @@ def last_saves(segments: Sequence[Segment]) -> dict[str, Entries]:
 
 
 def _renames(event: RecordedEvent, save: RecordedSave) -> bool:
-    """Return whether an event is the rename of what was just saved."""
+    """Return whether an event is the rename of the file just saved."""
     if event.kind != "moved":
         return False
     return event.facts["source"] == save.path and event.steps_made == save.steps_made
 
 
 def _file_name(path: str | None) -> str:
-    """Return a path without what differs between two runs by chance."""
+    """Return a path without the parts that differ from run to run."""
     return _CHANCE_IN_PATH.sub("", path or "")
 
 
 def saved_difference(reference: Reference, segments: Sequence[Segment]) -> Difference | None:
-    """Return in what the last saves differ from those of the undisturbed run, if they do.
+    """Return how the last saves differ from those of the undisturbed run, if they do.
 
-    A text or a flag, which may only say that the run was resumed, is returned if nothing else
-    differs.
+    A difference in a text or a flag, which may only mean that the run was resumed, is returned only
+    if nothing else differs.
     """
     saves = last_saves(segments)
     expected_saves = last_saves(reference.segments)
@@ -76,9 +76,11 @@ def saved_difference(reference: Reference, segments: Sequence[Segment]) -> Diffe
     newest_entries = _entries_of(last_name, saves)
     if newest_entries is None:
         if last_name not in reference.unsteady.files:
-            detail = f"all steps are the same, but the last save, {last_name}, was never written"
+            detail = (
+                f"all steps are the same, but the last checkpoint, {last_name}, was never written"
+            )
             return Difference(len(reference.steps), SAVED, detail)
-        # The name differs each time, so the newest save is the one to compare.
+        # The name differs every time, so compare with the newest save.
         newest_entries = list(saves.values())[-1]
     differences: list[Difference] = []
     for name, expected in expected_saves.items():
@@ -89,7 +91,7 @@ def saved_difference(reference: Reference, segments: Sequence[Segment]) -> Diffe
 
 
 def _entries_of(name: str, saves: dict[str, Entries]) -> Entries | None:
-    """Return the entries of a file, or of one with the same name in another folder."""
+    """Return the entries of a file, or of a file with the same name in another folder."""
     if name in saves:
         return saves[name]
     same_name = [
@@ -101,6 +103,7 @@ def _entries_of(name: str, saves: dict[str, Entries]) -> Entries | None:
 def _entries_that_differ(
     reference: Reference, file_name: str, entries: Entries, expected: Entries
 ) -> list[Difference]:
+    """Return one difference per entry of a file that is not the expected one."""
     differences = []
     for path, expected_value in expected.items():
         if path in reference.unsteady.entries or GUARD_COUNTERS in path:

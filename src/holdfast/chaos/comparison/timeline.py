@@ -1,8 +1,8 @@
 """Compare all attempts of a trial with the undisturbed run.
 
 Each attempt is placed in the undisturbed run and compared step by step (`reference`, `divergence`).
-Here the attempts are put together: which steps led to the final weights, how much work was done
-again, and whether a newer checkpoint was ignored.
+Here the attempts are put together: which steps led to the final weights, how much work was
+repeated, and whether a newer checkpoint was ignored.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from holdfast.chaos.trials import Trial
 # the same sort, for example the last state, as opposed to the best weights.
 EntryNames = tuple[str, ...]
 
-# The order in which differences at the same step are blamed.
+# The order in which differences at the same step are considered.
 _CAUSAL_ORDER = [*START_FIELDS, *FIELDS]
 
 
 @dataclass(slots=True, kw_only=True)
 class TrialComparison:
-    """What became of one rank in a trial, compared with the undisturbed run.
+    """One rank of a trial, compared with the undisturbed run.
 
     Fields are named as in the output of ``holdfast chaos --json``.
 
     Args:
-        differences: All differences that were found, in the order of the attempts.
-        steps_again: Steps that were done again after a restart.
+        differences: All differences, in the order of the attempts.
+        steps_again: Steps repeated after a restart.
         batches_twice: Batches that the final weights have seen too often.
         batches_never: Batches that the final weights have not seen.
-        resumed_at: Places at which the attempts continued, from the second one on.
+        resumed_at: Places at which the second and later attempts continued.
         finite: Whether the weights and losses of the last step are finite.
-        losses: Loss of each step that led to the end, None where there is none.
+        losses: Loss of each step that led to the end, None for a step without a loss.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -54,7 +54,7 @@ class TrialComparison:
 
 
 def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
-    """Compare every rank and return the comparison of the one that differs first.
+    """Compare every rank, and return the comparison of the rank that differs first.
 
     Args:
         references: The undisturbed run of each rank.
@@ -84,9 +84,9 @@ def compare(references: dict[int, Reference], trial: Trial) -> TrialComparison:
 
 
 def _urgency(comparison: TrialComparison) -> tuple[float, int]:
-    """Return a sort key: differences at the earliest step and the first cause come first.
+    """Return a sort key that puts the earliest step and the first cause first.
 
-    Then comparisons with other differences, such as a missing end; last those without any.
+    Other differences, such as a missing end, come next, and comparisons without differences last.
     """
     causes = [
         (difference.step, _CAUSAL_ORDER.index(difference.what))
@@ -105,7 +105,7 @@ def compare_rank(
 
     Args:
         reference: The undisturbed run of this rank.
-        segments: What its processes recorded, in order; each has steps.
+        segments: The records of its processes, in order; each has steps.
         last_attempt_made_steps: Whether any process of the last attempt made a step.
     """
     timeline = Timeline(reference)
@@ -133,7 +133,7 @@ def compare_rank(
 class Timeline:
     """The steps of one rank that led to its final weights, over all attempts.
 
-    A restart goes back to a checkpoint: the steps after it are dropped and made again.
+    A restart returns to a checkpoint: the steps after it are dropped and repeated.
 
     Args:
         reference: The undisturbed run of this rank.
@@ -141,7 +141,7 @@ class Timeline:
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
-        # By the index of the step in the undisturbed run, in the order in which they were made.
+        # Steps by their index in the undisturbed run, in the order in which they were made.
         self.steps: dict[int, RecordedStep] = {}
         self.comparison = TrialComparison()
         # The sorts of checkpoints that were saved, by place.
@@ -151,11 +151,11 @@ class Timeline:
         self._complete_saves: dict[int, dict[int, set[EntryNames]]] = {}
 
     def add(self, part: Segment, *, resumed: bool, may_be_cut: bool) -> None:
-        """Continue with what a process did, or with one of its training runs.
+        """Add the record of a process, or of one of its training runs.
 
         Args:
-            part: What was recorded; it has steps.
-            resumed: Whether this is after a restart.
+            part: The record to add; it has steps.
+            resumed: Whether it was made after a restart.
             may_be_cut: Whether the process ended after it, so that its last save may be incomplete.
         """
         reached = max(self.steps, default=-1) + 1
@@ -176,7 +176,7 @@ class Timeline:
         self._add_steps(part, place)
 
     def difference_at_end(self, *, last_attempt_made_steps: bool) -> Difference | None:
-        """Return the difference if other steps led to the end than in the undisturbed run."""
+        """Return a difference if the steps to the end are not those of the undisturbed run."""
         expected_count = len(self._reference.steps)
         unmatched = set(range(expected_count)) ^ self.steps.keys()
         if not unmatched:
@@ -185,10 +185,10 @@ class Timeline:
         if last_attempt_made_steps:
             detail = f"{len(self.steps)} steps lead to the end, not {expected_count}"
         else:
-            # Steps after the last save are lost although they are in the trace.
+            # Steps after the last save were lost although they are in the trace.
             first_unmatched = min(first_unmatched, max(self._saves, default=0))
             detail = (
-                f"the last start made no step although only {first_unmatched} of"
+                f"the last attempt did not train although only {first_unmatched} of"
                 f" {expected_count} steps were saved"
             )
         return Difference(first_unmatched + 1, END, detail)
@@ -196,7 +196,7 @@ class Timeline:
     def _note_older_checkpoint(self, begin: int, place: int) -> None:
         """Add a difference if a newer, complete checkpoint of the same sort was ignored.
 
-        From the beginning of a training run, any checkpoint would have been better.
+        If the run started over, a checkpoint of any sort would have been better.
         """
         resumed_from = self._saves.get(place, set())
         candidates = [
@@ -208,13 +208,14 @@ class Timeline:
         if newest <= place:
             return
         where = f"after step {place}" if place else "from the beginning"
-        detail = f"it resumed {where} although step {newest} was saved"
+        detail = f"it resumed {where} although a checkpoint of step {newest} was saved"
         self.comparison.differences.append(Difference(place + 1, OLDER, detail))
 
     def _add_saves(self, part: Segment, begin: int, place: int, *, may_be_cut: bool) -> None:
+        """Note the sorts of checkpoints that a record saved, by their place."""
         complete_saves = self._complete_saves.setdefault(begin, {})
         for save in part.saves:
-            # Which step's state a thread saves is not known.
+            # It is unknown which step's state a thread saves.
             if save.in_thread:
                 continue
             names = tuple(sorted({path.partition(".")[0] for path in save.entries}))
@@ -225,11 +226,12 @@ class Timeline:
                 complete_saves.setdefault(after, set()).add(names)
 
     def _add_steps(self, part: Segment, place: int) -> None:
+        """Note the steps of a record, replacing those that they repeat."""
         steps = list(part.steps)
         if place < len(self._reference.steps):
             expected = remaining_parts(self._reference.steps[place], steps[0])
             if expected.resumed_midway:
-                # The first parts of this step were made before the restart.
+                # The first parts of this step ran before the restart.
                 steps[0] = self._reference.steps[place]
         for index, step in enumerate(steps, start=place):
             self.steps[index] = step
@@ -241,12 +243,12 @@ def compare_undisturbed(
     """Compare two undisturbed runs of one rank.
 
     Args:
-        first: What the processes of the first run recorded; each has steps.
-        second: The same of the second run.
+        first: The records of the first run's processes; each has steps.
+        second: The records of the second run's processes.
 
     Returns:
-        The first run as a reference that does not compare what differs harmlessly, and the first
-        difference that is not harmless.
+        The first run as a reference that ignores harmless differences, and the first difference
+        that is not harmless.
     """
     reference = make_reference(first, _find_unsteady(first, second))
     second_steps = [step for segment in second for step in segment.steps]
@@ -255,7 +257,7 @@ def compare_undisturbed(
         for part in reference.trainings_in(segment):
             placement = reference.locate(part, reached)
             if placement.difference is not None:
-                detail = "the weights at the start differ: set the seed before making the model"
+                detail = "the weights at the start differ: set the seed before creating the model"
                 return reference, replace(placement.difference, detail=detail)
             difference = first_difference(reference, part, placement.place)
             if difference is not None:
@@ -263,7 +265,7 @@ def compare_undisturbed(
             reached += len(part.steps)
     step_counts = (len(reference.steps), len(second_steps))
     if min(step_counts) != max(step_counts):
-        detail = "only one of the two undisturbed runs made it"
+        detail = "only one of the two undisturbed runs has this step"
         return reference, Difference(min(step_counts) + 1, END, detail)
     return reference, None
 
@@ -307,9 +309,9 @@ def _is_finite(step: RecordedStep) -> bool:
 
 
 def losses(steps: Iterable[RecordedStep]) -> list[float | None]:
-    """Return the first loss of each step, None where there is none or it is not finite.
+    """Return the first loss of each step, None if it is missing or not finite.
 
-    A loss that a gradient scaler has multiplied is divided by the scale.
+    The scale of a gradient scaler is divided out.
     """
     return [_loss(step) for step in steps]
 
@@ -317,6 +319,6 @@ def losses(steps: Iterable[RecordedStep]) -> list[float | None]:
 def _loss(step: RecordedStep) -> float | None:
     if not step.losses:
         return None
-    # Backward may start at a complex number.
+    # Backward may start from a complex number.
     loss = complex(step.losses[0]) / (step.scale or 1)
     return loss.real if cmath.isfinite(loss) else None

@@ -1,4 +1,4 @@
-"""Shift the time that Python code of this process sees.
+"""Shift the clock for the Python code of this process.
 
 The kernel has one clock for all processes, so the functions of `time` and `datetime` are replaced.
 C code and file times keep the true time.
@@ -18,7 +18,7 @@ NANOSECONDS = 10**9
 
 
 def shift(seconds: int) -> None:
-    """Make `time` and `datetime` return a current time that is later by some seconds.
+    """Shift the current time returned by `time` and `datetime` by some seconds.
 
     Args:
         seconds: The shift; negative for an earlier time.
@@ -27,7 +27,7 @@ def shift(seconds: int) -> None:
     true_time_ns = time.time_ns
     time.time = lambda: true_time() + seconds
     time.time_ns = lambda: true_time_ns() + seconds * NANOSECONDS
-    # These take the current time if they get none, at the given position among their arguments.
+    # These use the current time if the argument at the given position is missing.
     for name in ("localtime", "gmtime", "ctime"):
         _use_current_time(name, position=0, now=time.time)
     _use_current_time("asctime", position=0, now=time.localtime)
@@ -43,7 +43,7 @@ def shift(seconds: int) -> None:
 
 
 def _use_current_time(name: str, *, position: int, now: Callable[[], Any]) -> None:
-    """Replace a function of `time` by one that takes the current time from `now`."""
+    """Replace a function of `time` by one that uses `now` for the current time."""
     original = getattr(time, name)
     setattr(time, name, partial(_call_with_time, original, position, now))
 

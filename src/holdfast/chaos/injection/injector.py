@@ -1,4 +1,4 @@
-"""Carry out the fault of an attempt inside a process of the command, once, at its moment."""
+"""Inject the fault of an attempt into a process of the command, once, at the planned moment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Injector:
 
     Args:
         folder: The trace folder of the attempt, which holds its plan.
-        write: Adds a line to the trace of this process: a kind, and facts by keyword.
+        write: Adds a line to the trace of this process, given its kind and its facts as keywords.
     """
 
     def __init__(self, folder: Path, write: Callable[..., None]) -> None:
@@ -38,24 +38,24 @@ class Injector:
         self._write = write
         self.plan = read_plan(folder)
         self._injection = self.plan.injection
-        # None once the fault was injected.
+        # None once the fault has been injected.
         self._moment = self._injection.moment
         # Whether the kernel will kill this process in the middle of a write.
         self._will_cut_write = False
 
     def begin(self) -> None:
-        """Inject what holds from the start of a process on."""
+        """Inject faults that apply from the start of the process."""
         if self._injection.clock_shift_seconds:
             clock.shift(self._injection.clock_shift_seconds)
         if self._injection.unreadable_file is not None:
-            self._filter_calls(Calls.READ)
+            self._intercept_calls(Calls.READ)
 
     def meet(self, moment: Moment, count: int) -> None:
         """Inject the fault if this is its moment.
 
         Args:
             moment: The moment that has come.
-            count: How many steps this process has made, or which save or evaluation this is.
+            count: Number of steps made by this process, or number of this save or evaluation.
         """
         if self._is_due(moment, count):
             assert self._injection.action is not None
@@ -80,7 +80,9 @@ class Injector:
                 return batch
             batch, was_put = put_nan(torch, batch)
             if not was_put:
-                self._write("missed", why="no number of that batch can be NaN")
+                self._write(
+                    "missed", why="the batch holds no floating-point number that could become NaN"
+                )
             return batch
         if self.loader_workers() and self._is_due(moment, count):
             self._signal_worker()
@@ -94,7 +96,7 @@ class Injector:
         return sorted(child.pid for child in active_children() if child.pid is not None)
 
     def save_ends(self) -> None:
-        """Kill this process after a save that was too short to be cut off in a write."""
+        """Kill this process after a save that was too short to be interrupted."""
         if self._will_cut_write:
             self._signal_itself(signal.SIGKILL)
 
@@ -107,7 +109,7 @@ class Injector:
             return False
         self._moment = None
         try:
-            # Once in all processes: a launcher may replace a process that has died.
+            # Only one process injects the fault, even if a launcher replaces one that has died.
             with (self._folder / MET_FILE).open("x") as file:
                 file.write(str(os.getpid()))
         except FileExistsError:
@@ -128,7 +130,10 @@ class Injector:
         self._signal_itself(signal.SIGSTOP)
 
     def _terminate_command(self) -> None:
-        """Ask the command to exit, as a scheduler does; it passes the signal on as it likes."""
+        """Ask the command to exit, as a scheduler does.
+
+        It decides which of its processes to signal.
+        """
         command = int((self._folder / COMMAND_FILE).read_text())
         os.kill(command, signal.SIGTERM)
         time.sleep(SIGTERM_PAUSE_SECONDS)
@@ -166,7 +171,7 @@ class Injector:
         The kernel cuts the first write short at the limit, and the filter refuses the next one.
         Without a filter, a full disk shows as EFBIG; a single failing write cannot be injected.
         """
-        has_filter = self._filter_calls(Calls.WRITE)
+        has_filter = self._intercept_calls(Calls.WRITE)
         if has_filter or self._injection.action == Action.FILL_DISK:
             self._limit_file_size()
 
@@ -175,8 +180,12 @@ class Injector:
         _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (self._injection.size_bytes, hard_limit))
 
-    def _filter_calls(self, calls: Calls) -> bool:
-        """Have the campaign asked before each write or read; return whether that is possible."""
+    def _intercept_calls(self, calls: Calls) -> bool:
+        """Let the campaign decide about each write or read of this process (see `seccomp`).
+
+        Returns:
+            Whether this system supports it. If not, the trace says why.
+        """
         try:
             ask_before(calls, self._folder)
         except OSError as error:
@@ -211,9 +220,9 @@ def shut_down(file: Path) -> bool:
         file: The descriptor as a path in ``/proc/self/fd``.
 
     Returns:
-        Whether it was a connected socket of a network.
+        Whether it was a connected network socket.
     """
-    # The descriptor may be closed meanwhile, and `getpeername` fails if nothing is connected.
+    # The descriptor may have been closed, and `getpeername` fails if nothing is connected.
     with suppress(OSError):
         if not file.is_socket():
             return False
@@ -227,7 +236,7 @@ def shut_down(file: Path) -> bool:
 def read_rank() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks, (0, 1) without ranks.
 
-    It is read each time, since a launcher may set it after a fork.
+    The environment is read every time because a launcher may set it after a fork.
     """
     distributed = sys.modules.get("torch.distributed")
     # `torch.multiprocessing.spawn` sets no variable, so the process group comes first.
@@ -237,7 +246,7 @@ def read_rank() -> tuple[int, int]:
 
 
 def put_nan(torch: Any, batch: Any) -> tuple[Any, bool]:
-    """Return a copy of a batch with a NaN, and whether there was a place for it.
+    """Return a copy of a batch with one NaN in it, and whether a number could be replaced.
 
     The NaN replaces the first number of the first tensor of floating-point numbers.
 

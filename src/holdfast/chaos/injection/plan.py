@@ -19,7 +19,7 @@ from typing import Any
 PLAN_FILE = "plan.json"
 # The PID of the command.
 COMMAND_FILE = "command.pid"
-# The PID of the process that met the fault; it exists from that moment on.
+# The PID of the process with the fault. The file is created when the fault is injected.
 MET_FILE = "met"
 
 
@@ -37,7 +37,7 @@ class Moment(StrEnum):
 
 
 class Action(StrEnum):
-    """What the injector does at that moment. `Injector` says how."""
+    """What the injector does at the planned moment. `Injector` says how."""
 
     SIGKILL = "SIGKILL"
     SIGSTOP = "SIGSTOP"
@@ -55,9 +55,9 @@ class Action(StrEnum):
 class LaterSignal(StrEnum):
     """A signal that follows some time after the fault."""
 
-    # The command was asked to exit and has not done so.
+    # Kills a command that was asked to exit but has not done so.
     KILL_COMMAND = "kill the command"
-    # The process was stopped for a while.
+    # Resumes a process that was stopped.
     CONTINUE_PROCESS = "continue the process"
 
 
@@ -66,17 +66,18 @@ class Injection:
     """What happens to the processes of one attempt; by default nothing.
 
     Args:
-        action: What is done; None: nothing at any particular moment.
-        moment: When it is done.
-        count: How many steps the process has made by then, or which save or evaluation it is.
-        rank: The rank to which it is done.
+        action: What the injector does; None if nothing happens at a particular moment.
+        moment: When it happens.
+        count: Number of steps that the process has made by then, or number of the save or
+            evaluation.
+        rank: The rank on which it happens.
         later_signal: Sent `later_seconds` after the fault.
         later_seconds: Seconds from the fault to `later_signal`.
         size_bytes: Size past which no file may grow.
-        errno: Error of a write or read that the kernel refuses; None: nothing is refused.
-        refuse_once: Whether only the first such write or read is refused.
-        unreadable_file: File of which a read is refused.
-        clock_shift_seconds: By how much the clock of every process is shifted from its start.
+        errno: Error with which writes or reads fail; None if none fails.
+        refuse_once: Whether only the first such write or read fails.
+        unreadable_file: File whose reads fail.
+        clock_shift_seconds: Shift of the clock in every process, from its start.
         reseeded: Name of a random generator that is set to another state after the first step.
     """
 
@@ -96,11 +97,11 @@ class Injection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPlan:
-    """What the processes of one attempt need to know.
+    """Everything that the processes of one attempt need to know.
 
     Args:
         injection: The fault.
-        trial_began: Unix time at which the trial began: newer files were made by the script.
+        trial_began: Unix time at which the trial began: newer files were written by the script.
         writable_folders: Folders in which the script may write.
     """
 
@@ -114,7 +115,7 @@ class AttemptPlan:
 
 
 def read_plan(folder: Path) -> AttemptPlan:
-    """Return the plan of an attempt; one without a fault if the file cannot be read."""
+    """Return the plan of an attempt, or a plan without a fault if the file cannot be read."""
     with suppress(OSError, ValueError):
         return _parse_plan(json.loads((folder / PLAN_FILE).read_bytes()))
     return AttemptPlan(injection=Injection())

@@ -1,13 +1,12 @@
-"""A disk that is full or fails, by refusing system calls of a training run's processes.
+"""Simulate a full or failing disk by refusing system calls of the training processes.
 
-A process asks the kernel, by a seccomp filter, to stop each of its writes (or reads) until another
-process has decided about it (`ask_before`). That other process is the campaign, whose `Refuser`
-looks at the file and lets the call fail or continue.
+With a seccomp filter, a process makes the kernel suspend each of its writes (or reads) until
+another process has decided about it (`ask_before`). That other process is the campaign, whose
+`Refuser` inspects the file and lets the call fail or continue.
 
-The filter needs Linux 5.7 and no privileges. It sees numbers and addresses only, neither paths nor
-file sizes; that is why `Refuser` looks them up. Constants are those of ``linux/seccomp.h``,
-``linux/audit.h``, ``linux/filter.h`` and ``linux/prctl.h``; numbers of system calls are those of
-``asm/unistd.h``.
+The filter needs Linux 5.7 and no privileges. It sees only numbers and addresses, not paths or file
+sizes, so `Refuser` looks them up. Constants are those of ``linux/seccomp.h``, ``linux/audit.h``,
+``linux/filter.h`` and ``linux/prctl.h``; numbers of system calls are those of ``asm/unistd.h``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from holdfast.chaos.injection.plan import AttemptPlan
 
 
 class Calls(StrEnum):
-    """Which system calls ask before they are carried out."""
+    """The system calls that the kernel suspends until they are decided."""
 
     READ = "read"
     WRITE = "write"
@@ -97,19 +96,19 @@ RESPONSE = struct.Struct("QqiI")
 LOAD_WORD = 0x20
 JUMP_IF_EQUAL = 0x15
 RETURN = 0x06
-# Offsets into struct seccomp_data, which a filter looks at.
+# Offsets into struct seccomp_data, which a filter inspects.
 CALL_OFFSET = 0
 ARCHITECTURE_OFFSET = 4
 
-# How often the thread of a `Refuser` looks whether it is to end.
+# How often the thread of a `Refuser` checks whether it should end.
 POLL_MILLISECONDS = 50
 
 
 @contextmanager
 def _socket_address(folder: Path) -> Iterator[str]:
-    """Provide an address for the socket in a folder.
+    """Provide a short address for the socket in a folder.
 
-    The address of a socket has at most 107 bytes, which the path of the folder may exceed.
+    A socket address has at most 107 bytes, which the folder's path may exceed.
     """
     descriptor = os.open(folder, os.O_PATH)
     try:
@@ -119,7 +118,7 @@ def _socket_address(folder: Path) -> Iterator[str]:
 
 
 def ask_before(calls: Calls, folder: Path) -> None:
-    """Have the kernel ask a `Refuser` before each write or read of this process.
+    """Make the kernel ask a `Refuser` before each write or read of this process.
 
     This holds for all its threads and future children, and cannot be undone.
 
@@ -128,7 +127,7 @@ def ask_before(calls: Calls, folder: Path) -> None:
         folder: The trace folder of the attempt, to whose `Refuser` the questions go.
 
     Raises:
-        OSError: If no filter can be set, or one that asks is set already.
+        OSError: If no filter can be set, or another one with a listener exists already.
     """
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None:
@@ -164,7 +163,7 @@ def _filter_program(
 
 
 def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, int, int]]) -> int:
-    """Set a filter for this process and return the descriptor that gets its questions."""
+    """Set a filter for this process and return its listener, which receives the suspended calls."""
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
     code_buffer = ctypes.create_string_buffer(code)
     # struct sock_fprog: number of instructions, their address.
@@ -190,14 +189,14 @@ def _set_filter(architecture: Architecture, instructions: list[tuple[int, int, i
 
 
 class Refuser:
-    """Decides about the system calls of one attempt's processes, and counts those it refused.
+    """Decides about the suspended system calls of an attempt, and counts those that it refuses.
 
     It runs in a thread of the campaign.
 
     Args:
         folder: The trace folder of the attempt, in which processes find it.
         plan: Its injection has an `errno`, and either an `unreadable_file`, whose reads fail, or a
-            `size_bytes`: files in the workplace that are as large cannot grow further.
+            `size_bytes`, beyond which files in the workplace cannot grow.
     """
 
     def __init__(self, folder: Path, plan: AttemptPlan) -> None:
@@ -220,6 +219,7 @@ class Refuser:
         self._thread.join()
 
     def _serve(self) -> None:
+        """Answer suspended calls until `close` is called."""
         server = self._server.fileno()
         poll = select.poll()
         poll.register(server, select.POLLIN)
@@ -236,7 +236,7 @@ class Refuser:
                     elif event & select.POLLIN:
                         self._answer(descriptor)
                     else:
-                        # All processes that could ask have ended.
+                        # All processes with a filter have ended.
                         poll.unregister(descriptor)
         self._server.close()
         for listener in listeners:
@@ -250,12 +250,12 @@ class Refuser:
         return list(descriptors)
 
     def _answer(self, listener: int) -> None:
-        """Take one question and answer it."""
+        """Receive one suspended call and decide about it."""
         buffer = bytearray(NOTIFICATION.size)
         fcntl.ioctl(listener, SECCOMP_IOCTL_NOTIF_RECV, buffer)
         identity, process, _, call, _, _, *arguments = NOTIFICATION.unpack(buffer)
         refused = False
-        # The process may have ended meanwhile.
+        # The process may have ended in the meantime.
         with suppress(OSError):
             refused = self._should_refuse(process, call, arguments)
         error = 0
@@ -267,7 +267,7 @@ class Refuser:
         fcntl.ioctl(listener, SECCOMP_IOCTL_NOTIF_SEND, RESPONSE.pack(identity, 0, error, flags))
 
     def _should_refuse(self, process: int, call: int, arguments: list[int]) -> bool:
-        """Return whether a call is to fail.
+        """Return whether a call must fail.
 
         Args:
             process: PID of the process that makes it.
@@ -297,6 +297,6 @@ class Refuser:
 
 
 def _remove_file_size_limit(process: int) -> None:
-    """Let a process write again what the kernel would cut short at its limit (`Injector`)."""
+    """Lift the file size limit of a process, which would cut its writes short (`Injector`)."""
     _, hard_limit = resource.prlimit(process, resource.RLIMIT_FSIZE)
     resource.prlimit(process, resource.RLIMIT_FSIZE, (hard_limit, hard_limit))

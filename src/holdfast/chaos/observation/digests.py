@@ -1,4 +1,4 @@
-"""Digests of what a training run holds and sees, to compare two runs bit for bit.
+"""Digests of a training run's state and data, to compare two runs bit for bit.
 
 A digest has 16 hexadecimal digits. It covers every bit of a small tensor and sums over all bits of
 a large one. Making one draws no random number and leaves no trace in autograd. Torch is passed in,
@@ -22,13 +22,13 @@ SUMS_PER_TENSOR = 64
 # Limits for nested values and for objects that refer to each other.
 MAX_DEPTH = 12
 MAX_OBJECTS = 1000
-# Depth down to which the entries of a checkpoint are told apart.
+# Depth to which the entries of a checkpoint are listed separately.
 MAX_ENTRY_DEPTH = 4
-# A longer text in a checkpoint is shown up to here, followed by its digest.
+# A longer text in a checkpoint is truncated to this length, followed by its digest.
 MAX_TEXT_CHARACTERS = 60
 # Words in the name of an entry that holds the state of a random generator.
 RANDOM_WORDS = ("rng", "random", "generator")
-# Any seed that no script uses.
+# An arbitrary seed that no script uses.
 OTHER_SEED = 20_261
 
 _PLAIN_TYPES = (str, int, float, bool, type(None))
@@ -83,11 +83,11 @@ class DigestMaker:
         return digests
 
     def entries(self, checkpoint: Any) -> dict[str, str]:
-        """Return each entry of a checkpoint, by its path such as ``"model.layer"``.
+        """Return the entries of a checkpoint by path, such as ``"model.layer"``.
 
-        Tensors and other large values are digests, short values are shown as they are, and text is
-        in quotes. States of random generators are left out: they may differ harmlessly, and whether
-        they matter is found out otherwise.
+        Tensors and other large values become digests, short values stay readable, and text is in
+        quotes. States of random generators are left out: they may differ harmlessly, and `campaign`
+        tests separately whether they matter.
         """
         entries: dict[str, str] = {}
         self._add_entries(entries, "", checkpoint, depth=0)
@@ -96,6 +96,7 @@ class DigestMaker:
     # --- any value ------------------------------------------------------------------------------
 
     def _add_value(self, digest: hashlib.blake2b, value: Any, *, depth: int) -> None:
+        """Add a value to a digest, following containers and attributes up to `MAX_DEPTH`."""
         if depth > MAX_DEPTH:
             return
         if isinstance(value, self._torch.Tensor):
@@ -129,7 +130,7 @@ class DigestMaker:
                 local_tensor = getattr(tensor, "_local_tensor", tensor)
                 digest.update(self._tensor_content(local_tensor.detach()))
         except (RuntimeError, NotImplementedError, TypeError):
-            # Such as a tensor on the meta device, or one whose storage was freed.
+            # The tensor is on the meta device, or its storage was freed.
             digest.update(b"cannot be read")
 
     def _tensor_content(self, tensor: Any) -> bytes:
@@ -176,8 +177,8 @@ class DigestMaker:
     def _is_random_state(self, path: str, value: Any) -> bool:
         """Return whether an entry is the state of a random generator, by its name.
 
-        Not if it holds floating-point numbers: then it is a model, such as the generator of a GAN.
-        The name of a plain value itself says nothing; a count may be called ``"random_crops"``.
+        An entry with floating-point numbers is a model instead, such as the generator of a GAN.
+        For a plain value the name is no evidence; a count may be called ``"random_crops"``.
         """
         name = path.rpartition(".")[0] if isinstance(value, _PLAIN_TYPES) else path
         if not any(word in name for word in RANDOM_WORDS):
@@ -187,7 +188,7 @@ class DigestMaker:
 
 
 def find_tensors(torch: Any, value: Any) -> list[Any]:
-    """Return the tensors that a value holds, such as what a model has returned.
+    """Return the tensors in a value, such as the output of a model.
 
     Args:
         torch: The module.
@@ -213,7 +214,7 @@ def find_tensors(torch: Any, value: Any) -> list[Any]:
 
 
 def reseed(torch: Any, name: str) -> None:
-    """Set one of the random generators that `DigestMaker.random_states` names to another state."""
+    """Reseed one of the random generators named by `DigestMaker.random_states`."""
     if name == "python":
         random.seed(OTHER_SEED)
     elif name == "numpy":
@@ -229,10 +230,10 @@ def _new_digest() -> hashlib.blake2b:
 
 
 def _named_fields(value: Any) -> Mapping[str, Any] | None:
-    """Return the fields of a mapping or namespace with names, None for any other value."""
+    """Return the fields of a namespace or a mapping with string keys, None for other values."""
     if isinstance(value, Namespace):
-        # Numbers among command-line options, such as the first epoch, were asked for and are no
-        # state; as text they count as harmless.
+        # Numbers among command-line options, such as the first epoch, are not state. As text they
+        # count as harmless.
         return {
             name: str(field) if isinstance(field, (int, float)) else field
             for name, field in vars(value).items()

@@ -1,4 +1,4 @@
-"""Watch which files a process reads and writes, by Python's audit events."""
+"""Watch which files a process reads and writes, through Python's audit events."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class FileAudit:
     """Records which files of this process matter to a trial.
 
     - ``outside``: a path outside of the workplace was written.
-    - ``read``: before the first step, a file was read that the script itself has made in this
+    - ``read``: before the first step, a file was read that the script itself had written in this
       trial, such as a checkpoint to resume from.
-    - ``moved``: what was just saved got another name.
+    - ``moved``: a file that was just saved was renamed.
 
     Each path is recorded once.
 
     Args:
         writable_folders: Folders in which the script may write.
-        trial_began: Unix time: newer files were made in this trial.
+        trial_began: Unix time; newer files were written in this trial.
         trace: The trace of this process.
         shield: Runs our code.
     """
@@ -63,7 +63,7 @@ class FileAudit:
         self._saved: set[str] = set()
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Take one audit event; it is called for every event of this process."""
+        """Handle an audit event. Called for every event of this process."""
         if event == "open":
             self._on_open(*arguments)
         elif event == "os.truncate":
@@ -78,7 +78,7 @@ class FileAudit:
                 self._on_rename(arguments[0], arguments[1])
 
     def note_save(self, path: str) -> None:
-        """Take notice of a checkpoint at a path, whatever wrote it."""
+        """Note a checkpoint at a path, whatever wrote it."""
         self._saved.add(path)
         self._note_write(path)
 

@@ -1,4 +1,4 @@
-"""Observe each Python process of a command that is put to the test.
+"""Observe each Python process of a tested command.
 
 `start` is called by ``injected/sitecustomize.py`` of ``supervise`` when a process starts, before
 its script runs. The observer writes a trace of what the process does, and has the fault injected at
@@ -69,7 +69,7 @@ class ProcessObserver:
         self._torch_observer.install()
 
     def _restart(self) -> None:
-        """Begin a trace of its own in a process that was just forked."""
+        """Begin a separate trace in a process that was just forked."""
         self._trace.restart()
         self._files.restart()
         if self._torch_observer is not None:

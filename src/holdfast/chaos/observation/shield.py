@@ -1,4 +1,4 @@
-"""Keep our own code from disturbing the script that is observed."""
+"""Keep our own code from disturbing the observed script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HANDLED_SIGNALS: tuple[int, ...] = (
 class ScriptShield:
     """Runs our own code within the script so that the script does not notice it.
 
-    Errors of ours are written to a file, and signal handlers of the script wait.
+    Our own errors are written to a file, and the script's signal handlers are deferred.
 
     Args:
         folder: The trace folder of the attempt.
@@ -37,22 +37,22 @@ class ScriptShield:
         self._torch: Any = None
 
     def torch_imported(self, torch: Any) -> None:
-        """Take notice of torch: from now on nothing of ours runs while it compiles."""
+        """Note that torch was imported: from now on, none of our code runs while it compiles."""
         self._torch = torch
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of ours and return what it returns, None if it fails."""
+        """Call one of our functions and return its result, None if it fails."""
         if self._torch is not None and self._torch.compiler.is_dynamo_compiling():
             return None
         with signal_handlers_postponed():
             try:
                 return function(*args)
-            except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            except Exception as error:  # noqa: BLE001 - our code must never stop the script
                 self.note_error(error)
                 return None
 
     def note_error(self, error: BaseException) -> None:
-        """Write an error of ours to a file that the campaign reports."""
+        """Write one of our own errors to a file that the campaign reports."""
         with suppress(OSError), (self._folder / "failed.txt").open("a") as file:
             file.writelines(traceback.format_exception(error))
 
@@ -62,7 +62,8 @@ def signal_handlers_postponed() -> Iterator[None]:
     """Call the script's signal handlers only after the context.
 
     A handler may raise an exception, as torch's does when a loader worker has died. That exception
-    is meant for the script; if it was raised within our code, a step would be missing in the trace.
+    is meant for the script; if it were raised within our code, a step would be missing in the
+    trace.
     """
     received: list[tuple[int, FrameType | None]] = []
     handlers: dict[int, Any] = {}

@@ -1,8 +1,8 @@
-"""Record what one step of an optimizer is made of: model calls, batches, random states, losses.
+"""Record the parts of one optimizer step: model calls, batches, random states, losses.
 
-A script may call its models for other reasons than a step: to act in an environment, to evaluate,
+A script may call its models for reasons other than a step: to act in an environment, to evaluate,
 or in a forward pass whose backward failed. Therefore each call leaves its number on the autograd
-nodes of its output, and backward finds the numbers of the calls that a loss was made of.
+nodes of its output, and backward finds the numbers of the calls that contributed to a loss.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CALL_KEY = "call seen by holdfast chaos"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """What a model call saw.
+    """The inputs and random states of a model call.
 
     Args:
         batch: Digest of the last batch that the loader returned before it.
-        inputs: Digest of the inputs; None if the call itself was not seen.
+        inputs: Digest of the inputs; None if the call itself was not observed.
         random: Digests of the random states before it.
     """
 
@@ -32,7 +32,7 @@ class ModelCall:
 
 
 class StepRecorder:
-    """Collects what the current step is made of.
+    """Collects the parts of the current step.
 
     Args:
         torch: The module, as the script has imported it.
@@ -46,7 +46,7 @@ class StepRecorder:
 
     def restart(self) -> None:
         """Forget everything, in a process that was just forked."""
-        # Calls of models that train, in this process.
+        # Number of calls of training models in this process.
         self._calls_made = 0
         # Number of the call that each module computes at present, by the module's identity.
         self._open_calls: dict[int, int] = {}
@@ -68,11 +68,11 @@ class StepRecorder:
         return self._backward_count > 0
 
     def note_batch(self, batch: Any) -> None:
-        """Take notice of a batch that a loader has returned."""
+        """Record a batch returned by a loader."""
         self._last_batch = self._digests.tree(batch)
 
     def begin_call(self, module: Any, inputs: Any) -> None:
-        """Take notice of a model call."""
+        """Record a model call."""
         self._calls_made += 1
         self._open_calls[id(module)] = self._calls_made
         self._calls[self._calls_made] = ModelCall(
@@ -91,21 +91,22 @@ class StepRecorder:
         for node in nodes:
             node.metadata[CALL_KEY] = call
         if not nodes:
-            # Where its output ends up is not seen; it counts as a contribution.
+            # It cannot be seen where its output ends up, so it counts as a contribution.
             self._contributing.add(call)
 
     def begin_backward(self, roots: list[Any]) -> set[int]:
-        """Take notice of a loss.
+        """Record a loss.
 
         Args:
             roots: The tensors that backward starts from.
 
         Returns:
-            Numbers of the model calls that they were made of, for `end_backward`.
+            Numbers of the model calls that contributed to them, for `end_backward`.
         """
         self._backward_count += 1
         if not self._calls:
-            # No call was seen, such as in a script without a module: the loss is the only part.
+            # No call was observed, for example in a script without a module: the loss is the only
+            # part.
             self._calls_made += 1
             self._calls[self._calls_made] = ModelCall(
                 batch=self._last_batch, inputs=None, random=self._digests.random_states()
@@ -129,10 +130,10 @@ class StepRecorder:
         del self._losses[count:]
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of `trace.RecordedStep` that say what the step was made of."""
+        """Return the fields of `trace.RecordedStep` that describe the parts of the step."""
         calls = list(self._calls.values())
         parts = [call for number, call in self._calls.items() if number in self._contributing]
-        # Where no call was found in the graph of a loss, all of them count.
+        # If no call was found in the graph of a loss, all calls count.
         parts = parts or calls
         return {
             "parts": len(parts),

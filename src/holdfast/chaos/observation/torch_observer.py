@@ -57,7 +57,7 @@ def _after_forward(module: Any, _args: Any, output: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessTools:
-    """What observes this process apart from torch."""
+    """The parts of the observer that do not depend on torch."""
 
     trace: TraceWriter
     files: FileAudit
@@ -68,7 +68,7 @@ class ProcessTools:
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """What was recorded when a step began; see `trace.RecordedStep` for the fields."""
+    """Recorded at the beginning of a step; see `trace.RecordedStep` for the fields."""
 
     settings: str
     before: dict[str, Any] | None = None
@@ -96,7 +96,7 @@ class TorchObserver:
 
     Args:
         torch: The module, as the script has imported it.
-        tools: What observes this process apart from torch.
+        tools: The parts of the observer that do not depend on torch.
     """
 
     def __init__(self, torch: Any, tools: ProcessTools) -> None:
@@ -124,7 +124,7 @@ class TorchObserver:
 
     def install(self) -> None:
         """Hook into torch, and into its modules once they are imported."""
-        # Otherwise a difference may come from torch, not from the script.
+        # With other versions, a difference may come from torch rather than the script.
         self._shield.run(settle_vector_functions, self._torch)
         when_imported = self._imports.when_imported
         when_imported("torch.optim.optimizer", self._hook_optimizers)
@@ -140,9 +140,9 @@ class TorchObserver:
     # --- installing hooks -----------------------------------------------------------------------
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Replace a function by a wrapper that gets it as its first argument.
+        """Replace a function by a wrapper that receives it as its first argument.
 
-        The wrapper is left out while torch compiles.
+        While torch compiles, the function is called directly.
         """
         original = getattr(owner, name)
         is_compiling = self._torch.compiler.is_dynamo_compiling
@@ -191,7 +191,7 @@ class TorchObserver:
             self._torch.save = module.save
 
     def _hook_model(self, root: Any) -> None:
-        # Ours come before the hooks of the script at any time, so that inputs are seen as given.
+        # Our hooks always run before those of the script, so that inputs are recorded as passed.
         before = root.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
         after = root.register_forward_hook(_after_forward, prepend=True)
         self._hook_handles[root] = (before, after)
@@ -211,7 +211,7 @@ class TorchObserver:
 
     def _load_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
         batch = original(iterator)
-        # Without gradients it is evaluation.
+        # A call without gradients is an evaluation.
         if not self._torch.is_grad_enabled():
             return batch
         steps = self._trace.steps_made
@@ -223,14 +223,14 @@ class TorchObserver:
         return batch
 
     def before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        """Record the inputs of a model that trains.
+        """Record the inputs of a training model.
 
         Returns:
-            The inputs to use instead, None to leave them as they are.
+            Replacement inputs, or None to keep them.
         """
         torch = self._torch
         is_training = module.training and torch.is_grad_enabled()
-        # A copy of a model carries our hooks, but is not the model that is trained.
+        # A copy of a model has our hooks too, but is not the trained model.
         if not is_training or module not in self._hook_handles:
             return None
         if torch.compiler.is_dynamo_compiling():
@@ -250,7 +250,7 @@ class TorchObserver:
             self._recorder.end_call(module, output)
 
     def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`torch.autograd.grad`, of which it is not seen what its loss is made of."""
+        """`torch.autograd.grad`. The model calls that contribute to its loss are not traced."""
         if not self._progress.is_in_backward:
             self._injector.meet(Moment.BACKWARD, self._trace.steps_made)
         return original(*args, **kwargs)
@@ -284,6 +284,7 @@ class TorchObserver:
     # --- steps ----------------------------------------------------------------------------------
 
     def _begin_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the state before an optimizer step, and inject a fault that is due now."""
         self._progress.pending_step = None
         has_closure = any(callable(value) for value in (*args, *kwargs.values()))
         # A closure computes the gradients later, within the step.
@@ -324,7 +325,7 @@ class TorchObserver:
             reseed(self._torch, reseeded)
 
     def _only_creates_state(self, optimizer: Any) -> bool:
-        """Return whether a step changes no weight, and is made only to create optimizer state.
+        """Return whether a step changes no weight and only creates optimizer state.
 
         Some libraries make such a step before they load a state.
         """
@@ -351,6 +352,7 @@ class TorchObserver:
         return original(module)
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replace a function that saves: record the save, and inject faults around it."""
         arguments = [*args, *kwargs.values()]
         # A tensor that is pickled is saved as a storage.
         is_pickling = self._torch.is_storage(arguments[0])
@@ -377,10 +379,10 @@ class TorchObserver:
         return result
 
     def _call_without_hooks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function while our hooks are off all models.
+        """Call a function while our hooks are removed from all models.
 
-        They are no part of a model that is saved whole, or compiled to a script. In a thread they
-        stay: the training loop continues meanwhile, and must be seen.
+        The hooks must not become part of a model that is pickled or scripted. For a call in a
+        thread they stay: the training loop continues in the meantime and must be observed.
         """
         if threading.current_thread() is not threading.main_thread():
             return original(*args, **kwargs)
@@ -397,9 +399,9 @@ class TorchObserver:
         """Record a save.
 
         Args:
-            arguments: The arguments of the function that saved: what was saved comes first, a path
-                or file somewhere after it.
-            in_thread: Whether a thread saved beside the training loop.
+            arguments: The arguments of the function that saved: the saved object comes first, a
+                path or file somewhere after it.
+            in_thread: Whether the save ran in a thread while training continued.
         """
         checkpoint = arguments[0]
         entries = {}
@@ -430,7 +432,7 @@ def describe_settings(optimizer: Any) -> str:
 
 
 def _is_destination(value: Any) -> bool:
-    """Return whether the first argument of a save says where, instead of what is saved."""
+    """Return whether the first argument of a save is its destination, not its content."""
     if isinstance(value, (str, os.PathLike)):
         return True
     return type(value).__module__.startswith("holdfast.")

@@ -1,4 +1,4 @@
-"""Write the trace of one process; `trace` says what it holds and reads it."""
+"""Write the trace of one process. Its contents are defined in `trace`, which also reads it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TraceWriter:
         self.steps_made = 0
 
     def restart(self) -> None:
-        """Begin a trace of its own in a process that was just forked."""
+        """Begin a separate trace in a process that was just forked."""
         self._file = None
         self.steps_made = 0
 
@@ -73,7 +73,7 @@ class TraceWriter:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of Python and torch, the latter empty if it is not imported yet."""
+    """Return the versions of Python and torch; torch's is empty until it is imported."""
     torch = sys.modules.get("torch")
     return {
         "Python": platform.python_version(),

@@ -16,7 +16,7 @@ NUMBERS_PER_PARAMETER = 4
 
 
 class TrainingState:
-    """Knows the optimizers of a process and the models that they train.
+    """Tracks the optimizers of a process and the models that they train.
 
     Args:
         torch: The module, as the script has imported it.
@@ -26,7 +26,8 @@ class TrainingState:
     def __init__(self, torch: Any, digests: DigestMaker) -> None:
         self._torch = torch
         self._digests = digests
-        # Weak references to all optimizers that were made, also before a fork.
+        # Weak references to all optimizers that were created, including those created before a
+        # fork.
         self._made: list[Any] = []
         self.restart()
 
@@ -41,17 +42,17 @@ class TrainingState:
         self._initial_buffers: dict[int, str] = {}
 
     def add_optimizer(self, optimizer: Any) -> list[Any]:
-        """Take notice of a new optimizer and return the root modules that it trains."""
+        """Register a new optimizer and return the root modules that it trains."""
         self._made.append(weakref.ref(optimizer))
         return find_root_modules(self._torch, optimizer)
 
     def note_call(self, module: Any) -> None:
-        """Take notice of the buffers of a root module before its first call."""
+        """Record the buffers of a root module before its first call."""
         if id(module) not in self._initial_buffers:
             self._initial_buffers[id(module)] = self._digests.tensors(module.named_buffers())
 
     def has_stepped(self, optimizer: Any) -> bool:
-        """Return whether a step of this optimizer was seen in this process."""
+        """Return whether a step of this optimizer was observed in this process."""
         return id(optimizer) in self._roots
 
     def state_before_first_step(self, optimizer: Any) -> dict[str, Any]:
@@ -77,9 +78,9 @@ class TrainingState:
         return list(self._roots).index(id(optimizer))
 
     def saved_states(self) -> list[dict[str, Any] | None]:
-        """Return the fields of `trace.SavedState` of each optimizer that has stepped.
+        """Return the fields of `trace.SavedState` for each optimizer that has stepped.
 
-        None stands for one that no longer exists.
+        They are None for an optimizer that no longer exists.
         """
         states: list[dict[str, Any] | None] = []
         for reference in self._stepped:
@@ -100,6 +101,13 @@ class TrainingState:
         parameters: list[tuple[str, Any]],
         buffers: Sequence[str | None],
     ) -> dict[str, Any]:
+        """Return the fields of `trace.ModelState`, without those of the optimizer.
+
+        Args:
+            roots: The root modules, empty if the script has none.
+            parameters: The trained parameters by name.
+            buffers: A digest of the buffers of each root module, None if unknown.
+        """
         sample: list[float] = []
         for _, parameter in parameters[:SAMPLED_PARAMETERS]:
             sample += first_numbers(parameter)
@@ -117,8 +125,8 @@ class TrainingState:
     def _trained_by(self, optimizer: Any) -> tuple[list[Any], list[tuple[str, Any]]]:
         """Return the root modules that an optimizer trains, and their trained parameters by name.
 
-        Parameters that no optimizer has are left out: an average beside the model moves after the
-        step. Without a module, the parameters are the optimizer's own, named by their positions.
+        Parameters without an optimizer are left out: a weight average, for example, changes after
+        the step. Without a module, the optimizer's own parameters are returned, named by position.
         """
         roots = self._root_modules(optimizer)
         trained = self._trained_parameters()

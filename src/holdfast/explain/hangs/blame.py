@@ -1,9 +1,9 @@
 """Which process and which line are to blame for a hang.
 
-Three questions in turn: which of several ranks is the odd one out; whether it waits for a loader
-worker; and how the process that is left hangs (``classification``). Pure: everything follows from
-the stacks and facts of all processes. Looking at processes, and deciding what is too long, is the
-job of ``supervise``.
+Three questions are answered in turn: which of several ranks is the odd one out; whether that rank
+is waiting for a loader worker; and how the blamed process hangs (``classification``). The functions
+are pure: everything follows from the stacks and facts of all processes. ``supervise`` inspects the
+processes and decides how long is too long.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from holdfast.explain.hangs.frames import (
     waits_for_workers,
 )
 
-# What to do about a hang. With "wait" nothing is done, since it may still finish. With "continue"
-# the blamed process gets SIGCONT. With "restart" all get SIGTERM, so that a guard saves if the loop
-# still reacts, then they are killed and started again. With "end" they are killed and not started
-# again, since the training is over and only its end hangs.
+# What to do about a hang. "wait": nothing, because the process may still finish. "continue": send
+# SIGCONT to the blamed process. "restart": send SIGTERM to all processes, so that a guard saves if
+# its loop still responds, then kill and restart them. "end": kill them without a restart, because
+# training is complete and only the shutdown hangs.
 Remedy = Literal["wait", "continue", "restart", "end"]
 
 KINDS: tuple[HangKind, ...] = get_args(HangKind)
 SIGNATURES_OF: dict[HangKind, str] = {kind: f"H{1401 + index}" for index, kind in enumerate(KINDS)}
 
-# A child process that transfers more than this counts as one that uses a whole processor.
+# A child process that transfers more than this counts as using one whole processor.
 _BUSY_BYTES_PER_SECOND = 65_536
 # A process that waits wakes up a few times a second and uses below 1 % of a processor; a fifth of a
 # processor is work.
 _WORKING_SHARE = 0.2
 # Waiting for another process in one of these ways is excused if that process works.
 _WAITS_FOR_PROCESSES = ("process", "queue", "pipe", "socket")
-# What a loader worker waits for while it has nothing to do, as far as the kernel knows.
+# What an idle loader worker waits for, according to the kernel.
 _IDLE_WAITS = ("futex", "poll", "pipe read", "socket", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What a hang is."""
+    """What hangs, how, and which process is to blame."""
 
     # How the blamed process hangs.
     kind: HangKind
@@ -63,25 +63,25 @@ class Diagnosis:
     confidence: float
     # The process to blame.
     process: Examined
-    # Its innermost frame of user code, else the innermost of all, if any is known.
+    # Its innermost frame of user code or, without one, its innermost frame; None if unknown.
     frame: Frame | None
     # The rank that the others wait for, if there is one.
     odd_one_out: int | None
     # Whether the blamed process uses a processor or moves bytes.
     moving: bool
-    # Whether the wait is for a loader of holdfast, which replaces its workers itself.
+    # Whether it waits for holdfast's own loader, which replaces stuck workers itself.
     heals: bool
-    # All of this in words.
+    # The diagnosis in words.
     sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Blame:
-    """The blamed process, and what it was found among."""
+    """The blamed process, and the processes that it was compared with."""
 
     # The process whose lack of progress was noticed.
     noticed: Examined
-    # The processes that train together, as far as they still exist.
+    # The processes that train together and still exist.
     group: tuple[Examined, ...]
     # The ranks that have ended.
     gone_ranks: tuple[int, ...]
@@ -99,8 +99,8 @@ def diagnose_hang(
     """Return what hangs, where, and which process is to blame.
 
     Args:
-        processes: All processes of the run that were looked at.
-        suspect: The PID of the process that was over its limit.
+        processes: All processes of the run that were inspected.
+        suspect: The PID of the process that exceeded its limit.
         gone_ranks: The ranks that have ended.
     """
     noticed = next(process for process in processes if process.pid == suspect)
@@ -135,9 +135,9 @@ def diagnose_hang(
 def _find_odd_one_out(
     group: Sequence[Examined], noticed: Examined, gone_ranks: Sequence[int]
 ) -> tuple[Examined, int | None]:
-    """Return the process whose hang explains that of the others, and its rank if it is the odd one.
+    """Return the process to examine, and the rank of the odd one out if there is one.
 
-    A rank that has ended is the odd one, and the process to look at is then the noticed one.
+    If a rank has ended, it is the odd one out, and the process that was noticed is examined.
     """
     if gone_ranks:
         return noticed, gone_ranks[0]
@@ -146,7 +146,7 @@ def _find_odd_one_out(
     odd: Examined | None
     in_collective, outside = _split_by_collective(group)
     if in_collective and outside:
-        # The process that waits for nobody, and has come least far, is what the others wait for.
+        # The others wait for the process outside a collective that has made the least progress.
         odd = min(outside, key=lambda process: (process.step, -process.seconds))
     elif in_collective:
         odd = _odd_one_among_collectives(group)
@@ -173,7 +173,7 @@ def _split_by_collective(
 
 
 def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
-    """All wait in a collective: return the one that is behind, or in another one than most."""
+    """All wait in collectives: return the process that is behind or in a different collective."""
     in_guard = [process for process in group if call_of_guard(process) is not None]
     if 0 < len(in_guard) <= len(group) / 2:
         return in_guard[0]
@@ -183,13 +183,13 @@ def _odd_one_among_collectives(group: Sequence[Examined]) -> Examined | None:
     rarest = min(counts.values())
     rare = [process for process in group if counts[_place(process)] == rarest]
     if len(rare) == len(group):
-        # Two ranks in two places: one calls a collective itself, beside that of backward.
+        # Two ranks in two places: one of them called a collective explicitly, outside backward.
         rare = [process for process in group if not is_in_backward(process)]
     return rare[0] if 0 < len(rare) < len(group) else None
 
 
 def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
-    """Without any stack, return a process in the rarest phase, if the phases differ."""
+    """If no stacks are known, return a process in the rarest phase, provided the phases differ."""
     if any(process.last.main.frames for process in group):
         return None
     counts = Counter(process.phase for process in group)
@@ -199,7 +199,7 @@ def _odd_one_by_phase(group: Sequence[Examined]) -> Examined | None:
 
 
 def _place(process: Examined) -> tuple[str, int]:
-    """Return file and line of the user's code; an empty name if that is unknown."""
+    """Return the file and line of the user's code; ("", 0) if unknown."""
     frame = user_frame(process.last.main.frames)
     return ("", 0) if frame is None else (frame.file, frame.line)
 
@@ -212,7 +212,7 @@ def _steps_differ(group: Iterable[Examined]) -> bool:
 
 
 def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
-    """If the process waits for its loader, blame the worker that is stuck, or the lost batch."""
+    """If the process waits for its loader, blame the stuck worker or a lost batch."""
     trainer = blame.process
     if blame.hang.kind == "stopped" or not waits_for_workers(trainer):
         return blame
@@ -227,13 +227,13 @@ def _blame_loader_worker(blame: _Blame, processes: Sequence[Examined]) -> _Blame
         kind="loader",
         confidence=0.7,
         frame=user_frame(trainer.last.main.frames),
-        activity="waits for a batch, and no worker makes one,",
+        activity="waits for a batch that no worker is making",
     )
     return replace(blame, hang=lost_batch)
 
 
 def _find_stuck_worker(processes: Sequence[Examined], trainer: Examined) -> Examined | None:
-    """Return the loader worker that is busy, a blocked one before one that computes."""
+    """Return the busy loader worker to blame; a blocked one comes before one that computes."""
     workers = [process for process in processes if _is_worker_of(process, trainer)]
     busy = [worker for worker in workers if _is_busy(worker)]
     if not busy and not any(worker.last.main.frames for worker in workers):
@@ -254,7 +254,7 @@ def _is_busy(worker: Examined) -> bool:
 
 
 def _order_of_suspicion(worker: Examined) -> tuple[int, float]:
-    """Return a key by which the worker to blame comes first: stopped, blocked, computing."""
+    """Return a sort key that puts stopped workers first, then blocked ones, then computing ones."""
     hang = classify_process(worker, group_size=1)
     if hang.kind == "stopped":
         return 0, -hang.confidence
@@ -262,7 +262,7 @@ def _order_of_suspicion(worker: Examined) -> tuple[int, float]:
 
 
 def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) -> _Blame:
-    """A process that waits for one that works is slow, not stuck."""
+    """A process that waits for a working child is slow, not stuck."""
     if blame.hang.kind not in _WAITS_FOR_PROCESSES:
         return blame
     if _work_of_descendants(processes, blame.process) < _WORKING_SHARE:
@@ -271,16 +271,16 @@ def _excuse_wait_for_busy_child(blame: _Blame, processes: Sequence[Examined]) ->
         kind="merely slow",
         confidence=0.6,
         frame=blame.hang.frame,
-        activity="waits for a process that works",
+        activity="waits for a process that is working",
         moving=True,
     )
     return replace(blame, hang=slow)
 
 
 def _work_of_descendants(processes: Iterable[Examined], ancestor: Examined) -> float:
-    """Return how many processors the children of a process use, and theirs.
+    """Return how many processors all descendants of a process use.
 
-    One that transfers data counts as using one processor more.
+    A descendant that transfers data counts as using one more processor.
     """
     children: dict[int, list[Examined]] = {}
     for process in processes:
@@ -311,7 +311,7 @@ def _describe(blame: _Blame) -> str:
     sentences = [_lack_of_progress(blame.noticed)]
     if blame.gone_ranks:
         ranks = ", ".join(str(rank) for rank in blame.gone_ranks)
-        sentences.append(f"Rank {ranks} has ended, and the others wait for it.")
+        sentences.append(f"Rank {ranks} has ended, and the others are waiting for it.")
     elif blame.odd_one_out is not None:
         sentences.append(f"Rank {blame.odd_one_out} is the odd one out: the others wait for it.")
         if _steps_differ(blame.group):
@@ -338,9 +338,9 @@ def _lack_of_progress(process: Examined) -> str:
 
 
 def _different_calls(group: Sequence[Examined]) -> str:
-    """Return a sentence if one rank waits in a call of the guard and another in a collective.
+    """Return a sentence if one rank waits in a guard call and another in a collective.
 
-    Neither wait will end.
+    Neither will ever return.
     """
     in_guard = next((process for process in group if call_of_guard(process) is not None), None)
     in_collective = next(
@@ -350,8 +350,8 @@ def _different_calls(group: Sequence[Examined]) -> str:
         return ""
     return (
         f"Rank {in_guard.rank} waits for the others in {call_of_guard(in_guard)}, and rank"
-        f" {in_collective.rank} is in {collective_called(in_collective)}: all ranks make the same"
-        " calls of the guard in the same order (H116)."
+        f" {in_collective.rank} is in {collective_called(in_collective)}: all ranks must make the"
+        " same guard calls in the same order (H116)."
     )
 
 
@@ -362,7 +362,7 @@ def _subject(blame: _Blame) -> str:
     is_odd_one = (
         blame.odd_one_out is not None and process.rank == blame.odd_one_out and not blame.in_worker
     )
-    # "It" refers to the process that the sentences before named last.
+    # "It" refers to the process named last in the previous sentences.
     if not blame.gone_ranks and (is_noticed or is_odd_one):
         return "It"
     return f"{'Loader worker' if blame.in_worker else 'Process'} {process.pid}"

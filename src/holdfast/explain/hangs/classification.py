@@ -1,7 +1,7 @@
 """How one process hangs: what it waits for, or what it computes instead of making progress.
 
-Judged from its frames, from what the kernel says that it waits for, and from its processor time.
-Processes are compared with each other in ``blame``.
+The signs are its stack frames, the kernel's view of what it waits for, and its CPU time. ``blame``
+compares processes with each other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
-from holdfast.explain.evidence import Frame, is_own_code
+from holdfast.explain.evidence import Frame, is_user_code
 from holdfast.explain.hangs.evidence import HANG_OF_WAIT, Examined, ThreadLook, Waits, clean
 from holdfast.explain.hangs.frames import (
     BACKWARD,
@@ -28,11 +28,11 @@ from holdfast.explain.hangs.frames import (
     any_file_matches,
     call_of_guard,
     called_by_user,
-    own_part,
+    frames_since_fork,
     user_frame,
 )
 
-# In the order of their signatures: H1401 and following.
+# In the order of their signatures, starting with H1401.
 HangKind = Literal[
     "loader",
     "lock",
@@ -52,12 +52,13 @@ HangKind = Literal[
     "unknown",
 ]
 
-# A process that waits uses below 1 % of a processor; one that computes on a machine which it shares
-# with another process uses half of one.
+# A waiting process uses less than 1 % of a processor; a computing process that shares the machine
+# with another one uses half of a processor.
 _COMPUTING_SHARE = 0.5
-# The same for a thread that was running at each look: it competes with others for a processor.
+# A lower threshold for a thread that was running at every look: it may be competing for a
+# processor.
 _STARVED_SHARE = 0.05
-# A process that works a little all the time, such as one that reads from a slow disk.
+# Above these, a mostly waiting process still makes progress, for instance reading from a slow disk.
 _SLOW_SHARE = 0.02
 _SLOW_BYTES_PER_SECOND = 65_536
 
@@ -80,7 +81,7 @@ class ProcessHang:
     frame: Frame | None
     # The rest of a sentence that begins with the process, such as "waits for a file".
     activity: str
-    # Whether it uses a processor or moves bytes, so that it may still finish.
+    # Whether it uses a processor or transfers data, so that it may still finish.
     moving: bool = False
 
 
@@ -102,13 +103,13 @@ def classify_process(process: Examined, *, group_size: int) -> ProcessHang:
 
     Args:
         process: The process.
-        group_size: How many watched processes train together; 0 if none is watched.
+        group_size: The number of watched processes that train together; 0 if none is watched.
     """
     if is_stopped(process):
         return _stopped(process)
     call = call_of_guard(process)
     if call is not None:
-        # It polls, which would look like work.
+        # The guard's wait polls, which would look like work.
         frame = user_frame(process.last.main.frames)
         return ProcessHang(
             kind="collective",
@@ -147,7 +148,7 @@ def thread_to_blame(process: Examined) -> ThreadLook:
     others = [
         thread
         for thread in process.last.threads
-        if not thread.main and any(is_own_code(frame) for frame in thread.frames)
+        if not thread.main and any(is_user_code(frame) for frame in thread.frames)
     ]
     if not joins:
         # A sleeping thread, such as a heartbeat, does not feed a queue.
@@ -167,7 +168,7 @@ def _first_answer(
 
 
 class _ThreadCase:
-    """The thread to blame of a process, and what the rules ask about it."""
+    """The thread to blame in a process, with the properties that the rules examine."""
 
     def __init__(self, process: Examined, thread: ThreadLook, group_size: int) -> None:
         self.process = process
@@ -176,7 +177,7 @@ class _ThreadCase:
 
     @cached_property
     def looks(self) -> list[ThreadLook]:
-        """How the thread was at each look, as far as it existed, oldest first."""
+        """The thread at every look at which it existed, oldest first."""
         return [
             thread
             for look in self.process.looks
@@ -191,22 +192,22 @@ class _ThreadCase:
 
     @cached_property
     def stacks(self) -> list[tuple[Frame, ...]]:
-        """The frames of the thread at each look, as far as they are known, oldest first."""
-        return [own_part(look.frames) for look in self.looks if look.frames]
+        """The known stacks of the thread, one per look, oldest first."""
+        return [frames_since_fork(look.frames) for look in self.looks if look.frames]
 
     @property
     def stack_is_constant(self) -> bool:
-        """Whether each look found the same frames, of which at least one look found some."""
+        """Whether at least one stack is known and all known stacks are equal."""
         return len(set(self.stacks)) == 1
 
     @cached_property
     def called(self) -> tuple[Frame, ...]:
-        """What user code has called in this thread, at the newest look."""
+        """The frames below the user's code in this thread, at the newest look."""
         return called_by_user(self.thread.frames)
 
     @property
     def is_computing(self) -> bool:
-        """Whether the thread itself computes: the processor time may be that of another thread."""
+        """Whether this thread computes; the process's CPU time may be another thread's."""
         running = [look.waits == "running" for look in self.looks if look.waits]
         if not running:
             return self.process.cpu_share >= _COMPUTING_SHARE
@@ -215,9 +216,9 @@ class _ThreadCase:
 
     @property
     def holds_interpreter_lock(self) -> bool:
-        """Whether the thread held the interpreter's lock at each look.
+        """Whether the thread held the interpreter's lock at every look.
 
-        No thread does that merely waits.
+        A thread that merely waits would have released it.
         """
         held = [look.holds_gil for look in self.looks if look.holds_gil is not None]
         return len(held) > 1 and all(held)
@@ -246,7 +247,7 @@ def _polls_in_collective(case: _ThreadCase) -> ProcessHang | None:
 
 
 def _polls_the_gpu(case: _ThreadCase) -> ProcessHang | None:
-    """CUDA waits for the GPU in a busy loop, which the native functions show if they are known."""
+    """CUDA waits for the GPU in a busy loop, visible in the native stack if that is known."""
     native = case.process.native
     in_cuda = any_file_matches(CUDA, called_by_user(case.stacks[-1]))
     in_native_cuda = _NATIVE_CUDA.search(" ".join(native or ())) is not None
@@ -265,27 +266,27 @@ def _polls_the_gpu(case: _ThreadCase) -> ProcessHang | None:
 
 
 def _is_in_native_code(case: _ThreadCase) -> ProcessHang | None:
-    """A constant stack means native code, unless its functions were looked for and not found."""
+    """A constant stack means native code, unless a native stack was taken and is empty."""
     native = case.process.native
     if not case.stack_is_constant or native == ():
         return None
-    where = f" ({clean(native[0])})" if native else ", or in a loop on one line"
+    where = f" ({clean(native[0])})" if native else " or in a loop on one line"
     return ProcessHang(
         kind="native code",
         confidence=0.9 if native else 0.6,
         frame=_common_user_frame(case.stacks),
-        activity=f"is in native code{where}, using a processor,",
+        activity=f"is using a processor in native code{where}",
         moving=True,
     )
 
 
 def _loops_in_python(case: _ThreadCase) -> ProcessHang | None:
-    """Without torch below the user's code, at any look, the code itself loops."""
+    """If torch was never below the user's code, the code itself loops."""
     if any(any_file_matches(TORCH, called_by_user(stack)) for stack in case.stacks):
         return None
     activity = "is in a loop"
     if case.stack_is_constant:
-        activity = "is in a loop on one line, or in a built-in function,"
+        activity = "is in a loop on one line or in a built-in function"
     return ProcessHang(
         kind="Python loop",
         confidence=_confidence_in_loop(case),
@@ -308,12 +309,12 @@ def _computes(case: _ThreadCase) -> ProcessHang:
         kind="merely slow",
         confidence=0.6,
         frame=_common_user_frame(case.stacks),
-        activity="computes, and its stack changes,",
+        activity="is computing (its stack changes)",
         moving=True,
     )
 
 
-# The first rule that has an answer wins. Without any, the thread computes and is merely slow.
+# The first rule that has an answer wins. If none has one, the thread computes and is merely slow.
 _COMPUTING_RULES: tuple[Callable[[_ThreadCase], ProcessHang | None], ...] = (
     _without_stacks,
     _polls_in_collective,
@@ -324,22 +325,22 @@ _COMPUTING_RULES: tuple[Callable[[_ThreadCase], ProcessHang | None], ...] = (
 
 
 def _common_user_frame(stacks: Sequence[Sequence[Frame]]) -> Frame | None:
-    """Return the innermost user frame whose function is on all stacks, at its newest line."""
+    """Return the innermost user frame that all stacks share, with its line in the newest stack."""
     newest = stacks[-1]
     common = None
     for depth, frame in enumerate(newest):
         if not all(_has_function_at(stack, depth, frame) for stack in stacks):
             break
-        if is_own_code(frame):
+        if is_user_code(frame):
             common = frame
         if any(stack[depth].line != frame.line for stack in stacks):
-            # What follows was called from different lines.
+            # Deeper frames were called from different lines.
             break
     return common if common is not None else user_frame(newest)
 
 
 def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
-    """Return whether a stack has the function of a frame at a depth, at any line."""
+    """Return whether a stack has a frame's function at this depth, whatever the line."""
     if len(stack) <= depth:
         return False
     other = stack[depth]
@@ -350,7 +351,7 @@ def _has_function_at(stack: Sequence[Frame], depth: int, frame: Frame) -> bool:
 
 
 def _merely_slow(case: _ThreadCase) -> ProcessHang | None:
-    """A process that mostly waits but works a little all the time is slow rather than stuck."""
+    """A process that mostly waits but keeps doing some work is slow rather than stuck."""
     process = case.process
     transfers = process.io_rate >= _SLOW_BYTES_PER_SECOND
     stack_moves = len(set(case.stacks)) > 1
@@ -360,19 +361,19 @@ def _merely_slow(case: _ThreadCase) -> ProcessHang | None:
         kind="merely slow",
         confidence=0.6,
         frame=_common_user_frame(case.stacks) if case.stacks else None,
-        activity="works, but mostly waits,",
+        activity="is working but mostly waiting",
         moving=True,
     )
 
 
 def _blocked(case: _ThreadCase) -> ProcessHang:
     wait = _first_answer(_WAITING_RULES, case) or Wait(
-        "unknown", 0.3, "makes no progress, for an unknown reason,"
+        "unknown", 0.3, "makes no progress for an unknown reason"
     )
     thread = case.thread
     where = ""
     if not thread.main:
-        where = f", in its thread {clean(thread.name) or thread.tid},"
+        where = f" (in its thread {clean(thread.name) or thread.tid})"
     return ProcessHang(
         kind=wait.kind,
         confidence=wait.confidence,
@@ -382,9 +383,9 @@ def _blocked(case: _ThreadCase) -> ProcessHang:
 
 
 def _effective_waits(case: _ThreadCase) -> Waits:
-    """Return what the kernel says that the thread waits for.
+    """Return what the thread waits for, according to the kernel.
 
-    An uninterruptible process waits for a file, where nothing more is known.
+    If nothing more is known, an uninterruptible process is assumed to wait for a file.
     """
     waits = case.thread.waits
     if case.process.last.state == _UNINTERRUPTIBLE and waits in ("", "device"):
@@ -477,8 +478,8 @@ def _for_gpu_by_frames(case: _ThreadCase) -> Wait | None:
     return None
 
 
-# The first rule that has an answer wins. Frames say more than the kernel where both are clear; the
-# last three rules are for systems on which the kernel may not be asked.
+# The first rule that has an answer wins. Frames take precedence over the kernel's view if both are
+# clear; the last three rules are for systems that hide the kernel's view.
 _WAITING_RULES: tuple[Callable[[_ThreadCase], Wait | None], ...] = (
     _for_collective,
     _for_openmp,

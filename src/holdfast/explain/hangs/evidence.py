@@ -1,10 +1,10 @@
-"""What was seen of a process that makes no progress: its stacks and what the kernel says.
+"""Observations of a process that makes no progress: its stacks and the kernel's view of it.
 
-A process is mostly looked at twice, about a second apart, so that what moves can be told from what
-does not. The looks are taken by ``supervise`` and judged by ``classification`` and ``blame``.
+A process is usually looked at twice, about a second apart, to tell what moves from what does not.
+The looks are taken by ``supervise`` and judged by ``classification`` and ``blame``.
 
-The names in them come from a stranger's process. Control characters are removed here; whoever shows
-the names escapes them.
+The names in these records come from an untrusted process. Control characters are removed here; code
+that displays the names must escape them.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _WAITS_OF_SYSTEM_CALL: dict[str, Waits] = {
     for system_call in system_calls.split()
 }
 _KERNEL_FUNCTIONS: dict[Waits, str] = _KERNEL["kernel functions"]
-# By what a thread waits for: the kind of hang, its confidence, and the words for it.
+# For each thing that a thread may wait for: the kind of hang, the confidence, and its description.
 HANG_OF_WAIT: dict[Waits, tuple[Any, float, str]] = {
     waits: tuple(description) for waits, description in _KERNEL["kinds"].items()
 }
 
 
 def clean(text: str) -> str:
-    """Return a name without control characters, cut to a length that can still be read."""
+    """Return a name without control characters, cut to a readable length."""
     return sanitise(text, most=_LONGEST_NAME)
 
 
@@ -60,10 +60,9 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
     """Return what a thread waits for.
 
     Args:
-        syscall: The system call that the thread is in; ``"running"`` if it is in none, empty if
-            that is unknown.
+        syscall: The system call that the thread is in; ``"running"`` for none, empty if unknown.
         channel: The kernel function in which it sleeps, as in ``/proc/<pid>/wchan``.
-        target: What the descriptor that was passed to the call refers to, as named by the links in
+        target: The file, pipe or socket behind the descriptor passed to the call, as named by
             ``/proc/<pid>/fd``.
         library: The file from which the call was made.
     """
@@ -94,9 +93,9 @@ def _waits_of_kernel_function(name: str) -> Waits:
 class ThreadLook:
     """One thread at one moment."""
 
-    # Its number in the system, or 0 if unknown.
+    # Its thread id in the kernel, or 0 if unknown.
     tid: int = 0
-    # Its name in Python.
+    # Its Python name.
     name: str = ""
     # Whether it is the main thread.
     main: bool = False
@@ -105,7 +104,7 @@ class ThreadLook:
     # Whether it holds the interpreter's lock; None if unknown.
     holds_gil: bool | None = None
     waits: Waits = ""
-    # The file, pipe or socket that it waits for, if it is one.
+    # The file, pipe or socket that it waits for; empty for anything else.
     target: str = ""
 
 
@@ -121,7 +120,7 @@ class ProcessLook:
     state: str = "S"
     # Processor time used so far.
     cpu_seconds: float = 0.0
-    # Bytes read and written so far, as far as known.
+    # Bytes read and written so far; 0 if unknown.
     io_bytes: int = 0
     # Its threads, the main one first.
     threads: tuple[ThreadLook, ...] = ()
@@ -137,7 +136,7 @@ class ProcessLook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """One process that was looked at, mostly twice, about a second apart."""
+    """One inspected process, usually with two looks about a second apart."""
 
     pid: int
     ppid: int = 0
@@ -146,18 +145,18 @@ class Examined:
     rank: int | None = None
     # The phase in words, such as "data wait"; empty if the process publishes none.
     phase: str = ""
-    # How many steps it has made.
+    # How many steps it has completed.
     step: int = 0
-    # How long it has made no progress; 0 if it does not publish any.
+    # Seconds without progress; 0 if it does not publish its progress.
     seconds: float = 0.0
     # Whether its progress is watched.
     judged: bool = False
     # Oldest first.
     looks: tuple[ProcessLook, ...] = ()
-    # The native functions that its main thread is in below Python's, innermost first; None if
-    # nobody looked.
+    # The native functions below the Python frames of its main thread, innermost first; None if no
+    # native stack was taken.
     native: tuple[str, ...] | None = None
-    # Whether it has the device file of a GPU open.
+    # Whether it has a GPU's device file open.
     uses_gpu: bool = False
 
     @property

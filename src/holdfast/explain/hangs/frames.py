@@ -1,7 +1,7 @@
-"""What the frames of one stack say: whose code it is in, and what that code has called.
+"""What one stack says: whose code it is in, and what that code has called.
 
-Frames are innermost last. Nothing here looks at the kernel or at processor time (see
-``classification``).
+Frames are ordered from outermost to innermost. The kernel's view and CPU time are considered in
+``classification``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.explain.evidence import Frame, is_own_code
+from holdfast.explain.evidence import Frame, is_user_code
 from holdfast.explain.hangs.evidence import Examined, clean
 
 # Each pattern is searched in the file of a frame.
@@ -45,13 +45,13 @@ _IDLE_WORKER = re.compile(r"/(?:queues|connection|selectors)\.py$")
 # Searched in the file and the function of a frame, joined by a colon.
 _FETCH = re.compile(r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/workers/fetch\.py:")
 
-# How users write a call whose frame has another name.
+# Guard calls whose frame has a different name from what users write.
 _NAMES_OF_GUARD_CALLS = {
     "__init__": "Guard(...)",
     "_loop": "guard.batches",
     "__exit__": "guard.close",
 }
-# Phases in which a process waits for batches, where its stack is unknown.
+# Phases in which a process may be waiting for batches, for processes whose stack is unknown.
 _PHASES_OF_WAITING = ("data wait", "evaluation", "end of epoch")
 
 
@@ -60,10 +60,10 @@ def any_file_matches(pattern: re.Pattern[str], frames: Sequence[Frame]) -> bool:
     return any(pattern.search(frame.file) for frame in frames)
 
 
-def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+def frames_since_fork(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Return the frames since the process was forked.
 
-    The frames before belong to the place where its parent made it.
+    The outer frames belong to the parent, at the point where it started this process.
     """
     for index in reversed(range(len(frames))):
         frame = frames[index]
@@ -81,9 +81,9 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
         The innermost frame of the user's own code; without one, the innermost of an installed
         package other than torch; without one, the innermost of all. None for an empty stack.
     """
-    frames = own_part(frames)
+    frames = frames_since_fork(frames)
     for frame in reversed(frames):
-        if is_own_code(frame):
+        if is_user_code(frame):
             return frame
     for frame in reversed(frames):
         if "-packages/" in frame.file and not TORCH.search(frame.file):
@@ -92,22 +92,22 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def called_by_user(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return the frames below the innermost one of user code: what that code waits in."""
-    frames = own_part(frames)
+    """Return the frames called from the innermost frame of user code."""
+    frames = frames_since_fork(frames)
     for index in reversed(range(len(frames))):
-        if is_own_code(frames[index]):
+        if is_user_code(frames[index]):
             return tuple(frames[index + 1 :])
     return tuple(frames)
 
 
 def shortened(frame: Frame) -> str:
-    """Return a frame for a sentence: the name of the file, the line and the function."""
+    """Return a frame as text for a sentence: file name, line and function."""
     return f"{clean(Path(frame.file).name)}:{frame.line} in {clean(frame.function)}"
 
 
 def is_idle_worker(process: Examined) -> bool:
     """Return whether a loader worker waits for something to do."""
-    frames = own_part(process.last.main.frames)
+    frames = frames_since_fork(process.last.main.frames)
     if not is_in_worker_loop(frames) or _makes_a_batch(frames):
         return False
     return _IDLE_WORKER.search(frames[-1].file) is not None
@@ -119,7 +119,7 @@ def is_in_worker_loop(frames: Sequence[Frame]) -> bool:
 
 
 def waits_for_workers(process: Examined) -> bool:
-    """Return whether a process waits for a batch that a loader worker makes."""
+    """Return whether a process waits for a batch from a loader worker."""
     frames = process.last.main.frames
     if not frames:
         return process.phase in _PHASES_OF_WAITING
@@ -128,9 +128,9 @@ def waits_for_workers(process: Examined) -> bool:
 
 
 def _makes_a_batch(frames: Sequence[Frame]) -> bool:
-    """Return whether a batch is made in this process.
+    """Return whether a batch is being made in this process.
 
-    To unpack a batch that a worker has sent is to wait for that worker.
+    Unpacking a batch that a worker has sent does not count; it is part of waiting for that worker.
     """
     return any(_FETCH.search(f"{frame.file}:{frame.function}") for frame in frames)
 

@@ -1,8 +1,8 @@
-"""Which lines of a log are kept: a log of any size is read in one pass and in bounded memory.
+"""Decide which lines of a log to keep, reading a log of any size in one pass and bounded memory.
 
-Kept are the beginning and the end, and from between them each line with a word that errors have,
-together with the lines around it. Lines are numbered as an editor numbers them. What the lines mean
-is found in ``text``.
+The beginning and the end are kept, and in between each line with an error word (``words.txt``)
+together with the lines around it. Line numbers start at 1, as in an editor. ``text`` interprets the
+lines.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from importlib import resources
 from typing import NamedTuple, Protocol
 
 _CHUNK_BYTES = 1 << 16
-# Memory for what is kept. A line also counts for the object in which it is kept.
+# Memory limits for the kept lines. The overhead accounts for the object that holds each line.
 _HEAD_BYTES = 3 << 18
 _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 19
 _NEWEST_HITS_BYTES = 1 << 20
 _OVERHEAD_OF_A_LINE_BYTES = 64
-# Of a line that is longer than twice this, its beginning and its end are kept.
+# Of a line longer than twice this, only the beginning and the end are kept.
 _HALF_LINE_BYTES = 1 << 14
-# Lines kept around a hit. A message may have several lines.
+# How many lines around a hit are kept, since a message may have several lines.
 _LINES_BEFORE = 2
 _LINES_AFTER = 12
 _LINES_AFTER_TRACEBACK = 300
-# How often lines that differ only in digits count as hits, and how many such forms are remembered.
-# Where all lines are different, all of them count.
-_MOST_ALIKE = 40
-_MOST_FORMS = 10_000
-_LENGTH_OF_FORM = 120
+# Lines that differ only in digits count as hits at most this many times. At most this many distinct
+# lines are remembered; beyond that, every line counts.
+_MOST_REPEATS = 40
+_MOST_DISTINCT_LINES = 10_000
+_COMPARED_BYTES = 120
 
-# The words that errors have, in lower case. A block without any of them is passed over at the speed
-# of `bytes.find`. The spaces and line ends around "inf" cannot be written in the file.
+# The error words in lower case. A block without any of them is skipped at the speed of
+# `bytes.find`. The spaces and line ends around "inf" cannot be written in the word file.
 _WORD_FILE = resources.files("holdfast.explain.logs").joinpath("words.txt")
 _INFINITE = (b" inf,", b" inf ", b" inf\n", b" inf\r")
 _WORDS = (*_WORD_FILE.read_text("utf-8").encode().split(b"\n")[:-1], *_INFINITE)
@@ -55,7 +55,8 @@ class Readable(Protocol):
 class LogLine(NamedTuple):
     """One line as it was written, without its line end."""
 
-    # From 1.
+    # The first line is 1.
+
     number: int
     # Cut in its middle if it is very long.
     data: bytes
@@ -126,7 +127,7 @@ def _lines_of(block: bytes) -> list[bytes]:
 
 
 def _split(block: bytes, first: int) -> list[LogLine]:
-    """Return the lines of a block whose first line has a number."""
+    """Return the lines of a block, numbered from `first`."""
     return [LogLine(first + index, _cut(line)) for index, line in enumerate(_lines_of(block))]
 
 
@@ -156,9 +157,9 @@ class _Tail:
 
 
 class _Hits:
-    """Lines that look as if they matter, and the lines around them.
+    """Lines with error words, and the lines around them.
 
-    Of too many, the first and the newest are kept.
+    If there are too many, the first and the newest are kept.
     """
 
     def __init__(self) -> None:
@@ -166,13 +167,13 @@ class _Hits:
         self._first_bytes = 0
         self._newest: deque[LogLine] = deque()
         self._newest_bytes = 0
-        # How often lines that differ only in digits were found.
+        # How often each line was seen, ignoring digits.
         self._counts: dict[bytes, int] = {}
-        # The number of the last line that is kept because of a hit before it.
+        # Lines up to this number are kept because they follow a hit.
         self._keep_until = 0
 
     def search(self, block: bytes, first: int) -> None:
-        """Keep what matters of a block whose first line has a number."""
+        """Keep the hits in a block whose first line has the number `first`."""
         lowered = block.lower()
         if first > self._keep_until and not any(word in lowered for word in _WORDS):
             return
@@ -193,14 +194,14 @@ class _Hits:
             kept_to = index
 
     def _counts_as_hit(self, line: bytes) -> bool:
-        """Return whether not too many lines before differ from a line only in digits."""
+        """Return whether a line counts as a hit: not if it was seen too often, ignoring digits."""
         if _TRACEBACK in line:
             return True
-        form = _DIGITS.sub(b"", line.lower()[:_LENGTH_OF_FORM])
-        count = self._counts.get(form, 0)
-        if len(self._counts) < _MOST_FORMS:
-            self._counts[form] = count + 1
-        return count < _MOST_ALIKE
+        without_digits = _DIGITS.sub(b"", line.lower()[:_COMPARED_BYTES])
+        count = self._counts.get(without_digits, 0)
+        if len(self._counts) < _MOST_DISTINCT_LINES:
+            self._counts[without_digits] = count + 1
+        return count < _MOST_REPEATS
 
     def _keep(self, line: LogLine) -> None:
         size = len(line.data) + _OVERHEAD_OF_A_LINE_BYTES
@@ -220,9 +221,9 @@ class _Hits:
 
 
 def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
-    """Return the indices of the lines of a block that have a word that errors have.
+    """Return the indices of the lines of a block that contain an error word.
 
-    The whole block is searched word by word; to search it line by line takes ten times as long.
+    The whole block is searched word by word; searching it line by line takes ten times as long.
 
     Args:
         lowered: The block in lower case.
@@ -242,11 +243,11 @@ def _lines_with_words(lowered: bytes, lines: list[bytes]) -> set[int]:
 
 
 def relevant_lines(texts: Sequence[str]) -> set[int]:
-    """Return the indices of the lines that have a word that errors have."""
+    """Return the indices of the lines that contain an error word."""
     lines = [text.lower().encode("utf-8", errors="replace") for text in texts]
     return _lines_with_words(b"\n".join([*lines, b""]), lines)
 
 
 def is_relevant(text: str) -> bool:
-    """Return whether a line has a word that errors have."""
+    """Return whether a line contains an error word."""
     return bool(relevant_lines([text]))

@@ -1,7 +1,7 @@
-"""One line of a log as people would read it.
+"""Log lines without their decoration.
 
-Escape sequences are removed, and so are the ranks, times and levels that launchers and loggers put
-before the message; these are kept as fields. Lines are joined to messages in ``tracebacks``.
+Escape sequences are removed. Ranks, times and levels that launchers and loggers put before the
+message become fields. ``tracebacks`` joins lines into messages.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 )
 
-# Prefixes with a rank. torch 2.2 and newer put the first before every line of a traceback.
+# Prefixes with a rank. torch 2.2 and newer put this one before every line of a traceback.
 _TORCH_RANK = re.compile(r"\[rank(\d+)\]:? ?")
-# Of torchrun --tee: "[default0]:", in older versions "[trainer0|0]:", of torchx
-# "train/0 [default0]:".
+# torchrun --tee writes "[default0]:", older versions "[trainer0|0]:", and torchx "train/0
+# [default0]:".
 _TEE_RANK = re.compile(r"(?:[\w.-]{1,60}/\d{1,5} )?\[[A-Za-z_]\w{0,30}?(\d{1,5})(?:\|\d{1,5})?\]:")
-# Of mpirun: "[1,0]<stdout>:". Horovod leaves out the number of the job.
+# mpirun writes "[1,0]<stdout>:"; Horovod leaves out the job number.
 _MPI_RANK = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")
-# Of srun --label: " 0: ".
+# srun --label writes " 0: ".
 _SRUN_RANK = re.compile(r"\s{0,4}(\d{1,5}): ")
 _RANKS = (_TORCH_RANK, _TEE_RANK, _MPI_RANK)
-# Numbers at the beginnings of lines are only taken for the ranks of srun if at least this share of
-# the lines, and at least three lines, begin with one.
+# Leading numbers count as srun ranks only if at least this share of the lines, and at least this
+# many lines, begin with one.
 _SHARE_LABELLED = 0.6
 _LEAST_LABELLED = 3
 
-# Of Ray: "(RayTrainWorker pid=4711, ip=10.0.0.2) ", of SkyPilot: "(task, rank=1, pid=4711) ", and
-# the margin of pytest.
+# Ray writes "(RayTrainWorker pid=4711, ip=10.0.0.2) ", SkyPilot "(task, rank=1, pid=4711) "; pytest
+# puts "E" in the margin.
 _RAY_OR_PYTEST = re.compile(
     r"\([\w.:-]{0,60}(?:, rank=\d{1,5})?,? ?pid=\d{1,10}(?:, ip=[\w.:-]{1,40})?\) "
     r"|E {3,7}(?=[\w.]*(?:Error|Exception)\b)"
@@ -54,7 +54,7 @@ _TIME = re.compile(rf"\[?({_DATE})\]?(?:\s*[-|:,] |[ \t]|(?=\[)|$)")
 _AMERICAN_TIME = re.compile(r"\[?(\d\d/\d\d/\d{4} \d\d:\d\d:\d\d)\]?(?:\s*[-|:,] |[ \t])")
 _TIMES = (_KUBERNETES_TIME, _TIME, _AMERICAN_TIME)
 _CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]?[ \t]{1,2}(?=\S|[ \t]+\S)")
-# Prefixes of one line that are taken off.
+# At most this many prefixes are removed from a line.
 _MOST_PREFIXES = 6
 
 _GLOG = re.compile(r"([IWEFVC])(\d\d)(\d\d) (\d\d:\d\d:\d\d\.\d+) +\d+ [^\]\s]{1,300}\] ?")
@@ -83,23 +83,23 @@ _JSON_TRACEBACKS = (
     "error.stack_trace",
     "stack",
 )
-# A progress bar, behind which another writer's line begins without a line end between them.
+# A progress bar directly followed by another writer's line, without a line end between them.
 _LINE_BEHIND_BAR = re.compile(r"(\|\s{0,20}\d{1,18}/\d{1,18} \[\d[^\]]{1,60}\])(?=[/\[A-Za-z])")
 
 
 @dataclass(frozen=True, slots=True)
 class CleanLine:
-    """One line of a log, or one part of it between carriage returns, without its prefixes."""
+    """One log line, or a part of it between carriage returns, without its prefixes."""
 
     # The number of the line in the log.
     number: int
     # The message.
     text: str
-    # The message with the level and the name of the logger.
+    # The message including the level and the logger's name.
     shown: str
     rank: int | None = None
     unix_seconds: float | None = None
-    # The level at which a logger wrote it, in upper case.
+    # The logging level in upper case.
     level: str | None = None
 
 
@@ -111,7 +111,7 @@ def clean_lines(lines: Iterable[LogLine]) -> list[CleanLine]:
 
 
 def plain_text(text: str) -> str:
-    """Return a text without escape sequences and control characters; line ends and tabs stay."""
+    """Return a text without escape sequences and control characters, except line ends and tabs."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
@@ -121,7 +121,7 @@ def _are_labelled_by_srun(texts: list[str]) -> bool:
 
 
 def _parts(data: bytes) -> list[str]:
-    """Return what a terminal would show for a line: several texts if it holds several lines."""
+    """Return what a terminal would show for a line; several texts if it contains several lines."""
     text = data.decode("utf-8", errors="replace").rstrip("\r\n")
     if text.startswith('{"'):
         inner = _text_inside_json(text)
@@ -143,9 +143,9 @@ def _without_overwritten(pieces: list[str]) -> list[str]:
 
 
 def _text_inside_json(text: str) -> str | None:
-    """Return the text inside a line of JSON, or None if the line is of another form.
+    """Return the text inside a JSON line, or None if there is none.
 
-    It is the line inside a line of docker's log, or the traceback inside one of a JSON logger.
+    Docker's log wraps whole lines in JSON, and JSON loggers put tracebacks into a field.
     """
     try:
         entry: dict[str, Any] = json.loads(text)
@@ -173,7 +173,7 @@ class _Prefix(NamedTuple):
 
     length: int
     rank: int | None = None
-    # Whether torch itself wrote the rank, which then counts more than that of a launcher.
+    # Whether torch itself wrote the rank, which takes precedence over a launcher's.
     rank_is_certain: bool = False
     unix_seconds: float | None = None
 
@@ -184,7 +184,7 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     Args:
         number: The number of the line.
         text: The line.
-        labelled: Whether srun has put its ranks before the lines.
+        labelled: Whether srun has prefixed the lines with ranks.
     """
     printed_by = _RAY_OR_PYTEST.match(text)
     if printed_by is not None:
@@ -192,7 +192,7 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     rank: int | None = None
     seconds: float | None = None
     for _ in range(_MOST_PREFIXES):
-        # An indented line is a part of a message.
+        # An indented line is part of a message.
         if not text or (text[0] in " \t" and not labelled):
             break
         prefix = _find_prefix(text, labelled=labelled)
@@ -227,15 +227,15 @@ def _find_prefix(text: str, *, labelled: bool) -> _Prefix | None:
 
 
 def _unix_seconds(date: str) -> float | None:
-    """Return the Unix time of a date, or None if it is none.
+    """Return the Unix time of a date, or None if it cannot be parsed.
 
-    Without a time zone it counts as UTC, which keeps the order within a log.
+    A date without a time zone is taken as UTC, which preserves the order within a log.
     """
     try:
         if date[2] == "/":
             parsed = datetime.strptime(date, "%m/%d/%Y %H:%M:%S").replace(tzinfo=UTC)
             return parsed.timestamp()
-        # At most six digits of a second are understood.
+        # `fromisoformat` accepts at most six fractional digits.
         iso_date = date.replace("/", "-").replace(",", ".")
         parsed = datetime.fromisoformat(re.sub(r"(\.\d{1,6})\d*", r"\1", iso_date))
     except (ValueError, OverflowError, IndexError):

@@ -1,7 +1,7 @@
-"""The lines of one process, read into statements, with what became of the process after each.
+"""Read the lines of one process into statements, and infer whether the process survived each one.
 
-A log without ranks is read as that of one process. Whether an exception ended its process is not
-written in a log; it follows from what is printed after it.
+A log without ranks is treated as that of one process. A log does not say whether an exception ended
+its process; that is inferred from what is printed afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from holdfast.explain.evidence import Ending, Statement
 from holdfast.explain.logs.keeping import relevant_lines
 from holdfast.explain.logs.lines import CleanLine
-from holdfast.explain.logs.progress import Pulse, is_progress_bar, is_sign_of_life
+from holdfast.explain.logs.progress import ProgressIndex, is_progress_bar, is_sign_of_life
 from holdfast.explain.logs.quick import QuickPattern
 from holdfast.explain.logs.tracebacks import (
     HEADER,
@@ -26,18 +26,18 @@ from holdfast.explain.logs.tracebacks import (
     without_margins,
 )
 
-# Lines of progress after a statement of the same process that show that it continued.
+# This many progress lines after a statement show that the process continued.
 _CONTINUED = 2
-# Fewer lines of progress than these can have waited in a buffer while the process failed.
+# Fewer progress lines than this may have been buffered before the process failed.
 _BUFFERED = 12
-# The same after a line of a scheduler: many ranks, each with 8 KiB of buffered lines.
+# The same after a scheduler's message: many ranks may each have 8 KiB of buffered lines.
 _BUFFERED_BY_RANKS = 400
 _MOST_OF_A_MESSAGE = 20_000  # characters
-# Lines of the table in which torchrun describes the first failure.
+# The length of the table in which torchrun describes the first failure, in lines.
 _LINES_OF_TABLE = 15
 
 _NOT_FATAL_LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "WARN", "SUCCESS", "TRACE"})
-# A logger that wrote a line with one of these levels may go on with a traceback in the next line.
+# A log line with one of these levels may be followed by its traceback on the next line.
 _ALARMING_LEVELS = frozenset({"WARNING", "WARN", "ERROR", "CRITICAL", "FATAL"})
 
 ABOUT_CAUGHT_EXCEPTION = re.compile(
@@ -54,7 +54,7 @@ _SCHEDULER = QuickPattern(
     r"|\bWatchdog caught collective operation timeout\b",
     flags=0,
 )
-# Launchers log as a warning that they were asked to end.
+# Launchers log a request to terminate as a warning.
 _ASKED_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")
 _FATAL_PYTHON_ERROR = "Fatal Python error: "
 _CPLUSPLUS_TERMINATION = re.compile(
@@ -69,13 +69,13 @@ _EXIT_CODE = re.compile(r"(-?\d{1,4})\b(?:\s*\(pid:\s*(\d{1,10})\))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogContext:
-    """What is known of the whole log."""
+    """Properties of the whole log."""
 
-    # Its name, for the sources of statements.
+    # Its name, for `Statement.source`.
     name: str
-    # Whether its end says that the training is done.
+    # Whether its last lines say that the training is done.
     says_done: bool
-    # Whether lines without a word that errors have are statements too.
+    # Whether lines without an error word become statements too.
     every_line_counts: bool
 
 
@@ -84,7 +84,7 @@ class ProcessText:
     """What the lines of one process say."""
 
     statements: tuple[Statement, ...]
-    # How ranks ended, if it is a launcher that says so.
+    # How ranks ended, according to a launcher's table.
     endings: tuple[Ending, ...]
     # The frame with which the lines end, if they end inside a traceback.
     cut_off: str
@@ -107,7 +107,7 @@ class _Passage(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    """Where a chain of exceptions is among the statements, and the index of the line after it."""
+    """The range of a chain of exceptions in the list of statements, and the line after it."""
 
     first: int
     end: int
@@ -116,7 +116,7 @@ class _Chain(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fate:
-    """What became of a process after an exception. The fields are those of `Statement`."""
+    """What happened to a process after an exception, as the fields of a `Statement`."""
 
     fatal: bool | None
     logged: bool
@@ -130,7 +130,7 @@ class _ProcessReader:
         self._lines = without_margins(lines)
         self._tracebacks = TracebackReader(self._lines)
         texts = [line.text for line in self._lines]
-        self._pulse = Pulse(texts)
+        self._progress = ProgressIndex(texts)
         self._relevant = (
             set(range(len(texts))) if context.every_line_counts else relevant_lines(texts)
         )
@@ -164,16 +164,17 @@ class _ProcessReader:
         return statements
 
     def _resumed_between(self, chain: _Chain, index: int) -> bool:
-        """Return whether the process made progress, or retried, between a chain and a line."""
-        if self._pulse.between(chain.next_index, index):
+        """Return whether the process made progress or retried between a chain and a line."""
+        if self._progress.any_between(chain.next_index, index):
             return True
         return any(_RETRY.search(line.text) for line in self._lines[chain.next_index : index])
 
     def _index_after(self, number: int, index: int) -> int:
-        """Return the index of the line after the one with a number.
+        """Return the index of the line after the line with this number.
 
-        A message may have included lines after that one, so the index that follows the message is
-        only the last one possible.
+        Args:
+            number: The line number.
+            index: An index at or behind the result; the message may have included more lines.
         """
         while index > 0 and self._lines[index - 1].number > number:
             index -= 1
@@ -181,14 +182,14 @@ class _ProcessReader:
 
     def _read_at(self, index: int) -> _Passage:
         """Return the statements that begin at a line."""
-        for read_form in _FORMS:
-            passage = read_form(self, index)
+        for reader in _READERS:
+            passage = reader(self, index)
             if passage is not None:
                 return passage
         return _Passage([], index + 1)
 
     def _read_traceback(self, index: int) -> _Passage | None:
-        """Read a traceback. Reports often leave out its header and its outer frames."""
+        """Read a traceback, whose header and outer frames may be missing in bug reports."""
         text = self._lines[index].text
         begins = HEADER.search(text) or is_frame(text) or is_syntax_error(self._lines, index)
         if not begins:
@@ -197,11 +198,13 @@ class _ProcessReader:
         if raised is None and next_index >= len(self._lines):
             self.cut_off = self._newest_frame(index)
             raised = self._tracebacks.about_to_raise(index)
-        statements = self._chain(raised, index, next_index) if raised is not None else []
+        statements = (
+            self._statements_of_chain(raised, index, next_index) if raised is not None else []
+        )
         return _Passage(statements, next_index)
 
     def _newest_frame(self, index: int) -> str:
-        """Return the last frame from a line on, or that line if there is none."""
+        """Return the last frame after a line, or the line itself if no frame follows."""
         texts = [line.text.strip() for line in self._lines[index:]]
         frames = [text for text in texts if text.startswith("File ")]
         return frames[-1] if frames else texts[0]
@@ -212,11 +215,11 @@ class _ProcessReader:
         if not line.text.startswith(_FATAL_PYTHON_ERROR):
             return None
         frames, next_index = self._tracebacks.fatal_error(index)
-        statement = self._line(line, next_index - 1)
+        statement = self._statement_of_line(line, next_index - 1)
         return _Passage([replace(statement, frames=frames, fatal=True)], next_index)
 
     def _read_cplusplus_termination(self, index: int) -> _Passage | None:
-        """Read the end of a C++ program, with the message in one of the next lines."""
+        """Read a C++ termination message; the error text is in one of the next lines."""
         line = self._lines[index]
         if not _CPLUSPLUS_TERMINATION.match(line.text):
             return None
@@ -226,11 +229,11 @@ class _ProcessReader:
             if "what():" in following.text
         ]
         text = "\n".join([*messages, line.text.strip()])
-        statement = replace(self._line(line, index), text=text)
+        statement = replace(self._statement_of_line(line, index), text=text)
         return _Passage([statement], index + 1 + len(messages))
 
     def _read_table_of_launcher(self, index: int) -> _Passage | None:
-        """Read how the rank ended that torchrun saw fail first."""
+        """Read torchrun's table about the rank that failed first."""
         if _FIRST_FAILURE not in self._lines[index].text:
             return None
         rows = self._lines[index + 1 : index + 1 + _LINES_OF_TABLE]
@@ -256,17 +259,24 @@ class _ProcessReader:
         )
         if message.nested is not None:
             raised.add_causes(message.nested)
-        return _Passage(self._chain(raised, index, message.next_index), message.next_index)
+        return _Passage(
+            self._statements_of_chain(raised, index, message.next_index), message.next_index
+        )
 
     def _read_relevant_line(self, index: int) -> _Passage | None:
         line = self._lines[index]
         if index not in self._relevant or not line.text.strip() or is_progress_bar(line.text):
             return None
-        return _Passage([self._line(line, index)], index + 1)
+        return _Passage([self._statement_of_line(line, index)], index + 1)
 
-    def _line(self, line: CleanLine, last_index: int) -> Statement:
-        """Return a line as a statement that ends at an index."""
-        progress = self._pulse.after(last_index)
+    def _statement_of_line(self, line: CleanLine, last_index: int) -> Statement:
+        """Return a line as a statement.
+
+        Args:
+            line: The first line of the statement.
+            last_index: The index of its last line.
+        """
+        progress = self._progress.count_after(last_index)
         warned = _is_warning(line)
         continued = progress >= self._progress_needed_after(line)
         harmless = warned and (self._context.says_done or progress > 0)
@@ -281,14 +291,14 @@ class _ProcessReader:
         )
 
     def _progress_needed_after(self, line: CleanLine) -> int:
-        """Return how many lines of progress show that the process continued after a line."""
+        """Return how many progress lines are needed to show that the process continued."""
         of_scheduler = _SCHEDULER.search(line.text, line.text.lower()) is not None
         if of_scheduler and not self._context.says_done:
             return _BUFFERED_BY_RANKS
         return _CONTINUED
 
-    def _chain(self, raised: Raised, first: int, next_index: int) -> list[Statement]:
-        """Return an exception, after those that led to it, as statements with one position.
+    def _statements_of_chain(self, raised: Raised, first: int, next_index: int) -> list[Statement]:
+        """Return a chain of exceptions as statements with one position, the root first.
 
         Args:
             raised: The exception.
@@ -316,17 +326,23 @@ class _ProcessReader:
         ]
 
     def _fate_after(self, raised: Raised, first: int, next_index: int) -> _Fate:
-        """Return what became of the process after an exception (see `_chain`)."""
+        """Return what happened to the process after an exception.
+
+        The arguments are those of `_statements_of_chain`.
+        """
         logged = self._is_logged(first)
         if self._is_said_to_be_caught(first):
             return _Fate(fatal=False, logged=logged)
         left_the_script = bool(raised.frames) and raised.frames[0].function == "<module>"
         last_index = self._index_after(raised.number, next_index) - 1
-        # A shell script prints that it is done even if the program that it started has failed.
-        only_end_follows = left_the_script and not logged and self._pulse.only_ends(last_index)
-        progress = 0 if only_end_follows else self._pulse.after(next_index - 1)
+        # A shell script may print that it is done although the program that it started has failed.
+        # Such lines are no progress after an uncaught exception.
+        only_end_follows = (
+            left_the_script and not logged and self._progress.only_completion_after(last_index)
+        )
+        progress = 0 if only_end_follows else self._progress.count_after(next_index - 1)
         if progress >= (1 if logged else _CONTINUED):
-            may_be_buffered = progress < _BUFFERED or not self._pulse.before(first)
+            may_be_buffered = progress < _BUFFERED or not self._progress.any_before(first)
             is_uncaught = left_the_script and not logged and not self._context.says_done
             return _Fate(fatal=False, logged=logged, overtaken=is_uncaught and may_be_buffered)
         nothing_follows = last_index > self._newest_sign or only_end_follows
@@ -339,14 +355,14 @@ class _ProcessReader:
         return first > 0 and self._lines[first - 1].level in _ALARMING_LEVELS
 
     def _is_said_to_be_caught(self, first: int) -> bool:
-        """Return whether the words before a traceback, or its level, say that it was caught."""
+        """Return whether a traceback's level or the line before it says that it was caught."""
         if self._lines[first].level in _NOT_FATAL_LEVELS:
             return True
         return first > 0 and bool(ABOUT_CAUGHT_EXCEPTION.search(self._lines[first - 1].text))
 
 
-# What can begin at a line. The first form that fits wins.
-_FORMS: tuple[Callable[[_ProcessReader, int], _Passage | None], ...] = (
+# What can begin at a line. The first reader that returns a passage wins.
+_READERS: tuple[Callable[[_ProcessReader, int], _Passage | None], ...] = (
     _ProcessReader._read_traceback,
     _ProcessReader._read_fatal_python_error,
     _ProcessReader._read_cplusplus_termination,
@@ -364,10 +380,10 @@ def _is_warning(line: CleanLine) -> bool:
 
 
 def _first_failure(rows: Sequence[str]) -> list[Ending]:
-    """Return how the rank ended that torchrun saw fail first.
+    """Return how the rank that failed first ended; nothing if the exit code is cut off.
 
     Args:
-        rows: The rows of its table. If the exit code is cut off, nothing is returned.
+        rows: The rows of torchrun's table.
     """
     fields = {}
     for row in rows:

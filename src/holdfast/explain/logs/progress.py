@@ -1,7 +1,7 @@
-"""Which lines show that a training run continues, or is done, and what losses they print.
+"""Recognise lines that show that a training run continues or is done, and the losses they print.
 
-Words show that a run continues; in a log without such words, a form of line that keeps coming back
-with other numbers does.
+Progress is recognised by words such as "epoch" or, in a log without them, by line templates that
+recur with different numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from holdfast.explain.logs.keeping import is_relevant
 from holdfast.explain.logs.quick import QuickPattern
 
-# Runs of digits are bounded in all patterns: a line of nothing else would take time that is
-# quadratic in its length.
+# Runs of digits are bounded in all patterns; otherwise a long line of digits would take quadratic
+# time.
 _BAR = QuickPattern(
     r"\d{1,9}%\|.{0,200}\|\s{0,20}\d{1,18}/\d{1,18}"
     r"|\[\d{1,9}:\d{1,9}<[^\]]{1,40}\]"
@@ -26,7 +26,7 @@ _PROGRESS = QuickPattern(
     r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:"
     r"|\bstarting (?:train|test)ing\b|\bbest (?:ckpt|checkpoint|model)\b.{0,20}[:=]"
 )
-# A line with one of these shows no progress, even if it matches the pattern above.
+# A line that matches this shows no progress, even if it also matches the pattern above.
 _NO_PROGRESS = QuickPattern(
     r"wandb:|\b(?:error|exception|fail|abort|nan\b"
     r"|(?<!best )loss\W{1,4}inf\b|stopp(?:ed|ing)|interrupt|resum)"
@@ -44,23 +44,24 @@ _NOT_DONE = QuickPattern(
     r"|\b(?:code|status|exit|rc)\W{0,3}(?:-|0*[1-9])"
 )
 _SAVED = QuickPattern(r"\b(?:done|finished|completed?|saved|saving|written|wrote)\b")
-# Trackers save their logs after a failure too.
+# Experiment trackers save their logs even after a failure.
 _LOGS_SAVED = QuickPattern(
     r"wandb:|\blogs? .{0,20}\b(?:saved|written)\b|\b(?:saved|wrote|saving) (?:the )?logs?\b"
 )
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-# "Error: 72.0" is a metric. In a form, a number is replaced by this mark.
+# Replaces each number in a line template.
 _NUMBER_MARK = "#"
+# "Error: 72.0" is a metric rather than an error.
 _ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)
 _FRAME = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
-_LENGTH_OF_FORM = 300
-# A form of line that came this often before a statement is progress where it comes after it.
-_HABIT = 3
-# Lines after a statement among which forms are looked for.
+_MOST_TEMPLATE_CHARACTERS = 300
+# A template seen this often before a statement counts as progress if it recurs afterwards.
+_RECURRENCES = 3
+# How many lines after a statement are examined for recurring templates.
 _LINES_AFTER = 400
 
-# A progress bar of Lightning writes nan.0.
+# Lightning's progress bar prints nan.0.
 _NOT_FINITE = r"(?:nan|inf(?:inity)?)(?:\.0)?"
 _EXPONENT = r"(?:e[-+]?\d{1,4})?"
 _VALUE_TEXT = (
@@ -80,7 +81,7 @@ _EVALUATION = re.compile(
 
 
 def is_progress_bar(text: str) -> bool:
-    """Return whether a line is one picture of a progress bar."""
+    """Return whether a line is a drawing of a progress bar."""
     return _BAR.search(text, text.lower()) is not None
 
 
@@ -93,7 +94,7 @@ def says_done(text: str) -> bool:
 def is_progress(text: str) -> bool:
     """Return whether a line shows that the training continues, or is done."""
     if "Traceback (most recent call last)" in text:
-        # It begins behind a progress bar.
+        # A traceback begins on the same line as a progress bar.
         return False
     lowered = text.lower()
     shows_progress = _PROGRESS.search(text, lowered) is not None or is_progress_bar(text)
@@ -105,7 +106,7 @@ def is_progress(text: str) -> bool:
 def is_sign_of_life(text: str) -> bool:
     """Return whether a line shows that the run continued, or saved something.
 
-    Progress bars and trackers do not count, since a failure closes them too.
+    Progress bars and trackers do not count, because they are closed after a failure too.
     """
     lowered = text.lower()
     if _SAVED.search(text, lowered) is not None and _LOGS_SAVED.search(text, lowered) is None:
@@ -113,8 +114,11 @@ def is_sign_of_life(text: str) -> bool:
     return is_progress(text) and not is_progress_bar(text)
 
 
-class Pulse:
-    """Where the lines of one process show that its training continues.
+class ProgressIndex:
+    """Answers where the lines of one process show progress.
+
+    Progress by words is counted over the rest of the log, progress by templates over the next
+    `_LINES_AFTER` lines.
 
     Args:
         texts: The lines.
@@ -122,73 +126,81 @@ class Pulse:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
-        self._forms = _forms(texts)
-        # For each form of line that is a habit, the index at which it had come often enough.
-        self._habit_since = _habits(self._forms)
-        # For each index, how many lines from it on show progress by their words.
+        self._templates = _line_templates(texts)
+        # For each recurring template, the index at which it had been seen often enough.
+        self._recurring_since = _recurring_templates(self._templates)
+        # For each index, how many lines from there to the end show progress by their words.
         self._progress_from = [0] * (len(texts) + 2)
         for index in reversed(range(len(texts))):
             self._progress_from[index] = self._progress_from[index + 1] + is_progress(texts[index])
 
-    def after(self, last: int) -> int:
-        """Return how many lines after an index show progress, by words or else by their form."""
+    def count_after(self, last: int) -> int:
+        """Return how many lines after an index show progress, by their words or their template."""
         by_words = self._progress_from[last + 1]
-        if by_words > 1 or not self._habit_since:
+        if by_words > 1 or not self._recurring_since:
             return by_words
-        following = self._forms[last + 1 : last + 1 + _LINES_AFTER]
-        by_form = sum(1 for form in following if self._habit_since.get(form, last) < last)
-        return max(by_form, by_words)
+        following = self._templates[last + 1 : last + 1 + _LINES_AFTER]
+        by_template = sum(
+            1 for template in following if self._recurring_since.get(template, last) < last
+        )
+        return max(by_template, by_words)
 
-    def only_ends(self, last: int) -> bool:
-        """Return whether nothing after an index shows progress, except that all is done."""
+    def only_completion_after(self, last: int) -> bool:
+        """Return whether the only progress after an index is a message that training is done."""
         following = self._texts[last + 1 : last + 1 + _LINES_AFTER]
         return all(
             says_done(text) for text in following if is_sign_of_life(text) or is_progress_bar(text)
         )
 
-    def between(self, first: int, end: int) -> bool:
-        """Return whether a line from one index up to another shows progress by its words."""
+    def any_between(self, first: int, end: int) -> bool:
+        """Return whether a line in the range `first` to `end` shows progress by its words."""
         return self._progress_from[first] > self._progress_from[max(first, end)]
 
-    def before(self, first: int) -> bool:
-        """Return whether a line before an index shows progress, by its words or its form."""
-        return self.between(0, first) or any(index < first for index in self._habit_since.values())
+    def any_before(self, first: int) -> bool:
+        """Return whether a line before an index shows progress, by its words or its template."""
+        return self.any_between(0, first) or any(
+            index < first for index in self._recurring_since.values()
+        )
 
 
-def _forms(texts: Sequence[str]) -> list[str]:
-    """Return each line with a mark in the place of each number.
+def _line_templates(texts: Sequence[str]) -> list[str]:
+    """Return the template of each line: the line with every number replaced by a mark.
 
-    The form of a line is empty if it has no number, or belongs to an error.
+    A line without numbers, or one that belongs to an error, has an empty template.
     """
     counts: dict[str, bool] = {}
-    forms = []
+    templates = []
     # The line after a frame of a traceback is code.
     follows_frame = False
     for text in texts:
-        form = "" if follows_frame else _NUMBER.sub(_NUMBER_MARK, text[:_LENGTH_OF_FORM]).strip()
+        template = (
+            ""
+            if follows_frame
+            else _NUMBER.sub(_NUMBER_MARK, text[:_MOST_TEMPLATE_CHARACTERS]).strip()
+        )
         is_frame = _FRAME.match(text) is not None
-        if form not in counts:
-            counts[form] = (
-                _NUMBER_MARK in form
+        if template not in counts:
+            counts[template] = (
+                _NUMBER_MARK in template
                 and not is_frame
-                and not is_relevant(_ERROR_METRIC.sub("", form))
+                and not is_relevant(_ERROR_METRIC.sub("", template))
             )
-        forms.append(form if counts[form] else "")
+        templates.append(template if counts[template] else "")
         follows_frame = is_frame
-    return forms
+    return templates
 
 
-def _habits(forms: Sequence[str]) -> dict[str, int]:
-    """Return the forms that come often, each with the index at which it had come often enough."""
+def _recurring_templates(templates: Sequence[str]) -> dict[str, int]:
+    """Return the recurring templates, each with the index at which it first counted as one."""
     times: dict[str, int] = {}
-    habit_since = {}
-    for index, form in enumerate(forms):
-        if not form:
+    recurring_since = {}
+    for index, template in enumerate(templates):
+        if not template:
             continue
-        times[form] = times.get(form, 0) + 1
-        if times[form] == _HABIT:
-            habit_since[form] = index
-    return habit_since
+        times[template] = times.get(template, 0) + 1
+        if times[template] == _RECURRENCES:
+            recurring_since[template] = index
+    return recurring_since
 
 
 class _PrintedValue(NamedTuple):
@@ -200,8 +212,7 @@ class _PrintedValue(NamedTuple):
 def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
     """Return line number and value of each training loss, oldest first.
 
-    Where one is called plainly ``loss`` or ``train_loss``, only such losses count: the others are
-    parts of it.
+    If some are named plainly ``loss`` or ``train_loss``, only those count: others are components.
 
     Args:
         lines: Number and text of each line.
@@ -219,12 +230,12 @@ def printed_norms(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], 
 def _printed_values(
     lines: Sequence[tuple[int, str]], pattern: re.Pattern[str], word: str
 ) -> Iterator[_PrintedValue]:
-    """Yield the values that a pattern finds, without those of an evaluation.
+    """Yield the values that a pattern finds, except those of an evaluation.
 
     Args:
         lines: Number and text of each line.
         pattern: It has two groups: the name and the value.
-        word: A word that each match contains. The pattern is slow, as it starts at every place.
+        word: A word that every match contains, to skip lines quickly: the pattern itself is slow.
     """
     for number, text in lines:
         if word not in text.lower():
@@ -237,5 +248,5 @@ def _printed_values(
 
 
 def _as_float(text: str) -> float:
-    """Return a printed number. The ``.0`` behind a value that is not finite is ignored."""
+    """Return a printed number, ignoring the ``.0`` after a non-finite value."""
     return float(re.sub(r"([nfy])\.0$", r"\1", text))

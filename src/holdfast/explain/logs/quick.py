@@ -1,7 +1,7 @@
-"""Regular expressions that are only tried on texts with a word that they need.
+"""Regular expressions that are tried only on texts with a word that they require.
 
-Hundreds of patterns are searched in each line of an error, and nearly none matches. To look for a
-word takes a hundredth of the time.
+Hundreds of patterns are searched in each error line, and nearly none match. Checking for a required
+word first takes a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class QuickPattern:
 
     Args:
         pattern: The expression.
-        flags: Those of `re.compile`. By default upper and lower case are the same.
+        flags: As in `re.compile`; by default, case is ignored.
 
     Attributes:
-        words: Words in lower case, of which each text that matches has one. Empty if no such words
-            are known.
+        words: Words in lower case, at least one of which is in every matching text. Empty if no
+            such words could be derived.
     """
 
     def __init__(self, pattern: str, flags: int = re.IGNORECASE) -> None:
@@ -34,17 +34,17 @@ class QuickPattern:
         self.words = _needed_words(_parser.parse(pattern))
 
     def search(self, text: str, lowered: str) -> re.Match[str] | None:
-        """Return the first match in a text, which is passed in lower case too."""
+        """Return the first match in a text; `lowered` is the same text in lower case."""
         if self.words and not any(word in lowered for word in self.words):
             return None
         return self._pattern.search(text)
 
 
 def _needed_words(parsed: Iterable[tuple[Any, Any]]) -> frozenset[str]:
-    """Return words of which one is in each text that a parsed pattern matches.
+    """Return words, at least one of which is in every text that a parsed pattern matches.
 
-    A pattern is a sequence of parts, each of which a matching text must contain. So each part gives
-    one group of words, and any of the groups is an answer; the most telling one is returned.
+    A pattern is a sequence of parts, and a matching text contains all of them. Each part yields one
+    group of words, any of which would be a valid result; the most selective group is returned.
     """
     groups: list[frozenset[str]] = []
     literal = ""
@@ -52,7 +52,7 @@ def _needed_words(parsed: Iterable[tuple[Any, Any]]) -> frozenset[str]:
         name = str(kind)
         if name == "LITERAL":
             literal += chr(value).lower()
-        elif name != "AT":  # An anchor consumes nothing, so the literal goes on behind it.
+        elif name != "AT":  # An anchor consumes nothing, so the literal continues after it.
             groups.append(frozenset({literal}))
             groups.append(_needed_words_of_part(name, value))
             literal = ""
@@ -62,7 +62,7 @@ def _needed_words(parsed: Iterable[tuple[Any, Any]]) -> frozenset[str]:
 
 
 def _needed_words_of_part(name: str, value: Any) -> frozenset[str]:
-    """Return the same for one part of a pattern, given its kind and its value in the parser."""
+    """Return the required words of one part, given its kind and value from the parser."""
     if name == "SUBPATTERN":
         return _needed_words(value[3])
     if name == "MAX_REPEAT":
@@ -75,5 +75,5 @@ def _needed_words_of_part(name: str, value: Any) -> frozenset[str]:
 
 
 def _how_telling(words: frozenset[str]) -> tuple[int, int]:
-    """Return a key that is larger for long words, and for few of them."""
+    """Return a sort key that is larger for longer and for fewer words."""
     return min(len(word) for word in words), -len(words)

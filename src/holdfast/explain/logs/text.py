@@ -1,6 +1,6 @@
-"""A whole log, read into statements and into what it says about its end.
+"""Read a whole log into statements, and find what it says about its own end.
 
-The log is split by rank, and the lines of each rank are read by ``processes``.
+The log is split by rank; ``processes`` reads the lines of each rank.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from holdfast.explain.logs.processes import (
 from holdfast.explain.logs.progress import is_progress_bar, printed_losses, printed_norms, says_done
 from holdfast.explain.logs.tracebacks import HEADER
 
-# Statements kept of each kind, lines and exceptions: the first third and the newest.
+# At most this many lines and this many exceptions are kept: the first third and the newest.
 _MOST_OF_A_KIND = 900
-# Lines of a log that was pasted into a report rather than written by a whole run.
+# A log of at most this many lines was probably pasted into a bug report.
 _SHORT_LOG = 100
-# Lines among which the end of a log is looked for.
+# How many of the last lines may say that the training is done.
 _LAST_LINES = 15
 _MOST_OF_LAST_LINE = 300  # characters
 _MOST_OF_QUOTED_LINE = 300  # characters
@@ -34,22 +34,22 @@ _MOST_OF_QUOTED_LINE = 300  # characters
 class LogText:
     """What a log says."""
 
-    # In the order of the lines; of a chain of exceptions the root first.
+    # In the order of the lines; in a chain of exceptions, the root first.
     statements: tuple[Statement, ...]
-    # How ranks ended, as tables and lines of launchers say.
+    # How ranks ended, according to launchers.
     endings: tuple[Ending, ...]
-    # Whether its end says that the training is done.
+    # Whether its last lines say that the training is done.
     ended_well: bool
     # How many lines the whole log has.
     total_lines: int
-    # Whether all of them were looked at closely.
+    # Whether all of them were read closely.
     complete: bool
-    # Line number and value of each training loss that was printed, and of each gradient norm.
+    # Line number and value of each printed training loss and gradient norm.
     losses: tuple[tuple[int, float], ...] = ()
     norms: tuple[tuple[int, float], ...] = ()
-    # The frame with which it ends, if it ends inside a traceback.
+    # Its last frame, if the log ends inside a traceback.
     cut_off: str = ""
-    # Its last line that is no progress bar, cut to a length that can be shown.
+    # Its last line that is not a progress bar, shortened for display.
     last_line: str = ""
 
 
@@ -58,11 +58,10 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
 
     Args:
         stream: The log.
-        name: Its name, for the sources of the statements.
+        name: Its name, for `Statement.source`.
         first_number: The number of its first line.
-        alone: Whether nothing else is known of the run. Each line of a short log then counts,
-            because people who report a failure often quote a message without the words that
-            errors have.
+        alone: Whether nothing else is known about the run. Then every line of a short log counts,
+            because bug reports often quote messages without any error word.
     """
     kept = keep_lines(stream, first_number=first_number)
     lines = clean_lines(kept.lines)
@@ -87,7 +86,7 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1, alone: bool 
 
 
 def quoted(statement: Statement, *, most_lines: int = 6) -> Iterator[str]:
-    """Yield the first lines of a statement as evidence shows them, long ones cut."""
+    """Yield the first lines of a statement as evidence quotes them, shortened if long."""
     head = statement.exception or ""
     if head and statement.text:
         head += ": "
@@ -99,7 +98,7 @@ def quoted(statement: Statement, *, most_lines: int = 6) -> Iterator[str]:
 
 
 def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
-    """Return the lines of each rank, and together those that name no rank."""
+    """Return one list of lines per rank; lines without a rank form a list of their own."""
     lines_of_rank: dict[int | None, list[CleanLine]] = {}
     for line in lines:
         lines_of_rank.setdefault(line.rank, []).append(line)
@@ -107,7 +106,7 @@ def _lines_by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
 
 
 def _in_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) -> list[Statement]:
-    """Return the statements of all processes by their lines, the one of the last line marked."""
+    """Return the statements of all processes in log order, with the last line's marked."""
     last_number = next((line.number for line in reversed(lines) if line.text.strip()), None)
     statements = [
         replace(statement, last=True) if statement.position == last_number else statement
@@ -121,9 +120,9 @@ def _in_order(processes: Sequence[ProcessText], lines: Sequence[CleanLine]) -> l
 
 
 def _without_middle(statements: list[Statement]) -> list[Statement]:
-    """Return the statements without those in the middle, if there are too many of a kind.
+    """Drop statements from the middle if there are too many of a kind.
 
-    Chains of exceptions are kept or left out as a whole, by their first statement.
+    A chain of exceptions is kept or dropped as a whole, according to its first statement.
     """
     left_out: set[int] = set()
     for kind in ("line", "exception"):
@@ -144,7 +143,7 @@ def _without_middle(statements: list[Statement]) -> list[Statement]:
 def _log_says_done(lines: Sequence[CleanLine]) -> bool:
     """Return whether one of the last lines says that the training is done.
 
-    A traceback after it, of an exception that nobody is known to have caught, refutes it.
+    A later traceback refutes it, unless its exception is known to have been caught.
     """
     newest = [line.text for line in lines if line.text.strip()][-_LAST_LINES:]
     for index in reversed(range(len(newest))):

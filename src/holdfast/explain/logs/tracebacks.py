@@ -1,8 +1,8 @@
-"""Tracebacks as Python, rich and launchers print them, read from lines.
+"""Read tracebacks from lines, as printed by Python, rich and launchers.
 
-Understood are chains ("During handling of ..."), the tracebacks that loader workers and spawned
-processes nest in a message, groups of exceptions, syntax errors, and the dumps of faulthandler.
-Whether an exception was caught is judged in ``processes``.
+Chains ("During handling of ..."), tracebacks that loader workers and spawned processes nest in a
+message, exception groups, syntax errors and faulthandler dumps are understood. ``processes`` judges
+whether an exception was caught.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from holdfast.explain.logs.lines import CleanLine
 from holdfast.explain.logs.progress import is_progress
 
 _MOST_MESSAGE_LINES = 60
-# People, or the forms that they paste a message into, wrap lines that are at least this long.
+# Only lines of at least this many characters are assumed to have been wrapped when pasted.
 _LEAST_WRAPPED = 40
-# Exceptions kept that led to one: a recursion inside handlers links a thousand.
+# At most this many causes of an exception are kept: a recursion inside handlers links a thousand.
 _MOST_CAUSES = 40
-# Tracebacks inside the message of another one, each in the message of the one before.
+# How deeply tracebacks may be nested in the messages of other tracebacks.
 _MOST_NESTED = 16
-# Frames kept of one traceback: the outermost and the innermost half.
+# At most this many frames of a traceback are kept: half from each end.
 _MOST_FRAMES = 60
 _MOST_OF_A_CODE_LINE = 200  # characters
-# Lines of a dump of faulthandler.
+# The maximum length of a faulthandler dump, in lines.
 _MOST_LINES_OF_DUMP = 400
-# The class of an exception is at most this many lines after the last frame.
+# The line with the exception's class is at most this many lines after the last frame.
 _LINES_TO_CLASS = 4
 
 HEADER = re.compile(r"(?:(?:Exception Group |Original )?Traceback \(most recent call last\):?)")
@@ -47,9 +47,9 @@ _LINK = re.compile(
 EXCEPTION = re.compile(
     r"([A-Za-z_]\w*(?:\.(?:<locals>\.)?[A-Za-z_]\w*)*)(?: ?: ?(.*))?$", re.DOTALL
 )
-# A statement that raises a class, or what a function makes of it.
+# A `raise` statement with a class, possibly wrapped in a function call.
 _RAISE = re.compile(r"raise (?:[a-z_][\w.]*\()?([\w.]+)")
-# How the names of exception classes end.
+# Endings of exception class names.
 _EXCEPTION_NAME = re.compile(
     r"\w(?:Error|Exception|Interrupt|Exit|Iteration|Timeout|Expired|Group|Failure|Fault|NotFound"
     r"|Invalid|Unavailable|Failed|Exceeded|Conflict|Refused|Resources|Unsupported|DeprecatedEnv)$"
@@ -87,17 +87,18 @@ class Raised:
     message: str
     # Innermost last.
     frames: tuple[Frame, ...]
-    # The number of the line of the log with the name of the class.
+    # The number of the log line with the class name.
     number: int
-    # The exceptions that it repeats or that led to it, the root first. These have none themselves.
+    # The exceptions that it repeats or that led to it, the root first. Their own `causes` are
+    # empty.
     causes: list[Raised] = field(default_factory=list)
     # When that line was written, if the log says so.
     unix_seconds: float | None = None
 
     def add_causes(self, other: Raised) -> None:
-        """Put an exception, and all that led to it, before what led to this one.
+        """Insert an exception and its causes before the causes of this one.
 
-        If there are too many, those in the middle are left out.
+        If there are too many, those in the middle are dropped.
         """
         causes = [*other.causes, other, *self.causes]
         other.causes = []
@@ -107,7 +108,7 @@ class Raised:
         self.causes = causes
 
     def from_the_root(self) -> list[Raised]:
-        """Return all that led to this exception, the root first, and the exception itself."""
+        """Return the causes of this exception, the root first, followed by the exception itself."""
         return [*self.causes, self]
 
 
@@ -115,7 +116,7 @@ class Message(NamedTuple):
     """The message of an exception."""
 
     text: str
-    # The exception whose traceback is inside the message.
+    # The exception whose traceback is nested in the message.
     nested: Raised | None
     # The index of the line after it.
     next_index: int
@@ -150,7 +151,7 @@ class TracebackReader:
     """Reads tracebacks from the lines of one process.
 
     Args:
-        lines: The lines, without the margins of groups of exceptions (see `without_margins`).
+        lines: The lines, without the margins of exception groups (see `without_margins`).
     """
 
     def __init__(self, lines: Sequence[CleanLine]) -> None:
@@ -159,10 +160,10 @@ class TracebackReader:
         self._depth = 0
 
     def read(self, at: int) -> tuple[Raised | None, int]:
-        """Return the exception whose traceback begins at a line, and the index of the line after.
+        """Return the exception whose traceback begins at a line, and the index of the next line.
 
-        Of a chain, the last exception is returned, with the others in `Raised.causes`. None if the
-        traceback is cut off.
+        For a chain, the last exception is returned, with the others in `Raised.causes`. The
+        exception is None if the traceback is cut off.
         """
         newest: Raised | None = None
         self._depth += 1
@@ -179,9 +180,9 @@ class TracebackReader:
             at = linked
 
     def about_to_raise(self, at: int) -> Raised | None:
-        """Return the exception, without its message, that a traceback is about to show.
+        """Return the exception that a cut-off traceback was about to show, without its message.
 
-        It is known if the traceback that begins at a line ends with a frame that raises it.
+        None unless the last frame of the traceback is a `raise` statement that names the class.
         """
         frames, next_index = self._frames(self._first_frame(at))
         if not frames:
@@ -197,13 +198,13 @@ class TracebackReader:
         )
 
     def message(self, at: int, first: str, *, bare: bool = False) -> Message:
-        """Return the message that begins in a line.
+        """Return the message that begins on a line.
 
         Args:
             at: The index of the line.
             first: The part of the line that belongs to the message.
-            bare: Whether there was no traceback before it. Then only lines that are indented belong
-                to it, or that continue a long line in small letters.
+            bare: Whether there was no traceback before it. Then only indented lines, and lower-case
+                continuations of a wrapped line, belong to the message.
         """
         kept = [first]
         index = at + 1
@@ -223,16 +224,17 @@ class TracebackReader:
         return Message("\n".join(kept).strip(), None, index)
 
     def fatal_error(self, at: int) -> tuple[tuple[Frame, ...], int]:
-        """Return the frames of the current thread in a dump of faulthandler, innermost last.
+        """Return the frames of the current thread in a faulthandler dump, and the next line's
+        index.
 
-        The index of the line after the dump is the second value.
+        Frames are ordered innermost last.
         """
         frames: list[Frame] = []
         in_current_thread = False
         index = at + 1
         while index < len(self._text) and index < at + _MOST_LINES_OF_DUMP:
             text = self._text[index]
-            # These frames lack the comma before the function.
+            # In faulthandler's frames, there is no comma before the function.
             frame = _FRAME.match(re.sub(r"line (\d+) in ", r"line \1, in ", text))
             if frame is not None:
                 if in_current_thread:
@@ -247,7 +249,7 @@ class TracebackReader:
         return _without_middle(frames), index
 
     def _read_one(self, at: int) -> tuple[Raised | None, int]:
-        """Return one exception of a chain, and the index of the line after it."""
+        """Return one exception of a chain, and the index of the next line."""
         if "─" in self._text[at]:
             frames, at = self._rich_frames(at + 1)
         else:
@@ -264,12 +266,12 @@ class TracebackReader:
     def _first_frame(self, at: int) -> int:
         """Return the index of the first frame of a traceback.
 
-        A syntax error has no header, and in reports it is often left out.
+        Syntax errors have no header, and bug reports often omit it.
         """
         return at + 1 if HEADER.search(self._text[at]) else at
 
     def _linked_traceback(self, at: int) -> int | None:
-        """Return the index of the traceback that is linked to the one which ended before a line."""
+        """Return the index of the traceback that is linked to the one before this line, or None."""
         place = at
         while place < min(at + 3, len(self._text)) and not self._text[place].strip(' "'):
             place += 1
@@ -281,7 +283,7 @@ class TracebackReader:
         return None
 
     def _nested_traceback(self, index: int) -> int | None:
-        """Return the index of the traceback that begins inside a message at a line, if one does."""
+        """Return the index of the traceback nested in a message at this line, or None."""
         text = self._text[index]
         if not _NESTED.match(text) or self._depth > _MOST_NESTED:
             return None
@@ -299,7 +301,7 @@ class TracebackReader:
     def _exception(
         self, at: int, match: re.Match[str], frames: tuple[Frame, ...]
     ) -> tuple[Raised, int]:
-        """Return the exception whose class stands in a line, and the index of the line after it."""
+        """Return the exception whose class is on a line, and the index of the next line."""
         message = self.message(at, match[2] or "")
         line = self._lines[at]
         raised = Raised(
@@ -314,14 +316,14 @@ class TracebackReader:
         return raised, message.next_index
 
     def _continues_line(self, index: int) -> bool:
-        """Return whether a line is indented, or goes on in small letters where one was wrapped."""
+        """Return whether a line is indented, or continues a wrapped line in lower case."""
         text = self._text[index]
         if text[:1] in (" ", "\t", ""):
             return True
         return text[0].islower() and len(self._text[index - 1]) >= _LEAST_WRAPPED
 
     def _ends_message(self, index: int) -> bool:
-        """Return whether a line does not belong to the message before it."""
+        """Return whether the message before a line has ended."""
         line = self._lines[index]
         text = line.text
         if line.level is not None or self._has_other_time(index):
@@ -335,12 +337,12 @@ class TracebackReader:
         return text[0] not in " \t" and is_progress(text)
 
     def _has_other_time(self, index: int) -> bool:
-        """Return whether a line was written at another time than the line before it."""
+        """Return whether a line has a different timestamp from the line before it."""
         seconds = self._lines[index].unix_seconds
         return seconds is not None and seconds != self._lines[index - 1].unix_seconds
 
     def _message_ends_at_gap(self, index: int) -> bool:
-        """A message only continues after an empty line if an indented line or the like follows."""
+        """Return whether a message ends at an empty line, unless an indented line follows."""
         for following in self._text[index + 1 : index + 3]:
             if following.strip():
                 continues = following[0] in " \t(" or _NESTED.match(following) is not None
@@ -348,7 +350,7 @@ class TracebackReader:
         return True
 
     def _frames(self, at: int) -> tuple[tuple[Frame, ...], int]:
-        """Return the frames from a line on, and the index of the line after them."""
+        """Return the frames that begin at a line, and the index of the line after them."""
         frames: list[Frame] = []
         indent = 0
         index = at
@@ -361,7 +363,7 @@ class TracebackReader:
             elif frames and _indentation(text) > indent:
                 frames[-1] = _with_code(frames[-1], text.strip())
             elif not _REPEATED.match(text):
-                # People leave a line empty after the first frame.
+                # In pasted tracebacks, an empty line may follow the first frame.
                 is_gap = frames and not text.strip() and index == at + 1
                 if not is_gap:
                     break
@@ -369,7 +371,7 @@ class TracebackReader:
         return _without_middle(frames), index
 
     def _rich_frames(self, at: int) -> tuple[tuple[Frame, ...], int]:
-        """Return the frames inside a box that rich has drawn, and the index of the line after."""
+        """Return the frames inside a box drawn by rich, and the index of the line after them."""
         frames = []
         index = at
         while index < len(self._text) and _RICH_BOX.match(self._text[index]):
@@ -381,7 +383,7 @@ class TracebackReader:
 
 
 def _is_class_after_frames(match: re.Match[str]) -> bool:
-    """Return whether a line after frames names an exception: any name with a message does."""
+    """Return whether a line after frames names an exception; any name with a message counts."""
     name, message = match.groups()
     return message is not None or "." in name or name in _BUILTIN_EXCEPTIONS
 
@@ -395,7 +397,7 @@ def _indentation(text: str) -> int:
 
 
 def _with_code(frame: Frame, code: str) -> Frame:
-    """Return a frame with its line of code, unless it has one or the line only marks a place."""
+    """Return a frame with its source line, unless it has one or the line is only ``~~^^``."""
     if frame.code or not code.strip("~^ "):
         return frame
     return replace(frame, code=code[:_MOST_OF_A_CODE_LINE])
@@ -423,7 +425,7 @@ def is_syntax_error(lines: Sequence[CleanLine], at: int) -> bool:
 
 
 def without_margins(lines: Sequence[CleanLine]) -> list[CleanLine]:
-    """Return the lines without the margins with which groups of exceptions are drawn."""
+    """Return the lines without the margins that Python draws around exception groups."""
     plain_lines = []
     in_group = False
     for line in lines:

@@ -1,6 +1,6 @@
-"""What a run directory holds, read into facts. Nothing here chooses a cause.
+"""Read a run directory into facts. Nothing here chooses a cause.
 
-``recordings`` opens a directory and reads its rings of events, whatever state they are in;
-``statements`` turns events into what was raised and what was tried; ``curves`` finds losses that
-diverged; ``learning`` judges whether a loss fell. ``explain.collecting`` puts them together.
+``recordings`` opens a directory and reads its event rings, even damaged ones; ``statements`` turns
+events into exceptions and applied remedies; ``curves`` finds losses that diverged; ``learning``
+judges whether a loss fell. ``explain.collecting`` combines the results.
 """

@@ -1,7 +1,6 @@
-"""How the losses of a run ended: not finite, or many orders of magnitude above their best level.
+"""Detect losses that diverged: not finite, or many orders of magnitude above their best level.
 
-Judging is the job of ``explain.runtime_causes``, and fitting trends that of
-``supervise.leaks.growth``.
+What that means for the verdict is decided in ``explain.runtime_causes``.
 """
 
 from __future__ import annotations
@@ -14,37 +13,37 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from holdfast.core.errors import HoldfastError
-from holdfast.explain.evidence import Lost
+from holdfast.explain.evidence import LostTraining
 from holdfast.recorder.progress import read_samples
 from holdfast.recorder.reader import read_steps
 from holdfast.recorder.run_files import SAMPLES_FILE, ProcessInfo
 
-# A step, or the number of a line of a log, and a value.
+# A step number, or a line number in a log, and a value.
 Point = tuple[int, float]
 
-# Losses at the end that must be lost, where there were good ones before. A single one may be a
-# batch that was left out.
+# At least this many bad losses at the end, if there were good ones before. A single bad loss may be
+# a batch that was skipped.
 _FEWEST_LOSSES = 2
-# The same for norms of gradients. A loss scaler that looks for its scale makes some of the first
-# ones infinite.
+# The same for gradient norms. While a loss scaler searches for its scale, some of the first norms
+# are infinite.
 _FEWEST_NORMS = 3
-# A loss that has risen this far above its best level has exploded. Manual loss scales reach 2**16,
-# and rewards that are not scaled 1e4.
+# A loss that rose by this factor above its best level has exploded. Manual loss scales reach 2**16,
+# and unscaled rewards 1e4.
 _EXPLODED = 1e6
-# An exploded loss has stayed there for one twentieth of the run.
+# An exploded loss must have stayed high for at least one twentieth of the run.
 _SHARE_AT_END = 20
 # The best level is the lowest median of blocks of this many losses, since single losses are small
 # by chance.
 _BLOCK = 10
-# The level of the beginning is taken from this many losses.
+# How many losses determine the level at the beginning.
 _BEGINNING = 5
 # A loss counts as at least this level: a loss that begins at 0 has no scale of its own.
 _LEAST_LEVEL = 1.0
-# A rise of the last losses over the first that is worth mentioning. Single losses of healthy runs
+# A rise from the first to the last losses that is worth mentioning. Single losses of healthy runs
 # rise 40-fold.
 _FAR = 100.0
-# The same for a loss that stays up, and the level as which smaller losses count. The losses of 91
-# healthy programs rose 2-fold at most.
+# The same for a loss that stays high, and the level that smaller losses are raised to. The losses
+# of 91 healthy programs rose at most 2-fold.
 _RISEN = 10.0
 _LEAST_RISEN_LEVEL = 0.1
 
@@ -56,16 +55,16 @@ class _Curves(NamedTuple):
     norms: list[Point]
 
 
-def lost_of_run(
+def find_lost_training(
     folders: Iterable[tuple[Path, ProcessInfo]],
     guards: Iterable[Path],
     between: tuple[float, float],
-) -> tuple[Lost | None, bool]:
-    """Return how the training of a run was lost, and whether a loss of it was recorded at all.
+) -> tuple[LostTraining | None, bool]:
+    """Return how the training of a run diverged, and whether any loss was recorded.
 
     Args:
-        folders: The processes that trained. Of those with the same rank the newest counts: the
-            others are of an earlier start by a launcher, or of another training run before.
+        folders: The processes that trained. For each rank only the newest counts; older ones belong
+            to an earlier launch or an earlier training run.
         guards: The folders of guards. Their rings hold all attempts.
         between: The Unix times between which steps of guards count.
 
@@ -121,13 +120,13 @@ def _curves(steps: Iterable[tuple[int, float | None, float | None]]) -> _Curves:
 
 def find_lost(
     losses: Sequence[Point], norms: Sequence[Point] = (), *, log: str = ""
-) -> Lost | None:
-    """Return how a training run was lost and stayed lost to its end, or None if it was not.
+) -> LostTraining | None:
+    """Return how a training run diverged without recovering, or None if it did not.
 
     Args:
         losses: The losses, oldest first.
         norms: The norms of the gradients, oldest first.
-        log: The name of the log whose lines they are from, if they are from one.
+        log: The name of the log that the values come from; empty for recorded steps.
     """
     lost = (
         _not_finite(losses, "loss", _FEWEST_LOSSES)
@@ -139,33 +138,37 @@ def find_lost(
 
 def _not_finite(
     points: Sequence[Point], what: Literal["loss", "gradients"], fewest: int
-) -> Lost | None:
-    """Return that the last values, at least so many, are not finite. A loss may always be so."""
+) -> LostTraining | None:
+    """Return the divergence if at least `fewest` values at the end are not finite.
+
+    A loss that was never finite counts however short it is.
+    """
     count = _count_at_end(points, lambda value: not math.isfinite(value))
     always = 0 < count == len(points)
     if count < fewest and not (always and what == "loss"):
         return None
-    return Lost(what=what, since=points[-count][0], always=always)
+    return LostTraining(what=what, since=points[-count][0], always=always)
 
 
-def _exploded(points: Sequence[Point]) -> Lost | None:
-    """Return that a loss rose by orders of magnitude above its best level and stayed there."""
+def _exploded(points: Sequence[Point]) -> LostTraining | None:
+    """Return the divergence if the loss rose far above its best level and stayed there."""
     finite = [abs(value) for _, value in points if math.isfinite(value)]
     if len(points) <= _FEWEST_LOSSES or not finite:
         return None
     level = _best_level(finite)
     limit = _EXPLODED * max(level, _LEAST_LEVEL)
-    # A value that is no number counts as above the limit.
+    # NaN counts as above the limit.
     count = _count_at_end(points, lambda value: not value < limit)
     if count < max(_FEWEST_LOSSES, len(points) // _SHARE_AT_END):
         return None
-    return Lost(what="loss", since=points[-count][0], rose=(level, points[-1][1]))
+    return LostTraining(what="loss", since=points[-count][0], rose=(level, points[-1][1]))
 
 
 def _best_level(losses: Sequence[float]) -> float:
     """Return the lowest level of a loss: of its beginning, or of any block.
 
-    The beginning counts by its first and its second smallest value, as a loss may explode at once.
+    The beginning counts with its first and its second smallest value, because a loss may explode
+    immediately.
     """
     second_smallest = sorted(losses[:_BEGINNING])[:2][-1]
     medians = [
@@ -174,7 +177,7 @@ def _best_level(losses: Sequence[float]) -> float:
     return min(losses[0], second_smallest, *medians)
 
 
-def find_risen_loss(points: Sequence[Point], *, log: str = "") -> Lost | None:
+def find_risen_loss(points: Sequence[Point], *, log: str = "") -> LostTraining | None:
     """Return a loss that ended far above its beginning, which need not be a failure, or None.
 
     The median of its last tenth lies a hundredfold above the largest loss of its first tenth; or
@@ -182,7 +185,7 @@ def find_risen_loss(points: Sequence[Point], *, log: str = "") -> Lost | None:
 
     Args:
         points: The losses, oldest first.
-        log: The name of the log whose lines they are from, if they are from one.
+        log: The name of the log that the values come from; empty for recorded steps.
     """
     finite = [(at, value) for at, value in points if math.isfinite(value)]
     if len(finite) <= _FEWEST_LOSSES:
@@ -203,11 +206,13 @@ def find_risen_loss(points: Sequence[Point], *, log: str = "") -> Lost | None:
     ) and lowest_of_last_quarter > _RISEN * max(best, _LEAST_RISEN_LEVEL)
     if not is_far_above and not stays_above:
         return None
-    return Lost(what="loss", since=finite[-size][0], rose=(first, last), exploded=False, log=log)
+    return LostTraining(
+        what="loss", since=finite[-size][0], rose=(first, last), exploded=False, log=log
+    )
 
 
 def _count_at_end(points: Sequence[Point], is_lost: Callable[[float], bool]) -> int:
-    """Return how many of the newest points are lost, without a good one after them."""
+    """Return how many points at the end are bad, up to the last good one."""
     count = 0
     for _, value in reversed(points):
         if not is_lost(value):

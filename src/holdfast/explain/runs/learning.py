@@ -25,24 +25,23 @@ from holdfast.recorder.run_files import SAMPLES_FILE
 
 # Fewer losses show no trend.
 FEWEST_LOSSES = 10
-# A loss must fall by this share of its level. Adam at a learning rate of 1e-6 takes a few hundred
-# steps for it.
+# A loss must fall by this share of its level. Adam with a learning rate of 1e-6 takes a few hundred
+# steps to do so.
 _LEAST_FALL = 0.01
-# A sure fall is larger than this many standard errors. It is not 2, because several beginnings are
-# tried.
+# A certain fall exceeds this many standard errors; 2 would be too few, because several beginnings
+# are tried.
 _SURE = 4.0
-# A fall by more than this many standard errors is likely enough that the loss is not called flat.
+# A loss that fell by more than this many standard errors is not called flat.
 _LIKELY = 2.0
-# A loss has left the level at which it began if it rose by this many standard deviations of its
-# noise.
+# A rise within the first quarter is clear if it exceeds this many standard deviations of the noise.
 _CLEAR_RISE = 3.0
-# A fall from the first loss alone must be larger than this many standard deviations of the noise.
+# A fall measured from the first loss alone must exceed this many standard deviations of the noise.
 _SURE_FROM_ONE_LOSS = 6.0
 # A loss is only called flat if its noise could not hide a fall by this share of its level.
 _MOST_HIDDEN = 0.3
 # A loss that begins below this value may be that of a trained model.
 _LOW = 0.1
-# A stretch of losses has both signs if this share of them has the rarer one.
+# Losses have both signs if at least this share of them has the rarer sign.
 _MINORITY = 0.1
 # A rise to this multiple of the first loss is reported even if the loss came back, unless it was a
 # single batch.
@@ -50,7 +49,7 @@ _SPIKE = 1000.0
 # A first loss below this value counts as this value for a spike, since a loss that begins at 0 has
 # no scale.
 _LEAST_LEVEL = 1.0
-# The beginning and the end have at least this many losses.
+# The beginning and the end consist of at least this many losses.
 _FIRST = 3
 # Slow noise is measured between the medians of this many blocks, if each has enough losses.
 _BLOCKS = 8
@@ -61,13 +60,13 @@ _NORMAL_DISTANCE = 0.6745 * math.sqrt(6)
 _MEDIAN_ERROR = 1.25
 # The least number of records in a row of ``recorder.history``.
 _RECORDS_OF_A_ROW = 64
-# Waiting for the loader is judged from this many steps on, and only if it took this long in total:
-# a run of a few seconds spends half of its time on starting its workers.
+# Waiting for the loader is judged only after this many steps and this much waiting in total: a run
+# of a few seconds spends half of its time starting workers.
 _LEAST_STEPS = 10
 _LEAST_WAIT_SECONDS = 2.0
 
 
-# Of several ranks, the outcome that comes first here is reported.
+# If ranks differ, the outcome that comes first here is reported.
 _BY_CERTAINTY = ("spiked", "fell", "flat", "rose", "unclear")
 
 
@@ -85,14 +84,14 @@ def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = Fa
 
     Args:
         curves: The recorded losses of each rank, or of each process that trained, oldest first.
-        by_reward: Whether the script imported a package of environments, as reinforcement learning
-            does.
+        by_reward: Whether the script imported a reinforcement-learning environment package.
 
     Returns:
-        The surest outcome of all curves, since ranks compute the same loss of different samples.
+        The most certain outcome over all curves, since ranks compute the same loss on different
+            samples.
     """
     if by_reward:
-        reason = "the loss of a policy that is trained by reward is no measure of it"
+        reason = "the loss of a policy that is trained by reward does not measure its progress"
         return Learning(outcome="unclear", reason=reason)
     return min(
         (learning_of_process(curve) for curve in curves if curve),
@@ -104,12 +103,12 @@ def learning_of_run(curves: Iterable[Sequence[Reading]], *, by_reward: bool = Fa
 def learning_of_process(readings: Sequence[Reading]) -> Learning:
     """Return whether the loss of one process fell.
 
-    If it trained several models one after the other, the newest one counts.
+    If it trained several models one after another, the last one counts.
     """
     stretches = _by_optimizer(readings)
     optimizers = {stretch[0].optimizer for stretch in stretches}
     if len(stretches) >= 2 * len(optimizers):
-        reason = "several optimizers took turns, each with a loss of its own"
+        reason = "several optimizers took turns, each with its own loss"
         return Learning(outcome="unclear", reason=reason)
     long_enough = [stretch for stretch in stretches if len(stretch) >= FEWEST_LOSSES]
     newest = long_enough[-1] if long_enough else readings
@@ -123,7 +122,7 @@ def learning_of_process(readings: Sequence[Reading]) -> Learning:
 
 
 def _by_optimizer(readings: Sequence[Reading]) -> list[list[Reading]]:
-    """Return the readings in stretches in which the same optimizer stepped."""
+    """Split the readings into stretches with the same optimizer."""
     stretches: list[list[Reading]] = []
     for reading in readings:
         if not stretches or stretches[-1][-1].optimizer != reading.optimizer:
@@ -152,11 +151,11 @@ class _Curve:
     def __init__(self, readings: Sequence[Reading]) -> None:
         self.readings = readings
         self.losses = [reading.loss for reading in readings]
-        # The first and the last quarter, at least three losses each.
+        # The first and the last quarter, with at least three losses each.
         size = _size_of_end(self.losses)
         self.beginning = self.losses[:size]
         self.end = self.losses[-size:]
-        # Their levels.
+        # Their medians.
         self.first = statistics.median(self.beginning)
         self.last = statistics.median(self.end)
 
@@ -171,7 +170,7 @@ class _Curve:
 
         Args:
             outcome: Whether the loss fell.
-            first: The level at the beginning, if it is not that of the first quarter.
+            first: The level at the beginning; by default that of the first quarter.
             constant: Whether the loss never changed.
         """
         level = self.first if first is None else first
@@ -181,13 +180,13 @@ class _Curve:
 def _changes_sign_all_the_time(curve: _Curve) -> Learning | None:
     """A loss with both signs at both ends, such as that of a critic, does not measure progress."""
     if _has_both_signs(curve.beginning) and _has_both_signs(curve.end):
-        reason = "the loss changes its sign all the time, so that it is no measure"
+        reason = "the loss keeps changing sign, so it does not measure progress"
         return Learning(outcome="unclear", reason=reason)
     return None
 
 
 def _spiked(curve: _Curve) -> Learning | None:
-    """Two losses in a row far above the first are reported even if the loss came back."""
+    """Two consecutive losses far above the first are reported even if the loss recovered."""
     limit = _SPIKE * max(abs(curve.losses[0]), _LEAST_LEVEL)
     for before, after in itertools.pairwise(curve.readings):
         if min(before.loss, after.loss) > limit:
@@ -209,7 +208,7 @@ def _only_came_back_down(curve: _Curve) -> Learning | None:
 
 
 def _fell(curve: _Curve) -> Learning | None:
-    """A fall by more than the noise is progress."""
+    """A fall that clearly exceeds the noise is progress."""
     first = _level_it_fell_from(curve.losses, _SURE)
     return None if first is None else curve.learning("fell", first=first)
 
@@ -217,21 +216,21 @@ def _fell(curve: _Curve) -> Learning | None:
 def _changes_sign(curve: _Curve) -> Learning | None:
     """A loss with both signs is only called flat or rising if it has them at neither end."""
     if _has_both_signs(curve.beginning) or _has_both_signs(curve.end):
-        reason = "the loss changes its sign, and shows no fall beyond its noise"
+        reason = "the loss changes sign and does not fall by more than its noise"
         return Learning(outcome="unclear", reason=reason)
     return None
 
 
 def _fell_by_little_more_than_noise(curve: _Curve) -> Learning | None:
-    """A fall that the noise nearly explains is neither sure enough nor clearly absent."""
+    """A fall that noise could nearly explain is neither certain nor clearly absent."""
     if _level_it_fell_from(curve.losses, _LIKELY) is not None:
-        reason = "the loss is lower at its end, but hardly by more than its noise"
+        reason = "the loss is lower at the end, but by little more than its noise"
         return Learning(outcome="unclear", reason=reason)
     return None
 
 
 def _rose(curve: _Curve) -> Learning | None:
-    """A rise need not be as sure as a fall, since it only says that the loss did not fall."""
+    """A rise needs less certainty than a fall, since it only says that the loss did not fall."""
     is_rise = _is_fall(curve.last, curve.first, _LIKELY * _error_of_fall(curve))
     return curve.learning("rose") if is_rise else None
 
@@ -240,12 +239,12 @@ def _noise_would_hide_a_fall(curve: _Curve) -> Learning | None:
     """A loss is only called flat if a fall that matters would show in it."""
     largest_fall = curve.first - curve.last + _LIKELY * _error_of_fall(curve)
     if largest_fall > _MOST_HIDDEN * max(abs(curve.first), abs(curve.last)):
-        return Learning(outcome="unclear", reason="the noise of the loss would hide a fall")
+        return Learning(outcome="unclear", reason="the loss is too noisy to show a fall")
     return None
 
 
 def _was_low_from_the_beginning(curve: _Curve) -> Learning | None:
-    """A low loss that still varies may be that of a model that was trained before."""
+    """A low loss that still varies may belong to an already trained model."""
     is_constant = min(curve.losses) == max(curve.losses)
     if 0 < curve.first < _LOW and not is_constant:
         reason = (
@@ -256,7 +255,7 @@ def _was_low_from_the_beginning(curve: _Curve) -> Learning | None:
     return None
 
 
-# The first rule that has an answer wins. Without any the loss is flat.
+# The first rule that has an answer wins. If none has one, the loss is flat.
 _RULES: tuple[Callable[[_Curve], Learning | None], ...] = (
     _changes_sign_all_the_time,
     _spiked,
@@ -276,14 +275,14 @@ def _error_of_fall(curve: _Curve) -> float:
 
 
 def _size_of_end(losses: Sequence[float]) -> int:
-    """Return how many losses are the end of a curve, and at most its beginning: a quarter."""
+    """Return how many losses form the end of a curve: a quarter, and at least `_FIRST`."""
     return max(len(losses) // 4, _FIRST)
 
 
 def _rose_first(losses: Sequence[float]) -> bool:
-    """Return whether a loss rose clearly within its first quarter.
+    """Return whether a loss clearly rose within its first quarter.
 
-    It does so if the learning rate is too high.
+    That happens if the learning rate is too high.
     """
     size = _size_of_end(losses)
     return statistics.median(losses[:size]) - losses[0] > _CLEAR_RISE * _noise(losses[-size:])
@@ -292,13 +291,13 @@ def _rose_first(losses: Sequence[float]) -> bool:
 def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
     """Return the level at the beginning from which the loss fell, or None if it did not.
 
-    Some losses fall within a few steps and then stay, others fall all the time. So the beginning
-    may be the first loss alone, the first few losses, or as much as the first quarter; the first
-    one that shows a fall counts.
+    Some losses fall within a few steps and then stay flat; others keep falling. So several
+    beginnings are tried, from the first loss alone up to the first quarter, and the first one that
+    shows a fall counts.
 
     Args:
         losses: The losses, oldest first.
-        errors: By how many standard errors the end must lie below the level.
+        errors: How many standard errors the end must lie below the beginning.
     """
     end = losses[-_size_of_end(losses) :]
     last = statistics.median(end)
@@ -310,7 +309,7 @@ def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
     for size in _sizes_of_beginning(losses):
         window = losses[:size]
         level = statistics.median(window)
-        # Too few values to estimate their own noise, which may come out too low.
+        # A few values may underestimate their own noise.
         error = max(_error(window), _MEDIAN_ERROR * noise / math.sqrt(size))
         if _is_fall(level, last, errors * math.hypot(error, _error(end))):
             return level
@@ -318,7 +317,7 @@ def _level_it_fell_from(losses: Sequence[float], errors: float) -> float | None:
 
 
 def _sizes_of_beginning(losses: Sequence[float]) -> list[int]:
-    """Return the numbers of losses that may be the beginning, in ascending order."""
+    """Return the window sizes to try for the beginning, in ascending order."""
     most = _size_of_end(losses)
     sizes = [_FIRST]
     while 2 * sizes[-1] < most:
@@ -327,18 +326,15 @@ def _sizes_of_beginning(losses: Sequence[float]) -> list[int]:
 
 
 def _is_fall(first: float, last: float, noise: float) -> bool:
-    """Return whether one level lies clearly below another.
-
-    It does if it is lower by more than the noise and by at least `_LEAST_FALL`.
-    """
+    """Return whether a level fell by more than the noise and by at least `_LEAST_FALL`."""
     return first - last > noise and first - last >= _LEAST_FALL * max(abs(first), abs(last))
 
 
 def _noise(losses: Sequence[float]) -> float:
     """Return the standard deviation of the noise of losses.
 
-    It is estimated from the distance of each loss from the mean of its neighbours, which a steady
-    rise or fall does not change.
+    It is estimated from each loss's distance to the mean of its neighbours, which a steady rise or
+    fall does not affect.
     """
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     distances = [abs(before - 2 * loss + after) for before, loss, after in triples]
@@ -348,7 +344,7 @@ def _noise(losses: Sequence[float]) -> float:
 def _error(losses: Sequence[float]) -> float:
     """Return the standard error of the median of losses.
 
-    With enough losses it is at least that of the medians of blocks, which also shows slow noise.
+    With enough losses, the spread of block medians is a lower bound, which accounts for slow noise.
     """
     error = _MEDIAN_ERROR * _noise(losses) / math.sqrt(len(losses))
     size = len(losses) // _BLOCKS
@@ -368,8 +364,8 @@ def _has_both_signs(losses: Sequence[float]) -> bool:
 def readings_of_process(folder: Path) -> list[Reading]:
     """Return the recorded losses of a process, oldest first; none if they cannot be read.
 
-    The ring of samples holds the newest steps. Older ones are only kept as means over rows; if
-    there are any, the newest are averaged over as many steps, so that both are equally noisy.
+    The ring of samples holds the newest steps; older ones are kept only as means over many steps.
+    If there are any, the newest steps are averaged in the same way, so that both are equally noisy.
     """
     readings = _readings(
         (sample.step, sample.loss, sample.optimizer) for sample in samples_of(folder)
@@ -395,7 +391,7 @@ def readings_of_process(folder: Path) -> list[Reading]:
 
 
 def _means(readings: Sequence[Reading]) -> list[Reading]:
-    """Return the means over stretches of readings that are as long as a row of the history."""
+    """Average readings over stretches as long as a row of the history."""
     means: list[Reading] = []
     for optimizer in dict.fromkeys(reading.optimizer for reading in readings):
         own = [reading for reading in readings if reading.optimizer == optimizer]
@@ -432,9 +428,9 @@ def samples_of(folder: Path) -> list[StepSample]:
 
 
 def loader_wait_of_run(folders: Iterable[Path]) -> LoaderWait | None:
-    """Return how long steps waited for their loader; None if that was negligible.
+    """Return how long steps waited for their loader; None if negligible.
 
-    The first step of each process is left out, since the loader starts in it.
+    The first step of each process is ignored, because the loader starts during it.
     """
     timed = [
         sample

@@ -1,7 +1,7 @@
-"""The rings of events in a run directory, read so that no damage to them can end the reader.
+"""Read the event rings in a run directory, tolerating any damage.
 
-What is damaged, or written by somebody else, is named in `Recordings.missing`. What the events mean
-is found in ``statements`` and in ``explain.collecting``.
+Anything damaged or foreign is listed in `Recordings.missing`. ``statements`` and
+``explain.collecting`` interpret the events.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.recorder.run_files import (
 FORMAT = 1
 # The folder of a guard's recordings, with a folder for each rank.
 _GUARD_FOLDER = "recorder"
-# Guards of one run that are read. A notebook may have opened any number.
+# At most this many guards of a run are read. A notebook may have opened any number.
 _MOST_GUARDS = 64
 
 
@@ -61,14 +61,14 @@ class Recordings:
             return []
         return [event for event in events if isinstance(event.unix_seconds, (int, float))]
 
-    def say_lost_steps(self, folders: Mapping[Path, str]) -> None:
-        """Add to `missing` which steps of processes are no longer recorded.
+    def note_overwritten_steps(self, folders: Mapping[Path, str]) -> None:
+        """Add to `missing` which steps were overwritten in the rings of processes.
 
         Args:
-            folders: The folders of the processes, with what to call each process.
+            folders: A name for each process, by its folder.
         """
         for folder, name in folders.items():
-            # That a ring is damaged is said where its events are read.
+            # Damage is reported when the events of this ring are read.
             with suppress(HoldfastError, OSError, ValueError):
                 words = not_recorded_any_more(folder)
                 if words:
@@ -79,22 +79,22 @@ class Recordings:
         try:
             return max(read_steps(folder), key=lambda step: step.unix_seconds, default=None)
         except (HoldfastError, OSError, ValueError):
-            # That the ring is damaged is said where its events are read.
+            # Damage is reported when the events of the ring are read.
             return None
 
-    def lost(self) -> dict[str, Any] | None:
-        """Return what was left when the supervisor itself was killed.
+    def supervisor_loss(self) -> dict[str, Any] | None:
+        """Return the sentinel's note about the killed supervisor.
 
-        None if it was not killed, or if nobody noted it.
+        None if the supervisor was not killed, or if nothing was noted.
         """
         return _read_json_object(self.run / SUPERVISOR_FOLDER / LOST_FILE)
 
-    def supervisor(self) -> list[Event]:
+    def supervisor_events(self) -> list[Event]:
         """Return the events of the supervisor."""
         return self.events(self.run / SUPERVISOR_FOLDER) if self.supervised else []
 
     def processes(self) -> list[tuple[Path, ProcessInfo]]:
-        """Return the folders of the observed processes, with what each says of itself."""
+        """Return the folders of the observed processes, with each process's self-description."""
         try:
             return read_processes(self.run)
         except OSError as error:
@@ -113,8 +113,8 @@ class Recordings:
         """Return the folders of the recordings of guards.
 
         Args:
-            events: The events of processes. They name the directories of the guards which the
-                processes opened; a guard may also have recorded in this directory.
+            events: The events of processes, which name the directories of the guards that they
+                opened. A guard may also have recorded in this directory.
         """
         folders = _folders_of_ranks(self.run)
         for event in events:
@@ -137,17 +137,17 @@ def open_recordings(run: Path) -> Recordings:
     try:
         names = {path.name for path in run.iterdir()}
     except OSError as error:
-        raise unreadable(run, error) from error
+        raise unreadable_error(run, error) from error
     if names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER}:
         _check_format(run)
         return Recordings(run=run, supervised=True)
     if _GUARD_FOLDER in names and _folders_of_ranks(run):
         return Recordings(run=run, supervised=False)
-    raise no_recording(run)
+    raise no_recording_error(run)
 
 
 def _check_format(run: Path) -> None:
-    """Raise H734 if a newer holdfast made a directory. Without a number, it is of this format."""
+    """Raise H734 if a newer holdfast made a directory; no format number means the current one."""
     description = _read_json_object(run / SUPERVISED_FILE) or {}
     written = description.get("format", FORMAT)
     if not isinstance(written, int) or written > FORMAT:
@@ -160,7 +160,7 @@ def _check_format(run: Path) -> None:
 
 
 def all_rings(recordings: Recordings) -> Iterator[tuple[str, Path]]:
-    """Yield the folder of each ring of events in a run directory, with what to call it."""
+    """Yield a name and the folder for each event ring in a run directory."""
     supervisor = recordings.run / SUPERVISOR_FOLDER
     if (supervisor / EVENTS_FILE).exists():
         yield "supervisor", supervisor
@@ -173,7 +173,7 @@ def all_rings(recordings: Recordings) -> Iterator[tuple[str, Path]]:
         yield f"guard {folder.name}", folder
 
 
-def no_recording(run: Path) -> RunDirectoryError:
+def no_recording_error(run: Path) -> RunDirectoryError:
     """Return the error for a directory that is not one of a run (H731)."""
     return RunDirectoryError(
         f"{run} holds no recording",
@@ -183,22 +183,22 @@ def no_recording(run: Path) -> RunDirectoryError:
     )
 
 
-def unreadable(path: Path, error: OSError) -> RunDirectoryError:
-    """Return the error for a directory or a log that the system refuses to read (H733)."""
+def unreadable_error(path: Path, error: OSError) -> RunDirectoryError:
+    """Return the error for a directory or a log that cannot be read (H733)."""
     fix = "check its permissions, or run as the user who owns it."
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         near = near_path(path)
         fix = f"did you mean {near}?" if near is not None else "check the path."
     return RunDirectoryError(
         f"{path} cannot be read ({error.strerror or error})",
-        limit="the recordings or the log are needed",
+        limit="an explanation needs the recordings or the log",
         fix=fix,
         rule="H733",
     )
 
 
 def near_path(path: Path) -> Path | None:
-    """Return an existing path that is spelled almost like one that does not exist.
+    """Return an existing path with a similar spelling to a missing one.
 
     None if there is none, or if the path exists.
     """

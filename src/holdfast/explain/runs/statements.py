@@ -1,7 +1,7 @@
-"""Statements from events: what processes raised, what guards tried, and how guards ended.
+"""Turn events into statements: what processes raised, what guards tried, and how guards ended.
 
-The last event of a guard is ``closed``, or ``left_by_exception`` followed by what the guard writes
-while it closes. Which statement matters is judged in ``explain.weighing``.
+A guard's last event is ``closed``, or ``left_by_exception`` followed by what the guard writes while
+closing. ``explain.weighing`` judges which statement matters.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.logs.text import read_log
 from holdfast.recorder.run_files import ProcessInfo
 
-# Exceptions that led to one. A chain can be longer, as in a recursion inside handlers.
+# At most this many causes of an exception are used. A recursion inside handlers makes a longer
+# chain.
 _MOST_CAUSES = 20
 _MOST_OF_A_TEXT = 20_000  # characters
 _MOST_OF_A_REASON = 400  # characters
-# A log and a recording are of the same exception if this much of its first line agrees.
+# A log and a recording show the same exception if this much of the first line agrees.
 _COMPARED = 120  # characters
 
 
 class _Remedy(NamedTuple):
-    """What a guard did against trouble."""
+    """A remedy that a guard applied."""
 
     # The rest of a sentence that begins with the guard.
     words: str
-    # The fact of the event that says why.
+    # The event field that says why.
     reason_key: str
 
 
-# By the kind of the event, in the order in which they are reported.
+# By event kind, in the order in which they are reported.
 _REMEDIES = {
     "split": _Remedy("split the batch into smaller parts because memory ran out", "reason"),
     "recompute": _Remedy("recomputed activations because memory ran out", "reason"),
@@ -48,8 +49,8 @@ _REMEDIES = {
     "checkpoint_damaged": _Remedy("passed over a damaged checkpoint", "why"),
 }
 
-# What a guard writes after the error that ends it, and while it closes. Any other event shows that
-# it continued.
+# Events that a guard may record after the error that ends it and while it closes. Any other kind
+# shows that it continued.
 _KINDS_AT_THE_END = frozenset(
     {
         "checkpoint_saved",
@@ -73,7 +74,7 @@ _KINDS_AT_THE_BEGINNING = ("loop", "resumed")
 
 
 def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
-    """Return the exceptions that a process recorded, each after what it was raised from."""
+    """Return the exceptions that a process recorded, each after its causes."""
     statements: list[Statement] = []
     for event in events:
         if event.kind != "exception":
@@ -93,7 +94,7 @@ def exceptions_of_process(events: Iterable[Event], info: ProcessInfo) -> list[St
 def exception_chain(
     facts: Mapping[str, Any], *, fatal: Any, position: int, common: Mapping[str, Any]
 ) -> list[Statement]:
-    """Return a recorded exception, after what it was raised from, the root first.
+    """Return a recorded exception and its causes, the root first.
 
     Args:
         facts: The exception as ``core.raised`` records it.
@@ -141,7 +142,7 @@ def _statement_of(
 
 
 def _frames_of(value: Any) -> tuple[Frame, ...]:
-    """Return recorded frames, without those of another form."""
+    """Return recorded frames, ignoring malformed ones."""
     if not isinstance(value, list):
         return ()
     return tuple(
@@ -152,9 +153,9 @@ def _frames_of(value: Any) -> tuple[Frame, ...]:
 
 
 def _nested_exceptions(raised: Statement) -> list[Statement]:
-    """Return the exceptions whose tracebacks a message repeats, the root first.
+    """Return the exceptions whose tracebacks are nested in a message, the root first.
 
-    The message of an exception from a loader worker does so.
+    Exceptions from loader workers have such messages.
     """
     if "raceback (most recent call last)" not in raised.text:
         return []
@@ -173,7 +174,7 @@ def _nested_exceptions(raised: Statement) -> list[Statement]:
 
 
 def event_text(value: Any) -> str:
-    """Return a text of an event, without escape sequences and cut; empty for any other value."""
+    """Return an event's text, shortened and without escape sequences; empty for other values."""
     return plain_text(value)[:_MOST_OF_A_TEXT] if isinstance(value, str) else ""
 
 
@@ -181,13 +182,13 @@ def event_text(value: Any) -> str:
 
 
 def already_tried(events: Iterable[Event]) -> list[str]:
-    """Return what guards did against trouble, one sentence for each kind of remedy.
+    """Return the remedies that guards applied, one sentence for each kind.
 
-    Each says how often, which samples were quarantined, and the reason of the newest one.
+    A sentence says how often, which samples were quarantined, and the newest reason.
     """
     counts: Counter[str] = Counter()
     newest_reason: dict[str, str] = {}
-    # A dict keeps the order and drops repetitions.
+    # An ordered set: a dict keeps the order and drops duplicates.
     quarantined: dict[str, None] = {}
     for event in events:
         remedy = _REMEDIES.get(event.kind)
@@ -213,18 +214,19 @@ def already_tried(events: Iterable[Event]) -> list[str]:
     return sentences
 
 
-# --- exceptions that both a log and a recording know ----------------------------------------------
+# --- exceptions in both a log and a recording -----------------------------------------------------
 
 
 def merge_statements(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
-    """Return all statements, those of the log first, and each exception that both know only once.
+    """Merge the statements of recordings and of a log, with each shared exception only once.
 
-    The place in the log decides the order. Class, frames, time, rank, and whether the exception was
-    fatal, come from the recording.
+    The log decides the order; statements that only recordings have follow. For a shared exception,
+    class, frames, time, rank and whether it was fatal come from the recording.
     """
     remaining = list(recorded)
     statements: list[Statement] = []
-    # From the end: of exceptions that read alike, the newest recording is that of the newest text.
+    # Go backwards, so that among identical exceptions the newest recording pairs with the newest
+    # text.
     for statement in reversed(logged):
         twin = _newest_twin(statement, remaining)
         if twin is not None:
@@ -240,7 +242,7 @@ def merge_statements(recorded: Sequence[Statement], logged: Sequence[Statement])
 
 
 def _newest_twin(statement: Statement, recorded: Sequence[Statement]) -> Statement | None:
-    """Return the newest recording of the exception that a log shows."""
+    """Return the newest recording of an exception in the log, or None."""
     if statement.kind != "exception":
         return None
     return next(
@@ -249,7 +251,7 @@ def _newest_twin(statement: Statement, recorded: Sequence[Statement]) -> Stateme
 
 
 def _completed(logged: Statement, recorded: Statement) -> Statement:
-    """Return an exception of a log, with what its recording knows better."""
+    """Return a logged exception completed from its recording."""
     return replace(
         logged,
         frames=recorded.frames or logged.frames,
@@ -262,9 +264,9 @@ def _completed(logged: Statement, recorded: Statement) -> Statement:
 
 
 def is_same_exception(one: Statement, other: Statement) -> bool:
-    """Return whether two statements are of one exception.
+    """Return whether two statements show the same exception.
 
-    They are if the class, the rank as far as both know it, and the beginning of the message agree.
+    The class, the rank (if both have one) and the beginning of the message must agree.
     """
     if one.exception != other.exception:
         return False
@@ -283,23 +285,23 @@ def _compared_text(statement: Statement) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GuardEnd:
-    """A stop of a guard, or an error that left it."""
+    """A guard's decision to stop, or the error that ended it."""
 
     # The index of its event.
     index: int
-    # After what the error was raised from.
+    # For an error: its causes, then the error itself.
     statements: list[Statement]
 
 
 def how_closed(events: Sequence[Event]) -> dict[str, str] | None:
-    """Return how a guard closed, or None if its newest event does not say so.
+    """Return how a guard closed, or None if its newest event does not tell.
 
     Args:
         events: Its events by time.
 
     Returns:
-        ``how`` is "finished", "stopped" on request, or "left" by a loop that was broken off; for
-        "stopped", ``reason`` is the request, such as "SIGTERM".
+        ``how`` is "finished", "stopped" on request, or "left" if the loop was left early. For
+            "stopped", ``reason`` is the request, such as "SIGTERM".
     """
     if not events or events[-1].kind != "closed":
         return None
@@ -322,10 +324,10 @@ def _newest_request(events: Sequence[Event]) -> str:
 def statements_of_guards(
     events: Sequence[Event], *, last_step: float | None = None
 ) -> list[Statement]:
-    """Return what guards stopped for and the errors that left them.
+    """Return statements for the stops of guards and for the errors that ended them.
 
-    Each error comes after what it was raised from. Only the newest can have ended the run, and only
-    if nothing shows that the run continued after it.
+    The causes of an error come before it. Only the newest stop or error can be fatal, and only if
+    nothing shows that the run continued after it.
 
     Args:
         events: The events of guards by time.
@@ -342,7 +344,7 @@ def statements_of_guards(
 
 
 def _ended_the_run(end: _GuardEnd, events: Sequence[Event], last_step: float) -> bool:
-    """Return whether nothing shows that a run continued after an end of its guard."""
+    """Return whether a guard's end was the end of the run: nothing shows that it continued."""
     if events[end.index].unix_seconds < last_step:
         return False
     if any(event.kind not in _KINDS_AT_THE_END for event in events[end.index + 1 :]):
@@ -352,9 +354,9 @@ def _ended_the_run(end: _GuardEnd, events: Sequence[Event], last_step: float) ->
 
 
 def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
-    """Return the ends that are recorded. A stop and the error that follows from it are one."""
+    """Return the recorded ends of guards; a stop and the error it leads to count as one."""
     ends: list[_GuardEnd] = []
-    # The index of the newest stop that no error has followed.
+    # The index of the newest stop that was not followed by an error yet.
     stop: int | None = None
     for index, event in enumerate(events):
         if event.kind == "stop":
@@ -363,7 +365,7 @@ def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
         elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
             error = _GuardEnd(index=index, statements=_error_statements(event))
             if stop is not None and _follows_from(error, ends[-1], events):
-                # The error says everything that the stop says, and more.
+                # The error includes everything in the stop's reason, and more.
                 ends.pop()
             ends.append(error)
             stop = None
@@ -371,7 +373,7 @@ def _ends_of_guards(events: Sequence[Event]) -> list[_GuardEnd]:
 
 
 def _follows_from(error: _GuardEnd, stop: _GuardEnd, events: Sequence[Event]) -> bool:
-    """Return whether an error has the rule of a stop, after which the guard did not continue."""
+    """Return whether an error has the rule of an earlier stop and nothing happened in between."""
     rule = error.statements[-1].rule
     if rule is None or rule != stop.statements[-1].rule:
         return False
@@ -389,7 +391,7 @@ def _stop_statement(event: Event) -> Statement:
 
 
 def _error_statements(event: Event) -> list[Statement]:
-    """Return the error that left a guard, after what it was raised from."""
+    """Return the error that ended a guard, preceded by its causes."""
     common = {"source": "guard", "unix_seconds": event.unix_seconds}
     facts = event.data if event.data.get("type") else {"type": event.data.get("exception")}
     statements = exception_chain(facts, fatal=False, position=0, common=common)

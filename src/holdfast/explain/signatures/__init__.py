@@ -1,12 +1,12 @@
-"""The catalogue of signatures: every known way to fail, by its id.
+"""The catalogue of signatures: every known kind of failure, by its id.
 
-The entries are the YAML files beside this module; an entry has the fields of `Signature`. The two
-signatures of a run in which nothing failed are defined here in code: `holdfast run` needs no others
-for such a run, and reading the files would take longer than everything else that it does.
+The entries are in the YAML files beside this module, with the fields of `Signature`. The two
+signatures for runs in which nothing failed are defined in code, because `holdfast run` needs no
+others for such runs, and reading the files would take longer than everything else it does.
 
-`all_signatures` returns the catalogue, `kinds_of_unknown` what is known about failures that are not
-in it. Matching texts with signatures is the job of ``explain.weighing``. ``endings`` and ``leaks``
-name the ids that code chooses.
+`all_signatures` returns the catalogue, and `kinds_of_unknown` the classes for failures that are not
+in it. ``explain.matching`` matches texts with signatures. ``endings`` and ``leaks`` define the ids
+that code refers to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.explain.signatures.endings import ENDED_WELL, NOT_JUDGED, UNCAUGHT
 from holdfast.explain.signatures.leaks import KINDS, signature_of
 
 LEAKS_FILE = "leaks.yaml"
-# The entries of this file have no id of their own, so they are not part of the catalogue.
+# The entries of this file have no ids, so they are not part of the catalogue.
 KINDS_FILE = "kinds.yaml"
 
 WELL = Signature(
@@ -30,7 +30,7 @@ WELL = Signature(
     family="ended well",
     rank=90,
     means="The run came to its own end.",
-    fix="Nothing is to be done.",
+    fix="Nothing needs to be done.",
     false_positives="A script that catches its own failure and exits with 0 looks the same.",
 )
 UNJUDGED = Signature(
@@ -39,13 +39,13 @@ UNJUDGED = Signature(
     family="ended well",
     rank=90,
     means=(
-        "The command ended with status 0. Whether it did what it was meant to do, holdfast cannot"
-        " tell."
+        "The command ended with status 0, but holdfast cannot tell whether it did what it was meant"
+        " to do."
     ),
     fix=(
-        "Look at what the script measures itself, such as its validation. A loss is judged where an"
-        " optimizer made at least ten steps with it and its fall means progress; a Guard looks at"
-        " more than the loss."
+        "Check the script's own metrics, such as its validation loss. holdfast judges a loss if an"
+        " optimizer made at least ten steps with it and a fall means progress; a Guard checks more"
+        " than the loss."
     ),
 )
 
@@ -55,7 +55,7 @@ def all_signatures() -> dict[str, Signature]:
     """Return every signature by its id, in ascending order of the ids.
 
     Raises:
-        ValueError: Two entries have the same id, or an entry has an unknown field.
+        ValueError: If two entries have the same id, or an entry has an unknown field.
     """
     signatures = {WELL.id: WELL, UNJUDGED.id: UNJUDGED}
     for entry in _entries():
@@ -68,9 +68,9 @@ def all_signatures() -> dict[str, Signature]:
 
 @functools.cache
 def kinds_of_unknown() -> tuple[Signature, ...]:
-    """Return the kinds that classify an exception, or an error line, that no signature knows.
+    """Return the kinds that classify exceptions and error lines that match no signature.
 
-    All of them carry the id of an unknown exception, because the verdict is the exception itself.
+    All of them have the id of an unknown exception, because the verdict is the exception itself.
     """
     return tuple(
         _signature_from({"id": UNCAUGHT, "fix": "", **entry}) for entry in _read_entries(KINDS_FILE)
@@ -89,7 +89,7 @@ def _entries() -> Iterator[dict[str, Any]]:
 
 
 def _read_entries(name: str) -> list[dict[str, Any]]:
-    # Imported here, because a process that only asks for the id of a leak does not need it.
+    # Imported here, because a process that only needs the id of a leak never parses YAML.
     import yaml
 
     text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def _read_entries(name: str) -> list[dict[str, Any]]:
 
 
 def _leak_on_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry for a leak in the memory of a device, given that for host memory."""
+    """Return the entry for a leak in device memory, derived from the one for host memory."""
     return {
         **entry,
         "id": signature_of(kind, on_host=False),

@@ -1,4 +1,4 @@
-"""The ids of the signatures of leaks: memory that is kept from step to step.
+"""The ids of the signatures of leaks: memory that is kept alive from step to step.
 
 The entries are in ``leaks.yaml``. This module imports nothing, because the training process itself
 imports it.
@@ -6,8 +6,7 @@ imports it.
 
 from __future__ import annotations
 
-# In the order of their signatures: H1501 and following in host memory, H1521 and following in the
-# memory of a device.
+# In the order of their signatures: from H1501 in host memory, and from H1521 in device memory.
 KINDS = (
     "container",
     "graph",
@@ -30,10 +29,10 @@ def signature_of(kind: str, *, on_host: bool) -> str:
 
     Args:
         kind: One of `KINDS`.
-        on_host: Whether the memory is that of the host, not that of a device.
+        on_host: Whether host memory leaks rather than device memory.
 
     Raises:
-        ValueError: `kind` is none of `KINDS`.
+        ValueError: If `kind` is not one of `KINDS`.
     """
     first = _FIRST_ON_HOST if on_host else _FIRST_ON_DEVICE
     return f"H{first + KINDS.index(kind)}"

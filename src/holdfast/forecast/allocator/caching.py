@@ -2,10 +2,9 @@
 
 It follows ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.11 to 2.13 step by step: pools,
 segments, best fit, splitting and coalescing. Docstrings name the functions there. It hands out
-numbers, never memory, and takes sizes that are rounded already.
-
-Not simulated: several streams, memory pools of the user, CUDA graphs, the settings of
-``PYTORCH_ALLOC_CONF``, and the addresses that `cudaMalloc` returns, on which only ties depend.
+numbers, never memory, and expects sizes that are already rounded. Not simulated: several streams,
+user memory pools, CUDA graphs, the settings of ``PYTORCH_ALLOC_CONF``, and the addresses returned
+by `cudaMalloc`, which only break ties.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SMALL_BYTES = 1 << 20
 SMALL_SEGMENT_BYTES = 2 << 20
 # The segments into which requests of 1 to 10 MiB are packed (kLargeBuffer).
 LARGE_SEGMENT_BYTES = 20 << 20
-# Requests of at least this size get a segment of their own (kMinLargeAlloc).
+# Requests of at least this size get their own segment (kMinLargeAlloc).
 MIN_LARGE_BYTES = 10 << 20
 # The size of such a segment is a multiple of this (kRoundLarge).
 ROUND_LARGE_BYTES = 2 << 20
@@ -31,13 +30,13 @@ _UNLIMITED = 1 << 62
 # A key of the free list is (size << _SHIFT) | address: one integer that sorts like torch's
 # std::set<Block*> does, by size and then by address.
 _SHIFT = 64
-# Where the segments of the two pools begin. Only their order matters.
+# The first addresses of the two pools. Only their order matters.
 _FIRST_SMALL_ADDRESS = 1 << 44
 _FIRST_LARGE_ADDRESS = 1 << 54
 
 
 class OutOfDeviceMemoryError(Exception):
-    """No memory is left, even after the whole cache was given back.
+    """No memory is left, even after the whole cache was released.
 
     torch raises its OutOfMemoryError here.
     """
@@ -62,7 +61,7 @@ class Block:
         return self.previous is None and self.following is None
 
     def insert_between(self, before: Block | None, after: Block | None) -> None:
-        """Put this block between two neighbours of a segment (Block::splice)."""
+        """Insert this block between two neighbours in a segment (Block::splice)."""
         self.previous = before
         self.following = after
         if before is not None:
@@ -88,7 +87,7 @@ class Pool:
     """The free blocks of one size class, sorted for best fit (BlockPool).
 
     Args:
-        least_remainder: A smaller rest of a block is not split off.
+        least_remainder: The smallest remainder of a block that is split off.
         segment_bytes: The size of a segment, except for the largest requests.
         next_address: The address of the next segment.
     """
@@ -127,11 +126,11 @@ class CachingAllocator:
     """The caching allocator of one device.
 
     Args:
-        cap_bytes: How much memory the driver can give; None for any amount.
+        cap_bytes: The memory that the driver can provide; None for no limit.
         addresses: The addresses of the segments in order, if they are known from a recording.
 
     Attributes:
-        log: What the driver was asked for: the action, named as in torch's own traces, and bytes.
+        log: The requests to the driver: the action, named as in torch's own traces, and bytes.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class CachingAllocator:
             size: Bytes, rounded as `replay.round_sizes` does.
 
         Raises:
-            OutOfDeviceMemoryError: If no memory is left, even after the cache was given back.
+            OutOfDeviceMemoryError: If no memory is left, even after the cache was released.
         """
         pool = self._small if size <= SMALL_BYTES else self._large
         block = pool.take_best_fit(size)
@@ -189,7 +188,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give back all segments that are free as a whole (release_cached_blocks)."""
+        """Release all segments that are entirely free (release_cached_blocks)."""
         for pool in (self._large, self._small):
             for block in [pool.blocks[key] for key in pool.keys]:
                 if block.is_whole_segment:
@@ -197,7 +196,7 @@ class CachingAllocator:
                     self._count(-block.size, "segment_free")
 
     def _new_segment(self, pool: Pool, size: int) -> Block:
-        """Return the block of a new segment, if need be after the cache was given back (malloc)."""
+        """Return the block of a new segment, after releasing the cache if necessary (malloc)."""
         block = self._ask_driver(pool, size)
         if block is None:
             self.empty_cache()
@@ -208,7 +207,7 @@ class CachingAllocator:
         return block
 
     def _ask_driver(self, pool: Pool, size: int) -> Block | None:
-        """Return a new segment, or None without memory (alloc_block, get_allocation_size)."""
+        """Return a new segment, or None if memory ran out (alloc_block, get_allocation_size)."""
         segment_bytes = pool.segment_bytes
         if size >= MIN_LARGE_BYTES:
             segment_bytes = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES

@@ -1,6 +1,6 @@
 """Play a trace through the simulated caching allocator.
 
-A plan fits if this succeeds with the memory that the device can give. A percentage on top of the
+A plan fits if this succeeds within the memory of the device. A percentage on top of the
 live bytes would be wrong in both directions: on small models we measured 1.02 to 1.36 times as
 much.
 """
@@ -28,15 +28,14 @@ Sizes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What the allocator did with a trace.
+    """The result of replaying a trace.
 
     Args:
-        peak_reserved_bytes: The most that it held from the driver
-            (`torch.cuda.max_memory_reserved`).
-        peak_allocated_bytes: The most that tensors had of it, with rounding
+        peak_reserved_bytes: The peak of reserved memory (`torch.cuda.max_memory_reserved`).
+        peak_allocated_bytes: The peak of allocated memory, with rounding
             (`torch.cuda.max_memory_allocated`).
-        retries: How often it gave back its whole cache and asked again (``num_alloc_retries``).
-            Each time is slow.
+        retries: How often the allocator released its whole cache and tried again
+            (``num_alloc_retries``). Each time is slow.
         failed_at: Index of the event for which there was no memory; None if there was enough.
     """
 
@@ -49,7 +48,7 @@ class Replay:
 def round_sizes(sizes: Sizes) -> Sizes:
     """Return the sizes of the blocks for requested sizes (round_size).
 
-    0 stays 0, because torch does not ask for it.
+    0 stays 0, because torch does not allocate anything for it.
 
     Example:
         >>> round_sizes(np.array([0, 1, 513, 1200 << 10])).tolist()
@@ -67,7 +66,7 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
         cap_bytes: How much memory the driver can give; None for any amount.
 
     Raises:
-        ValueError: If a storage is freed that is not alive, or allocated while it is.
+        ValueError: If a storage is freed while it is not alive, or allocated while it is.
     """
     allocator = CachingAllocator(cap_bytes=cap_bytes)
     failed_at = _play(events.tolist(), round_sizes(sizes).tolist(), allocator)
@@ -80,7 +79,7 @@ def replay(events: Events, sizes: Sizes, *, cap_bytes: int | None = None) -> Rep
 
 
 def _play(events: list[int], sizes: list[int], allocator: CachingAllocator) -> int | None:
-    """Play events, and return the index of the one for which there is no memory."""
+    """Play events, and return the index of the first one without memory, None if there is none."""
     # The block of each storage. Those of 0 bytes have none.
     live: list[Block | None] = [None] * len(sizes)
     for index, event in enumerate(events):
@@ -104,11 +103,11 @@ def _play(events: list[int], sizes: list[int], allocator: CachingAllocator) -> i
 
 
 def smallest_cap_bytes(events: Events, sizes: Sizes, *, step_bytes: int = 32 << 20) -> int:
-    """Return how much memory the driver would have to give for a trace.
+    """Return how much memory the driver must provide for a trace.
 
-    It is a cap that suffices while one that is smaller by `step_bytes` does not. It need not be the
-    smallest of all, because a retry changes the order of the free blocks, so that a larger cap does
-    not always suffice where a smaller one does.
+    This cap is sufficient, and one that is smaller by `step_bytes` is not. It need not be the
+    smallest sufficient cap: a retry changes the order of the free blocks, so a larger cap may fail
+    where a smaller one succeeds.
     """
     sufficient = replay(events, sizes).peak_reserved_bytes
     insufficient = int(live_bytes(events, sizes, MIN_BLOCK_BYTES).max(initial=0)) - 1

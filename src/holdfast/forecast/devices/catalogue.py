@@ -1,4 +1,4 @@
-"""The catalogue of devices: how much memory a process can use, and how fast they are.
+"""The catalogue of devices: their usable memory and their speed.
 
 The figures are in ``devices.yaml``, each with its source. `find_device` takes the name of a device,
 as people or torch write it, or a size such as ``24GiB``.
@@ -18,15 +18,15 @@ import yaml
 from holdfast.core.errors import PolicyError
 
 GIB = 1 << 30
-# Messages of torch give GiB with two digits, so that the true figure is up to 0.005 GiB less.
+# torch's messages round GiB to two digits, so the true figure may be up to 0.005 GiB smaller.
 _ROUNDING_BYTES = 5 << 20
 _UNITS = {"gib": GIB, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)\s*", re.IGNORECASE)
-# Words of vendors and separators that do not matter in a name.
+# Vendor words and separators that do not matter in a name.
 _IGNORED_IN_NAMES = re.compile(r"nvidia|geforce|rtx|tesla|amd|instinct|[\s_-]+")
-# A cuBLAS workspace is kept for each handle and stream, and each thread has a handle of its own
+# A cuBLAS workspace is kept for each handle and stream, and each thread has its own handle
 # (thread_local PoolWindow in CublasHandlePool.cpp). A step uses two threads: the one that runs
-# forward, and the one that autograd keeps.
+# forward, and autograd's.
 _CUBLAS_HANDLES = 2
 # Compute capability of Ampere, the first of NVIDIA's architectures with bf16.
 _FIRST_WITH_BF16 = (8, 0)
@@ -34,23 +34,24 @@ _FIRST_WITH_BF16 = (8, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What the forecast knows of a device.
+    """The memory and speed of a device.
 
     Args:
         name: Its name in the catalogue, or a size.
-        usable_bytes: The total that `torch.cuda.mem_get_info` gives: all that processes can have.
-        context_bytes: What a training process takes of it beside torch's allocator: context,
+        usable_bytes: The total reported by `torch.cuda.mem_get_info`, which is available to
+            processes.
+        context_bytes: The part that a training process uses outside of torch's allocator: context,
             kernels, libraries.
         cublas_workspace_bytes: The workspace of one cuBLAS handle, which torch's allocator holds
             from the first matrix product on.
-        cublaslt_workspace_bytes: The same of cuBLASLt; 0 if it shares that of cuBLAS.
-        bandwidth: Of its memory, in bytes per second.
+        cublaslt_workspace_bytes: The same for cuBLASLt; 0 if it shares cuBLAS's workspace.
+        bandwidth: Memory bandwidth in bytes per second.
         flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see
             `flops_per_second`.
         capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
         vendor: ``"nvidia"`` or ``"amd"``.
-        is_measured: Whether forecasts were compared with real runs on this device. What is known of
-            the others comes from public messages, so more memory is kept free on them.
+        is_measured: Whether forecasts were compared with real runs on this device. The figures of
+            other devices come from public messages, so more memory is kept free on them.
         sources: Where the figures come from, by ``"usable"``, ``"context"``, ``"rates"``,
             ``"cublas"`` and ``"cublaslt"``.
     """
@@ -69,7 +70,7 @@ class Device:
 
     @property
     def available_bytes(self) -> int:
-        """What torch's allocator can get from the driver."""
+        """The memory that torch's allocator can get from the driver."""
         return self.usable_bytes - self.context_bytes
 
     @property
@@ -88,8 +89,8 @@ class Device:
     def flops_per_second(self, dtype: str) -> float:
         """Return the dense rate for a type of `trace.events.DTYPES`.
 
-        A type without units of its own has the rate of fp32. GPUs for training have 1/2 to 1/64 of
-        that for fp64; 1/2 is taken, because few models use it.
+        A type without dedicated units has the rate of fp32. Training GPUs reach 1/2 to 1/64 of that
+        rate in fp64; we use 1/2 because few models use fp64.
         """
         if dtype == "fp64":
             return self.flops["fp32"] / 2
@@ -98,18 +99,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CatalogueEntry:
-    """A device, and the names by which it is found, as `_plain` makes them."""
+    """A device, and the names by which it is found, normalized by `_plain`."""
 
     device: Device
     names: frozenset[str]
 
 
 def find_device(text: str) -> Device:
-    """Return the device that a user means.
+    """Return the device with a name or size given by a user.
 
     Args:
         text: A name such as ``RTX 4090``, ``A100-80GB`` or ``NVIDIA H100 PCIe``, or a size such as
-            ``24GiB``: all that processes can have of an unknown device.
+            ``24GiB``: all memory that is available to processes on an unknown device.
 
     Raises:
         PolicyError: H416 if no device has that name, or the size is less than 1 GiB.
@@ -128,7 +129,7 @@ def find_device(text: str) -> Device:
 
 
 def bytes_in(text: str) -> int | None:
-    """Return the bytes in a text such as ``"24GiB"`` or ``"500 MB"``; None if it is no size."""
+    """Return the bytes in a text such as ``"24GiB"`` or ``"500 MB"``; None if it is not a size."""
     match = _SIZE.fullmatch(text)
     if match is None:
         return None
@@ -150,16 +151,16 @@ def _find_by_name(name: str) -> Device:
 
 
 def _plain(name: str) -> str:
-    """Return a name without what people and torch write differently."""
+    """Return a name without the parts that people and torch write differently."""
     return _IGNORED_IN_NAMES.sub("", name.lower())
 
 
 def _unknown_device(size_bytes: int) -> Device:
-    """Return a device of which only the size is known.
+    """Return an unknown device with this much memory.
 
-    It is like the NVIDIA device from Ampere on that is nearest by size, but with the largest
-    context and the least capability of these. Older devices have no bf16 and half the context;
-    nobody who names a size means them.
+    It resembles the NVIDIA device since Ampere that is nearest in size, but has the largest context
+    and the lowest capability of these devices. Older devices have no bf16 and half the context, and
+    are rarely meant by a size.
     """
     candidates = [
         entry.device
@@ -209,8 +210,8 @@ def _read_device(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Device:
     cublaslt = tables["cublaslt_workspaces"][vendor]
     return Device(
         name=entry["name"],
-        # The true usable memory may be less than the message says, the context more: it is the
-        # difference of two such figures.
+        # The true usable memory may be smaller than in the message. The context may be larger,
+        # because it is the difference of two such figures.
         usable_bytes=int(entry["usable_gib"] * GIB) - _ROUNDING_BYTES,
         context_bytes=int(entry["context_gib"] * GIB) + 2 * _ROUNDING_BYTES,
         cublas_workspace_bytes=cublas["bytes"],

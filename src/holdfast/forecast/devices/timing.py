@@ -1,9 +1,9 @@
-"""Estimate how long a step takes on a device: enough to rank plans, not to promise a date.
+"""Estimate how long a step takes on a device: well enough to rank plans, not to predict times.
 
 It is a roofline. An operation takes as long as its arithmetic or its traffic, whichever is longer,
 and at least as long as the host needs to launch it, because eager operations are launched one by
-one while the device works on those before. So larger micro-batches come out as more efficient: more
-samples share the launches, the optimizer's step and the reading of the weights.
+one while the device runs earlier ones. So larger micro-batches are more efficient: more samples
+share the launches, the optimizer's step and the reading of the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMPUTE_EFFICIENCY = 0.8
 # The share of the data sheet's bandwidth that large transfers reach: 0.90 for the A100 above 100 MB
 # (calculon-ai/calculon, systems/a100_80g.json, "MB_efficiency").
 BANDWIDTH_EFFICIENCY = 0.9
-# The host's work for one eager operation, from Python to the driver: 5 to 25 µs for a matrix
+# Host time of one eager operation, from Python to the driver: 5 to 25 µs for a matrix
 # product on an H100 (jiahuanglin.xyz, GPU kernel lessons, 18 "From PyTorch op to kernel launch").
 # This is the geometric mean, rounded.
 LAUNCH_SECONDS = 10e-6

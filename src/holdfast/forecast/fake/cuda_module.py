@@ -1,4 +1,4 @@
-"""Let ``torch.cuda`` answer, while code runs on the fake device, like one idle GPU."""
+"""Make ``torch.cuda`` look like a single idle GPU while code runs on the fake device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import yaml
 
 from holdfast.forecast.fake.guesses import Guesses
 
-# The properties of an A100 with 80 GB (NVIDIA A100 whitepaper, table 4). Code that reads them gets
-# an assumption with its line.
+# The properties of an A100 with 80 GB (NVIDIA A100 whitepaper, table 4). Code that reads them is
+# recorded as an assumption with its line.
 _TOTAL_BYTES = 80 * 2**30
 _CAPABILITY = (8, 0)
 _PROPERTIES = SimpleNamespace(
@@ -31,14 +31,14 @@ _PROPERTIES = SimpleNamespace(
 
 
 class Patches(contextlib.ExitStack):
-    """Attributes of modules and classes that are replaced until the context ends."""
+    """Replaces attributes of modules and classes until the context ends."""
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute, or add it."""
         self.enter_context(mock.patch.object(owner, name, value, create=True))
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace a callable by the one that `wrapper` makes of it, if this torch has it."""
+        """Replace a callable with ``wrapper(callable)``, if this torch has it."""
         original = getattr(owner, name, None)
         if original is not None:
             self.replace(owner, name, wrapper(original))
@@ -97,11 +97,11 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
-    """Let ``torch.cuda`` answer like one idle GPU.
+    """Make ``torch.cuda`` look like a single idle GPU.
 
     Args:
         patches: Undoes the replacements when it ends.
-        guesses: Told about answers that memory may depend on.
+        guesses: Collects assumptions about answers on which memory may depend.
     """
     answers = _answers(guesses)
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
@@ -117,11 +117,11 @@ def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
 
 
 def _answers(guesses: Guesses) -> dict[str, Callable[..., Any]]:
-    """Return what replaces the functions and classes of ``torch.cuda``, by name."""
+    """Return the replacements for functions and classes of ``torch.cuda``, by name."""
     table = yaml.safe_load(
         resources.files(__package__).joinpath("cuda_answers.yaml").read_text(encoding="utf-8")
     )
-    # Answers that memory may depend on.
+    # Memory may depend on these answers.
     assumed = {
         **dict.fromkeys(table["memory in use"].split(), 0),
         "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),

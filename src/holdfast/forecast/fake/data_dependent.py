@@ -1,8 +1,8 @@
 """Run operators whose result or shape depends on values.
 
-They use known values first (`known_values`), then answers of `guesses`. A result whose number of
-elements is unknown gets as many as it could have, so that a plan holds for the worst case.
-Operators for which there is no rule are refused; their errors are here too.
+They use known values first (`known_values`), then answers of `guesses`. A result with an unknown
+number of elements gets the largest possible number, so that a plan holds for the worst case.
+Operators without a rule are refused; their errors are here too.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _selected(mode: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     if value is None:
         mode.guesses.rows("aten.masked_select")
         return x.new_empty(math.prod(shape))
-    # The mask is broadcast, so each of its elements stands for as many of the result.
+    # The mask is broadcast, so each of its elements selects several elements of the result.
     return x.new_empty(int(value.sum()) * math.prod(shape) // max(1, value.numel()))
 
 
@@ -122,7 +122,7 @@ def undecidable(func: Any) -> PolicyError:
     """Return the error for an operator whose result depends on values, without a rule (H424)."""
     return PolicyError(
         f"the result of {func.name()} depends on values{_at_running_line()}",
-        limit="a forecast has shapes only, and holdfast knows no worst case for it",
+        limit="a forecast has shapes only, and holdfast knows no worst case for this operator",
         fix=(
             "compute it from host tensors of integers, whose values are known, or use a form with a"
             " fixed size"

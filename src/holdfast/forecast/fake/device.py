@@ -1,11 +1,11 @@
-"""A device without memory, on which a training step runs in shapes only, as CUDA would run it.
+"""A device without memory, on which a training step runs with shapes only, as it would on CUDA.
 
 The device uses torch's slot for foreign backends (PrivateUse1): autograd, autocast and every C++
-composite treat its tensors like a GPU's. The slot cannot be unregistered, so use it in a process of
-its own.
+composite treat its tensors like a GPU's. The slot cannot be unregistered, so use it in a separate
+process.
 
-The answers to questions about values are in `data_dependent`; what user code sees of CUDA is in
-`stand_ins`; the kernels that CUDA would choose are in `forecast.kernels`.
+The answers to questions about values are in `data_dependent`; how CUDA looks to user code is
+defined in `stand_ins`; the kernels that CUDA would choose are in `forecast.kernels`.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from holdfast.forecast.trace.events import Assumption
 
 DEVICE_NAME = "forecast"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# In the message of the RuntimeError that torch.library.custom_op raises for an operator without a
-# fake implementation. It has no class of its own.
+# Part of the RuntimeError that torch.library.custom_op raises for an operator without a fake
+# implementation. The error has no class of its own.
 _NO_FAKE_IMPLEMENTATION = "no fake impl registered"
 
 _registered = False
-# FakeTensorMode's __torch_dispatch__ without the guard against torch.compile around it, which takes
-# as long as the dispatch itself.
+# FakeTensorMode's __torch_dispatch__ without its guard against torch.compile, which takes as long
+# as the dispatch itself.
 _dispatch = getattr(FakeTensorMode, "dispatch", FakeTensorMode.__torch_dispatch__)
 
 
 class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors, with a fake device instead of CUDA, and with answers to questions for values.
+    """A fake tensor mode with a fake device instead of CUDA, which answers questions about values.
 
     Args:
-        device: The device to which tensors on ``"cuda"`` go.
-        guesses: Answers questions about values that are not known.
+        device: The device that replaces ``"cuda"``.
+        guesses: Answers questions about unknown values.
     """
 
     def __init__(self, device: torch.device, guesses: Guesses) -> None:
@@ -65,23 +65,23 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, so no guard against torch.compile is needed.
+        # Nothing is compiled here, so the guard against torch.compile is not needed.
         return False
 
     @property
     def avoid_device_init(self) -> bool:
-        """True: otherwise torch would put constants onto the "available" device for real."""
+        """Return True: otherwise torch would create real constants on the "available" device."""
         return True
 
     def may_turn_const(self, t: torch.Tensor) -> bool:  # noqa: ARG002 - torch names it
-        """Return False: `KnownValues` follows values, so torch shall not follow constants too."""
+        """Return False: `KnownValues` tracks values, so torch must not track constants as well."""
         return False
 
     def __copy__(self) -> ForecastMode:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForecastMode:
-        # A copied fake parameter would bring a copied mode, and each of its uses would make a new
+        # A copied fake parameter would come with a copied mode, and each use would create a new
         # storage.
         return self
 
@@ -92,7 +92,7 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # These operators are given a real tensor, a constant in the user's code.
+        # These operators receive a real tensor, a constant in the user's code.
         is_lift = func in self.lift_fns
         args = tuple(self._make_local(arg, is_lift=is_lift) for arg in args)
         kwargs = {
@@ -162,20 +162,20 @@ def _is_real_tensor(arg: object) -> bool:
 
 
 class AddedAutocast(torch.autocast):
-    """The autocast of a forecast's precision, told apart from those of the job by its class."""
+    """The autocast of a forecast's precision. Its class distinguishes it from the job's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastDevice:
-    """The fake device while its context lasts.
+    """The fake device within its context.
 
     Args:
         device: ``forecast:0``, which is ``cuda:0`` to user code, or ``cpu``.
         mode: The fake mode, which is active.
         route: ``"privateuse1"`` or ``"cpu"``; see `forecast_device`.
         precision: A key of `PRECISIONS`.
-        guesses: The answers to questions for values.
-        uncalibrated: By how much figures about kernels may be too low.
+        guesses: The answers to questions about values.
+        uncalibrated: Collects by how much figures about kernels may be too low.
     """
 
     device: torch.device
@@ -187,7 +187,7 @@ class ForecastDevice:
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What was assumed so far."""
+        """The assumptions so far."""
         return self.guesses.assumptions
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -214,11 +214,11 @@ class ForecastDevice:
 def forecast_device(
     route: str = "privateuse1", precision: str = "fp32"
 ) -> Iterator[ForecastDevice]:
-    """Run code in shapes only while the context lasts.
+    """Run code with shapes only within the context.
 
     Args:
-        route: ``"privateuse1"`` for a device that stands for a GPU; ``"cpu"`` for the host without
-            CUDA, which is compared with real runs.
+        route: ``"privateuse1"`` for a device that represents a GPU; ``"cpu"`` for the host without
+            CUDA, for comparison with real runs.
         precision: A key of `PRECISIONS`.
 
     Raises:
@@ -261,7 +261,7 @@ def forecast_device(
 
 @contextlib.contextmanager
 def _quiet_and_without_gpus() -> Iterator[None]:
-    """Hide GPUs, and keep torch from logging each error that fake tensors raise."""
+    """Hide GPUs, and keep torch from logging every error raised by fake tensors."""
     log = logging.getLogger(fake_tensor.__name__)
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -288,7 +288,8 @@ def _foreach_for_fake_tensors() -> Iterator[None]:
 
 # --- torch's slot for the device ------------------------------------------------------------------
 
-# What torch asks the module of a backend for. User code does not see it, and no number is drawn.
+# The functions that torch expects in a backend's module. User code does not see them, and no random
+# number is drawn.
 _BACKEND = SimpleNamespace(
     is_initialized=lambda: True,
     is_available=lambda: True,
@@ -319,9 +320,9 @@ def _register() -> None:
 
 
 def _probe(device: torch.device) -> None:
-    """Run the smallest step, to find out whether this torch supports the device.
+    """Run a minimal step to find out whether this torch supports the device.
 
-    Autograd's engine must also be started while the device exists.
+    This also starts autograd's engine, which must happen while the device exists.
     """
     try:
         weight = torch.empty(2, 2, device=device, requires_grad=True)
@@ -334,7 +335,7 @@ def _no_slot(error: Exception) -> PolicyError:
     reason = str(error).splitlines()[0]
     return PolicyError(
         f"torch {torch.__version__} has no slot for a forecast's device: {reason}",
-        limit="a step can be traced only on a device that stands for a GPU",
+        limit="a step can be traced only on a device that represents a GPU",
         fix="use torch 2.11 to 2.15, and no other backend in Python",
         rule="H423",
     )

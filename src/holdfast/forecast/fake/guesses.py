@@ -1,11 +1,11 @@
-"""Answer code that asks a fake tensor for its values, and list all such answers.
+"""Answer code that reads the values of a fake tensor, and record all such answers.
 
-A trace has shapes and no values. Most questions have a safe answer (is the loss finite?) or one
+A trace has shapes but no values. Most questions have a safe answer (is the loss finite?) or one
 that a plan wants (how many rows does a mask leave? all of them, at worst). Every other question is
-answered by a rule, and written down with the line that asked. If the code raises after an answer,
-that line gets the other answer.
+answered by a rule and recorded with the line that asked. If the code raises after an answer, that
+line gets the other answer.
 
-What follows from known values is in `known_values`.
+Answers that follow from known values are in `known_values`.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from holdfast.core.errors import PolicyError
 from holdfast.forecast.trace.attribution import running_line
 from holdfast.forecast.trace.events import Assumption
 
-# How many questions of one line are answered in a step. A loop that waits for a tensor would never
-# end; no training step is known to ask as often.
+# The most answers to one line in a step. A loop that waits for a tensor would never end, and no
+# training step is known to ask this often.
 _MOST_ANSWERS = 10_000
-# Modules between the line that asked and us.
+# Modules between the line that asks and this one.
 _PLUMBING = ("torch._", "torch.utils._", "holdfast.")
 
 
 class Guesses:
-    """Answers to questions for values that a trace does not have."""
+    """Answers questions about values, which a trace does not have."""
 
     def __init__(self) -> None:
-        # The lines that asked for a bool of which nothing is known, in the order of their first
-        # question: "model.py:31 in forward".
+        # The lines that asked for an unknown bool, in the order of their first question:
+        # "model.py:31 in forward".
         self.asked: dict[str, None] = {}
-        # Those of them that are answered with False.
+        # The lines of these that are answered with False.
         self.turned: set[str] = set()
         self._assumptions: dict[Assumption, None] = {}
         self._questions: Counter[str] = Counter()
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What was assumed so far, each assumption once."""
+        """The assumptions so far, each one once."""
         return tuple(self._assumptions)
 
     def assume(self, what: str, line: str | None = None) -> None:
-        """Write down an assumption, at the line that is running unless another one is given."""
+        """Record an assumption, at the running line unless another one is given."""
         if line is None:
             line = running_line()
         self._assumptions.setdefault(Assumption(what=what, line=line))
@@ -63,7 +63,7 @@ class Guesses:
         """Answer ``bool(tensor)``.
 
         Args:
-            expected: How it is expected to come out, if that is known.
+            expected: The expected answer, if known.
             why: The assumption behind `expected`.
 
         Raises:
@@ -78,48 +78,48 @@ class Guesses:
         if self._questions[line] > _MOST_ANSWERS:
             raise _endless_loop(line)
         answer = line not in self.turned
-        self.assume(f"bool(tensor) was taken as {answer}; {not answer} was not tried", line)
+        self.assume(f"bool(tensor) was assumed to be {answer}; {not answer} was not tried", line)
         return answer
 
     def count(self, *, at_most: int | None) -> int:
         """Answer ``int(tensor)`` or the ``.item()`` of an integer.
 
         Args:
-            at_most: Its upper bound, which is the worst case, if one is known.
+            at_most: Its upper bound (the worst case), if known.
         """
         if at_most is None:
-            self.assume("an integer of a tensor was taken as 1 (nothing is known of it)")
+            self.assume("an integer read from a tensor was assumed to be 1 (it is unknown)")
             return 1
-        self.assume(f"an integer of a tensor was taken as {at_most} (the worst case)")
+        self.assume(f"an integer read from a tensor was assumed to be {at_most} (the worst case)")
         return at_most
 
     def number(self, *, typical: float | None = None) -> float:
         """Answer ``float(tensor)`` or the ``.item()`` of a floating-point number.
 
         Args:
-            typical: What it is taken for, if that is known; otherwise it is taken as 1.
+            typical: Its typical value, if known; otherwise 1 is used.
         """
         module = _asking_module()
         if module == "torch.amp.grad_scaler":
-            # It asks whether a gradient has overflowed.
+            # GradScaler asks whether a gradient has overflowed.
             self.assume("no gradient overflowed: GradScaler lets the optimizer step", "")
             return 0.0
         answer = 1.0 if typical is None else typical
-        # An optimizer asks for its step count, which is no choice of the user's.
+        # An optimizer asks for its step count, so this is no assumption about the user's code.
         if not module.startswith("torch.optim"):
             self.assume(
-                f"a number of a tensor was taken as {answer:g}: it matters only if the code"
-                " branches on it"
+                f"a number read from a tensor was assumed to be {answer:g}: it matters only if the"
+                " code branches on it"
             )
         return answer
 
     def rows(self, operator: str) -> None:
-        """Write down that a result was taken to have all the elements that it could have."""
-        self.assume(f"{operator} was taken to keep every element (the worst case)")
+        """Record the assumption that a result has the largest possible number of elements."""
+        self.assume(f"{operator} was assumed to keep every element (the worst case)")
 
 
 def _asking_module() -> str:
-    """Return the name of the module that asks, outside torch's and our own plumbing."""
+    """Return the name of the module that asks, ignoring torch's and our own internals."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -133,6 +133,6 @@ def _endless_loop(line: str) -> PolicyError:
     return PolicyError(
         f"a loop asked a tensor {_MOST_ANSWERS} times whether to end, at {line}",
         limit="a forecast has shapes and no values, so such a loop never ends",
-        fix="give it a fixed number of iterations for the forecast, such as the most it may take",
+        fix="give it a fixed number of iterations for the forecast, such as its largest number",
         rule="H424",
     )

@@ -1,11 +1,11 @@
-"""Follow what is known of the values of fake tensors.
+"""Track the values of fake tensors as far as they are known.
 
 Lengths, masks and indices decide shapes, and the sample batch has their values. They are small, so
-they are computed along with the shapes wherever every input is known. Most other questions in
+they are computed along with the shapes whenever all inputs are known. Most other questions in
 training code are checks: is the loss finite, is a random number below a probability. For these,
-numbers are taken as finite, and a random number as the middle of its range.
+numbers are assumed to be finite, and a random number to be the middle of its range.
 
-What to answer if nothing is known is in `guesses`.
+Answers about unknown values are in `guesses`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from holdfast.memory.tensors import tensors_of
 aten = torch.ops.aten
 
 # The largest tensor whose values are computed: the token ids of 32 texts of 2048 tokens. That is
-# half a megabyte, and takes some tens of microseconds per operation.
+# half a megabyte, and takes tens of microseconds per operation.
 _MOST_ELEMENTS = 65_536
-_ASSUMED_FINITE = "all numbers were taken as finite"
-_ASSUMED_MIDDLE = "a random number was taken as the middle of its range"
+_ASSUMED_FINITE = "all numbers were assumed to be finite"
+_ASSUMED_MIDDLE = "a random number was assumed to be the middle of its range"
 
 
 def _packets(names: str) -> frozenset[Any]:
     return frozenset(getattr(aten, name) for name in names.split())
 
 
-# Operators that compute known values from no tensor at all.
+# Operators that compute known values without any tensor argument.
 _FACTORIES = _packets("arange zeros ones full eye scalar_tensor tril_indices")
-# Operators that fill their result with a number, whatever their inputs are.
+# Operators that fill their result with a fixed number, regardless of their inputs.
 _FILLS = {
     aten.zeros_like: 0,
     aten.ones_like: 1,
@@ -68,14 +68,14 @@ _COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knowledge:
-    """What is known of one tensor.
+    """Knowledge about the values of one tensor.
 
     Args:
         value: All its values, as a real tensor on the CPU.
-        expected: How it comes out as a question, if its values are not known.
+        expected: The expected answer of ``bool(tensor)``, if its values are unknown.
         why: The assumption behind `expected`.
         at_most: An upper bound of an integer.
-        typical: What a random number is taken for.
+        typical: The value assumed for a random number.
     """
 
     value: torch.Tensor | None = None
@@ -90,7 +90,7 @@ NOTHING_KNOWN = Knowledge()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """What is known of a tensor that is alive, and the address of its storage."""
+    """The knowledge about a live tensor, and the address of its storage."""
 
     tensor: weakref.ref[torch.Tensor]
     knowledge: Knowledge
@@ -98,28 +98,28 @@ class _Entry:
 
 
 class KnownValues:
-    """What is known of all tensors of a fake mode."""
+    """The knowledge about all tensors of a fake mode."""
 
     def __init__(self) -> None:
-        # By the ids of the tensors.
+        # Entries by the id of their tensor.
         self._entries: dict[int, _Entry] = {}
         # The ids of the tensors that share a storage: a write to one of them changes all.
         self._tensors_of_storage: dict[int, set[int]] = {}
 
     def of(self, tensor: torch.Tensor) -> Knowledge:
-        """Return what is known of a tensor."""
+        """Return the knowledge about a tensor."""
         entry = self._entries.get(id(tensor))
         if entry is None or entry.tensor() is not tensor:
             return NOTHING_KNOWN
         return entry.knowledge
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Take a real tensor as the value of a fake one, if that is worth knowing."""
+        """Use a real tensor as the value of a fake one, if its values are tracked."""
         if worth_knowing(tensor):
             self._put(tensor, Knowledge(value=value))
 
     def evaluate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator for the known values of its inputs.
+        """Return the result of an operator, computed from the known values of its inputs.
 
         Returns:
             Real tensors, or NotImplemented if an input is unknown or random numbers are drawn.
@@ -135,13 +135,13 @@ class KnownValues:
             return func(*real_args, **real_kwargs)
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Update what is known after an operator has run.
+        """Update the knowledge after an operator has run.
 
         Args:
             func: The operator's overload.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            out: Its results, which are fake.
+            out: Its fake results.
         """
         packet = func.overloadpacket
         may_be_known = packet in _FACTORIES or any(
@@ -149,7 +149,7 @@ class KnownValues:
         )
         if may_be_known and self._follow_values(func, args, kwargs, out):
             return
-        # Before writes are forgotten, because the operator may read what it writes.
+        # This comes before writes are forgotten, because the operator may read what it writes.
         knowledge = NOTHING_KNOWN
         if isinstance(out, torch.Tensor):
             knowledge = self._infer(packet, args, out)
@@ -185,7 +185,7 @@ class KnownValues:
         return True
 
     def _infer(self, packet: Any, args: Sequence[Any], out: torch.Tensor) -> Knowledge:
-        """Return what can be said of an operator's result without values."""
+        """Return the knowledge about an operator's result that does not require values."""
         if packet in _RANDOM_NUMBERS:
             if out.is_floating_point() and out.numel() > 1:
                 return NOTHING_KNOWN
@@ -206,7 +206,7 @@ class KnownValues:
         return NOTHING_KNOWN
 
     def _infer_question(self, packet: Any, args: Sequence[Any]) -> Knowledge:
-        """Return how a comparison or a combination of questions comes out, by the first rule."""
+        """Answer a comparison or a combination of questions, by the first rule that applies."""
         for rule in (
             _compared_with_itself_or_infinity,
             self._compared_random_number,
@@ -219,7 +219,7 @@ class KnownValues:
         return NOTHING_KNOWN
 
     def _compared_random_number(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
-        """A random number is compared as the middle of its range: ``torch.rand([]) < 0.1``."""
+        """Compare a random number as the middle of its range, as in ``torch.rand([]) < 0.1``."""
         compare = _COMPARISONS.get(packet)
         typical = self.of(args[0]).typical
         if compare is None or typical is None or len(args) < 2:
@@ -230,12 +230,14 @@ class KnownValues:
         return Knowledge(expected=bool(compare(typical, other)), why=_ASSUMED_MIDDLE)
 
     def _negated(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
+        """Answer the negation of a question whose answer is known."""
         knowledge = self.of(args[0])
         if packet not in _NEGATIONS or knowledge.expected is None:
             return None
         return Knowledge(expected=not knowledge.expected, why=knowledge.why)
 
     def _combined(self, packet: Any, args: Sequence[Any]) -> Knowledge | None:
+        """Answer a conjunction or disjunction of questions whose answers are all known."""
         if packet in _CONJUNCTIONS:
             combine = all
         elif packet in _DISJUNCTIONS:
@@ -248,7 +250,7 @@ class KnownValues:
         return Knowledge(expected=combine(part.expected for part in parts), why=parts[0].why)
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Forget what was known of the tensors that an operator has written, and of their views."""
+        """Forget the values of tensors written by an operator, and of their views."""
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -266,7 +268,7 @@ class KnownValues:
         self._tensors_of_storage.setdefault(storage, set()).add(key)
 
     def _drop(self, key: int) -> None:
-        """Drop the entry of a tensor that is gone, unless its id was used again meanwhile."""
+        """Drop the entry of a tensor that no longer exists, unless its id has been reused."""
         entry = self._entries.get(key)
         if entry is None or entry.tensor() is not None:
             return
@@ -278,7 +280,7 @@ class KnownValues:
 
 
 def _compared_with_itself_or_infinity(packet: Any, args: Sequence[Any]) -> Knowledge | None:
-    """Other ways to ask whether numbers are finite: ``x != x`` and ``x == float("inf")``."""
+    """Answer other checks for finite numbers: ``x != x`` and ``x == float("inf")``."""
     if packet not in (aten.eq, aten.ne) or len(args) < 2:
         return None
     other = args[1]
@@ -290,7 +292,7 @@ def _compared_with_itself_or_infinity(packet: Any, args: Sequence[Any]) -> Knowl
 
 
 def _filled_with(packet: Any, args: Sequence[Any]) -> bool | int | float | None:
-    """Return the number that an operator fills its result with, if it does."""
+    """Return the number with which an operator fills its result, if any."""
     if packet in _FILLS:
         return _FILLS[packet]
     position = _FILLS_WITH_ARGUMENT.get(packet)
@@ -333,7 +335,7 @@ _RANDOM_NUMBERS: dict[Any, Callable[[Sequence[Any]], Knowledge]] = {
 
 
 def worth_knowing(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a fake tensor are followed.
+    """Return whether the values of a fake tensor are tracked.
 
     These are integers and booleans, few enough to compute with, and single numbers such as an
     optimizer's step count.

@@ -1,8 +1,8 @@
 """Move modules to the fake device in place.
 
-Each parameter stays the same object, so that ties, optimizers and hooks hold. torch refuses to
-change the device of a fake parameter in place, and would make a new copy of a real parameter for
-each use.
+Each parameter stays the same object, so that ties, optimizers and hooks stay valid. torch refuses
+to change the device of a fake parameter in place, and would create a new copy of a real parameter
+for each use.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from holdfast.core.errors import PolicyError
 
-# Where a tensor keeps the hooks of `register_hook` and `register_post_accumulate_grad_hook`.
+# The attributes with the hooks of `register_hook` and `register_post_accumulate_grad_hook`.
 _HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# Marks the tensor that has taken over what a parameter was before it was moved.
+# Marks the tensor that holds the former content of a moved parameter.
 _LEFT_BEHIND = "_holdfast_left_behind"
 
 
@@ -60,7 +60,7 @@ def conversion_in_place() -> Iterator[None]:
 
 
 def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace the content of a parameter and its gradient by what a function makes of them."""
+    """Replace the content of a parameter and its gradient with the results of a function."""
     with torch.no_grad():
         converted = fn(parameter)
         gradient = None if parameter.grad is None else fn(parameter.grad)
@@ -75,16 +75,16 @@ def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _become(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Give `target` the class, attributes and storage of `source`, which takes those of `target`.
+    """Swap the class, attributes and storage of two tensors.
 
-    torch's ``swap_tensors`` does the same, but refuses a tensor that has weak references, as
-    trackers hold them. Hooks stay with the object, as they do when a real parameter changes its
-    device; autograd keeps them with the content.
+    torch's ``swap_tensors`` does the same, but refuses a tensor with weak references, which
+    trackers hold. Hooks stay with the object, as they do when a real parameter changes its device;
+    autograd keeps them with the content.
     """
     hooks = {name: getattr(target, name) for name in _HOOK_ATTRIBUTES}
     target_attributes = dict(vars(target))
     source_attributes = dict(vars(source))
-    # Attributes that only the target has stay with it too.
+    # Attributes that only the target has also stay with it.
     own_attributes = {
         name: value for name, value in target_attributes.items() if name not in source_attributes
     }
@@ -105,10 +105,10 @@ def _become(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def check_hooks_on_nodes() -> None:
-    """Refuse autograd nodes of moved parameters that user code holds.
+    """Raise H426 if user code holds autograd nodes of moved parameters.
 
-    A real parameter keeps its node when it is moved; a fake one cannot, so that hooks on the node
-    would never run.
+    A real parameter keeps its node when it is moved. A fake one cannot, so hooks on the node would
+    never run.
 
     Raises:
         PolicyError: H426.
@@ -123,7 +123,7 @@ def check_hooks_on_nodes() -> None:
                     " run"
                 ),
                 fix=(
-                    "use parameter.register_post_accumulate_grad_hook(hook), or make the model on"
+                    "use parameter.register_post_accumulate_grad_hook(hook), or create the model on"
                     " the device: `with torch.device('cuda'): model = ...`."
                 ),
                 rule="H426",

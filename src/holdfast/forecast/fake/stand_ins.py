@@ -1,9 +1,9 @@
-"""Show user code CUDA while it runs on the fake device.
+"""Make the fake device look like CUDA to user code.
 
-Code that asks for ``"cuda"`` gets the fake device. A tensor there says to code outside torch and
-holdfast that it is on ``cuda:0``, so that ``if x.device.type == "cuda"`` goes the way that it goes
-on a GPU. Values of fake tensors can be read, calls that save are left out, and wrappers for several
-devices are refused. All of it is undone at the end.
+Code that asks for ``"cuda"`` gets the fake device. To code outside torch and holdfast, a tensor on
+the fake device is on ``cuda:0``, so that ``if x.device.type == "cuda"`` takes the same branch as on
+a GPU. Values of fake tensors can be read, calls that save are skipped, and wrappers for several
+devices are refused. Everything is undone at the end.
 
 ``torch.cuda`` itself is in `cuda_module`.
 """
@@ -30,7 +30,7 @@ from holdfast.forecast.fake.guesses import Guesses
 
 
 def redirected(device: Any, fake: torch.device) -> Any:
-    """Return the fake device for ``"cuda"`` or ``"cuda:1"``, and anything else as it is."""
+    """Return the fake device for ``"cuda"`` or ``"cuda:1"``, and anything else unchanged."""
     if isinstance(device, torch.device):
         return fake if device.type == "cuda" else device
     if isinstance(device, str) and (device == "cuda" or device.startswith("cuda:")):
@@ -40,12 +40,12 @@ def redirected(device: Any, fake: torch.device) -> Any:
 
 @contextlib.contextmanager
 def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterator[None]:
-    """Install the stand-ins while the context lasts.
+    """Install the stand-ins within the context.
 
     Args:
         fake: The fake device.
-        guesses: Collects what is assumed.
-        as_cuda: Whether ``"cuda"`` leads to the fake device; otherwise there is no CUDA.
+        guesses: Collects assumptions.
+        as_cuda: Whether ``"cuda"`` means the fake device; otherwise there is no CUDA.
     """
     with Patches() as patches:
         _read_fake_values(patches)
@@ -53,7 +53,7 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterato
         _leave_out_saving(patches, guesses)
         _refuse_several_devices(patches)
         _hide_fake_tensors_from_transformers(patches)
-        # It draws again until all numbers are in range, which fake numbers never are.
+        # It redraws until all numbers are in range, which fake numbers never are.
         patches.replace(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         if as_cuda:
             _redirect_tensors(patches, fake)
@@ -67,7 +67,7 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterato
 
 
 def _read_fake_values(patches: Patches) -> None:
-    """Let ``.numpy()``, ``.tolist()`` and formatting of fake tensors work."""
+    """Make ``.numpy()``, ``.tolist()`` and formatting work for fake tensors."""
 
     def wrap_numpy(original: Any) -> Any:
         def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,8 @@ def _as_array(tensor: FakeTensor) -> Any:
 def _values(tensor: Any) -> list[Any]:
     flat = tensor.reshape(-1)
     if tensor.numel() > 0 and tensor.fake_mode.known_values.of(tensor).value is None:
-        # A single question for all elements, because each takes 80 microseconds.
+        # All elements are covered by a single question, because each question takes 80
+        # microseconds.
         return [flat[0].item()] * tensor.numel()
     return [element.item() for element in flat.unbind()]
 
@@ -108,7 +109,7 @@ def _values(tensor: Any) -> list[Any]:
 def _hide_fake_tensors_from_transformers(patches: Patches) -> None:
     """Keep transformers from taking its branches for traced tensors.
 
-    These repeat heads and build masks that no real run has.
+    These branches repeat heads and build masks that no real run has.
     """
     _when_imported(
         patches,
@@ -122,7 +123,7 @@ def _hide_fake_tensors_from_transformers(patches: Patches) -> None:
 
 def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
     def compile_as_eager(model: Any = None, **_: Any) -> Any:
-        guesses.assume("torch.compile is forecast as eager; a compiled step mostly needs less")
+        guesses.assume("torch.compile is forecast as eager; a compiled step usually needs less")
         return model if model is not None else lambda function: function
 
     def compile_module(module: nn.Module, *_: Any, **__: Any) -> None:
@@ -133,9 +134,10 @@ def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
 
 
 def _leave_out_saving(patches: Patches, guesses: Guesses) -> None:
-    """Leave out what a step saves.
+    """Skip the saves of a step.
 
-    Its tensors have no values, and the file may be that of a real run. Copies in memory are made.
+    Its tensors have no values, and the file may belong to a real run. Copies in memory are still
+    made.
     """
 
     def wrap_save(name: str) -> Callable[[Any], Any]:
@@ -157,7 +159,7 @@ def _leave_out_saving(patches: Patches, guesses: Guesses) -> None:
 
 
 def _refuse_several_devices(patches: Patches) -> None:
-    """Refuse to wrap a model for several processes or devices: one of each is traced."""
+    """Refuse to wrap a model for several processes or devices: only one of each is traced."""
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -180,13 +182,13 @@ def several_devices(what: str) -> PolicyError:
     return PolicyError(
         what,
         limit=(
-            "a forecast is of one process on one device: shards, gradient buckets and communication"
-            " buffers of several are not counted"
+            "a forecast covers one process on one device: shards, gradient buckets and"
+            " communication buffers are not counted"
         ),
         fix=(
             "return the bare model from build(), as for one GPU. DistributedDataParallel needs"
             " another copy of the gradients on each device: keep that much memory free with"
-            " --margin. What sharding saves is not forecast."
+            " --margin. Savings from sharding are not forecast."
         ),
         rule="H427",
     )
@@ -196,7 +198,7 @@ def several_devices(what: str) -> PolicyError:
 
 
 def _redirect_tensors(patches: Patches, fake: torch.device) -> None:
-    """Lead ``.to("cuda")`` and ``.cuda()`` to the fake device."""
+    """Redirect ``.to("cuda")`` and ``.cuda()`` to the fake device."""
 
     def wrap_to(original: Any) -> Any:
         def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +220,7 @@ def _redirect_tensors(patches: Patches, fake: torch.device) -> None:
 
 
 def _show_cuda_as_device(patches: Patches, fake: torch.device) -> None:
-    """Let fake tensors say ``cuda:0`` to code outside torch and holdfast."""
+    """Make fake tensors report ``cuda:0`` to code outside torch and holdfast."""
     shown = torch.device("cuda", 0)
     original: Any = vars(FakeTensor)["device"]
 
@@ -244,7 +246,7 @@ def _asked_by_torch(frame: FrameType | None) -> bool:
 
 
 def _redirect_autocast(patches: Patches, fake_type: str) -> None:
-    """Lead autocast on ``"cuda"`` to the type of the fake device."""
+    """Redirect autocast on ``"cuda"`` to the type of the fake device."""
 
     def redirect(device_type: Any) -> Any:
         return fake_type if device_type == "cuda" else device_type
@@ -252,7 +254,7 @@ def _redirect_autocast(patches: Patches, fake_type: str) -> None:
     def wrap_init(original: Any) -> Any:
         def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
             if device_type == "cuda" and dtype is None:
-                # CUDA's default, whatever the fake device's is.
+                # CUDA's default, whichever default the fake device has.
                 dtype = torch.float16
             original(self, redirect(device_type), dtype, *args, **kwargs)
 
@@ -286,7 +288,7 @@ def _redirect_autocast(patches: Patches, fake_type: str) -> None:
 
 
 def _when_imported(patches: Patches, name: str, change: Callable[[Any], None]) -> None:
-    """Change a module now, or when it is imported while the stand-ins are installed."""
+    """Patch a module now, or when it is imported while the stand-ins are installed."""
     watch = ImportWatch(_raise)
     watch.when_imported(name, change)
     if watch in sys.meta_path:

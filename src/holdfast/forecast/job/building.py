@@ -1,4 +1,4 @@
-"""Call the user's factory, check what it returns, and name the user's own line if that fails.
+"""Call the user's factory, check its result, and name the user's own line if that fails.
 
 A factory returns a dict::
 
@@ -31,11 +31,11 @@ from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.core.user_modules import import_user_module
 from holdfast.forecast.trace.attribution import line_of
 
-# Words in the message of an error that comes from code that needs a real GPU.
+# Words in errors of code that needs a real GPU.
 _NEEDS_CUDA = re.compile(
     r"cuda|nvidia|cudnn|libc10_hip|flash[_-]attn|triton|apex|xformers|bitsandbytes", re.IGNORECASE
 )
-# Parameters of a factory that are given the micro-batch size.
+# Parameters of a factory that receive the micro-batch size.
 _SIZE_PARAMETERS = ("micro_batch_size", "batch_size")
 
 Function = Callable[..., Any]
@@ -43,16 +43,16 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltJob:
-    """What a factory returned, checked.
+    """The checked result of a factory.
 
     Args:
         models: Models by name.
         optimizers: Optimizers by name.
         function: The loss function or the step.
-        is_step: Whether it is a step for certain. Otherwise that shows when it is called.
+        is_step: Whether it is known to be a step. Otherwise this is observed when it is called.
         batch: The sample batch.
-        has_batch: Whether there is one; a step may make its own.
-        batch_size: Samples of the batch, if the factory was called with it or returned it.
+        has_batch: Whether there is a batch; a step may create its own.
+        batch_size: Samples of the batch, if the factory received or returned this number.
         split: The dimension of the samples.
     """
 
@@ -67,10 +67,10 @@ class BuiltJob:
 
 
 def load_factory(name: str) -> Function:
-    """Return the function that ``module:function`` or ``file.py:function`` names.
+    """Return the function named by ``module:function`` or ``file.py:function``.
 
     Raises:
-        PolicyError: H411 if there is none, H410 if importing it needs CUDA.
+        PolicyError: H411 if it does not exist, H410 if importing it needs CUDA.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
@@ -79,7 +79,7 @@ def load_factory(name: str) -> Function:
             "(there is no function after a colon)",
             "write package.module:build or file.py:build.",
         )
-    # A script that reads its arguments gets none of ours.
+    # A script that parses its arguments must not see ours.
     sys.argv = [place]
     try:
         factory = getattr(import_user_module(place), attribute)
@@ -92,18 +92,18 @@ def load_factory(name: str) -> Function:
         raise _unusable(
             name,
             f"(it is a {type(factory).__name__})",
-            "name a function that returns what is to be traced.",
+            "name a function that returns the job to trace.",
         )
     return factory  # type: ignore[no-any-return]
 
 
 def call_factory(name: str, factory: Function, *, size: int) -> BuiltJob:
-    """Call a factory and read what it returns.
+    """Call a factory and check its result.
 
     Args:
         name: The name of the factory, for errors.
         factory: The function.
-        size: The micro-batch size, which it gets if it has a parameter for it.
+        size: The micro-batch size, passed to the factory if it has a parameter for it.
 
     Raises:
         PolicyError: H410 or H411 if it raises, H412 if it returns something else.
@@ -124,7 +124,7 @@ def call_factory(name: str, factory: Function, *, size: int) -> BuiltJob:
 
 
 class _Reader:
-    """Read what a factory returned, and refuse what a forecast cannot use (H412)."""
+    """Check the result of a factory, and refuse parts that a forecast cannot use (H412)."""
 
     def __init__(self, name: str, factory: Function) -> None:
         self._name = name
@@ -165,7 +165,7 @@ class _Reader:
         return function  # type: ignore[no-any-return]
 
     def _by_name(self, value: Any, key: str, kind: type) -> dict[str, Any]:
-        """Return models or optimizers by name; a single one has the name of its key."""
+        """Return models or optimizers by name; a single one is named after its key."""
         by_name = dict(value) if isinstance(value, Mapping) else {key: value}
         for part in by_name.values():
             if not isinstance(part, kind):
@@ -174,7 +174,7 @@ class _Reader:
             raise self._refusal(f"no {key}")
         if any(_has_torchscript(part) for part in by_name.values()):
             raise self._refusal(
-                f"a {key} made by torch.jit, of which a trace sees nothing: return it uncompiled"
+                f"a {key} made by torch.jit, which cannot be traced: return it uncompiled"
             )
         return by_name
 
@@ -259,7 +259,7 @@ def _failed(name: str, when: str, error: BaseException) -> PolicyError:
     return _unusable(
         name,
         reason,
-        "correct what the message names; in the module and the function, tensors have shapes and no"
+        "fix the error in the message; in the module and the function, tensors have shapes but no"
         " values.",
     )
 
@@ -267,10 +267,7 @@ def _failed(name: str, when: str, error: BaseException) -> PolicyError:
 def _unusable(name: str, reason: str, fix: str) -> PolicyError:
     return PolicyError(
         f"factory {name!r} cannot be used {reason}",
-        limit=(
-            "it names a function of a module, or of a file that ends with .py, which returns what"
-            " is to be traced"
-        ),
+        limit=("it names a function, in a module or a .py file, that returns the job to trace"),
         fix=fix,
         rule="H411",
     )

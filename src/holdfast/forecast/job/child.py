@@ -1,8 +1,8 @@
 """The process that traces a job.
 
-It finds its request as a file in a folder, and writes its progress and its answer there. What user
-code prints goes to a file that the parent keeps. The process is killed if its parent dies, and is
-never used twice, because the fake device cannot be unregistered.
+It reads its request from a file in a folder, and writes its progress and its answer there. The
+output of user code goes to a file that the parent keeps. The process is killed if its parent dies,
+and is never used twice, because the fake device cannot be unregistered.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from holdfast.forecast.trace.tracer import Tracer
 
 # The option of prctl(2) that sends a signal when the parent dies (linux/prctl.h).
 _PR_SET_PDEATHSIG = 1
-# The share of its peak that a step may leave behind before it is mentioned. Small histories of
-# losses are common; this is our judgement of what does not matter to a plan.
+# The share of its peak that a step may leave behind without mention. Small histories of losses are
+# common, and we consider this much irrelevant to a plan.
 _UNMENTIONED_GROWTH = 0.01
 
 
 def main(folder: Path) -> None:
-    """Trace what the request in a folder asks for, write the answer there, and exit."""
+    """Carry out the trace request in a folder, write the answer there, and exit."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     request = json.loads((folder / REQUEST_FILE).read_bytes())
@@ -58,16 +58,16 @@ def main(folder: Path) -> None:
     (folder / ANSWER_FILE).write_text(json.dumps(message))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads and exit handlers that user code has started are not waited for.
+    # Do not wait for threads and exit handlers of user code.
     os._exit(0)
 
 
 class _Tracing:
-    """Build a job, make steps of it, and trace them.
+    """Build a job, run steps of it, and trace them.
 
     Args:
         request: The fields of a `TraceRequest`.
-        folder: Where progress and traces are written.
+        folder: The folder for progress and traces.
     """
 
     def __init__(self, request: dict[str, Any], folder: Path) -> None:
@@ -131,8 +131,8 @@ class _Tracing:
         )
 
     def _trace(self, job: Job, device: ForecastDevice, tracer: Tracer, size: int) -> Trace:
-        # The step before must leave what a step of this size leaves. The very first step also
-        # allocates in another order.
+        # The previous step must have the same size, so that it leaves the same memory behind. The
+        # very first step also allocates in a different order.
         job.step(size)
         with tracer.recording():
             job.step(size)
@@ -179,7 +179,7 @@ def _facts_of_job(job: Job) -> dict[str, Any]:
 def _peak_host_bytes() -> int:
     """Return the peak resident memory of this process.
 
-    ``getrusage`` would begin with the memory of the process that has started this one.
+    ``getrusage`` would start with the memory of the parent process.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
@@ -188,6 +188,6 @@ def _peak_host_bytes() -> int:
 
 
 if __name__ == "__main__":
-    # Nothing is computed, but each thread has memory of its own.
+    # Nothing is computed, but every thread would need memory.
     torch.set_num_threads(1)
     main(Path(sys.argv[1]))

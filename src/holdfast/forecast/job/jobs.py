@@ -1,12 +1,13 @@
 """A user's training job on the fake device: its models, its optimizers, and one step of any size.
 
 A loss function is called under autocast, and its loss is run backward, scaled for fp16. Gradients
-are set to None before, and every optimizer is stepped after. Clipping is left out: it needs no
-memory to speak of. A function that calls backward itself makes its own step, and one call of it has
-to step every optimizer.
+are set to None before it, and every optimizer steps after it. Clipping is left out because it needs
+hardly any memory. A function that calls backward itself performs its own step, and one call must
+step every optimizer.
 
-Tensors are where the user's code puts them. If the step does not run that way, because it names no
-device, the batch is put where the model is; if that is not enough, everything that the step makes.
+Tensors stay where the user's code puts them. If the step fails that way because it names no device,
+the batch is moved to the model's device; if that is not enough, so is everything that the step
+creates.
 """
 
 from __future__ import annotations
@@ -46,25 +47,25 @@ from holdfast.numerics.loss import read_loss
 
 
 class _Placement(enum.Enum):
-    """Where the tensors of a step are put, in the order in which that is tried."""
+    """Where the tensors of a step are placed, in the order in which this is tried."""
 
     AS_BUILT = "its tensors where they were built"
     BATCH_ON_DEVICE = "the batch on the device"
-    ALL_ON_DEVICE = "the batch, and what it makes without naming a device, on the device"
+    ALL_ON_DEVICE = "the batch, and tensors created without naming a device, on the device"
 
 
 class Job:
     """One training job on the fake device, whose mode must be active.
 
     Args:
-        built: What the user's factory returned. Its models are moved to the device.
+        built: The result of the user's factory. Its models are moved to the device.
         device: The fake device.
-        claim_batch: Called with the tensors of each batch that is made.
+        claim_batch: Called with the tensors of each new batch.
         gradient_accumulation_steps: Micro-batches per step, if the job has a loss function.
         recompute: Names of the `blocks` whose activations are recomputed.
 
     Raises:
-        PolicyError: H413 for a sample batch that cannot be made in another size, H426 for hooks on
+        PolicyError: H413 for a sample batch that cannot be resized, H426 for hooks on
             nodes of moved parameters, H427 for a model on several devices.
     """
 
@@ -85,14 +86,14 @@ class Job:
         self.optimizers = built.optimizers
         self.blocks = find_blocks(self.models)
         self.assumptions: list[Assumption] = []
-        # Whether the job has an autocast of its own. Known after `settle`.
+        # Whether the job has its own autocast. Known after `settle`.
         self.casts = False
         self._device = device
         self._claim_batch = claim_batch
         self._accumulation_steps = gradient_accumulation_steps
         self._recomputed = [module for name, module in self.blocks if name in recompute]
         self._placement = _Placement.AS_BUILT
-        # None if the step makes its own batches.
+        # None if the step creates its own batches.
         self._sample: SampleBatch | None = None
         if built.has_batch:
             self._sample = SampleBatch(
@@ -106,13 +107,13 @@ class Job:
         guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
         self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
         self._function = called_with_batch(built, guard)
-        # Whether the function runs backward or steps optimizers by itself. Until the first step
-        # this is what the factory called it; then it is what was observed.
+        # Whether the function itself runs backward or steps optimizers. Until the first step this
+        # is what the factory declared; then it is what was observed.
         self._acts = built.is_step
-        # Whether it was observed to do so.
+        # Whether this was observed.
         self._was_seen_to_act = False
-        # Whether it makes the whole step by itself: gradients are set to None and optimizers are
-        # stepped in it.
+        # Whether it performs the whole step itself: it sets gradients to None and steps the
+        # optimizers.
         self._has_own_step = built.is_step and not self._uses_guard
         # Names of the optimizers that were stepped in the last step.
         self._stepped: set[str] = set()
@@ -126,7 +127,7 @@ class Job:
     # The first step.
 
     def settle(self, size: int) -> None:
-        """Make the first step, and find out what the function does and where tensors must be.
+        """Run the first step, to find out what the function does and where its tensors must be.
 
         Args:
             size: Samples of a micro-batch.
@@ -158,11 +159,11 @@ class Job:
         self.assumptions += [Assumption(what=what) for what in self._assumed_in_first_step()]
         if self._sample is not None:
             self.assumptions += self._sample.assumptions()
-        # Free what failed attempts have left.
+        # Free the memory of failed attempts.
         gc.collect()
 
     def _may_try_next_placement(self, error: PolicyError) -> bool:
-        """Return whether the step may run if more of its tensors are on the device.
+        """Return whether the step may succeed with more of its tensors on the device.
 
         Tensors on two devices fail in many ways, so any error of the step counts: autocast, for
         example, ignores tensors on the host.
@@ -172,10 +173,10 @@ class Job:
         return self._placement is not _Placement.ALL_ON_DEVICE
 
     def _step_past_checks(self, size: int) -> None:
-        """Make a step whose checks of values pass.
+        """Run a step so that its checks of values pass.
 
-        Most of what raises after it has asked a tensor for its value is a check. So if the step
-        fails, it is made again with the other answer to the last question.
+        Most code that raises after reading a value from a tensor is a check. So if the step fails,
+        it is repeated with the other answer to the last question.
         """
         guesses = self._device.guesses
         first_error: PolicyError | None = None
@@ -194,6 +195,7 @@ class Job:
             clear_exception_frames(failed)
 
     def _assumed_in_first_step(self) -> Iterator[str]:
+        """Yield the assumptions about how the user's function is run."""
         precision = self._device.precision
         if self._acts and not self._has_own_step:
             yield "the function runs backward and steps no optimizer: all were stepped after it"
@@ -205,16 +207,16 @@ class Job:
             )
         if self._has_own_step and precision != "fp32":
             yield (
-                f"autocast to {precision} was put around what the step does before backward; in"
-                " training the step has to do that itself"
+                f"the part of the step before backward ran under autocast to {precision}; in"
+                " training, the step must do that itself"
             )
         if self._placement is not _Placement.AS_BUILT:
-            yield f"the step ran only with {self._placement.value}, where the model is"
+            yield f"the step ran only with {self._placement.value} of the model"
         if not self.accumulates and self._accumulation_steps > 1:
-            yield "the step accumulates gradients by itself or not at all"
+            yield "the step accumulates gradients itself or not at all"
 
     def _own_precision(self) -> list[str]:
-        """Return by which means the job sets a precision other than fp32."""
+        """Return the ways in which the job sets a precision other than fp32."""
         dtypes = {
             str(parameter.dtype).removeprefix("torch.")
             for parameter in self._parameters()
@@ -222,7 +224,7 @@ class Job:
         }
         means = [f"parameters in {name}" for name in sorted(dtypes)]
         if self.casts:
-            means.append("an autocast of its own")
+            means.append("its own autocast")
         return means
 
     # One step.
@@ -234,8 +236,8 @@ class Job:
             size: Samples of a micro-batch.
 
         Raises:
-            PolicyError: H412 if the loss trains no parameter, H413 for a batch that cannot be made,
-                H414 if the user's code raises.
+            PolicyError: H412 if the loss trains no parameter, H413 for a batch that cannot be
+                created, H414 if the user's code raises.
         """
         self._stepped = set()
         self._device.guesses.begin_step()
@@ -257,7 +259,7 @@ class Job:
                 raise self._failed(error, size) from error
 
     def _make_batches(self, size: int) -> list[Any]:
-        """Return the micro-batches of a step, or the size if the step makes its own batch."""
+        """Return the micro-batches of a step, or the size if the step creates its own batch."""
         if self._sample is None:
             return [size]
         count = self._accumulation_steps if self.accumulates else 1
@@ -276,7 +278,7 @@ class Job:
     def _step_of_guard(
         self, batch: Any, function: Function, names: Sequence[str]
     ) -> torch.Tensor | None:
-        """Make the step that a ``step(guard, batch)`` asks its guard for."""
+        """Run the step that a ``step(guard, batch)`` requests from its guard."""
         if self._accumulation_steps == 1:
             return self._make_step([batch], function, names)
         return self._make_step(cut(batch, self._accumulation_steps), function, names)
@@ -284,7 +286,7 @@ class Job:
     def _make_step(
         self, micro_batches: Sequence[Any], function: Function, names: Sequence[str]
     ) -> torch.Tensor | None:
-        """Make one step of the named optimizers.
+        """Run one step of the named optimizers.
 
         Returns:
             The last loss, or None if the function runs backward itself.
@@ -316,7 +318,7 @@ class Job:
     def _check_trained(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Refuse a loss that gives no parameter a gradient (H412).
 
-        A hook may have used a gradient up.
+        A hook may have consumed a gradient.
         """
         if not any(p.grad is not None or is_hooked(p) for p in parameters):
             raise _untrained(
@@ -324,7 +326,7 @@ class Job:
             )
 
     def _note_actions(self, observer: CallObserver, *, has_loss: bool) -> None:
-        """Remember what the function was observed to do by itself."""
+        """Remember which parts of the step the function was observed to perform itself."""
         self._acts = not has_loss
         self._was_seen_to_act = not has_loss
         if observer.acted and observer.stepped:
@@ -332,6 +334,7 @@ class Job:
         self._stepped |= self._names_of(observer.stepped)
 
     def _step_optimizers(self, names: Sequence[str], *, unscale: bool) -> None:
+        """Step the named optimizers that the function did not step itself."""
         optimizers = [self.optimizers[name] for name in names]
         if not unscale or not self._scaler.is_enabled():
             for optimizer in optimizers:
@@ -353,7 +356,7 @@ class Job:
         return [parameter for group in groups for parameter in group["params"]]
 
     def _names_of(self, stepped: Sequence[Optimizer]) -> set[str]:
-        """Return which of the job's optimizers were stepped, maybe only by one within them."""
+        """Return the job's optimizers that were stepped, directly or through an inner optimizer."""
         groups = [group for optimizer in stepped for group in optimizer.param_groups]
         stepped_ids = {id(parameter) for group in groups for parameter in group["params"]}
         return {
@@ -363,10 +366,10 @@ class Job:
         }
 
     def _inputs(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return which tensors get gradients, as `Guard` does it.
+        """Return the tensors that receive gradients, as in `Guard`.
 
         These are the parameters of the chosen optimizers, and those with a hook, which may train
-        them. None if backward reaches no others anyway.
+        them. None if backward reaches no other tensors anyway.
         """
         chosen = {id(parameter) for parameter in parameters}
         others = [
@@ -384,7 +387,7 @@ class Job:
     def _values_of(self, tensor: torch.Tensor) -> Values | None:
         """Return the known values of a tensor of the sample batch."""
         known_values = self._device.mode.known_values
-        # A value is a real tensor, which the fake mode would copy into a fake one.
+        # Values are real tensors, which the fake mode would copy into fake ones.
         with unset_fake_temporarily():
             if isinstance(tensor, FakeTensor):
                 value = known_values.of(tensor).value
@@ -395,7 +398,7 @@ class Job:
             return value.cpu().numpy()
 
     def _make_tensor(self, spec: ArraySpec) -> torch.Tensor:
-        """Return a tensor of a batch, whose values are known if those in the sample batch were."""
+        """Return a tensor of a batch. Its values are known if those in the sample batch were."""
         is_as_built = self._placement is _Placement.AS_BUILT
         device = spec.device if is_as_built else self._device.device
         tensor = torch.empty(
@@ -417,7 +420,7 @@ class Job:
         return PolicyError(
             f"the step raised {building.first_line(error)}{where}",
             limit=(
-                f"a step of {size} samples must run on tensors that have shapes and no values"
+                f"a step of {size} samples must run on tensors that have shapes but no values"
                 f"{assumed}"
             ),
             fix=(
@@ -444,8 +447,8 @@ def _untrained(what: str) -> PolicyError:
         ),
         fix=(
             "return only optimizers that are stepped, including those that hooks step, in a dict by"
-            " name; let one call of a step accumulate its gradients and take every turn, or return"
-            " a loss_fn, whose batch is split into micro-batches."
+            " name; let one call of a step accumulate all gradients and step every optimizer, or"
+            " return a loss_fn, whose batch is split into micro-batches."
         ),
         rule="H412",
     )
@@ -454,7 +457,8 @@ def _untrained(what: str) -> PolicyError:
 def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the modules that could be recomputed, with their paths.
 
-    These are repeated blocks, or else the children of a model that have parameters.
+    These are the repeated blocks, or if there are none, the children of a model that have
+    parameters.
     """
     blocks: list[tuple[str, nn.Module]] = []
     for prefix, model in models.items():

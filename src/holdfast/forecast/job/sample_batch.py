@@ -1,11 +1,11 @@
-"""A sample batch, and batches of other sizes that are made like it.
+"""A sample batch, and batches of other sizes modelled on it.
 
 Every sample of a new batch is like the longest one of the sample batch, so that a plan holds for
-the worst batch, and memory grows evenly with the size. Which parts depend on the batch size is
-found by looking, and written down as an assumption: dimension ``split`` (0) of every tensor and
-array whose size there is the batch size, and lists with one plain value per sample, such as names.
+the worst batch, and memory grows evenly with the size. The parts that depend on the batch size are
+inferred, and reported as an assumption: dimension ``split`` (0) of every tensor and array whose
+size there is the batch size, and lists with one plain value per sample, such as names.
 
-A list with a tensor or a dict per sample is refused: each size of it is a different program.
+A list with a tensor or a dict per sample is refused, because each length is a different program.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from holdfast.loader.splitting import Split, batch_size, micro_batches
 Values = npt.NDArray[Any]
 
 _PLAIN_TYPES = (str, bytes, bool, int, float, complex, type(None), np.generic)
-# How many parts of a batch are named in a message.
+# The most parts of a batch named in a message.
 _MOST_NAMED = 4
-# How deep objects are searched for tensors. torch_geometric's Data keeps its tensors in a dict of
-# an attribute.
+# The depth to which objects are searched for tensors. torch_geometric's Data keeps its tensors in a
+# dict of an attribute.
 _SEARCH_DEPTH = 4
-_OWN_BATCH = "write the step as step(batch_size), so that it makes its own batch."
+_OWN_BATCH = "write the step as step(batch_size), so that it creates its own batch."
 _NAME_SIZE = (
-    'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it makes one.'
+    'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it creates'
+    " one."
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """The description of a tensor or an array of a batch, which itself is not kept.
+    """The description of a tensor or an array in a batch. The tensor itself is not kept.
 
     Args:
         shape: Its shape.
@@ -74,18 +75,18 @@ Make = Callable[[ArraySpec], torch.Tensor]
 
 
 class SampleBatch:
-    """A batch, any nested container, that can be made again in any size.
+    """A batch (any nested container) that can be recreated in any size.
 
     Args:
         batch: The batch.
         read: Reads the values of its tensors.
-        make: Makes the tensors of new batches.
+        make: Creates the tensors of new batches.
         size: The number of samples. If it is None, or nothing in the batch has that size, it is
-            found by looking.
+            inferred from the shapes.
         split: The dimension of the samples.
 
     Raises:
-        BatchError: H413 if it cannot be made in another size, or its size cannot be found.
+        BatchError: H413 if it cannot be resized, or its size cannot be inferred.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class SampleBatch:
         return self._rebuild(self._batch, "batch", size)
 
     def parts(self, batch: Any, count: int) -> list[Any]:
-        """Split a batch that was made here into equal parts, as `Guard` does.
+        """Split a batch returned by `make_batch` into equal parts, as `Guard` does.
 
         Args:
             batch: The batch. Its size is a multiple of `count`.
@@ -120,10 +121,10 @@ class SampleBatch:
         return cut(batch, count, self._how_to_split(self._batch, "batch"))
 
     def assumptions(self) -> Iterator[Assumption]:
-        """Yield what was found out by looking."""
+        """Yield the inferred properties of the batch."""
         yield Assumption(
             what=(
-                f"the sample batch was taken to have {self.size} samples:"
+                f"the sample batch was assumed to have {self.size} samples:"
                 f" {_describe_shapes(self._leaves)}; in a batch of another size all are like its"
                 " longest"
             )
@@ -135,10 +136,10 @@ class SampleBatch:
         ]
         if fixed:
             yield Assumption(
-                what=f"in a batch of any size these stay as they are: {_describe_shapes(fixed)}"
+                what=f"in a batch of any size these stay unchanged: {_describe_shapes(fixed)}"
             )
 
-    # Finding out which parts depend on the batch size.
+    # Infer which parts depend on the batch size.
 
     def _arrays(self) -> list[ArraySpec]:
         """Return the tensors and arrays that have the dimension of the samples."""
@@ -153,12 +154,12 @@ class SampleBatch:
         if arrays and all(spec.shape[self._split] == 0 for spec in arrays):
             raise _unusable(
                 f"the sample batch is empty: {_describe_shapes(self._leaves)}",
-                "every sample of another batch is like one of it",
+                "every sample of another batch is a copy of one of its samples",
                 "return a batch of at least one sample.",
             )
 
     def _find_size(self) -> int:
-        """Return the size that most tensors have in the dimension of the samples.
+        """Return the size that most tensors have in the sample dimension.
 
         A size of 1 counts only if there is no other, because it is often a broadcast dimension.
         """
@@ -168,7 +169,7 @@ class SampleBatch:
         if not ranked:
             raise _unusable(
                 f"the sample batch has no batch dimension: {_describe_shapes(self._leaves)}",
-                f"dimension {self._split} of its tensors must be the samples",
+                f"dimension {self._split} of its tensors must be the sample dimension",
                 _NAME_SIZE,
             )
         if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
@@ -193,7 +194,7 @@ class SampleBatch:
         return all(isinstance(item, _PLAIN_TYPES) for item in node)
 
     def _find_longest(self) -> int:
-        """Return the position of the longest sample, if lengths or a mask tell, or 0."""
+        """Return the position of the longest sample by lengths or a mask, or 0 without these."""
         length = self._find_length()
         for _, leaf in self._leaves:
             if not self._is_batched(leaf) or leaf.values is None or leaf.values.size == 0:
@@ -208,9 +209,10 @@ class SampleBatch:
         return 0
 
     def _find_length(self) -> int | None:
-        """Return the length of the padded samples: the dimension beside that of the samples.
+        """Return the length of the padded samples, taken next to the sample dimension.
 
-        Tensors of integers, such as token ids, say it more reliably than those of features.
+        Integer tensors, such as token ids, are more
+        reliable than features.
         """
         of_integers: list[int] = []
         of_floats: list[int] = []
@@ -274,7 +276,7 @@ def _describe(leaf: Any, path: str, read: Read) -> Any:
     if isinstance(leaf, PackedSequence) or _hides_tensors(leaf):
         raise _unusable(
             f"the sample batch holds a {type(leaf).__name__} with tensors in it: {path}",
-            "only dicts, lists, tuples and dataclasses can be made in another size",
+            "only dicts, lists, tuples and dataclasses can be resized",
             f"return one of these, or {_OWN_BATCH}",
         )
     if isinstance(leaf, np.ndarray):
@@ -297,7 +299,7 @@ def _describe_tensor(tensor: torch.Tensor, read: Read) -> ArraySpec:
         nested = ", nested" if tensor.is_nested else ""
         raise _unusable(
             f"the sample batch holds a tensor of layout {tensor.layout}{nested}",
-            "only dense tensors can be made in another size",
+            "only dense tensors can be resized",
             _OWN_BATCH,
         )
     is_floating = tensor.is_floating_point() or tensor.is_complex()
@@ -314,8 +316,7 @@ def _describe_tensor(tensor: torch.Tensor, read: Read) -> ArraySpec:
 def _check_no_list_of_samples(containers: Sequence[tuple[str, Any]]) -> None:
     """Refuse lists with a tensor or a dict per sample.
 
-    A tuple at the top is what a dataset's items look like when they are collated: its entries are
-    columns.
+    A tuple at the top level is a collated batch of dataset items: its entries are columns.
     """
     for path, node in containers:
         if path == "batch" and isinstance(node, tuple):
@@ -352,9 +353,9 @@ def _is_list_of_ragged_arrays(node: Any) -> bool:
 
 
 def _hides_tensors(leaf: Any, depth: int = _SEARCH_DEPTH) -> bool:
-    """Return whether an object that is no container holds tensors in its attributes."""
+    """Return whether an object other than a container holds tensors in its attributes."""
     if isinstance(leaf, torch.Tensor):
-        # The leaf itself is in plain sight.
+        # The leaf itself is visible anyway.
         return depth < _SEARCH_DEPTH
     if depth == 0 or isinstance(leaf, (*_PLAIN_TYPES, np.ndarray, type, nn.Module)):
         return False
@@ -365,7 +366,7 @@ def _hides_tensors(leaf: Any, depth: int = _SEARCH_DEPTH) -> bool:
 
 
 def _describe_shapes(leaves: Sequence[tuple[str, Any]]) -> str:
-    """Return the shapes of the first arrays of a batch, or else the types of its first parts."""
+    """Return the shapes of a batch's first arrays or, without arrays, the types of its parts."""
     arrays = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves if isinstance(leaf, ArraySpec)]
     others = [
         f"{path} a {type(leaf).__name__}"
@@ -390,7 +391,7 @@ def _children(node: Any) -> dict[Any, Any] | None:
 def _with_children(node: Any, children: dict[Any, Any]) -> Any:
     """Return a container with other children.
 
-    Checks of a dataclass are left out, because specs would not pass them.
+    A dataclass's own checks are bypassed, because specs would not pass them.
     """
     return rebuilt(node, children, checked=False)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 # Twenty times the 29 s of CPU time that our slowest prototype took, a recurrent decoder with 100
 # time steps.
 MOST_CPU_SECONDS = 600.0
-# As long as the limit on CPU time, by choice: a download or a slow disk always needs some CPU time,
-# a deadlock needs none.
+# As long as the limit on CPU time, by choice: a download or a slow disk always uses some CPU time,
+# a deadlock uses none.
 MOST_IDLE_SECONDS = 600.0
 
 # A process that uses less than this share of a CPU is idle: 1 s in ten minutes. It is a choice; a
@@ -23,7 +23,7 @@ _ACTIVE_SHARE = 1 / 600
 # Time between two measurements.
 _INTERVAL_SECONDS = 1.0
 # A longer time between two measurements counts as this much idle time, because this process itself
-# was stopped meanwhile.
+# must have been stopped.
 _LONGEST_INTERVAL_SECONDS = 5.0
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -32,9 +32,9 @@ class TimeLimits:
     """The time limits of a child process. Call `exceeded` repeatedly while it runs.
 
     Args:
-        pid: The process id of a child that nobody has waited for yet.
-        cpu_seconds: The CPU time that it may use. It is exceeded only after as much wall-clock
-            time, so that parallel threads do not shorten it.
+        pid: The process ID of a child that has not been reaped yet.
+        cpu_seconds: The CPU time that it may use. It is exceeded only after the same amount of
+            wall-clock time, so that parallel threads do not shorten it.
         idle_seconds: The wall-clock time for which the child and all processes that it has started
             may be idle.
     """
@@ -67,7 +67,7 @@ class TimeLimits:
         activity = (
             _descendants_cpu_seconds(self._pid) + cpu_seconds + _seconds_ready_to_run(self._pid)
         )
-        # The times of threads and processes that have ended are missing, so the sum may also fall.
+        # The times of ended threads and processes are missing, so the sum may also decrease.
         if abs(activity - self._activity) >= _ACTIVE_SHARE * self._idle_seconds:
             self._activity = activity
             self._idle = 0.0

@@ -1,8 +1,8 @@
-"""Trace a training step in a process of its own, and get the traces back.
+"""Trace a training step in a separate process, and return the traces.
 
-It is a process of its own because the fake device cannot be unregistered, because user code that
-meets it may abort, and because the process that asks may itself be training. torch is not imported
-here. The other side is `child`.
+The process is separate because the fake device cannot be unregistered, because it may crash user
+code, and because the calling process may itself be training. torch is not imported here. The
+child's side is in `child`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from holdfast.forecast.trace.events import Assumption, Trace
 
 Route = Literal["privateuse1", "cpu"]
 
-# Files in the folder of a child: what is asked, what it is doing, line by line, and what it has
-# found or failed with.
+# Files in the folder of a child: the request, its progress line by line, and its answer or error.
 REQUEST_FILE = "request.json"
 PROGRESS_FILE = "doing"
 ANSWER_FILE = "answer.json"
-# What the child and the user's code print.
+# The output of the child and the user's code.
 _OUTPUT_FILE = "stderr"
-# Time between two looks at the progress of a child. Its end is noticed at once.
+# Polling interval for the progress of a child. Its end is noticed at once.
 _POLL_SECONDS = 0.2
 # Lines of the child's output in an error.
 _MOST_LAST_LINES = 6
@@ -41,15 +40,15 @@ _MOST_LAST_LINES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """What is to be traced.
+    """A job to trace.
 
     Args:
         factory: ``"module:function"`` or ``"file.py:function"``; see `building` for what it may
             return.
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` under autocast.
         sizes: Micro-batch sizes, in samples, at least 1.
-        route: The fake device: ``"privateuse1"`` stands for a GPU, ``"cpu"`` is the host without
-            CUDA, to be compared with real runs.
+        route: The fake device: ``"privateuse1"`` represents a GPU, ``"cpu"`` is the host without
+            CUDA, for comparison with real runs.
         recompute: Paths of the modules whose activations are recomputed, as in `Trace.blocks`.
         gradient_accumulation_steps: Micro-batches per optimizer step, if the job has a loss
             function.
@@ -65,7 +64,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
-    """The traces of a job, and what was found out about it.
+    """The traces of a job, and facts about it.
 
     Args:
         traces: One for each of `TraceRequest.sizes`, in that order.
@@ -77,9 +76,8 @@ class TraceResult:
         host_bytes: Peak resident memory of the child.
         build_seconds: Time to import the factory and to build the job.
         trace_seconds: Time for each trace.
-        assumptions: What had to be assumed in any of the traces.
-        casts: Whether the job has an autocast of its own, which overrides the precision that was
-            asked for.
+        assumptions: The assumptions of all traces.
+        casts: Whether the job has an autocast of its own, which overrides the requested precision.
     """
 
     traces: tuple[Trace, ...]
@@ -107,16 +105,17 @@ def trace_job(
         request: What is to be traced.
         on_progress: Called with a description of each stage.
         cpu_seconds: CPU time that the child may use; see `TimeLimits`.
-        idle_seconds: Time for which it may do nothing.
+        idle_seconds: Time for which it may be idle.
 
     Raises:
         PolicyError: H410 for a factory that needs CUDA, H411 for one that cannot be imported or
             run, H412 for one that returns something else, H414 for a step that raises, H415 for a
-            child that died or exceeded its limits, H422 to H427 for what a forecast cannot trace.
+            child that died or exceeded its limits, H422 to H427 for code that a forecast cannot
+            trace.
         BatchError: H413 for a sample batch without a batch dimension; H201 to H203 for a loss that
             `Guard` does not take.
-        OutOfMemoryError: H415 for a child that was killed, most probably because the host was
-            short of memory.
+        OutOfMemoryError: H415 for a child that was killed, probably because the host ran out of
+            memory.
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         folder = Path(name)
@@ -157,7 +156,7 @@ class _Exchange:
         """Run a child and return its answer.
 
         Raises:
-            HoldfastError: What the child reports, or that it died.
+            HoldfastError: The error reported by the child, or H415 if it died.
         """
         (self._folder / PROGRESS_FILE).touch()
         output = self._folder / _OUTPUT_FILE
@@ -184,7 +183,7 @@ class _Exchange:
         raise self._died(f"ended with exit code {status}")
 
     def _read_progress(self) -> None:
-        # What follows the last newline is a line that is still being written.
+        # Text after the last newline belongs to a line that is still being written.
         lines = (self._folder / PROGRESS_FILE).read_text().split("\n")[:-1]
         for line in lines[self._stages_read :]:
             self._stage = line
@@ -194,13 +193,13 @@ class _Exchange:
     def _killed(self) -> HoldfastError:
         """Return the error for a child that was killed.
 
-        Only the kernel does that, for lack of memory, or a person.
+        Either the kernel killed it because memory ran out, or a person did.
         """
         return OutOfMemoryError(
             f"the process that traces was killed while {self._stage}{self._last_lines()}",
             limit="it must run until the step is traced",
             fix=(
-                "free memory on this machine, or let build() make its model from a config instead"
+                "free memory on this machine, or let build() create its model from a config instead"
                 " of loading its weights."
             ),
             rule="H415",
@@ -211,8 +210,8 @@ class _Exchange:
             f"the process that traces {how} while {self._stage}{self._last_lines()}",
             limit="it must run until the step is traced",
             fix=(
-                "read its last lines, and try build() and one step in a Python process of your own;"
-                " with PYTHONFAULTHANDLER=1 a crash reports where it was."
+                "read its last lines, and run build() and one step in your own Python process;"
+                " with PYTHONFAULTHANDLER=1 a crash reports its location."
             ),
             rule="H415",
         )

@@ -1,6 +1,6 @@
-"""Call the user's loss function or step, and observe what it does by itself.
+"""Call the user's loss function or step, and observe which parts of the step it performs.
 
-It may run backward and step optimizers, directly or through the guard that it is given.
+It may run backward and step optimizers, directly or through the guard passed to it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from holdfast.forecast.job.building import BuiltJob, Function
 
 
 class CallObserver:
-    """Observe whether functions run backward and step optimizers, while the context lasts.
+    """Observe, within the context, whether functions run backward and step optimizers.
 
     Args:
-        autocast: Makes the autocast under which a function is called. It ends when the function
+        autocast: Creates the autocast under which a function is called. It ends when the function
             runs backward itself.
     """
 
     def __init__(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         # Whether an observed function itself ran backward or stepped an optimizer.
         self.acted = False
-        # The optimizers that were stepped by anybody, including hooks of a backward pass.
+        # All optimizers that were stepped, including by hooks of a backward pass.
         self.stepped: list[Optimizer] = []
         self._make_autocast = autocast
         # The autocast of the function that is being called, if one is.
@@ -79,7 +79,7 @@ class CallObserver:
 
 @contextlib.contextmanager
 def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]:
-    """Yield a list of the autocasts that a job enters by itself meanwhile.
+    """Yield a list that collects the job's own autocasts entered within the context.
 
     Args:
         added: The class of the autocasts that the forecast adds.
@@ -88,7 +88,7 @@ def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]
     autocasts: list[torch.autocast] = []
 
     def note_and_enter(context: torch.autocast) -> Any:
-        # A recomputation enters again what was active in the forward pass.
+        # A recomputation re-enters the autocast of the forward pass.
         is_recomputation = torch._C._current_graph_task_id() != -1
         if context._enabled and not isinstance(context, added) and not is_recomputation:
             autocasts.append(context)
@@ -99,16 +99,18 @@ def own_autocasts(added: type[torch.autocast]) -> Iterator[list[torch.autocast]]
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
-    """Return whether a hook gets the parameter's gradient, such as one that steps an optimizer."""
+    """Return whether a hook receives the parameter's gradient, for example to step an optimizer."""
     return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
 
 
 class GuardStandIn:
-    """The guard that a ``step(guard, batch)`` is given. It makes the same steps, without reports.
+    """The guard passed to a ``step(guard, batch)``.
+
+    It performs the same steps, but returns no reports.
 
     Args:
         optimizers: Names of the job's optimizers.
-        make_step: Makes a step of a batch with a loss function and the named optimizers.
+        make_step: Performs a step with a batch, a loss function and the named optimizers.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class GuardStandIn:
         optimizer: Any = None,
         split: Any = None,  # noqa: ARG002 - an argument of Guard.step
     ) -> Any:
-        """Make one step of one or several optimizers; see `Guard.step`."""
+        """Perform one step of one or several optimizers; see `Guard.step`."""
         if optimizer is None:
             names = self._optimizers
         elif isinstance(optimizer, str):

@@ -1,10 +1,10 @@
-"""Which kernels CUDA would choose, what they keep for the backward pass, and what they need.
+"""The kernels that CUDA would choose, and the memory that they keep and need.
 
 Two entry points:
 
-- `emulation.emulated_kernels` registers rules on the fake device for operators where a device that
-  torch does not know would do something else than CUDA: `attention`, `recurrent` layers,
-  `sequences`, RMS norm and losses. `autocast_policy` does the same for autocast.
+- `emulation.emulated_kernels` registers rules on the fake device for operators that behave
+  differently on an unknown device than on CUDA: `attention`, `recurrent` layers, `sequences`, RMS
+  norm and losses. `autocast_policy` does the same for autocast.
 - `scratch.scratch_of` returns the memory that a CUDA kernel needs only while it runs; `scratch_cpu`
   measures it for the CPU.
 

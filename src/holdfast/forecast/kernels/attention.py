@@ -1,15 +1,15 @@
-"""`scaled_dot_product_attention` on the fake device, by the kernel that CUDA would choose.
+"""`scaled_dot_product_attention` on the fake device, with the kernel that CUDA would choose.
 
-A device that torch does not know gets the math path, which keeps two matrices of scores per layer.
-CUDA mostly takes a fused kernel, which keeps one number per row: that is a third of an encoder's
+A device unknown to torch gets the math path, which keeps two score matrices per layer. CUDA usually
+chooses a fused kernel, which keeps one number per row. The difference is a third of an encoder's
 activations.
 
 The order and the conditions of the choice are torch's own, as of torch 2.11 to 2.14:
 aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and sdp_utils_cpp.h. Docstrings
 here name the functions there. The kernels' meta implementations and autograd formulas do the rest.
 
-The device is taken to have compute capability 8.0, whichever is planned for. cuDNN's kernel, which
-torch tries first from 9.0 on, is not known; it keeps as much as the flash kernel.
+Compute capability 8.0 is assumed for every device. cuDNN's kernel, which torch tries first from 9.0
+on, is not emulated; it keeps as much as the flash kernel.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ aten = torch.ops.aten
 # Query, key and value.
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-# From torch 2.14 on, the efficient kernel takes fewer heads of keys than of queries (`supports_gqa`
+# From torch 2.14 on, the efficient kernel supports fewer key heads than query heads (`supports_gqa`
 # in sdp_utils.cpp).
 _TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _EFFICIENT_TAKES_GROUPS = _TORCH_VERSION >= (2, 14)
-# The largest head of the flash kernel (check_head_dim_size_flash).
+# The largest head size of the flash kernel (check_head_dim_size_flash).
 _MOST_FLASH_HEAD_SIZE = 256
 
 
 class Backend(enum.Enum):
-    """The kernels that are known, with the numbers of `torch.nn.attention.SDPBackend`."""
+    """The emulated kernels, with the numbers of `torch.nn.attention.SDPBackend`."""
 
     MATH = 0
     FLASH = 1
@@ -62,7 +62,7 @@ class _Call:
 
 
 def install_attention(library: torch.library.Library) -> None:
-    """Let `scaled_dot_product_attention` on the fake device take the kernel that CUDA would."""
+    """Make `scaled_dot_product_attention` on the fake device use the kernel that CUDA would."""
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return _attend(_Call(*args, **kwargs))
@@ -72,7 +72,7 @@ def install_attention(library: torch.library.Library) -> None:
 
 def _attend(call: _Call) -> torch.Tensor:
     if call.is_causal and call.attn_mask is not None:
-        # torch's composite says what is wrong with that.
+        # torch's composite raises a clear error for this call.
         return _math(call)
     backend = choose_backend(
         call.tensors,
@@ -131,9 +131,9 @@ def _efficient(call: _Call) -> torch.Tensor:
 
 
 def _additive_mask(call: _Call) -> torch.Tensor | None:
-    """Return the mask as one to add: convert_boolean_attn_mask.
+    """Return the mask in additive form: convert_boolean_attn_mask.
 
-    A boolean mask becomes one of the query's type, which the backward pass keeps.
+    A boolean mask is converted to the query's dtype, and kept for the backward pass.
     """
     mask = call.attn_mask
     if mask is None or mask.dtype is not torch.bool:
@@ -155,7 +155,7 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
 
 
 def _enabled_backends() -> frozenset[Backend]:
-    """Return the kernels that the user allows, by ``torch.nn.attention.sdpa_kernel`` or flags."""
+    """Return the kernels allowed by ``torch.nn.attention.sdpa_kernel`` or torch's flags."""
     cuda = torch.backends.cuda
     queries: dict[Backend, Callable[[], bool]] = {
         Backend.FLASH: cuda.flash_sdp_enabled,
@@ -173,17 +173,17 @@ def choose_backend(
     grouped: bool = False,
     enabled: frozenset[Backend] = frozenset(Backend),
 ) -> Backend:
-    """Return the kernel that CUDA takes: the first in torch's order that is allowed and suits.
+    """Return the kernel that CUDA would use: the first suitable one in torch's order.
 
     Args:
         tensors: Query, key and value, each of shape ``(batch, heads, length, head size)``.
         mask: The attention mask.
         causal: Whether later keys are masked.
         grouped: Whether there may be fewer heads of keys than of queries.
-        enabled: The kernels that the user allows.
+        enabled: The kernels allowed by the user.
 
     Raises:
-        RuntimeError: If none that is allowed suits, as on the device itself.
+        RuntimeError: If no allowed kernel is suitable, as on CUDA.
     """
     may_be_fused = _may_be_fused(tensors, mask)
     suits = {
@@ -213,6 +213,7 @@ def _may_be_fused(tensors: Tensors, mask: torch.Tensor | None) -> bool:
 
 
 def _flash_suits(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
+    """Return whether the flash kernel supports a call (can_use_flash_attention)."""
     query, key, value = tensors
     head = query.shape[-1]
     if query.dtype not in HALF_PRECISION:
@@ -225,6 +226,7 @@ def _flash_suits(tensors: Tensors, *, causal: bool, grouped: bool) -> bool:
 
 
 def _efficient_suits(tensors: Tensors, *, grouped: bool) -> bool:
+    """Return whether the efficient kernel supports a call (can_use_mem_efficient_attention)."""
     query, key, value = tensors
     # In elements (minimum_gemm_alignment).
     if query.dtype in HALF_PRECISION:
@@ -243,7 +245,7 @@ def _efficient_suits(tensors: Tensors, *, grouped: bool) -> bool:
 
 
 def _heads_match(tensors: Tensors, *, grouped: bool) -> bool:
-    """Return whether batch sizes and heads suit: check_batch_size_and_num_heads_dense."""
+    """Return whether batch sizes and heads are suitable: check_batch_size_and_num_heads_dense."""
     query, key, value = (tensor.shape for tensor in tensors)
     if not query[0] == key[0] == value[0] or key[1] != value[1]:
         return False

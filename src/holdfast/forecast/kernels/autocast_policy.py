@@ -1,8 +1,8 @@
-"""CUDA's autocast on the fake device: which operator casts to what, and the cache of cast weights.
+"""CUDA's autocast on the fake device: the casts of each operator, and the cache of cast weights.
 
 The classes and their members are torch's own, see ``operators.yaml``. A rule is installed for each
-operator that the running torch registers for CUDA, so that lists that differ between versions are
-followed. A member without a class is left alone, and an assumption says so.
+operator that the running torch registers for CUDA, because the lists differ between versions. An
+operator of unknown class is not cast, and this is reported as an assumption.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WeightCache:
     """Casts of leaf weights, which torch keeps until the outermost autocast ends.
 
     A recomputation in a backward pass enters autocast again, so the cache is filled and cleared
-    once more.
+    again.
     """
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ def _ignore(_: str) -> None:
     pass
 
 
-# The registrations cannot be undone, so what they use is kept here: the cache, the libraries, and
-# where the current forecast collects its assumptions.
+# The registrations cannot be undone, so everything that they use is kept here: the cache, the
+# libraries, and the collector of the current forecast's assumptions.
 _cache = WeightCache()
 _installed: list[torch.library.Library] = []
 _assume: Assume = _ignore
@@ -87,13 +87,11 @@ _assume: Assume = _ignore
 
 @contextlib.contextmanager
 def installed(device_name: str, assume: Assume) -> Iterator[None]:
-    """Give the fake device CUDA's autocast while the context lasts.
-
-    The registrations stay after it.
+    """Give the fake device CUDA's autocast within the context. The registrations remain afterwards.
 
     Args:
         device_name: The device type.
-        assume: Called with what has to be assumed.
+        assume: Called with each assumption.
     """
     global _assume
     if not _installed:
@@ -131,7 +129,7 @@ def registered_for_cuda() -> frozenset[str]:
 
 
 def classified() -> dict[str, str]:
-    """Return the class of each operator: the name of its method of `_Policies`."""
+    """Return the class of each operator: the name of its method in `_Policies`."""
     return {name: policy for policy in _CLASSES for name in LISTS[policy]}
 
 
@@ -164,7 +162,7 @@ def _without_autocast(kernel: Kernel) -> Kernel:
 
 
 class _Policies:
-    """The kernels of the classes, for one device. Each method makes the kernel of an operator."""
+    """Creates autocast kernels for one device, with one method for each class of operators."""
 
     def __init__(self, device_name: str) -> None:
         self._device_name = device_name
@@ -178,7 +176,7 @@ class _Policies:
         return lambda *args, **kwargs: self._call(operator, args, kwargs, torch.float32)
 
     def fp32_set_opt_dtype(self, operator: Any, _: str) -> Kernel:
-        """Ask for a result in fp32 by the operator's own argument, which needs no cast copy."""
+        """Request an fp32 result through the operator's dtype argument, without a cast copy."""
         position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -223,11 +221,11 @@ class _Policies:
         return kernel
 
     def left_alone(self, operator: Any, name: str) -> Kernel:
-        """Run an operator of an unknown class as it is, and say so."""
+        """Run an operator of an unknown class without casts, and record the assumption."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             _assume(
-                f"autocast was taken to leave {name} alone: its class in torch {torch.__version__}"
+                f"autocast was assumed not to cast {name}: its class in torch {torch.__version__}"
                 " is unknown"
             )
             return operator(*args, **kwargs)

@@ -1,12 +1,10 @@
-"""Install everything that makes kernels on the fake device allocate what real ones do.
+"""Install all rules that make kernels on the fake device allocate like real ones.
 
-The rules are registered with torch.library on the device's autograd key, so that every caller meets
-them: Python, C++ composites, and a recomputation in the backward pass. On the route ``"cpu"``
-torch's own choices are those of the real CPU; only what torch's fake kernels get wrong is
-corrected.
-
-The rules for attention, recurrent layers and sequences are in modules of their own; those for RMS
-norm and losses are here.
+The rules are registered with torch.library on the device's autograd key, so that they apply to
+every caller: Python, C++ composites, and a recomputation in the backward pass. On the route
+``"cpu"`` torch already makes the choices of the real CPU; only errors of torch's fake kernels are
+corrected. The rules for attention, recurrent layers and sequences are in separate modules; those
+for RMS norm and losses are here.
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ _NOT_REDUCED = 0
 def emulated_kernels(
     route: str, *, value_of: ValueOf, assume: Assume, uncalibrated: Uncalibrated
 ) -> Iterator[Mapping[Any, FakeKernel]]:
-    """Let the fake device allocate what the real one would, while the context lasts.
+    """Make the fake device allocate like the real one within the context.
 
     Args:
         route: ``"privateuse1"`` or ``"cpu"``.
         value_of: Returns the values of a fake tensor, or None.
-        assume: Called with what has to be assumed.
+        assume: Called with each assumption.
         uncalibrated: Collects by how much figures may be too low.
 
     Yields:
-        Fake kernels that the fake mode is to prefer to torch's own, called as ``kernel(mode,
-        overload, *args)``. They cannot be put into torch's table, because its cache of results
-        forgets the size of a storage.
+        Fake kernels that the fake mode must prefer to torch's own, called as ``kernel(mode,
+        overload, *args)``. They cannot be added to torch's table, because its result cache forgets
+        the size of a storage.
     """
     stands_for_gpu = route == "privateuse1"
     key = "AutogradPrivateUse1" if stands_for_gpu else "AutogradCPU"
@@ -65,10 +63,10 @@ def emulated_kernels(
 def _reduced_loss(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the result of a loss whose kernel averages or sums the losses of the elements.
 
-    These are written into a tensor that is then resized to a scalar, and the scalar keeps its
-    storage, on the CPU and on CUDA (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu; we measured
-    4000 bytes for the mean of 1000 values with torch 2.13.0+cpu). torch's fake kernel makes it too
-    small.
+    These losses are written into a tensor that is then resized to a scalar but keeps its storage,
+    on the CPU and on CUDA (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu; we measured
+    4000 bytes for the mean of 1000 values with torch 2.13.0+cpu). torch's fake kernel makes the
+    storage too small.
     """
     arguments = named_arguments(func, args, kwargs)
     data = arguments["self"]
@@ -94,9 +92,9 @@ _LOSSES: Mapping[Any, FakeKernel] = dict.fromkeys(
 class _FusedRmsNorm(torch.autograd.Function):
     """RMS norm as CUDA's fused kernel runs it: it keeps its input and one number per row.
 
-    A device that torch does not know gets a composition of single operations, which keeps three
-    tensors of the input's size in fp32. It follows aten/src/ATen/native/cuda/layer_norm_kernel.cu
-    and derivatives.yaml.
+    A device unknown to torch gets a composition of single operations, which keeps three fp32
+    tensors of the input's size. It follows aten/src/ATen/native/cuda/layer_norm_kernel.cu and
+    derivatives.yaml.
     """
 
     @staticmethod

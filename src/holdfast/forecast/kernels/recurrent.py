@@ -1,14 +1,14 @@
-"""Recurrent layers on the fake device as cuDNN runs them, and torch's fused GRU cell.
+"""Emulate cuDNN's recurrent layers and torch's fused GRU cell on the fake device.
 
 The sequence of allocations follows aten/src/ATen/native/cudnn/RNN.cpp and, under autocast,
 cudnn/AutocastRNN.cpp: it casts to fp16 whatever the autocast type is, into one flat copy of the
 weights that is kept until the backward pass. The gradients of the weights are views of one buffer.
 If cuDNN is switched off, torch's own steps run instead.
 
-cuDNN publishes neither what it keeps for the backward pass (the reserve) nor what it needs while it
-runs (the workspace), and torch's meta kernel says 0 bytes. Both are formulas that we fitted to what
-117 layers asked for on an H100 (torch 2.11, cuDNN 9.19), with varied sizes, types, numbers of
-layers, directions and dropout; the tests hold some of them:
+cuDNN documents neither the memory that it keeps for the backward pass (the reserve) nor the memory
+that it needs while it runs (the workspace), and torch's meta kernel reports 0 bytes. Our formulas
+for both were fitted to the requests of 117 layers on an H100 (torch 2.11, cuDNN 9.19), with varied
+sizes, types, numbers of layers, directions and dropout. The tests contain some of them:
 
 - The reserve is exact in all of these cases. It is also exact in those of pytorch issue 2895 (Tesla
   P100, 2017), except for the dropout bits and the 256 bytes.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-# The random state for dropout, one per device, which is kept for good: "Each state is slightly over
+# The random state for dropout, one per device, which is never freed: "Each state is slightly over
 # 2MB" (get_dropout_state in RNN.cpp).
 _DROPOUT_STATE_BYTES = 2 * 2**20 + 2**18
 
@@ -77,8 +77,7 @@ _CELLS = {
 # The figures below are from the same measurements.
 # Bytes of the reserve that do not depend on any size.
 _FIXED_RESERVE_BYTES = 256
-# Values of the workspace per row and unit that come on top if sequences are read in both
-# directions.
+# Additional values of the workspace per row and unit if sequences are read in both directions.
 _SECOND_DIRECTION_VALUES = 9.0
 # The same with dropout in one direction.
 _DROPOUT_VALUES = 1
@@ -88,11 +87,11 @@ _WIDE_INPUT_VALUES = 2.5
 _STATE_VALUES = 8
 # Bytes of the workspace per layer and direction.
 _LAYER_BYTES = 8 * 2**20
-# Share of the workspace that another cuDNN or GPU may ask for beyond. It is a guess: the formula is
-# at most 9 % off on one GPU and cuDNN.
+# The additional share of the workspace that another cuDNN or GPU may need. It is a guess: the
+# formula is at most 9 % off on one GPU and cuDNN.
 _OTHER_VERSIONS = 0.1
 
-# Takes down a name and by how many bytes something that is kept may be larger.
+# Records a name, and by how many bytes memory kept under it may be larger.
 NoteUncertain = Callable[[str, int], None]
 
 
@@ -156,7 +155,7 @@ class RecurrentSize:
         """
         is_small = self._takes_small_algorithm(backward=backward)
         row_values = self._work_values(is_small=is_small) * self.hidden + self.features
-        # The algorithm of an LSTM for small hidden sizes does not mind wide inputs.
+        # An LSTM's algorithm for small hidden sizes needs no extra memory for wide inputs.
         if not (is_small and self.mode == "lstm"):
             row_values += _WIDE_INPUT_VALUES * max(0, self.features - self.hidden)
         values = int(self.rows * row_values)
@@ -165,7 +164,7 @@ class RecurrentSize:
         return _LAYER_BYTES * self.layers * self.directions + values * self.element_bytes
 
     def _takes_small_algorithm(self, *, backward: bool) -> bool:
-        """Return whether torch takes the algorithm for small hidden sizes: get_algo in RNN.cpp."""
+        """Return whether torch uses the algorithm for small hidden sizes: get_algo in RNN.cpp."""
         if not self.may_be_small or self.projection:
             return False
         figures = _CELLS[self.mode]
@@ -185,7 +184,7 @@ class RecurrentSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """How one call is laid out.
+    """The layout of one call.
 
     Args:
         size: Its sizes.
@@ -218,7 +217,7 @@ class _FlatHalf(torch.autograd.Function):
 
 
 class _Layers(torch.autograd.Function):
-    """One call of cuDNN: it allocates what cuDNN and torch allocate, in the same order."""
+    """One call of cuDNN, with the allocations of cuDNN and torch in their order."""
 
     @staticmethod
     def forward(
@@ -256,7 +255,7 @@ class _Layers(torch.autograd.Function):
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         data, hidden, cell, y, _reserve, *weights = ctx.saved_tensors
         grad_y = torch.zeros_like(y) if grad_y is None else layout.time_major(grad_y)
-        # Missing gradients of the states are zeros, which are needed for a moment only.
+        # Missing gradients of the states are zeros, which are needed only briefly.
         grad_last = torch.zeros_like(hidden) if grad_last is None else grad_last
         grad_cell = torch.zeros_like(cell) if grad_cell is None and cell is not None else grad_cell
         del grad_last, grad_cell
@@ -407,6 +406,7 @@ class _RecurrentLayers:
         weights: Sequence[torch.Tensor],
         options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run a layer as cuDNN does: cast for autocast, then allocate in cuDNN's order."""
         hidden = states[0]
         cell = states[1] if len(states) > 1 else None
         if torch.is_autocast_enabled(data.device.type) and data.dtype is not torch.float64:
@@ -436,6 +436,7 @@ def _size_of_call(
     weights: Sequence[torch.Tensor],
     options: _Options,
 ) -> RecurrentSize:
+    """Return the sizes of a layer, derived from the tensors of a call."""
     # With a projection, only the cell state has the hidden size.
     units = (hidden if cell is None else cell).shape[-1]
     has_projection = hidden.shape[-1] != units
@@ -457,11 +458,11 @@ def _size_of_call(
 
 
 def install_recurrent(library: torch.library.Library, note_uncertain: NoteUncertain) -> None:
-    """Let recurrent layers on the fake device run as cuDNN runs them.
+    """Make recurrent layers on the fake device run as in cuDNN.
 
     Args:
         library: Where the rules are registered.
-        note_uncertain: Takes down a name, and by how many bytes more a layer may need.
+        note_uncertain: Records a name, and how many more bytes a layer may need.
     """
     layers = _RecurrentLayers(note_uncertain)
     for operator in ("lstm", "gru", "rnn_tanh", "rnn_relu"):

@@ -1,12 +1,13 @@
-"""The memory that a CUDA kernel needs only while it runs, beside its arguments and results.
+"""The memory that a CUDA kernel needs only while it runs, besides its arguments and results.
 
-No dispatcher sees it, so tables say it. Each rule follows the source that it names, as of torch
-2.11 to 2.13. Where the library is closed (cuDNN, cub), the figure is an assumption with an upper
-bound, and its excess counts as uncalibrated. An operator that no table knows counts as 0 bytes, and
-widens the margin by the size of its tensors: an operator rarely needs more than a copy of each.
+It is invisible to dispatch modes, so it comes from tables. Each rule follows the source that it
+names, as of torch 2.11 to 2.13. Where the library is closed (cuDNN, cub), the figure is an
+assumption with an upper bound, and its excess counts as uncalibrated. An operator that is in no
+table counts as 0 bytes, and widens the margin by the size of its tensors: an operator rarely needs
+more than a copy of each.
 
-What outlives the operator is not counted here: the reserve of a recurrent layer is in `recurrent`,
-and the workspaces of cuBLAS belong to the device.
+Memory that outlives the operator is not counted here: the reserve of a recurrent layer is in
+`recurrent`, and the workspaces of cuBLAS belong to the device.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Scratch:
     """The scratch memory of one call of an operator.
 
     Args:
-        bytes: What is counted.
-        at_most: What it may be at most, which the margin covers. It is the same as `bytes` if
-            torch's own source or a measurement says it.
+        bytes: The bytes counted in the forecast.
+        at_most: The upper bound, which the margin covers. It equals `bytes` if the figure comes
+            from torch's own source or a measurement.
     """
 
     bytes: int
@@ -57,7 +58,7 @@ Rule = Callable[[Arguments, Any], Scratch]
 
 @dataclass(slots=True)
 class Uncalibrated:
-    """The uncertain figures in a step: how often which operator, and how many bytes it may add.
+    """The uncertain figures in a step: calls per operator, and the bytes that they may add.
 
     Args:
         calls: Number of uncertain calls by operator.
@@ -69,21 +70,22 @@ class Uncalibrated:
 
     @property
     def excess_bytes(self) -> int:
-        """By how much the peak may be higher than forecast at most.
+        """The most by which the peak may exceed the forecast.
 
-        Operators run one at a time, so the largest of them counts; what is kept adds up.
+        Operators run one at a time, so only the largest of them counts; memory that is kept adds
+        up.
         """
         return self._while_running + self._kept
 
     def note(self, name: str, scratch: Scratch) -> None:
-        """Take down a call of an operator."""
+        """Record a call of an operator."""
         excess = scratch.at_most - scratch.bytes
         if excess:
             self.calls[name] += 1
         self._while_running = max(self._while_running, excess)
 
     def note_kept(self, name: str, excess_bytes: int) -> None:
-        """Take down something that is kept until the backward pass and may be larger."""
+        """Record memory that is kept until the backward pass and may be larger."""
         self.calls[name] += 1
         self._kept += excess_bytes
 
@@ -104,7 +106,7 @@ def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
         out: Its result.
 
     Returns:
-        None if the operator is known to need none.
+        None if the operator is known to need no scratch memory.
     """
     if op not in _rules:
         _rules[op] = _find_rule(op)
@@ -117,6 +119,7 @@ _rules: dict[Any, Rule | None] = {}
 
 
 def _find_rule(op: Any) -> Rule | None:
+    """Return the rule for an operator, None if it is known to need no scratch memory."""
     if not isinstance(op, torch._ops.OpOverload):
         return _unknown
     rule = RULES.get(name_of(op)) if op.namespace == "aten" else None
@@ -127,14 +130,14 @@ def _find_rule(op: Any) -> Rule | None:
         try:
             return rule(arguments, out)
         except (KeyError, AttributeError, TypeError, IndexError, RuntimeError):
-            # Another version of torch may have another signature.
+            # Another torch version may have a different signature.
             return _unknown(arguments, out)
 
     return checked
 
 
 def _unknown(arguments: Arguments, out: Any) -> Scratch:
-    """Allow a copy of each tensor of an operator that no table knows."""
+    """Allow a copy of each tensor for an operator that is in no table."""
     tensors = [
         leaf
         for leaf in pytree.tree_leaves((arguments, out))
@@ -166,7 +169,7 @@ def name_of(op: Any) -> str:
 
 
 def needs_no_scratch(op: Any) -> bool:
-    """Return whether an operator is known to need no memory beside its results, on any device."""
+    """Return whether an operator is known to need no memory besides its results, on any device."""
     if op.namespace in ("prim", "prims", "profiler"):
         return True
     if torch.Tag.pointwise in op.tags or op.is_view:
@@ -296,9 +299,9 @@ def _convolution_backward(arguments: Arguments, _out: Any) -> Scratch:
 def _reordered(tensors: Sequence[torch.Tensor], groups: int) -> Scratch:
     """Return the scratch memory of a convolution in cuDNN, which is closed.
 
-    Its kernels for tensor cores want channels last, and copy tensors that are not
-    (nchwToNhwcKernel in profiles). How much more its heuristics take is unknown (pytorch issue
-    49207 saw gigabytes); we allow twice the tensors, by choice.
+    Its tensor core kernels require channels last, and copy tensors in other layouts
+    (nchwToNhwcKernel in profiles). How much more its heuristics use is unknown (pytorch issue 49207
+    saw gigabytes); we allow twice the tensors, by choice.
     """
     total = sum(tensor.nbytes for tensor in tensors)
     copies = 0 if _is_channels_last(tensors[0]) or groups > 1 else total
@@ -315,7 +318,7 @@ def _embedding_backward(arguments: Arguments, out: Any) -> Scratch:
     """Follow Embedding.cu and EmbeddingBackwardKernel.cu.
 
     Indices are sorted, and rows are summed for each piece of a segment of equal indices. Up to 3072
-    indices torch takes a kernel without scratch memory. The sorting one is counted all the same,
+    indices, torch uses a kernel without scratch memory. The sorting kernel is counted nevertheless,
     because forecasts for large batches are extrapolated from traces of small ones.
     """
     indices = arguments["indices"].numel()
@@ -343,24 +346,24 @@ def _index_put(arguments: Arguments, _out: Any) -> Scratch:
 
 
 def _layer_norm_backward(arguments: Arguments, _out: Any) -> Scratch:
-    """Partial sums of the gradients of both parameters, in fp32 (layer_norm_kernel.cu)."""
+    """Count partial sums of both parameters' gradients, in fp32 (layer_norm_kernel.cu)."""
     elements = math.prod(arguments["normalized_shape"])
     return _exactly(2 * _LAYER_NORM_PARTIAL_ROWS * elements * _FP32_BYTES)
 
 
 def _group_norm_backward(arguments: Arguments, _out: Any) -> Scratch:
-    """Two sums per sample and channel, in fp32 (group_norm_kernel.cu)."""
+    """Count two sums per sample and channel, in fp32 (group_norm_kernel.cu)."""
     return _exactly(2 * arguments["N"] * arguments["C"] * _FP32_BYTES)
 
 
 def _reduced_loss(arguments: Arguments, _out: Any) -> Scratch:
-    """The losses of the elements, which are then averaged or summed."""
+    """Count the losses of the elements, which are then averaged or summed."""
     is_reduced = arguments["reduction"] != 0
     return _exactly(arguments["self"].nbytes) if is_reduced else NO_SCRATCH
 
 
 def _logits_loss(arguments: Arguments, out: Any) -> Scratch:
-    """Two temporary tensors, one of which becomes the result if nothing is reduced."""
+    """Count two temporary tensors, one of which becomes the result if nothing is reduced."""
     is_reduced = arguments["reduction"] != 0
     temporary = 2 * arguments["self"].nbytes
     if not is_reduced:
@@ -373,7 +376,7 @@ def _logsumexp(arguments: Arguments, out: Any) -> Scratch:
 
 
 def _safe_softmax(arguments: Arguments, out: Any) -> Scratch:
-    """Boolean masks of the elements that are minus infinity, and of rows that are so altogether."""
+    """Count boolean masks of the elements that are -Inf, and of rows that are entirely -Inf."""
     row_length = max(1, out.shape[arguments["dim"]])
     return _exactly(out.numel() + out.numel() // row_length)
 

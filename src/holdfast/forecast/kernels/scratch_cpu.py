@@ -1,8 +1,7 @@
 """The scratch memory of operators on the CPU, for forecasts that are compared with real runs.
 
-Each operator is run once, on zeros of the same shapes and strides, and torch's profiler reports
-what the allocator gave out. So the figures are those of this machine's kernels and number of
-threads.
+Each operator is run once, on zeros of the same shapes and strides, and torch's profiler reports the
+allocations. So the figures are specific to this machine's kernels and number of threads.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from torch.utils import _pytree as pytree
 from holdfast.forecast.kernels.operators import LISTS
 from holdfast.forecast.kernels.scratch import Scratch, name_of, needs_no_scratch
 
-# The most elements that are computed with, so that a forecast takes seconds: 256 MiB of fp32.
+# The most elements used in a measurement, so that a forecast takes only seconds: 256 MiB of fp32.
 _MOST_ELEMENTS = 2**26
 
-# What was measured, by operator and shapes.
+# Measurements by operator and shapes.
 _measured: dict[Any, Scratch] = {}
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return the scratch memory of a call on this CPU, or None for views and the like."""
+    """Return the scratch memory of a call on this CPU, None if it runs no kernel, like a view."""
     del out
     if not isinstance(op, torch._ops.OpOverload):
         return None
@@ -40,7 +39,7 @@ def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 
 
 def _describe(leaf: Any) -> Any:
-    """Return what the scratch memory may depend on of an argument."""
+    """Return the properties of an argument on which scratch memory may depend."""
     if not isinstance(leaf, torch.Tensor):
         return str(leaf)
     if leaf.layout is not torch.strided:
@@ -65,10 +64,10 @@ def _measure(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch:
 def _run(op: Any, leaves: Sequence[Any], structure: Any) -> tuple[int, int]:
     """Run an operator on zeros.
 
-    Whether gradients are enabled stays as it is, because oneDNN's LSTM keeps more then.
+    Grad mode is not changed, because oneDNN's LSTM keeps more when gradients are enabled.
 
     Returns:
-        The most bytes that were given out at once, and those that were not given back.
+        The most bytes allocated at once, and the bytes that were not freed.
     """
     with unset_fake_temporarily():
         args, kwargs = pytree.tree_unflatten([_zeros_like(leaf) for leaf in leaves], structure)
@@ -92,7 +91,7 @@ def _run(op: Any, leaves: Sequence[Any], structure: Any) -> tuple[int, int]:
 
 
 def _zeros_like(leaf: Any) -> Any:
-    """Return real zeros for a tensor, and anything else as it is."""
+    """Return real zeros for a tensor, and anything else unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.empty_strided(tuple(leaf.shape), leaf.stride(), dtype=leaf.dtype).zero_()

@@ -1,7 +1,7 @@
 """Packing, padding and the CTC loss on fake tensors, which may not know their lengths.
 
-Known lengths are used. Unknown ones are taken as the longest that they can be, for which a plan
-must hold, and an assumption says so. The allocations follow
+Known lengths are used. Unknown lengths are assumed to be the longest possible, because a plan must
+hold for them, and this is reported as an assumption. The allocations follow
 aten/src/ATen/native/PackedSequence.cpp, LossCTC.cpp and cuda/LossCTC.cu. cuDNN's CTC loss, which
 torch takes only for int32 targets on the host, is not emulated.
 """
@@ -26,12 +26,12 @@ _SUM = 2
 
 
 def install_sequences(library: torch.library.Library, value_of: ValueOf, assume: Assume) -> None:
-    """Let packing, padding and the CTC loss work on fake tensors.
+    """Make packing, padding and the CTC loss work on fake tensors.
 
     Args:
         library: Where the rules are registered.
         value_of: Returns the values of a fake tensor, or None.
-        assume: Called with what has to be assumed.
+        assume: Called with each assumption.
     """
     sequences = _Sequences(value_of, assume)
     for native, rule in (
@@ -49,7 +49,7 @@ def _for_fake_tensors(native: Any, rule: Callable[..., Any]) -> Callable[..., An
     def kernel(*args: Any) -> Any:
         if isinstance(args[0], FakeTensor):
             return rule(*args)
-        # Real tensors are data, through which nobody differentiates.
+        # Real tensors are data, which need no gradients.
         with torch._C._AutoDispatchBelowAutograd():
             return native(*args)
 
@@ -66,10 +66,12 @@ class _Sequences:
     def pack(self, data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:  # noqa: FBT001
         """Replace `_pack_padded_sequence`."""
         time_dimension = 1 if batch_first else 0
-        known = self._known_lengths(lengths, data.shape[time_dimension], "pack_padded_sequence")
-        packed, batch_sizes = _Pack.apply(data, lengths, known)  # type: ignore[no-untyped-call]
-        steps = range(max(known, default=0))
-        _learn(batch_sizes, [sum(length > step for length in known) for step in steps])
+        known_lengths = self._known_lengths(
+            lengths, data.shape[time_dimension], "pack_padded_sequence"
+        )
+        packed, batch_sizes = _Pack.apply(data, lengths, known_lengths)  # type: ignore[no-untyped-call]
+        steps = range(max(known_lengths, default=0))
+        _learn(batch_sizes, [sum(length > step for length in known_lengths) for step in steps])
         return packed, batch_sizes
 
     def pad(
@@ -89,7 +91,7 @@ class _Sequences:
         if data.shape[0] == steps * batch:
             padded[:steps].copy_(data.view(steps, batch, *features))
         else:
-            # torch writes it in pieces, one per length. A single write keeps as much alive.
+            # torch writes it in pieces, one per length. A single write keeps the same memory alive.
             padded.view(-1, *features)[: data.shape[0]].copy_(data)
         lengths = torch.empty(batch, dtype=torch.int64, device=batch_sizes.device)
         if sizes is not None:
@@ -106,7 +108,7 @@ class _Sequences:
     ) -> Any:
         """Replace `ctc_loss` with tensors or lists of lengths.
 
-        `options` are those of blank, reduction and zero_infinity that are given.
+        `options` holds the arguments blank, reduction and zero_infinity, as far as they are passed.
         """
         if isinstance(target_lengths, torch.Tensor):
             batch = max(1, target_lengths.numel())
@@ -125,11 +127,11 @@ class _Sequences:
         return losses
 
     def _known_lengths(self, lengths: torch.Tensor, longest: int, operator: str) -> list[int]:
-        """Return the lengths, all of them the longest if they are not known."""
+        """Return the lengths. Unknown lengths are assumed to be the longest possible."""
         values = self._value_of(lengths) if isinstance(lengths, FakeTensor) else lengths
         if values is not None:
             return [int(value) for value in values.reshape(-1).tolist()]
-        self._assume(f"all sequences given to {operator} were taken as {longest} long")
+        self._assume(f"all sequences passed to {operator} were assumed to have length {longest}")
         return [longest] * lengths.numel()
 
 

@@ -1,7 +1,7 @@
 """Decide whether a trace fits a device.
 
 A trace fits if it plays through the simulated allocator (`allocator`) with the memory that the
-driver can give, less a margin. The margins are here, with their sources.
+driver can provide, less a margin. The margins are here, with their sources.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from holdfast.forecast.allocator.replay import Events, Replay, Sizes, replay
 from holdfast.forecast.devices.catalogue import Device
 
 _MIB = 1 << 20
-# Share of the usable memory that is kept free on devices that forecasts were measured on. It covers
-# the scratch memory of kernels and the growth of the context. It is twice 4.9 %, by which forecasts
-# of 15 published peaks were too low in the median.
+# Share of the usable memory kept free on devices on which forecasts were measured. It covers
+# the scratch memory of kernels and the growth of the context. It is twice 4.9 %, the median by
+# which forecasts of 15 published peaks were too low.
 MARGIN_SHARE = 0.10
-# The same share on every other device, where it also covers the context of other drivers and
-# builds, cuDNN, and an allocator that fragments more. Of ten published peaks, on other people's
+# The same share on all other devices, where it also covers the context of other drivers and builds,
+# cuDNN, and an allocator that fragments more. Of ten published peaks, measured with other people's
 # software, 8 were above their forecast, by at most 21 % of the peak (BERT-large in fp32, 512
 # tokens, on a V100 with an older torch; the next were 17 % and 11 %).
 UNMEASURED_MARGIN_SHARE = 0.22
@@ -39,8 +39,9 @@ class Fit:
     """Whether a trace fits a device, and how.
 
     Args:
-        margin_bytes: Memory that was kept free for what the forecast does not know.
-        replay: What the allocator did with the device's memory, less the context and the margin.
+        margin_bytes: Memory kept free for everything that the forecast does not cover.
+        replay: The result of the replay within the device's memory, less the context and the
+            margin.
         process_bytes: Memory that the process is expected to take: the peak of the allocator's
             reserved memory, and the context.
     """
@@ -60,8 +61,8 @@ def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0)
 
     Args:
         device: The device.
-        uncalibrated_scratch_bytes: Scratch memory that kernels of the step may need and that no
-            table knows. It comes on top of the margin.
+        uncalibrated_scratch_bytes: Scratch memory that kernels of the step may need but that is in
+            no table. It is added to the margin.
     """
     margin = max(LEAST_MARGIN_BYTES, int(MARGIN_SHARE * device.usable_bytes))
     capability = device.capability or (0, 0)
@@ -89,7 +90,7 @@ def with_workspaces(
             backward pass; see `first_products`.
     """
     workspaces = np.array(device.workspace_bytes, dtype=np.int64)
-    # The workspaces take the ids after all others, so that no other id changes.
+    # The workspaces get the last ids, so that no other id changes.
     ids = np.arange(len(sizes) + 1, len(sizes) + 1 + len(workspaces), dtype=np.int32)
     positions = np.repeat(products, len(ids) // len(products))
     return np.insert(events, positions, ids), np.concatenate([sizes, workspaces])

@@ -1,8 +1,7 @@
-"""Make a whole forecast: trace a job, plan for each device, verify what is recommended.
+"""Make a complete forecast: trace a job, plan for each device, and verify the recommended plan.
 
-A job is traced in each precision that was asked for.
-A plan that does not fit when it is traced raises the margin, and everything is planned again with
-that. No code of the user's runs in this process.
+A job is traced in each requested precision. If a recommended plan does not fit when it is traced,
+the margin is raised and the planning is repeated. No user code runs in this process.
 """
 
 from __future__ import annotations
@@ -36,28 +35,28 @@ from holdfast.forecast.trace.extrapolation import (
 
 OnProgress = Callable[[str], object]
 
-# How many recommended plans are traced until one fits.
+# The most recommended plans that are traced until one fits.
 _MOST_VERIFICATIONS = 3
-# Multiples of `FITTED_SIZES` that are traced, until two traces do the same. Some code takes another
-# path from some size on, so that larger batches may be alike where small ones are not.
+# Multiples of `FITTED_SIZES` that are traced until two traces agree. Some code changes its path at
+# a certain size, so larger batches may agree although small ones do not.
 _SIZE_MULTIPLES = (1, 2, 4)
 _OWN_PRECISION = (
-    "the code of this job sets its own precision by autocast: only that is planned for, and"
-    ' "fp32" means that no autocast was added to it'
+    "this job sets its own precision with autocast: only that precision is planned for, and"
+    ' "fp32" means that no autocast was added'
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastRequest:
-    """What is to be forecast.
+    """A job and devices to forecast.
 
     Args:
         factory: ``"module:function"`` or ``"file.py:function"``; see `job.building` for what it may
-        return.
+            return.
         devices: The devices to plan for.
         precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job uses now.
         global_batch_size: Samples per optimizer step; None for as many as fit at once.
-        margin_bytes: Memory to keep free; None for a default by device.
+        margin_bytes: Memory to keep free; None for the device's default.
         verify: Whether the recommended plan is traced once more with its own settings.
     """
 
@@ -69,7 +68,7 @@ class ForecastRequest:
     verify: bool = True
 
     def target(self, device: Device) -> Target:
-        """Return what to plan for on a device."""
+        """Return the planning target for a device."""
         return Target(
             device=device,
             global_batch_size=self.global_batch_size,
@@ -82,7 +81,7 @@ class Verification:
     """A recommended plan, traced once more with its own settings.
 
     Args:
-        live_bytes: Peak of what tensors hold in that trace.
+        live_bytes: Peak of the live bytes in that trace.
         forecast_bytes: The forecast for the same step.
         fits: Whether that trace fits the device.
     """
@@ -93,7 +92,7 @@ class Verification:
 
     @property
     def error(self) -> float:
-        """By which share the forecast was too high; negative if it was too low."""
+        """The relative error of the forecast; negative if it was too low."""
         return self.forecast_bytes / self.live_bytes - 1
 
 
@@ -107,7 +106,8 @@ class DeviceForecast:
         best: The recommended plan; None if none fits.
         shown: The plan whose memory is shown: the best, or the one that misses by least.
         trace: The step of the plan that is shown.
-        verification: Of the best plan, or of the last one that was tried and did not fit.
+        verification: The verification of the best plan, or of the last plan that was tried and did
+            not fit.
     """
 
     target: Target
@@ -123,10 +123,10 @@ class Forecast:
     """The answer to a `ForecastRequest`.
 
     Args:
-        request: What was asked.
+        request: The request.
         traced: The result of tracing, by precision.
-        plans: What fits each device, in the order of `ForecastRequest.devices`.
-        assumptions: What had to be assumed.
+        plans: The plans for each device, in the order of `ForecastRequest.devices`.
+        assumptions: The assumptions of the forecast.
     """
 
     request: ForecastRequest
@@ -147,7 +147,7 @@ def make_forecast(request: ForecastRequest, on_progress: OnProgress = lambda _: 
     """Trace a job and plan for each device.
 
     Args:
-        request: What is to be forecast.
+        request: The job and the devices.
         on_progress: Called with a description of each stage.
 
     Raises:
@@ -211,7 +211,7 @@ def _trace_precisions(
     """
     jobs: dict[str, _TracedJob] = {}
     errors: dict[str, HoldfastError] = {}
-    # One after another, because build() may open a port or write a file.
+    # They are traced one after another, because build() may open a port or write a file.
     for precision in request.precisions:
         try:
             jobs[precision] = _trace(request, precision, on_progress)
@@ -229,7 +229,9 @@ def _trace_precisions(
         _raise_first(errors)
     for precision, reason in errors.items():
         assumptions.append(
-            Assumption(what=f"{precision} was left out, because in it {_on_one_line(reason)}")
+            Assumption(
+                what=f"{precision} was left out because its step fails: {_on_one_line(reason)}"
+            )
         )
     return jobs
 
@@ -333,7 +335,7 @@ def plan_device(
     steps: Mapping[str, TracedStep],
     on_progress: OnProgress = lambda _: None,
 ) -> DeviceForecast:
-    """Return what fits a device, from the job's step in each precision."""
+    """Return the plans for a device, from the job's step in each precision."""
     target = request.target(device)
     on_progress(f"planning for {device.name}")
     plans = tuple(find_plans(_steps_for(device, steps), target))
@@ -360,7 +362,8 @@ def _steps_for(device: Device, steps: Mapping[str, TracedStep]) -> Mapping[str, 
 def _step_in_memory(plan: MemoryPlan, step: TracedStep, global_batch_size: int | None) -> Trace:
     """Return the step of a plan as the allocator sees it.
 
-    If the global batch is larger than the micro-batch, gradients of earlier ones are alive.
+    If the global batch is larger than the micro-batch, gradients of earlier micro-batches are
+    alive.
     """
     trace = step.with_recompute(plan.modules).at(max(1, plan.micro_batch_size))
     if global_batch_size is None or not step.plain.accumulates:
@@ -378,23 +381,23 @@ def verify_plan(
     on_progress: OnProgress,
     assumptions: list[Assumption],
 ) -> DeviceForecast:
-    """Trace the recommended plan once more, as it will be run, and return the plan with the result.
+    """Trace the recommended plan with its own settings, and return the plan with the result.
 
-    If it does not fit, plan again with a larger margin, a few times. What is refused is added to
+    If it does not fit, plan again with a larger margin, a few times. Rejected plans are added to
     `assumptions`.
 
     Raises:
         HoldfastError: If the step does not run with the settings of the plan.
     """
-    # Each trace has to fit with the margin that the user asked for, not with the one that was
-    # raised.
+    # Each trace has to fit with the user's margin, not with the raised one.
     target = plan.target
     for _ in range(_MOST_VERIFICATIONS):
         best = plan.best
         if best is None:
             return plan
         on_progress(
-            f"tracing {target.device.name}'s plan with micro-batches of {best.micro_batch_size}"
+            f"tracing the plan for {target.device.name} with micro-batches of"
+            f" {best.micro_batch_size}"
         )
         step = steps[best.precision]
         verification = _verify(request, best, step, target)
@@ -421,7 +424,7 @@ def _verify(
     total = target.global_batch_size
     micro_batches = 1
     if step.plain.accumulates and total is not None and total > plan.micro_batch_size:
-        # All micro-batches after the first are alike, so two stand for any number.
+        # All micro-batches after the first are alike, so two represent any number.
         micro_batches = 2
     result = trace_job(
         TraceRequest(

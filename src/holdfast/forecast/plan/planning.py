@@ -1,4 +1,4 @@
-"""Find the plans for one device: what fits, how fast it is, and which plan to take.
+"""Find the plans for one device: what fits, how fast it is, and which plan to choose.
 
 A plan is a precision, and either no or all repeated blocks recomputed. The largest micro-batch of
 each plan is found by playing the step through the simulated allocator under the device's memory.
@@ -25,18 +25,18 @@ from holdfast.forecast.trace.extrapolation import ScaledTrace
 
 Recompute = Literal["none", "all"]
 
-# Steps that are played. The first begins with all resident storages in a row, the second with the
-# memory layout that a step leaves.
+# Number of steps to replay. The first starts with all resident storages in a row, the second with
+# the memory layout left by a step.
 _STEPS = 2
-# Steps that are played if the allocator had to give back its cache. Its layout then changes from
-# step to step: 3 steps failed where 2 had fitted (an encoder with adapters under 8 GiB, in a run of
-# ours). A plan counts only if no more retries happen in these.
+# Number of steps to replay if the allocator had to release its cache. Its layout then changes from
+# step to step: 3 steps failed where 2 had fitted (an encoder with adapters under 8 GiB, in one of
+# our runs). A plan counts only if these steps cause no further retries.
 _STEPS_TO_SETTLE = 6
-# The largest micro-batch that is tried if no global batch size is given. Larger ones gain less than
-# 1 % per sample, in the roofline of `devices.timing`.
+# The largest micro-batch tried without a global batch size. Larger ones gain less than 1 % per
+# sample in the roofline of `devices.timing`.
 MOST_SAMPLES = 4096
 # Plans whose time per sample differs by less than this share count as equally fast. It is our
-# judgement of what a roofline can tell apart.
+# judgement of how precise a roofline is.
 _TIE = 0.02
 # torch.cuda.max_memory_allocated counts in blocks of this size (kMinBlockSize in
 # c10/core/AllocatorConfig.h).
@@ -53,12 +53,13 @@ class MemoryPlan:
         recompute: Whether the activations of no or of all blocks are recomputed.
         modules: Paths of the recomputed blocks.
         micro_batch_size: The largest that fits, in samples; 0 if not even one sample does.
-        live_bytes: Peak of what tensors hold, as ``max_memory_allocated`` counts it, without cuBLAS
+        live_bytes: Peak of the tensors' memory, as counted by ``max_memory_allocated``, without
+            cuBLAS
         workspaces.
-        process_bytes: Memory of the device that the process takes, context included.
-        margin_bytes: Memory kept free beyond that, for what a forecast cannot know.
+        process_bytes: Device memory used by the process, including the context. margin_bytes:
+            Memory kept free beyond that, for everything that a forecast cannot know.
         missing_bytes: How much memory is missing for one sample; 0 if it fits.
-        retries: How often the allocator had to give back its cache.
+        retries: How often the allocator had to release its cache.
         sample_seconds: Time per sample.
     """
 
@@ -80,11 +81,11 @@ class MemoryPlan:
         return self.micro_batch_size > 0
 
     def policy(self) -> dict[str, Any]:
-        """Return the fields of a `Policy` that carry this plan out."""
+        """Return the fields of a `Policy` that implement this plan."""
         recompute: list[str] | bool = list(self.modules)
         if not self.modules:
-            # Without blocks to recompute from the start, recompute remains a remedy if the forecast
-            # was too low.
+            # If no blocks are recomputed from the start, recompute remains a remedy in case the
+            # forecast is too low.
             recompute = True
         return {
             "precision": self.precision,
@@ -135,9 +136,10 @@ class TracedStep:
     """A job's step in one precision, at any size.
 
     Args:
-        plain: The step as it is.
+        plain: The step without recomputation.
         recomputed: Traces the step with all blocks recomputed; returns None if the model has no
-            blocks. It takes a while, so it is only called if the whole batch does not fit without.
+            blocks. It is slow, so it is called only if the whole batch does not fit without
+            recomputation.
     """
 
     plain: ScaledTrace
@@ -162,8 +164,8 @@ def find_plans(steps: Mapping[str, TracedStep], target: Target) -> list[MemoryPl
 def recommend(plans: Sequence[MemoryPlan]) -> MemoryPlan | None:
     """Return the fastest plan that fits, or None.
 
-    Of equally fast plans the one that changes least is taken.
-    A precision that comes earlier in the list counts as the smaller change.
+    Among equally fast plans, the one with the smallest change is chosen. A precision earlier in the
+    list counts as a smaller change.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
@@ -198,7 +200,7 @@ def with_relative_times(plans: Sequence[MemoryPlan]) -> list[tuple[MemoryPlan, f
 
 
 def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
-    """Return whether a step fits when it is made several times in a row."""
+    """Return whether a step fits when it is repeated several times."""
     events, sizes = played(trace, steps)
     return check_fit(
         events,
@@ -210,14 +212,14 @@ def check_trace(trace: Trace, target: Target, steps: int = _STEPS) -> Fit:
 
 
 class _Search:
-    """Search the largest micro-batch of the plans with one precision."""
+    """Searches the largest micro-batch of the plans with one precision."""
 
     def __init__(self, step: TracedStep, precision: str, target: Target) -> None:
         self._step = step
         self._precision = precision
         self._target = target
-        # The search asks for the same sizes several times: for live bytes, for the replay and for
-        # the time.
+        # The search needs the same sizes several times: for live bytes, for the replay and for the
+        # time.
         self._trace = functools.lru_cache(maxsize=128)(self._scale)
 
     def plans(self) -> Iterator[MemoryPlan]:
@@ -233,7 +235,7 @@ class _Search:
     def _plan(self, modules: tuple[str, ...]) -> MemoryPlan:
         """Return the plan with the largest micro-batch that fits.
 
-        If no sample fits, it is the plan with a single sample, and says how much memory is missing.
+        If no sample fits, return the plan with a single sample and the amount of missing memory.
         """
         fits: dict[int, Fit] = {}
 
@@ -243,7 +245,7 @@ class _Search:
                 fits[samples] = fit
             return fit is not None
 
-        # A replay takes long, so live bytes rule out what they can first.
+        # A replay is slow, so sizes whose live bytes do not fit are ruled out first.
         bound = _largest_that(
             lambda samples: self._may_fit(self._trace(samples, modules)),
             at_most=self._target.most_samples,
@@ -294,7 +296,7 @@ class _Search:
     # Does it fit?
 
     def _may_fit(self, trace: Trace) -> bool:
-        """Return whether live bytes alone are within the memory, which takes no replay."""
+        """Return whether the live bytes alone fit, which needs no replay."""
         trace = self._in_memory(trace)
         cap_bytes = self._target.device.available_bytes - self._target.margin(trace)
         events, sizes = self._with_workspaces(trace, 1)
@@ -312,7 +314,7 @@ class _Search:
         return fit
 
     def _settled(self, trace: Trace, fit: Fit) -> Fit | None:
-        """Return how a step fits after more steps; None if the cache is given back again."""
+        """Return how a step fits after more steps; None if the cache is released again."""
         later = self._replay(trace, _STEPS_TO_SETTLE)
         if later.fits and later.replay.retries == fit.replay.retries:
             return later
@@ -339,8 +341,8 @@ class _Search:
         full, rest = divmod(total, samples)
         seconds = step_seconds(self._trace(samples, modules), device, micro_steps=full)
         if rest:
-            # The difference of two and one micro-batches is one without the optimizer's step, which
-            # is counted above.
+            # The difference between two and one micro-batches is one micro-batch without the
+            # optimizer's step, which is counted above.
             last = self._trace(rest, modules)
             seconds += step_seconds(last, device, micro_steps=2) - step_seconds(
                 last, device, micro_steps=1
@@ -349,9 +351,9 @@ class _Search:
 
 
 def _largest_that(holds: Callable[[int], bool], *, at_most: int) -> int:
-    """Return the largest number up to `at_most` for which a predicate holds; 0 if there is none.
+    """Return the largest number up to `at_most` for which a predicate holds, 0 if there is none.
 
-    It is found by bisection, after `at_most` itself was tried.
+    `at_most` itself is tried first, then bisection.
     """
     low = 0
     high = at_most + 1

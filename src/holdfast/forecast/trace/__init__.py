@@ -1,7 +1,8 @@
-"""Record one training step, attribute it, and make it another size.
+"""Record one training step, attribute its memory, and scale it to another size.
 
 A step is a `events.Trace`: allocations and frees in order, with owner, module and line. `tracer`
-records one; `extrapolation` makes it any size; `accumulation` cuts its batch into micro-batches.
+records one, `extrapolation` scales it to any size, and `accumulation` splits its batch into
+micro-batches.
 
 Read `events`, then `tracer` with its parts `storages` (what is alive), `attribution` (where an
 operation belongs), `operations` (what it costs) and `recording` (the raw record), then

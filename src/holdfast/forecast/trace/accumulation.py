@@ -1,15 +1,15 @@
-"""Compute what a step needs if its batch is split into micro-batches whose gradients are added up.
+"""Compute the memory of a step whose batch is split into micro-batches with accumulated gradients.
 
 The events of a trace with one micro-batch are edited; nothing is traced again. The edited step has
 two passes:
 
-- The first pass does what the step does up to the end of its backward pass, without the optimizers.
+- The first pass is the step up to the end of its backward pass, without the optimizers.
   Its gradients stay.
 - The second pass is the step itself. Each of its gradients is added to that of the first pass as
-  soon as it is computed, and then freed. What else the first pass left behind is freed when the
-  second backward pass is done. The optimizers step at the end.
+  soon as it is computed, and then freed. Everything else that the first pass left behind is freed
+  when the second backward pass is done. The optimizers step at the end.
 
-All later micro-batches are like the second one, so two passes stand for any number of them.
+All later micro-batches are like the second one, so two passes represent any number of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.forecast.trace.extrapolation import most_each
 _BACKWARD = PHASES.index("backward")
 _GRADIENTS = OWNERS.index("gradients")
 _BATCH = OWNERS.index("batch")
-# Stands for an event of the step that does not happen in the second pass.
+# Marks an event of the step that does not happen in the second pass.
 _NO_EVENT = 0
 
 # Numbers of storages, or positions among events.
@@ -36,11 +36,11 @@ Indices = npt.NDArray[np.int64]
 def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
     """Return the step that accumulates the gradients of several micro-batches.
 
-    The whole batch is on the device while it is worked on. The result is a trace for memory: its
-    operations are those of one micro-batch.
+    The whole batch is assumed to be on the device during the step. The result is valid for memory
+    only: its operations are those of one micro-batch.
 
     Args:
-        trace: A step with one micro-batch. It is returned as it is if that is the whole batch, or
+        trace: A step with one micro-batch. It is returned unchanged if that is the whole batch, or
             if the step has no backward pass.
         global_batch_size: Samples per optimizer step.
     """
@@ -55,7 +55,7 @@ class _Insertion:
     """Events to insert into those of the step.
 
     Args:
-        positions: Before which of the step's events each is inserted.
+        positions: The position of the step's event before which each event is inserted.
         events: The events, as in `Trace.events`.
     """
 
@@ -67,7 +67,7 @@ class _TwoPasses:
     """A step, and the pass of an earlier micro-batch before it.
 
     The gradients of the first pass keep the numbers of the step's storages; everything else that it
-    allocates gets new ones. In the second pass it is the other way round.
+    allocates gets new ones. In the second pass it is the reverse.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -77,8 +77,8 @@ class _TwoPasses:
         self._freed_at = self._positions_of_frees()
         # The position after the last backward pass, where the first pass ends.
         self._end = int(np.flatnonzero(trace.event_phase == _BACKWARD)[-1]) + 1
-        # Which of the events until then the first pass has: all but those of optimizer steps, which
-        # hooks may make during backward.
+        # The events up to there that belong to the first pass: all except those of optimizer steps,
+        # which hooks may perform during backward.
         self._in_first = np.ones(self._end, dtype=np.bool_)
         for begin, end in trace.optimizer_steps:
             self._in_first[begin:end] = False
@@ -90,17 +90,18 @@ class _TwoPasses:
         )
         self._gradients: Indices = allocated[is_gradient]
         self._others: Indices = allocated[~is_gradient]
-        # What the first pass allocates beside its gradients and does not free.
+        # Storages other than gradients that the first pass allocates and does not free.
         freed_in_first = np.append(self._in_first, False)
         freed_at = np.minimum(self._freed_at[self._others], self._end)
         self._left: Indices = self._others[~freed_in_first[freed_at]]
 
-        known = len(trace.size_bytes)
+        step_storages = len(trace.size_bytes)
         # The numbers of the step's storages in the first pass.
-        self._first_numbers = np.arange(known)
-        self._first_numbers[self._others] = known + np.arange(len(self._others))
+        self._first_numbers = np.arange(step_storages)
+        self._first_numbers[self._others] = step_storages + np.arange(len(self._others))
         # The numbers of the second pass's gradients.
-        self._second_gradients = known + len(self._others) + np.arange(len(self._gradients))
+        first_gradient = step_storages + len(self._others)
+        self._second_gradients = first_gradient + np.arange(len(self._gradients))
 
     def build(self, global_batch_size: int) -> Trace:
         """Return the trace of both passes."""
@@ -126,7 +127,7 @@ class _TwoPasses:
         optimizer_steps = tuple(
             (begin + offset, end + offset) for begin, end in _moved_spans(trace, positions, happens)
         )
-        # The storage of the step that each storage of both passes is like.
+        # For each storage of both passes, the storage of the step that it copies.
         sources = np.concatenate([np.arange(len(trace.size_bytes)), self._others, self._gradients])
         return replace(
             trace,
@@ -150,32 +151,32 @@ class _TwoPasses:
     def _sizes(self, sources: Indices, global_batch_size: int) -> npt.NDArray[np.int64]:
         """Return the sizes of all storages.
 
-        The batch of the first pass stands for those of all micro-batches but one, because the whole
+        The batch of the first pass represents those of all micro-batches but one, because the whole
         batch is on the device. A batch that the loss function moves there itself is freed with its
         backward pass, and keeps its size.
         """
         trace = self._trace
         sizes = trace.size_bytes[sources]
-        rest = global_batch_size - trace.micro_batch_size
+        other_samples = global_batch_size - trace.micro_batch_size
         is_batch = (trace.owner[self._others] == _BATCH) & np.isin(self._others, self._left)
         batch = len(trace.size_bytes) + np.flatnonzero(is_batch)
-        # Python's integers have no bound.
-        whole = -(-sizes[batch].astype(object) * rest // trace.micro_batch_size)
-        sizes[batch] = np.minimum(whole, most_each(len(sizes))).astype(np.int64)
+        # Computed with Python's integers, which cannot overflow.
+        batch_bytes = -(-sizes[batch].astype(object) * other_samples // trace.micro_batch_size)
+        sizes[batch] = np.minimum(batch_bytes, most_each(len(sizes))).astype(np.int64)
         return sizes
 
     def _free_replacements(self, events: Indices) -> Indices:
-        """Let the second pass free what the first pass left in place of what it found.
+        """Make the second pass free the replacements that the first pass left.
 
-        What the step finds and frees, the first pass has freed already.
+        The storages that the step originally finds and frees were already freed by the first pass.
 
         Args:
             events: The events of the step, which are edited.
 
         Returns:
-            What the first pass left behind and the second still does not free.
+            The storages that the first pass left behind and the second pass still does not free.
         """
-        replacements = {found: made for made, found in self._trace.carried}
+        replacements = {old: new for new, old in self._trace.carried}
         left = dict.fromkeys(self._left.tolist())
         is_resident = self._storage[: self._end] < len(self._trace.resident)
         frees_resident = (events[: self._end] < 0) & is_resident & self._in_first
@@ -189,9 +190,9 @@ class _TwoPasses:
         return np.array(list(left), dtype=np.int64)
 
     def _release(self, left: Indices) -> _Insertion:
-        """Return the frees of what the first pass left behind.
+        """Return the frees of the storages that the first pass left behind.
 
-        The batch is held until the step is done with it, the rest only until the second backward
+        The batch is held until the step no longer needs it, the rest only until the second backward
         pass ends.
         """
         is_batch = self._trace.owner[left] == _BATCH
@@ -202,7 +203,7 @@ class _TwoPasses:
         )
 
     def _add_gradients(self, events: Indices) -> _Insertion:
-        """Give the gradients of the second pass storages of their own, and return their frees.
+        """Give the gradients of the second pass their own storages, and return the frees of these.
 
         Args:
             events: The events of the step, which are edited.
@@ -235,14 +236,14 @@ class _TwoPasses:
 def _moved_spans(
     trace: Trace, positions: Indices, happens: npt.NDArray[np.bool_]
 ) -> Iterator[tuple[int, int]]:
-    """Yield where the optimizer steps are after the editing.
+    """Yield the begin and end of each optimizer step after the editing.
 
-    What was inserted at the ends of an optimizer step is not a part of it.
+    Events inserted at either end of an optimizer step do not belong to it.
 
     Args:
         trace: The trace before the editing.
         positions: Shape ``(inserted,)``: the event before which each event was inserted.
-        happens: Shape ``(events + inserted,)``: False for those that were taken out afterwards.
+        happens: Shape ``(events + inserted,)``: False for those removed afterwards.
     """
     remaining = np.concatenate([[0], np.cumsum(happens)])
     ordered = np.sort(positions)

@@ -1,8 +1,8 @@
-"""Attribute an operation to the module that runs it and to the user's line that led to it.
+"""Attribute an operation to the module that runs it and to the line of user code that led to it.
 
 In a forward pass both are on the stack. In a backward pass they are those of the forward operation
 whose autograd node runs, found by the sequence number that autograd gave to that node. A
-recomputation has a stack of its own again.
+recomputation has its own stack again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 
 class _Origin(enum.Enum):
-    """Whose code a frame runs."""
+    """The owner of the code that a frame runs."""
 
     # torch, holdfast and the standard library.
     PLUMBING = enum.auto()
@@ -41,7 +41,7 @@ _PLUMBING_FOLDERS = (
 )
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _PACKAGE_FOLDERS = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
-# Methods of dispatch modes, whoever wrote them: they are around every operation.
+# Methods of dispatch modes, from any source: they surround every operation.
 _DISPATCH_METHODS = ("__torch_dispatch__", "__torch_function__")
 
 
@@ -67,7 +67,7 @@ def running_line() -> str:
     """Return the user's line that is running, such as ``"model.py:31 in forward"``.
 
     If it called into an installed package, the package's line comes first, and the user's follows
-    after "from". Empty if no line of the user's or of a package runs.
+    after "from". Empty if neither user code nor a package is running.
     """
     frame: FrameType | None = sys._getframe(1)
     frames = []
@@ -108,8 +108,8 @@ class UserLines:
     def find(self, frame: FrameType | None) -> int:
         """Return the number of the innermost such line; 0 if there is none.
 
-        Frames beyond autograd's engine are not looked at: they called backward, and say nothing
-        about the operation that runs in it.
+        Frames beyond autograd's engine are ignored: they called backward, and are unrelated to the
+        operation that runs in it.
         """
         while frame is not None:
             origin = _origin(frame.f_code)
@@ -177,7 +177,7 @@ class Places:
         self._running.append((id(module), self._number_of.get(id(module), caller)))
 
     def leave(self, module: nn.Module) -> None:
-        """Note that the forward pass of a module ends, and those within it that an error ended."""
+        """Note the end of a module's forward pass, and of inner ones that an error ended."""
         if any(running == id(module) for running, _ in self._running):
             while self._running.pop()[0] != id(module):
                 pass
@@ -193,15 +193,15 @@ class Places:
         Args:
             frame: The frame that dispatched it.
             in_backward: Whether autograd's engine runs.
-            records: Whether autograd records the operation. In a backward pass that is so in a
+            records: Whether autograd records the operation. In a backward pass this is True in a
                 recomputation, and if the graph of the gradients is kept.
         """
         line = self.lines.find(frame)
         is_recomputed = records and self.in_module
         if not in_backward or is_recomputed:
             place = Place(self._running_module(), line)
-            # The node is made right before its operation is dispatched, so the first operation to
-            # see a sequence number is the node's own.
+            # The node is created right before its operation is dispatched, so a new sequence number
+            # belongs to the operation that is being dispatched.
             sequence = torch._C._autograd._get_sequence_nr() - 1
             self._by_sequence.setdefault(sequence, place)
             return place

@@ -1,11 +1,10 @@
-"""What one training step does to the memory of a device: allocations and frees, with their owners.
+"""The effect of a training step on device memory: allocations and frees, with their owners.
 
 A `Trace` is a template of one *steady* step: what is resident when it begins, the events of the
 step, and which of the storages that it leaves behind replace which of those that it found (the
-gradients that the next step frees). So it can be played any number of times. Sizes are those that
-were requested, in bytes; the allocator rounds them.
-
-How a trace is recorded is in `tracer`; how it is made another size in `extrapolation`.
+gradients that the next step frees). So it can be played any number of times. Sizes are the
+requested ones in bytes; the allocator rounds them. `tracer` records traces, and `extrapolation`
+scales them to other sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 PHASES = ("forward", "backward", "optimizer", "other")
-# If several own a storage, the first of these is its owner.
+# If a storage has several owners, the first of these counts.
 OWNERS = (
     "parameters",
     "buffers",
@@ -35,23 +34,23 @@ OWNERS = (
 )
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp64", "other")
 
-# The operators that call cuBLAS, and so allocate its workspace at their first call.
+# The operators that call cuBLAS and allocate its workspace at their first call.
 _MATRIX_PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 )
 # The index of a layer in a module's path: "layers.3.fc1".
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# How many modules and lines are named at most.
+# The most modules and lines that are named.
 _MOST_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """Something that the forecast had to assume.
+    """An assumption of the forecast.
 
     Args:
         what: The assumption, a sentence without a full stop.
-        line: The user's line that it is about, ``"model.py:31 in forward"``, or "".
+        line: The line of user code that it concerns, ``"model.py:31 in forward"``, or "".
     """
 
     what: str
@@ -75,7 +74,7 @@ class Trace:
             so before its own allocations.
         operation_phase: Shape ``(operations,)``, int8, index into `PHASES`.
         flops: Shape ``(operations,)``, int64, floating-point operations.
-        moved_bytes: Shape ``(operations,)``, int64: sizes of what it reads and writes.
+        moved_bytes: Shape ``(operations,)``, int64: bytes that it reads and writes.
         dtype: Shape ``(operations,)``, int8, index into `DTYPES`: the type it computes in.
         modules: Paths such as ``"model.encoder.layers.0"``; the first is empty.
         lines: Such as ``"model.py:31 in forward"``; the first is empty.
@@ -84,15 +83,15 @@ class Trace:
             They come before all storages that the step allocates.
         carried: Pairs (left by the step, found by it): the next step finds the first in place of
             the second.
-        growth_bytes: What a step leaves behind beyond that: a leak, or a history that the user
-            keeps.
+        growth_bytes: Bytes that a step leaves behind in addition: a leak, or a history that the
+            user keeps.
         blocks: Paths of the modules that could be recomputed.
         optimizer_steps: For each optimizer step, its first event and the one after its last.
         micro_batch_size: Samples in the traced batch.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         route: The fake device on which it was traced, ``"privateuse1"`` or ``"cpu"``.
-        assumptions: What had to be assumed.
-        uncalibrated_bytes: By how much the peak may be higher, because the scratch memory of some
+        assumptions: The assumptions.
+        uncalibrated_bytes: How much higher the peak may be, because the scratch memory of some
             kernels is not known exactly.
     """
 
@@ -153,38 +152,41 @@ def _with_tuples(value: Any) -> Any:
 
 
 def played(trace: Trace, steps: int = 3) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return what several steps in a row do, beginning with the allocation of what is resident.
+    """Return the events of several steps in a row, after allocating the resident storages.
 
-    What a step leaves behind replaces what it found, by `Trace.carried`. What it found and freed
-    without a replacement is gone in later steps, and what it left without replacing anything stays.
+    Storages that a step leaves behind replace those that it found, by `Trace.carried`. Storages
+    that it found and freed without a replacement are gone in later steps, and storages that it left
+    without replacing any stay.
 
     Returns:
         Events as in `Trace.events`, with new storages in each step, and the sizes of all storages
         in bytes.
     """
-    found = len(trace.resident)
-    made = len(trace.size_bytes) - found
+    resident_count = len(trace.resident)
+    allocated_count = len(trace.size_bytes) - resident_count
     storage = np.abs(trace.events) - 1
     is_free = trace.events < 0
     carried = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
-    # The storage that now has the place of each resident one; -1 for none.
-    current = np.arange(found, dtype=np.int32)
+    # The storage that now replaces each resident one; -1 for none.
+    current = np.arange(resident_count, dtype=np.int32)
     parts = [current + 1]
     for step in range(steps):
-        begin = found + step * made
-        own = np.arange(begin, begin + made, dtype=np.int32)
-        renamed = np.concatenate([current, own])
+        begin = resident_count + step * allocated_count
+        allocated = np.arange(begin, begin + allocated_count, dtype=np.int32)
+        renamed = np.concatenate([current, allocated])
         ids = renamed[storage] + 1
         parts.append(np.where(is_free, -ids, ids)[ids > 0])
         current = current.copy()
-        current[storage[is_free & (storage < found)]] = -1
+        current[storage[is_free & (storage < resident_count)]] = -1
         current[carried[:, 1]] = renamed[carried[:, 0]]
-    sizes = np.concatenate([trace.size_bytes[:found], *[trace.size_bytes[found:]] * steps])
+    resident_sizes = trace.size_bytes[:resident_count]
+    allocated_sizes = trace.size_bytes[resident_count:]
+    sizes = np.concatenate([resident_sizes, *[allocated_sizes] * steps])
     return np.concatenate(parts).astype(np.int32), sizes
 
 
 def first_products(trace: Trace) -> tuple[int, int]:
-    """Return where the forward and the backward pass have their first matrix product.
+    """Return the positions of the first matrix products of the forward and the backward pass.
 
     Returns:
         For each, the number of events of `played` until the result of the product is allocated; 0
@@ -226,7 +228,7 @@ def live_peak(trace: Trace, granule_bytes: int = 1) -> int:
 def owners_at_peak(
     trace: Trace, by: Literal["owner", "module", "line"] = "owner"
 ) -> Mapping[str, int]:
-    """Return who owns the bytes that are alive when `live_peak` is first reached.
+    """Return the owners of the bytes that are alive when `live_peak` is first reached.
 
     Returns:
         Bytes by owner, module or line, largest first. They add up to the peak. Bytes whose module

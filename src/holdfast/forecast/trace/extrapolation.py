@@ -1,4 +1,4 @@
-"""Make a trace of any micro-batch size from traces of two small ones, without running anything.
+"""Compute a trace of any micro-batch size from traces of two small sizes, without running anything.
 
 A storage grows by a fixed number of bytes per sample, so two traces give its size at any
 micro-batch. The *peak* is the largest of many such sums and does not grow linearly: a line through
@@ -20,8 +20,8 @@ import numpy.typing as npt
 from holdfast.core.errors import BatchError
 from holdfast.forecast.trace.events import OWNERS, Assumption, Trace
 
-# A single sample takes other paths, because a dimension of 1 is contiguous in any order: 3 of the 7
-# models that we tried did.
+# A single sample may take other paths, because a dimension of 1 is contiguous in any order. It did
+# in 3 of the 7 models that we tried.
 LEAST_MICRO_BATCH_SIZE = 2
 FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
 
@@ -39,7 +39,7 @@ _MOST_PRODUCT = 1 << 62
 
 
 class NotAlignedError(BatchError):
-    """Two traces of one step do not do the same things in the same order."""
+    """Two traces of one step differ in their events or the order of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,7 +47,7 @@ class ScaledTrace:
     """A step at any micro-batch size, from traces at two sizes.
 
     Args:
-        template: The first trace. Everything but sizes and work is the same in both.
+        template: The first trace. Both traces are the same except for sizes and work.
         micro_batch_sizes: The two traced sizes, the smaller first.
         size_bytes: Shape ``(2, storages)``.
         flops: Shape ``(2, operations)``.
@@ -68,8 +68,8 @@ class ScaledTrace:
     def at(self, micro_batch_size: int) -> Trace:
         """Return the step with this many samples, at least 1.
 
-        Sizes are exact if they grow by whole bytes per sample. Others are rounded up, which is
-        added to the assumptions.
+        Sizes are exact if they grow by an integer number of bytes per sample. Others are rounded
+        up, which is added to the assumptions.
         """
         assert micro_batch_size >= 1
         sizes = self._extrapolate(self.size_bytes, micro_batch_size)
@@ -88,14 +88,14 @@ class ScaledTrace:
     def _extrapolate(
         self, values: npt.NDArray[np.int64], micro_batch_size: int
     ) -> npt.NDArray[np.int64]:
-        """Return the points at some size on the lines through two rows.
+        """Extrapolate each column linearly from two rows to some size.
 
-        They are whole numbers, rounded up, from 0 to `most_each`.
+        The results are integers, rounded up, from 0 to `most_each`.
         """
         low, high = self.micro_batch_sizes
         largest = int(np.abs(values).max(initial=1))
         if largest * (high + low + 2 * micro_batch_size) >= _MOST_PRODUCT:
-            # Python's integers have no bound.
+            # Computed with Python's integers, which cannot overflow.
             values = values.astype(object)
         weighted = (high - micro_batch_size) * values[0] + (micro_batch_size - low) * values[1]
         rounded_up = -(-weighted // (high - low))
@@ -127,10 +127,10 @@ class ScaledTrace:
 
 
 def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
-    """Return the step at any size, from traces of one job at two micro-batch sizes of at least 2.
+    """Return the step at any size, from traces of a job at two micro-batch sizes of at least 2.
 
     Raises:
-        NotAlignedError: If the traces do not do the same; it names the first difference.
+        NotAlignedError: If the traces differ in their events; the error names the first difference.
     """
     first, second = sorted(traces, key=lambda trace: trace.micro_batch_size)
     assert LEAST_MICRO_BATCH_SIZE <= first.micro_batch_size < second.micro_batch_size
@@ -153,11 +153,11 @@ def extrapolate(traces: Sequence[Trace]) -> ScaledTrace:
 
 def _not_aligned(first: Trace, second: Trace, difference: str) -> NotAlignedError:
     return NotAlignedError(
-        f"the step does other things with {second.micro_batch_size} samples than with"
+        f"the step behaves differently with {second.micro_batch_size} samples than with"
         f" {first.micro_batch_size} samples: {difference}",
         limit="sizes can be extrapolated only if every batch takes the same path through the model",
         fix=(
-            "remove the branch on the batch, or what is kept from step to step; let the loader"
+            "remove the branch on the batch, or the state kept between steps; let the loader"
             " collate a list of samples into one tensor, because each length of a list is a"
             " different program"
         ),
@@ -166,7 +166,7 @@ def _not_aligned(first: Trace, second: Trace, difference: str) -> NotAlignedErro
 
 
 def most_each(count: int) -> int:
-    """Return the largest number that each of `count` sizes may be, so that their sum is an int64.
+    """Return the largest allowed value of `count` sizes, so that their sum fits in an int64.
 
     It is far above any device.
     """
@@ -176,8 +176,8 @@ def most_each(count: int) -> int:
 def _with_even_scratch(first: Trace, second: Trace) -> npt.NDArray[np.int64]:
     """Return the sizes of storages, shape ``(2, storages)``.
 
-    Some kernels take scratch memory only from a certain batch size on. If one trace has none, it
-    gets as much per sample as the other: rather too much than too little.
+    Some kernels use scratch memory only above a certain batch size. If one trace has none, it gets
+    as much per sample as the other, to err on the side of too much.
     """
     sizes = np.stack([first.size_bytes, second.size_bytes])
     samples = np.array([[first.micro_batch_size], [second.micro_batch_size]])
@@ -221,7 +221,7 @@ def _first_different_operation(first: Trace, other: Trace) -> int | None:
 
 
 def _resident_sizes(trace: Trace) -> list[tuple[int, int, int]]:
-    """Return owner, module and size of what is alive before the step and no batch changes."""
+    """Return owner, module and size of storages from before the step that no batch changes."""
     resident = np.array(trace.resident, dtype=np.int64)
     resident = resident[np.isin(trace.owner[resident], _BATCH_INDEPENDENT)]
     columns = (trace.owner, trace.module, trace.size_bytes)
@@ -229,7 +229,7 @@ def _resident_sizes(trace: Trace) -> list[tuple[int, int, int]]:
 
 
 def _first_unequal(first: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int | None:
-    """Return the first index at which two arrays differ, or one of them has ended."""
+    """Return the first index at which two arrays differ or one of them ends."""
     shared = min(len(first), len(other))
     unequal = np.flatnonzero(first[:shared] != other[:shared])
     if len(unequal):
@@ -238,7 +238,7 @@ def _first_unequal(first: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -
 
 
 def _describe_operation(trace: Trace, number: int) -> str:
-    """Return an operation's name, and the nearest line of the user's before it."""
+    """Return an operation's name, and the nearest line of user code before it."""
     if number >= len(trace.operation_name):
         return "missing"
     name = trace.names[int(trace.operation_name[number])]

@@ -1,6 +1,6 @@
-"""Measure what an operation costs: floating-point operations, memory traffic, and its data type.
+"""Measure the cost of an operation: floating-point operations, memory traffic, and data type.
 
-How long that takes on a device is computed in `devices.timing`.
+`devices.timing` computes how long that takes on a device.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _DTYPE_NAMES = {
     torch.float16: "fp16",
     torch.float64: "fp64",
 }
-# Operators that launch no kernel although they are no views.
+# Operators that launch no kernel although they are not views.
 _WITHOUT_KERNEL_NAMES = """
     _reshape_alias _unsafe_view empty empty_like empty_strided lift_fresh new_empty
     new_empty_strided resize_ set_
 """
 _WITHOUT_KERNEL = frozenset(f"aten.{name}" for name in _WITHOUT_KERNEL_NAMES.split())
-# Operators that read as much of their first argument as they write, however large it is.
+# Operators that read only as many bytes of their first argument as they write.
 _GATHERING = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select"})
 
 
@@ -46,12 +46,12 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operator:
-    """What is the same in all calls of an operator.
+    """Properties that all calls of an operator share.
 
     Args:
         name: Index into `Operations.names`.
         launches_kernel: Whether it runs on the device at all.
-        gathers: Whether it reads only as much of its first argument as it writes.
+        gathers: Whether it reads only as many bytes of its first argument as it writes.
         flop_formula: torch's formula for its floating-point operations.
         single_dtype: The type that it computes in if its tensors are fp32: TF32 where allowed.
         written_arguments: Positions of arguments that it writes and does not return.
@@ -75,7 +75,7 @@ class Operations:
     def measure(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Cost | None:
-        """Return what an operation costs, or None if it runs no kernel, like a view.
+        """Return the cost of an operation, or None if it runs no kernel, like a view.
 
         Args:
             func: The operator's overload.
@@ -125,7 +125,7 @@ def _launches_kernel(func: Any, name: str) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:
         return True
-    # One that returns no tensor asks for a fact, such as a device or a number.
+    # An operator that returns no tensor queries a property, such as a device or a number.
     return any("Tensor" in str(result.type) for result in schema.returns)
 
 
@@ -178,5 +178,5 @@ def _may_take_tf32(name: str) -> bool:
             return bool(torch.backends.cudnn.allow_tf32)
         return torch.get_float32_matmul_precision() != "highest" and "attention" not in name
     except RuntimeError:
-        # The old settings cannot be read once the new ones were used.
+        # The old settings cannot be read once the new ones have been used.
         return False

@@ -1,6 +1,6 @@
-"""The raw record of one step, as the tracer writes it, and how it becomes a `Trace`.
+"""The raw record of one step, written by the tracer, and its conversion to a `Trace`.
 
-The tracer gives storages numbers that are never used again while it exists. A trace numbers its own
+The tracer gives storages numbers that are never reused while it exists. A trace numbers its own
 storages from 0.
 """
 
@@ -22,7 +22,7 @@ _UNOWNED = OWNERS.index("other")
 
 
 class Ledger:
-    """What is known of each storage, by its number."""
+    """Facts about each storage, by its number."""
 
     def __init__(self) -> None:
         self.size_bytes: list[int] = []
@@ -70,7 +70,7 @@ _COLUMN_TYPES = {
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What happens in a step. Storages have their numbers in the ledger.
+    """The events of a step. Storages are identified by their numbers in the ledger.
 
     Args:
         resident: Storages that are alive when the step begins.
@@ -80,7 +80,7 @@ class Recording:
         operations: The operations that ran a kernel.
         backward_starts: For each backward pass, the number of events before it.
         optimizer_steps: As in `Trace.optimizer_steps`.
-        assumptions: What had to be assumed.
+        assumptions: The assumptions.
         uncalibrated_bytes: As in `Trace.uncalibrated_bytes`.
     """
 
@@ -110,7 +110,7 @@ def as_trace(recording: Recording, ledger: Ledger, **fields: Any) -> Trace:
 
     Args:
         recording: The step.
-        ledger: What is known of its storages.
+        ledger: Facts about its storages.
         fields: The other fields of `Trace`, such as names of modules by number.
     """
     allocated = [event - 1 for event in recording.events if event > 0]
@@ -146,8 +146,8 @@ def _renumbered_events(recording: Recording, position: dict[int, int]) -> list[i
 def _sort_simultaneous_frees(events: list[int], recording: Recording) -> None:
     """Sort frees by storage if nothing happens between them.
 
-    What is freed at once, such as autocast's cache of weights, comes in the order of a hash table
-    of addresses: it differs from run to run, to no effect.
+    Storages freed at once, such as autocast's cache of weights, come in the order of a hash table
+    of addresses, which differs from run to run without any effect.
     """
     boundaries = {operation.operation_event for operation in recording.operations}
     boundaries.update(recording.backward_starts)
@@ -191,7 +191,7 @@ def _left_behind(recording: Recording) -> list[int]:
 
 
 def _growth_bytes(recording: Recording, ledger: Ledger) -> int:
-    """Return by how much more the step leaves behind than it has freed of what it found."""
+    """Return the bytes that the step leaves behind, minus the bytes that it found and freed."""
     left_bytes = sum(ledger.size_bytes[number] for number in _left_behind(recording))
     freed_bytes = sum(ledger.size_bytes[number] for number in _freed_residents(recording))
     return left_bytes - freed_bytes
@@ -200,7 +200,7 @@ def _growth_bytes(recording: Recording, ledger: Ledger) -> int:
 def _carried(
     recording: Recording, ledger: Ledger, position: dict[int, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Pair what the step leaves behind with what it found and freed.
+    """Pair the storages that the step leaves behind with those that it found and freed.
 
     Storages of the same size are paired, in the order in which they were allocated.
     """

@@ -1,8 +1,8 @@
-"""Watch which storages of a device are alive, and find out who owns them.
+"""Track the live storages of a device and their owners.
 
 Storages are watched by weak references. Owners are found by looking where training code keeps its
-tensors: in modules, in gradients and in optimizer state. Activations belong to nobody; `recording`
-recognises them by their lifetime.
+tensors: in modules, in gradients and in optimizer state. Activations have no owner there;
+    `recording` recognises them by their lifetime.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _WatchedStorage(weakref.ref[torch.UntypedStorage]):
 
 
 class Storages:
-    """Watch the storages of tensors on one type of device.
+    """Watches the storages of tensors on one type of device.
 
     Args:
         device_type: The type of the device, such as ``"cuda"``.
@@ -46,7 +46,7 @@ class Storages:
         self.ledger = Ledger()
         # The step that is recorded, if any.
         self.record: Recording | None = None
-        # Where the running operation belongs.
+        # The module and line of the running operation.
         self.place = Place(0, 0)
         self._device_type = device_type
         self._phase = phase
@@ -67,7 +67,7 @@ class Storages:
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on the device."""
         if isinstance(tensor, FakeTensor):
-            # Its `device` is a property that answers by who asks (`fake.stand_ins`).
+            # Its `device` is a property that depends on the caller (`fake.stand_ins`).
             device: torch.device = tensor.fake_device
         else:
             device = tensor.device
@@ -114,13 +114,13 @@ class Storages:
         return True
 
     def watch_existing(self) -> None:
-        """Watch tensors that were made before, as far as Python knows them.
+        """Watch all existing tensors that Python can find.
 
         In a fake mode these are the fake tensors, otherwise the real ones.
         """
         wants_fake = active_fake_mode() is not None
         for candidate in gc.get_objects():
-            # Not isinstance: it would ask some objects for an attribute, which may run code.
+            # Not isinstance: it reads an attribute of some objects, which may run code.
             kind = type(candidate)
             if issubclass(kind, torch.Tensor) and issubclass(kind, FakeTensor) == wants_fake:
                 self.watch(candidate, OTHER)
@@ -134,7 +134,7 @@ class Storages:
             self.record.free(number, phase)
 
     def _resize(self, watched: _WatchedStorage, size_bytes: int, born: int) -> None:
-        """Record that a storage has another size: the new memory is allocated, the old freed."""
+        """Record that a storage was resized: the new memory is allocated, the old freed."""
         old = watched.number
         watched.size_bytes = size_bytes
         watched.number = _EMPTY

@@ -1,4 +1,4 @@
-"""Watch what a training step does to the memory of a device, tensor by tensor, as torch dispatches.
+"""Track the device memory of a training step, tensor by tensor, in a torch dispatch mode.
 
 It works on tensors without data and on real ones. A storage is alive from the operation that
 returns it until the last reference to it is gone, which is when the device's allocator gets its
@@ -52,14 +52,14 @@ _DEFAULT_FIELDS = {"blocks": (), "precision": "fp32", "route": "cpu", "assumptio
 
 
 class Tracer(TorchDispatchMode):
-    """Watch a device while the context lasts. `recording` records one step of it.
+    """Watches a device within the context. `recording` records one step.
 
-    It must be the innermost mode, entered before the tensors of the job are made. Tensors that
-    already exist are found if Python knows them.
+    It must be the innermost mode, entered before the tensors of the job are created. Existing
+    tensors are included if Python can find them.
 
     Args:
         device: The device to watch.
-        scratch: Returns what an operation allocates for itself while it runs.
+        scratch: Returns the scratch memory of an operation.
         uncalibrated: Collects by how much these figures may be too low.
     """
 
@@ -92,12 +92,12 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that torch would put around each dispatch takes longer than our own work.
+        # torch's wrapper around each dispatch would take longer than our own work.
         return False
 
     def __enter__(self) -> Self:
         gc.collect()
-        # Objects that exist already are not scanned again, which makes later collections fast.
+        # Existing objects are not scanned again, which makes later collections fast.
         gc.freeze()
         self._cleanup.callback(gc.unfreeze)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -138,10 +138,10 @@ class Tracer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what happens in the context as the template of a step.
+        """Record the context as the template of a step.
 
-        The garbage collector is off meanwhile, because it might run at any allocation: a reference
-        cycle is kept until the end.
+        The garbage collector is off, because it might run at any allocation: reference cycles are
+        kept until the end.
         """
         gc.collect()
         self._reset()
@@ -161,7 +161,7 @@ class Tracer(TorchDispatchMode):
                 gc.enable()
 
     def trace(self, **fields: Any) -> Trace:
-        """Return the step that was recorded last.
+        """Return the last recorded step.
 
         Args:
             fields: Fields of `Trace` that the tracer does not know, such as `micro_batch_size`.
@@ -227,7 +227,7 @@ class Tracer(TorchDispatchMode):
         out: Any,
         frame: FrameType | None,
     ) -> None:
-        """Take note of an operation that has run."""
+        """Record an operation that has run."""
         phase = self._update_phase()
         # In a backward pass, autograd records the operations of a recomputation.
         records = torch.is_grad_enabled()
@@ -263,7 +263,7 @@ class Tracer(TorchDispatchMode):
         self._engine_ran = by_engine
 
     def _claim_moved_batch(self, args: tuple[Any, ...], out: Any) -> None:
-        """Take what comes from another device, outside of all modules, as a part of the batch."""
+        """Treat tensors that come from another device, outside of all modules, as batch data."""
         source = args[0] if args else None
         if isinstance(source, torch.Tensor) and not self._storages.is_here(source):
             self._owners.claim(out, "batch")
@@ -280,7 +280,7 @@ class Tracer(TorchDispatchMode):
         return self._outer_phase
 
     def _current_phase(self) -> int:
-        """Return the phase that is running, and change nothing."""
+        """Return the running phase without changing anything."""
         if torch._C._current_graph_task_id() != -1:
             return BACKWARD
         return self._outer_phase
@@ -305,7 +305,7 @@ class Tracer(TorchDispatchMode):
             return
         begin = self._begun_steps.pop()
         if self._begun_steps:
-            # An optimizer within an optimizer.
+            # This optimizer runs within another optimizer.
             return
         self._owners.add({}, [optimizer])
         self._owners.find_state(optimizer)

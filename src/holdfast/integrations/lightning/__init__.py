@@ -1,31 +1,33 @@
-"""Lightning: a strategy whose optimizer steps are transactions, files that verify.
+"""Guarded training in Lightning: a strategy for steps, and a plugin for checkpoint files.
 
-    Trainer(strategy=HoldfastStrategy())
-        everything; also strategy="holdfast", once this module is imported
-    Trainer(strategy=HoldfastDDPStrategy(), devices=2)
-        the same on several processes; also strategy="holdfast_ddp"
-    Trainer(plugins=[VerifiedCheckpointIO()])
-        the files only
+    Trainer(strategy=HoldfastStrategy())                 # or "holdfast", once this is imported
+    Trainer(strategy=HoldfastDDPStrategy(), devices=2)   # several processes; or "holdfast_ddp"
+    Trainer(plugins=[VerifiedCheckpointIO()])            # checkpoint files only
 
-With the strategy ``training_step``, ``self.log``, hooks, accumulation, schedules, precision and
-clipping are Lightning's, in its order and with its results, bit for bit, as long as nothing goes
-wrong. What is not:
+With a strategy, ``training_step``, ``self.log``, hooks, accumulation, schedules, precision and
+clipping are Lightning's, in its order, and with its results to the bit as long as nothing goes
+wrong. These things differ from Lightning alone:
 
-- the gradients of the last step are gone when ``on_before_zero_grad`` is called;
-- ``on_before_optimizer_step`` sees gradients that are clipped already, unless
-  ``configure_gradient_clipping`` is overridden or the algorithm is ``"value"``;
-- a scheduler with ``interval="step"`` stands still where a step was skipped; ``global_step`` counts
-  it all the same;
-- a batch that was cut calls ``training_step`` once for each part; what it logs is the mean over the
-  parts.
+- When ``on_before_zero_grad`` is called, the gradients of the last step are gone.
+- ``on_before_optimizer_step`` sees clipped gradients, unless ``configure_gradient_clipping`` is
+  overridden or the clipping algorithm is ``"value"``.
+- A scheduler with ``interval="step"`` does not advance for a step that was skipped. ``global_step``
+  counts that step.
+- If a batch was split, ``training_step`` is called once for each part, and what it logs is the mean
+  over the parts.
 
-A window of ``accumulate_grad_batches`` is one step; each of its batches is a transaction of its
-own. Checkpoints hold random state, so that training goes on with the same dropout. Which batches
-follow is up to the loader: exactly the same with a `holdfast.DataLoader`; with torch's, shuffled or
-not, from the end of an epoch only.
+A window of ``accumulate_grad_batches`` is one step, and each of its batches is a transaction.
+
+Checkpoints hold the random state, so training resumes with the same dropout. Which batches follow
+depends on the loader: exactly the same with a `holdfast.DataLoader`, and with torch's loader,
+shuffled or not, only from the end of an epoch.
+
+Read in this order: ``strategy`` (the guard's life within ``fit``), ``trainer_steps`` (how a step is
+made), ``step_logs`` (what is logged while parts of it are repeated), ``checkpoints`` (the files),
+``delayed_saves`` (when they are written), ``unsupported`` (what is refused).
 """
 
-from holdfast.integrations.lightning.files import VerifiedCheckpointIO
+from holdfast.integrations.lightning.checkpoints import VerifiedCheckpointIO
 from holdfast.integrations.lightning.strategy import HoldfastDDPStrategy, HoldfastStrategy
 
 __all__ = ["HoldfastDDPStrategy", "HoldfastStrategy", "VerifiedCheckpointIO"]

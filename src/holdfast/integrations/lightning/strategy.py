@@ -1,5 +1,7 @@
-"""Lightning on one device and on several processes, with each optimizer step as a transaction of
-a guard.
+"""Lightning's strategies for one device and for several processes, with the steps of a guard.
+
+How a step is made is in ``trainer_steps``; this module opens the guard when ``fit`` begins to
+train, closes it, and connects Lightning's checkpoints, schedulers and signals with it.
 """
 
 from __future__ import annotations
@@ -17,49 +19,54 @@ from holdfast.core.policy.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.integrations.lightning.files import (
-    NAME,
-    VerifiedCheckpointIO,
-    folder_of,
-    save_stopped,
-)
-from holdfast.integrations.lightning.steps import TrainerSteps, clips_itself, names_of
-from holdfast.integrations.protocol import (
+from holdfast.integrations.hosting import (
     Framework,
-    carried_by,
-    carried_tree,
-    check_one_process,
-    excluded,
-    load,
-    may_save,
-    on_all,
+    carried_state,
+    decode_carried,
     open_guard,
     restore_random_state,
-    warn_of_kept_workers,
+    warn_of_persistent_workers,
 )
+from holdfast.integrations.lightning.checkpoints import (
+    CHECKPOINT_NAME,
+    VerifiedCheckpointIO,
+    checkpoint_folder,
+    save_stopped,
+)
+from holdfast.integrations.lightning.delayed_saves import DelayedSaves
+from holdfast.integrations.lightning.trainer_steps import (
+    TrainerSteps,
+    lightning_clips,
+    optimizer_names,
+)
+from holdfast.integrations.lightning.unsupported import check_module, check_ranks
+from holdfast.integrations.refusals import check_one_process, load, unsupported
+from holdfast.integrations.saving import on_all_ranks, should_save
 from holdfast.loader.splitting import Split
 from holdfast.recorder.scalars import recorded_too
 from holdfast.supervise.observe.logged_scalars import read_lightning_log
 
 load("lightning.pytorch")
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import (  # noqa: E402
     DDPStrategy,
     SingleDeviceStrategy,
     StrategyRegistry,
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
-from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
 
-_PRECISION = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
-_KEY = "holdfast"  # of what a checkpoint holds besides Lightning's own
+# From Lightning's names of precisions to those of `Policy.precision`. All others are guarded like
+# fp32: there is no loss scale.
+_PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
+# The key of the carried state in a checkpoint of Lightning's.
+_CARRIED_KEY = "holdfast"
 
 
-class Guarded(Framework):  # type: ignore[misc]
-    """Put before a strategy of Lightning's among the bases, it makes each optimizer step a
-    transaction of a guard.
+class GuardedStrategy(Framework):  # type: ignore[misc]
+    """Makes each optimizer step a transaction of a guard.
+
+    It stands before one of Lightning's strategies among the bases.
     """
 
     _checkpoint_io: Any
@@ -70,99 +77,143 @@ class Guarded(Framework):  # type: ignore[misc]
         holdfast_run_dir: str | os.PathLike[str] | None = None,
         *,
         split: Split = 0,
-        **of_lightning: Any,
+        **lightning_arguments: Any,
     ) -> None:
-        super().__init__(**of_lightning)
+        super().__init__(**lightning_arguments)
         self._policy = Policy.of(holdfast_policy)
         self._run_dir = holdfast_run_dir
         self._split = split
-        self._steps: TrainerSteps | None = None
-        self._carried: dict[str, Any] | None = None
-        self._of_ranks: dict[str, Any] | None = None  # of the checkpoint that is being made
+        # These two are set while ``fit`` trains.
         self.holdfast_guard: HostedGuard | None = None
-        """The guard, while ``fit`` trains: `statistics`, `events`, `request_stop`."""
+        self._steps: TrainerSteps | None = None
+        self._delayed_saves: list[DelayedSaves] = []
+        # The carried state of the checkpoint that was loaded, until training starts.
+        self._carried: dict[str, Any] | None = None
+        # The states of all ranks, for the checkpoint that is being made.
+        self._states_of_ranks: dict[str, Any] | None = None
 
     def setup_environment(self) -> None:
-        """Have checkpoints verified, unless the trainer has a plugin for them."""
+        """Verify checkpoints, unless the trainer has a plugin of its own for them."""
         if self._checkpoint_io is None:
             self._checkpoint_io = VerifiedCheckpointIO()
         super().setup_environment()
 
+    # --- Opening ---
+
     def on_train_start(self) -> None:
-        """Open the run directory: everything was restored by now."""
+        """Open the run directory. By now Lightning has restored everything."""
         super().on_train_start()
         module: Any = self.lightning_module
         trainer = module.trainer
-        _check_supported(module)
-        _begin_next_epoch(trainer.fit_loop)
+        check_module(module)
+        _reset_finished_epoch(trainer.fit_loop)
+        carried = self._carried
+        self._carried = None
+        guard = self._open_guard(module, carried)
+        self.holdfast_guard = guard
+        warn_of_persistent_workers(trainer.train_dataloader, guard.emit)
+        steps = TrainerSteps(module, guard, self.optimizers, self._split, super().training_step)
+        self._steps = steps
+        self._connect(module, guard, steps)
+        if carried is not None:
+            self._continue_from(carried, trainer, steps)
+
+    def _open_guard(self, module: Any, carried: dict[str, Any] | None) -> HostedGuard:
+        trainer = module.trainer
+        root = Path(trainer.default_root_dir)
+        names = optimizer_names(self.optimizers)
         schedulers = {
-            f"scheduler_{i}": each.scheduler for i, each in enumerate(self.lr_scheduler_configs)
+            f"scheduler_{number}": config.scheduler
+            for number, config in enumerate(self.lr_scheduler_configs)
         }
-        carried, self._carried = self._carried, None
-        folder = folder_of(trainer)
-        self.holdfast_guard = guard = open_guard(
-            self._run_dir or Path(trainer.default_root_dir, "holdfast"),
-            policy=hosted_policy(
-                _without_requeue_signal(self._policy, trainer),
-                max_grad_norm=self._clips(module),
-                precision=_PRECISION.get(str(trainer.precision), "fp32"),
-                host="the Trainer",
-            ),
+        policy = hosted_policy(
+            _without_requeue_signal(self._policy, trainer),
+            max_grad_norm=self._max_grad_norm(module),
+            precision=_PRECISIONS.get(str(trainer.precision), "fp32"),
+            host="the Trainer",
+        )
+        return open_guard(
+            self._run_dir or root / "holdfast",
+            policy=policy,
             scaler=getattr(self.precision_plugin, "scaler", None),
-            saves_in=(folder or Path(trainer.default_root_dir), NAME),
+            saves_in=(checkpoint_folder(trainer) or root, CHECKPOINT_NAME),
             carried=carried,
             resumed=trainer.ckpt_path is not None,
             model=self.model,
-            optimizer=dict(zip(names_of(self.optimizers), self.optimizers, strict=True)),
+            optimizer=dict(zip(names, self.optimizers, strict=True)),
             scheduler=schedulers or None,
             split=self._split,
         )
-        warn_of_kept_workers(trainer.train_dataloader, guard.emit)
-        self._steps = TrainerSteps(
-            module, guard, self.optimizers, self._split, super().training_step
-        )
+
+    def _max_grad_norm(self, module: Any) -> float | None:
+        """Return the norm to which the guard clips, or None if it does not."""
+        if not module.automatic_optimization:
+            # Lightning refuses a limit of the trainer here, so the policy's holds.
+            return self._policy.max_grad_norm
+        limit = float(module.trainer.gradient_clip_val or 0)
+        if limit <= 0 or lightning_clips(module):
+            return None
+        return limit
+
+    def _connect(self, module: Any, guard: HostedGuard, steps: TrainerSteps) -> None:
+        """Connect checkpoints, schedulers and logs of Lightning with the guard."""
+        trainer = module.trainer
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             self.checkpoint_io.emit = guard.emit
-        self._hold_schedulers(module, self._steps)
-        for each in trainer.checkpoint_callbacks:
-            if isinstance(each, ModelCheckpoint):
-                _hold_saves(each, trainer)
+        self._delayed_saves = [
+            DelayedSaves(callback, trainer)
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+        ]
+        self._hold_schedulers_after_skips(module, steps)
         connector = trainer._logger_connector
         connector.log_metrics = recorded_too(
             connector.log_metrics, partial(read_lightning_log, connector)
         )
-        if carried is not None:
-            window = carried_tree(carried, "window")
-            if window is not None:
-                self._steps.accumulation.load_state_dict(window)
-            for each in trainer.checkpoint_callbacks:
-                # Lightning keeps no note of the step that was saved last. After the first batch of
-                # a longer step it would replace the file of that step's beginning by one with a
-                # later place in the data.
-                if getattr(each, "_every_n_train_steps", 0):
-                    each._last_global_step_saved = trainer.global_step
-            if not carried["between_epochs"]:
-                restore_random_state(carried)
 
-    def _clips(self, module: Any) -> float | None:
-        # By manual optimization the trainer has no limit, and the policy's holds.
-        if not module.automatic_optimization:
-            return self._policy.max_grad_norm
-        limit = float(module.trainer.gradient_clip_val or 0)
-        return limit if limit > 0 and not clips_itself(module) else None
+    def _disconnect(self) -> None:
+        """Undo `_connect`."""
+        module: Any = self.lightning_module
+        if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
+            self.checkpoint_io.emit = None
+        for delayed_saves in self._delayed_saves:
+            delayed_saves.remove()
+        self._delayed_saves = []
+        # Attributes of the objects that hide the methods of their classes.
+        vars(module).pop("lr_scheduler_step", None)
+        vars(module.trainer._logger_connector).pop("log_metrics", None)
 
-    def _hold_schedulers(self, module: Any, steps: TrainerSteps) -> None:
-        """Let schedulers stand still where a step was skipped."""
+    def _hold_schedulers_after_skips(self, module: Any, steps: TrainerSteps) -> None:
+        """Do not advance a scheduler that counts steps when a step was skipped."""
         advance = module.lr_scheduler_step
-        by_step = {
-            id(each.scheduler) for each in self.lr_scheduler_configs if each.interval == "step"
+        stepwise = {
+            id(config.scheduler)
+            for config in self.lr_scheduler_configs
+            if config.interval == "step"
         }
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            if not (steps.skipped and metric is None and id(scheduler) in by_step):
-                advance(scheduler, metric)
+            if steps.skipped and metric is None and id(scheduler) in stepwise:
+                return
+            advance(scheduler, metric)
 
         module.lr_scheduler_step = lr_scheduler_step
+
+    def _continue_from(self, carried: dict[str, Any], trainer: Any, steps: TrainerSteps) -> None:
+        """Restore what the carried state holds besides the guard's own."""
+        window = decode_carried(carried, "window")
+        if window is not None:
+            steps.accumulation.load_state_dict(window)
+        for callback in trainer.checkpoint_callbacks:
+            # Lightning does not remember which step it saved last. After the first batch of a
+            # window it would replace the file from the beginning of the window by one with a later
+            # position in the data.
+            if getattr(callback, "_every_n_train_steps", 0):
+                callback._last_global_step_saved = trainer.global_step
+        if not carried["between_epochs"]:
+            restore_random_state(carried)
+
+    # --- Closing ---
 
     def on_train_end(self) -> None:
         """Close the run directory."""
@@ -170,78 +221,66 @@ class Guarded(Framework):  # type: ignore[misc]
         self._close(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close the run directory, with the exception in it.
-
-        After a stop by a signal with a checkpoint.
-        """
+        """Close the run directory and record the exception; after a signal, save first."""
         super().on_exception(exception)
         guard = self.holdfast_guard
-        if (
-            guard is not None
-            and self.lightning_module is not None
-            and isinstance(exception, SIGTERMException)
-        ):
-            save_stopped(self.lightning_module.trainer)
+        module = self.lightning_module
+        if guard is not None and module is not None and isinstance(exception, SIGTERMException):
+            save_stopped(module.trainer)
             guard.stopped()
             exception.code = guard.policy.stop_exit_code
         self._close(exception)
 
     def teardown(self) -> None:
-        """Close the run directory, if that was not done."""
+        """Close the run directory, if it is still open."""
         self._close(None)
         super().teardown()
 
     def _close(self, error: BaseException | None) -> None:
-        guard, steps, self.holdfast_guard, self._steps = (
-            self.holdfast_guard,
-            self._steps,
-            None,
-            None,
-        )
+        guard = self.holdfast_guard
+        steps = self._steps
+        self.holdfast_guard = None
+        self._steps = None
         if steps is not None:
             steps.close()
-        if guard is not None:
-            self.lightning_module.__dict__.pop("lr_scheduler_step", None)
-            trainer = self.lightning_module.trainer
-            vars(trainer._logger_connector).pop("log_metrics", None)
-            for each in trainer.checkpoint_callbacks:
-                for name in ("on_train_batch_end", "on_validation_end", "on_train_epoch_end"):
-                    vars(each).pop(name, None)
-            if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
-                self.checkpoint_io.emit = None
-            guard.__exit__(None if error is None else type(error), error, None)
+        if guard is None:
+            return
+        self._disconnect()
+        guard.__exit__(None if error is None else type(error), error, None)
+
+    # --- Batches and steps ---
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Take the loader as it is.
+        """Return the loader as it is.
 
-        After the end of an epoch, random numbers come back before it draws its order.
+        If the checkpoint is from the end of an epoch, restore the random state first: the loader
+        draws the order of the next epoch from it.
         """
-        carried, module = self._carried, self.lightning_module
-        if (
-            carried is not None
-            and carried["between_epochs"]
-            and module is not None
-            and module.trainer.training
-        ):
+        carried = self._carried
+        module = self.lightning_module
+        is_training = module is not None and module.trainer.training
+        if is_training and carried is not None and carried["between_epochs"]:
             restore_random_state(carried)
         return super().process_dataloader(dataloader)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch; end after it if that was asked for."""
+        """Keep the batch, and stop after it if that was requested."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._steps is not None and self.holdfast_guard is not None:
-            self._steps.begin_batch(batch, batch_idx)
-            if self.holdfast_guard.stop_reason is not None:
-                self.lightning_module.trainer.should_stop = True
+        if self._steps is None or self.holdfast_guard is None:
+            return
+        self._steps.begin_batch(batch, batch_idx)
+        if self.holdfast_guard.stop_reason is not None:
+            self.lightning_module.trainer.should_stop = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step``, within a step of the guard."""
-        if self._steps is None or not self._steps.automatic:
-            found = super().training_step(*args, **kwargs)
-            if self._steps is not None:
-                self._steps.note_own_steps()
-            return found
-        return self._steps.training_step(*args, **kwargs)
+        """Run the module's ``training_step`` within a step of the guard."""
+        steps = self._steps
+        if steps is not None and steps.lightning_optimizes:
+            return steps.training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        if steps is not None:
+            steps.note_unguarded_steps()
+        return output
 
     def optimizer_step(
         self,
@@ -251,23 +290,25 @@ class Guarded(Framework):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Make the step as a transaction."""
-        if self._steps is None or not self._steps.automatic:
+        steps = self._steps
+        if steps is None or not steps.lightning_optimizes:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        done = self._steps.optimizer_step(closure)
+        loss = steps.optimizer_step(closure)
         if self.holdfast_guard is not None and self.holdfast_guard.stopped_by_signal:
-            # Now all ranks know it
+            # All ranks know it after the same step, and Lightning ends training after this batch.
             self.lightning_module.trainer._signal_connector.received_sigterm = True
-        return done
+        return loss
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Leave the backward pass of automatic optimization to the guard."""
-        if self._steps is None or not self._steps.automatic:
-            closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        else:
-            self._steps.backward_is_called()
-        return closure_loss
+        steps = self._steps
+        if steps is not None and steps.lightning_optimizes:
+            steps.call_backward_hooks()
+            return closure_loss
+        loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        return loss
 
     def guarded_step(
         self,
@@ -277,79 +318,93 @@ class Guarded(Framework):  # type: ignore[misc]
         optimizer: Any = None,
         split: Split | None = None,
     ) -> StepResult:
-        """Make one step in the ``training_step`` of manual optimization, instead of zero_grad,
-        backward and step.
+        """Make one step under manual optimization, instead of zero_grad, backward and step.
 
         Args:
-            batch: What `loss_fn` takes; after out-of-memory, parts of it.
-            loss_fn: As ``Guard.step`` takes it; it may use ``self.log``.
-            optimizer: One of ``self.optimizers()``, or several; None: all. Gradients reach only
+            batch: What `loss_fn` takes; after an out-of-memory error, parts of it.
+            loss_fn: As ``Guard.step`` takes it. It may use ``self.log``.
+            optimizer: One of ``self.optimizers()``, or several. None: all. Gradients reach only
                 their parameters.
             split: As ``Guard.step`` takes it.
 
         Returns:
-            What happened; ``skipped`` if the weights are what they were.
+            What happened. It is ``skipped`` if the weights did not change.
 
         Example:
             ``self.trainer.strategy.guarded_step(batch, self.generator_loss,
             optimizer=self.optimizers()[0])``
         """
         assert self._steps is not None, "only while fit trains"
-        return self._steps.manual(batch, loss_fn, optimizer, split)
+        return self._steps.manual_step(batch, loss_fn, optimizer, split)
+
+    # --- Checkpoints ---
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Save, with the state of the guard and of random numbers.
+        """Save, with the state of the guard and the random state.
 
         A state that is not finite is refused.
         """
         guard = self.holdfast_guard
-        if not may_save(guard):
+        if not should_save(guard):
             return
         if guard is not None:
-            done = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-            devices = [] if self.root_device.type == "cpu" else [self.root_device]
-            # Lightning may save in the middle of a step: after so much time, a validation, a
-            # signal.
-            window = None if self._steps is None else self._steps.accumulation.state_dict()
-            carried = carried_by(guard, devices, window=window, ranks=self._of_ranks)
-            checkpoint[_KEY] = {**carried, "between_epochs": bool(done)}
+            checkpoint[_CARRIED_KEY] = self._carried_state(guard)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
+    def _carried_state(self, guard: HostedGuard) -> dict[str, Any]:
+        devices = [] if self.root_device.type == "cpu" else [self.root_device]
+        # Lightning may save within a window: by time, after a validation, or after a signal.
+        window = None
+        if self._steps is not None:
+            window = self._steps.accumulation.state_dict()
+        carried = carried_state(guard, devices, window=window, ranks=self._states_of_ranks)
+        epoch_loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        carried["between_epochs"] = bool(epoch_loop.batch_progress.is_last_batch)
+        return carried
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Load a checkpoint that verifies."""
-        files, load = self.checkpoint_io, super().load_checkpoint
-        if isinstance(files, VerifiedCheckpointIO):  # the first rank chooses for all
-            chosen = on_all(
-                lambda: files.verified(checkpoint_path) if self.is_global_zero else None
-            )
-            checkpoint_path, load = (
-                self.broadcast(chosen),
-                super(VerifiedCheckpointIO, files).load_checkpoint,
-            )
-        found: dict[str, Any] = on_all(lambda: load(checkpoint_path, weights_only=weights_only))
+        """Load a checkpoint that verifies. The first rank chooses it for all."""
+        files = self.checkpoint_io
+        load_file = super().load_checkpoint
+        if isinstance(files, VerifiedCheckpointIO):
+            checkpoint_path = self._choose_on_first_rank(files, checkpoint_path)
+            load_file = files.load_verified
+        checkpoint: dict[str, Any] = on_all_ranks(
+            lambda: load_file(checkpoint_path, weights_only=weights_only)
+        )
         module = self.lightning_module
-        fits = module is not None and module.trainer.state.fn == "fit"  # others load weights only
-        self._carried = found.get(_KEY) if fits else None
-        return found
+        # Other functions of the trainer load only weights.
+        is_fit = module is not None and module.trainer.state.fn == "fit"
+        self._carried = checkpoint.get(_CARRIED_KEY) if is_fit else None
+        return checkpoint
+
+    def _choose_on_first_rank(self, files: VerifiedCheckpointIO, checkpoint_path: Any) -> Any:
+        def choose() -> Any:
+            return files.verified(checkpoint_path) if self.is_global_zero else None
+
+        return self.broadcast(on_all_ranks(choose))
 
 
-class HoldfastStrategy(Guarded, SingleDeviceStrategy):
+class HoldfastStrategy(GuardedStrategy, SingleDeviceStrategy):
     """Trains on one device, with each optimizer step as a transaction of a guard.
 
     Args:
         holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or
-            None for the defaults. Clipping and precision are the trainer's; a policy that says
-            otherwise is an error.
-        holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the trainer's
+            None for the defaults. Clipping and precision are the trainer's; a policy that
+            contradicts them is an error.
+        holdfast_run_dir: Where the run is recorded. None: ``holdfast`` in the trainer's
             ``default_root_dir``.
         split: Where the batch dimension is, as `holdfast.Guard` takes it.
 
+    Attributes:
+        holdfast_guard: The guard, while ``fit`` trains: `statistics`, `events`, `request_stop`.
+
     Raises:
         PolicyError: H101 or H102 for the policy; when training starts, H109 for one that
-            contradicts the trainer, H111 for a module that cannot be guarded. RunDirectoryError:
-            H30x.
+            contradicts the trainer, and H111 for a module that cannot be guarded.
+        RunDirectoryError: H30x when training starts.
 
     Example:
         ``Trainer(strategy=HoldfastStrategy({"nonfinite_patience": 5}), gradient_clip_val=1.0)``
@@ -359,191 +414,116 @@ class HoldfastStrategy(Guarded, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Return no device: here Lightning puts those that the trainer was given."""
+        """Return no device; Lightning sets this to those that the trainer was given."""
         return []
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Any) -> None:
-        check_one_process(len(devices or ()), 'strategy "holdfast" and not "holdfast_ddp", devices')
+        check_one_process(
+            len(devices or ()), 'strategy "holdfast" instead of "holdfast_ddp", devices'
+        )
         if devices:
             self._root_device = torch.device(devices[0])
 
 
-class HoldfastDDPStrategy(Guarded, DDPStrategy):
-    """Trains a ``DistributedDataParallel`` model on several processes, which step together or not
-    at all.
+class HoldfastDDPStrategy(GuardedStrategy, DDPStrategy):
+    """Trains a ``DistributedDataParallel`` model on several processes, which step together.
 
-    It takes what `HoldfastStrategy` takes and, by name, what Lightning's ``DDPStrategy`` does. H108
-    and H111 are also raised for what several processes cannot do.
+    If one of them skips a step, all do.
+
+    It takes the arguments of `HoldfastStrategy` and, by name, those of Lightning's ``DDPStrategy``.
+    H108 and H111 are also raised for what several processes cannot do.
 
     Example:
         ``Trainer(strategy=HoldfastDDPStrategy({"nonfinite_patience": 5}), devices=4)``
     """
 
     strategy_name = "holdfast_ddp"
-    _signalled = False  # before there was a guard
+    # Whether SIGTERM arrived before there was a guard.
+    _sigterm_received = False
 
     def configure_ddp(self) -> None:
-        """Wrap the module; not for one process, where there is nobody to average with."""
+        """Wrap the module, unless there is only one process, with nothing to average."""
         if self.world_size > 1:
             super().configure_ddp()
 
     def setup(self, trainer: Any) -> None:
-        """Set up as Lightning does, whose handler of SIGTERM begins a collective, wherever the
-        other ranks are.
+        """Set up as Lightning does, but with our handler of SIGTERM.
+
+        Lightning's begins a collective, wherever the other ranks are.
         """
-        notifier = (
-            {"_sigterm_notifier_fn": self._on_sigterm}
-            if self.world_size > 1 and trainer.training
-            else {}
-        )
-        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
-        vars(trainer._signal_connector).update(notifier)
+        connector = trainer._signal_connector
+        vars(connector).pop("_sigterm_notifier_fn", None)
+        if self.world_size > 1 and trainer.training:
+            connector._sigterm_notifier_fn = self._on_sigterm
         super().setup(trainer)
 
     def _on_sigterm(self, number: int, _frame: Any) -> None:
-        self._signalled = True
+        self._sigterm_received = True
         if self.launcher is not None:
             self.launcher.kill(number)
 
     def on_train_start(self) -> None:
-        """Open the run directory, once it is clear that several ranks can do what is asked for."""
+        """Open the run directory, unless the ranks cannot do what is asked for."""
         if self.world_size > 1:
-            _check_ranks(self.lightning_module, averages=self._model_averager is not None)
+            check_ranks(self.lightning_module)
         super().on_train_start()
-        if self._signalled:
-            os.kill(os.getpid(), signal.SIGTERM)  # to the guard
+        if self._sigterm_received:
+            # The guard has a handler now.
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does.
+        """Reduce as Lightning does, but not within a step, which a rank may repeat alone.
 
-        Not in the middle of a step, which a rank may make again (H111).
+        Raises:
+            PolicyError: H111 within a step.
         """
-        if self.world_size > 1 and self._steps is not None and self._steps.passing:
-            raise excluded(
+        if self.world_size > 1 and self._steps is not None and self._steps.is_called_by_guard:
+            raise unsupported(
                 "self.log(..., sync_dist=True) in training_step, with on_step=True",
-                "a rank that makes its step again would wait there for the others, which do not"
-                " come",
-                "log with on_step=False, on_epoch=True, which is reduced after the epoch; or leave"
-                " sync_dist out.",
+                reason="a rank that repeats its step would wait there for others that do not come",
+                fix=(
+                    "log with on_step=False, on_epoch=True, which is reduced after the epoch; or"
+                    " leave sync_dist out."
+                ),
             )
         return super().reduce(tensor, group, reduce_op)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights of a checkpoint, on all ranks, after each has sent its own random
-        state.
+        """Return the weights for a checkpoint, and collect the states of all ranks for it.
+
+        Lightning calls this on every rank before it saves.
         """
-        self._of_ranks = (
-            None if self.holdfast_guard is None else self.holdfast_guard.state_of_ranks()
-        )
-        found: dict[str, Any] = super().lightning_module_state_dict()
-        return found
+        self._states_of_ranks = None
+        if self.holdfast_guard is not None:
+            self._states_of_ranks = self.holdfast_guard.state_of_ranks()
+        weights: dict[str, Any] = super().lightning_module_state_dict()
+        return weights
 
 
-def _check_ranks(module: Any, *, averages: bool) -> None:
-    trainer = module.trainer
-    scheduled = [
-        number for each in trainer.callbacks for number in getattr(each, "scheduling", {}).values()
-    ]
-    most = max([trainer.accumulate_grad_batches, *scheduled])
-    saves = any(
-        isinstance(each, OnExceptionCheckpoint) or getattr(each, "save_on_exception", False)
-        for each in trainer.callbacks
-    )
-    shared = (
-        "ranks share no batch before the last of a step; give larger batches, cut where memory is"
-        " short"
-    )
-    for is_set, what, why in (
-        (
-            not module.automatic_optimization,
-            "manual optimization",
-            "each rank would choose steps by itself",
-        ),
-        (most > 1, f"accumulate_grad_batches={most}", shared),
-        (averages, "model_averaging_period", "between two averages the weights of ranks differ"),
-        (saves, "a checkpoint on exceptions", "a rank that fails would wait there for the others"),
-    ):
-        if is_set:
-            raise excluded(
-                f"{what} with {trainer.world_size} ranks",
-                why,
-                "leave it out, or train on one device.",
-            )
+def _reset_finished_epoch(fit_loop: Any) -> None:
+    """Let an epoch that follows a checkpoint of the last batch begin like any other.
 
-
-def _begin_next_epoch(loop: Any) -> None:
-    """Let an epoch that follows a checkpoint of the last batch begin as any other.
-
-    Lightning leaves out its beginning, and then takes checkpoints of this epoch for such of its
-    end.
+    Lightning would leave out its beginning, and then mistake checkpoints of this epoch for such of
+    its end.
     """
-    seen = loop.epoch_progress.current
-    if loop.restarted_mid_epoch and seen.ready == seen.processed:
-        loop.reset_restart_stage()
-
-
-def _hold_saves(saves: Any, trainer: Any) -> None:
-    """Let a save by steps be made after the validation or end of epoch that follows.
-
-    A resume would not make that.
-    """
-    loop, at_batch = trainer.fit_loop.epoch_loop, saves.on_train_batch_end
-    held: list[tuple[Any, ...]] = []
-
-    def on_train_batch_end(*given: Any) -> None:
-        last = loop._num_ready_batches_reached()
-        # By itself
-        waits = (
-            last
-            and saves.monitor is not None
-            and not saves._should_save_on_train_epoch_end(trainer)
-        )
-        validates = (
-            loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not loop.val_loop.skip
-        )
-        if (last or validates) and not waits:
-            held.append(given)
-        else:
-            at_batch(*given)
-
-    def made_before(hook: Callable[..., None], *given: Any, last: bool) -> None:
-        while held and loop._num_ready_batches_reached() is last:
-            at_batch(*held.pop())
-        hook(*given)
-
-    for name, last in (("on_validation_end", False), ("on_train_epoch_end", True)):
-        vars(saves)[name] = partial(made_before, getattr(saves, name), last=last)
-    vars(saves)["on_train_batch_end"] = on_train_batch_end
+    progress = fit_loop.epoch_progress.current
+    if fit_loop.restarted_mid_epoch and progress.ready == progress.processed:
+        fit_loop.reset_restart_stage()
 
 
 def _without_requeue_signal(policy: Policy, trainer: Any) -> Policy:
-    """Leave the signal upon which Lightning saves and requeues its Slurm job to Lightning's own
-    handler.
+    """Return the policy without the signal at which Lightning saves and requeues a Slurm job.
+
+    Lightning handles that one.
     """
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return policy
-    requeue = environment.requeue_signal or signal.SIGUSR1
+    requeue_signal = environment.requeue_signal or signal.SIGUSR1
     return policy.replace(
-        stop_signals=[name for name in policy.stop_signals if name != requeue.name]
+        stop_signals=[name for name in policy.stop_signals if name != requeue_signal.name]
     )
-
-
-def _check_supported(module: Any) -> None:
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise excluded(
-            "training_step takes dataloader_iter",
-            "a step can be repeated only with its batch",
-            "take batch.",
-        )
-    if module.automatic_optimization and is_overridden("backward", module):
-        raise excluded(
-            "LightningModule.backward is overridden",
-            "the guard runs backward itself, maybe several times",
-            "leave it out, or use manual optimization with"
-            " self.trainer.strategy.guarded_step(...).",
-        )
 
 
 for _strategy in (HoldfastStrategy, HoldfastDDPStrategy):

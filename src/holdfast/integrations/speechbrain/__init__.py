@@ -1,30 +1,35 @@
-"""SpeechBrain: a ``Brain`` whose optimizer steps are transactions and whose checkpoints verify.
+"""Guarded training in SpeechBrain: a ``Brain`` whose steps are transactions of a guard.
 
     class ASR(HoldfastMixin, sb.Brain): ...
 
 ``compute_forward``, ``compute_objectives``, the hooks, ``freeze_optimizers``, precision, the
 options of the recipe (``max_grad_norm``, ``nonfinite_patience``, ``grad_accumulation_factor``,
-``precision``) and the checkpointer stay SpeechBrain's. While nothing goes wrong, a training is
-SpeechBrain's own, bit for bit, but for three things:
+``precision``) and the checkpointer stay SpeechBrain's. As long as nothing goes wrong, the results
+are SpeechBrain's to the bit, with three exceptions:
 
-- the norm of each optimizer is over all its parameter groups, where SpeechBrain clips the first
-  group only;
-- the last window of an epoch is stepped although it is not full, where SpeechBrain drops its
-  gradients;
-- an optimizer that ``freeze_optimizers`` leaves out gathers no gradients, where SpeechBrain adds
-  them up until it is stepped again.
+- All parameter groups of each optimizer are clipped. SpeechBrain clips the first group only.
+- The last window of an epoch is stepped although it is not full. SpeechBrain drops its gradients.
+- An optimizer that ``freeze_optimizers`` leaves out gets no gradients. SpeechBrain accumulates them
+  until it is stepped again.
 
-``nonfinite_patience`` is how many losses of NaN or Inf in a row are passed over before training
-returns to a good state or ends. ``check_loss_isfinite`` and ``check_gradients`` are not called:
-such a step is never made.
+What else is different:
 
-``on_fit_batch_end`` gets ``should_step=False`` for a step that was skipped, and of a batch that was
-cut the last part with its outputs; the loss is that of all. ``optimizer_step`` counts steps that
-were made. Checkpoints within an epoch wait for the end of a window. After SIGTERM there is one, and
-the process ends. A Brain with a ``fit_batch`` of its own (a GAN) calls `HoldfastMixin.guarded_step`
-there; what goes past it is not guarded.
+- ``nonfinite_patience`` is how many losses with NaN or Inf in a row are skipped before the run
+  rolls back to a good state or ends. ``check_loss_isfinite`` and ``check_gradients`` are not
+  called, since such a step is never made.
+- ``on_fit_batch_end`` gets ``should_step=False`` for a step that was skipped. If a batch was split,
+  it gets the last part with its outputs, and the loss of the whole batch. ``optimizer_step`` counts
+  the steps that were made.
+- A checkpoint within an epoch waits for the end of a window. After SIGTERM one is saved, and the
+  process exits.
+- A Brain with its own ``fit_batch`` (a GAN) calls `HoldfastMixin.guarded_step` in it. Whatever does
+  not go through that is not guarded.
+- Checkpoints are sealed when they are complete and verified before they are loaded.
 
-One process; several are refused.
+Only a single process is supported.
+
+Read in this order: ``brain`` (the mixin), ``padded_batches`` (how a batch is split),
+``checkpoints`` (the folders).
 """
 
 from holdfast.integrations.speechbrain.brain import HoldfastMixin

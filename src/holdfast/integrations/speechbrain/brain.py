@@ -1,11 +1,15 @@
-"""`HoldfastMixin`: SpeechBrain's loop, with the steps of a guard."""
+"""`HoldfastMixin`: SpeechBrain's loop, with the steps of a guard.
+
+SpeechBrain restores its checkpoint in ``on_fit_start``. The guard is opened right after that, and
+closed when ``fit`` ends.
+"""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,44 +25,49 @@ from holdfast.guard.directory import check_found
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.integrations.protocol import (
+from holdfast.integrations.hosting import (
     Framework,
-    carried_by,
-    carried_tree,
-    check_one_process,
-    load,
-    may_save,
+    carried_state,
+    decode_carried,
     open_guard,
     restore_random_state,
-    warn_of_kept_workers,
+    warn_of_persistent_workers,
 )
-from holdfast.integrations.speechbrain.checkpoints import NAME, sealed
+from holdfast.integrations.refusals import check_one_process, load
+from holdfast.integrations.saving import should_save
+from holdfast.integrations.speechbrain.checkpoints import CHECKPOINT_NAME, seal_and_verify
+from holdfast.integrations.speechbrain.padded_batches import split_of
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.splitting import Split
 
+# The name of the carried state among the recoverables of a checkpoint, and its key in that file.
 _RECOVERABLE = "holdfast"
+# Attributes of a Brain that are set where it trains on several processes or devices.
+_SEVERAL_PROCESSES = ("distributed_launch", "data_parallel_backend")
 
 
 class HoldfastMixin(Framework):  # type: ignore[misc]
-    """Put before ``sb.Brain`` among the bases, it makes each step a transaction and each checkpoint
-    verified.
+    """Makes each step of a Brain a transaction, and verifies its checkpoints.
+
+    It stands before ``sb.Brain`` among the bases.
 
     Args:
-        *positional: Of ``Brain``.
-        holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file; None:
-            ``holdfast_policy`` of ``hparams``, else the defaults. Clipping, precision and patience
-            are the Brain's.
-        holdfast_run_dir: Where it is recorded; None: ``holdfast_run_dir`` of ``hparams``, else
+        *positional: As ``Brain`` takes them.
+        holdfast_policy: Settings: a `Policy`, a dict of its fields, or the path of a YAML file.
+            None: ``holdfast_policy`` in ``hparams``, or the defaults. Clipping, precision and
+            patience are those of the Brain.
+        holdfast_run_dir: Where the run is recorded. None: ``holdfast_run_dir`` in ``hparams``, or
             ``holdfast`` in its ``output_folder`` or beside the checkpoints.
-        **named: Of ``Brain``.
+        **named: As ``Brain`` takes them.
+
+    Attributes:
+        holdfast_guard: The guard, while ``fit`` runs: `statistics`, `events`.
 
     Raises:
-        PolicyError: H101 or H102 for the policy; in ``fit``, H108 for several processes, H109 for a
-            policy that contradicts the options.
+        PolicyError: H101 or H102 for the policy; in ``fit``, H108 for several processes, and H109
+            for a policy that contradicts the options.
     """
 
     holdfast_guard: HostedGuard | None = None
-    """The guard, while ``fit`` runs: `statistics`, `events`."""
 
     def __init__(
         self,
@@ -69,114 +78,143 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     ) -> None:
         super().__init__(*positional, **named)
         hparams = getattr(self, "hparams", None)
-        given = (
-            getattr(hparams, "holdfast_policy", None)
-            if holdfast_policy is None
-            else holdfast_policy
-        )
-        self._holdfast_policy = Policy.of(given)
+        if holdfast_policy is None:
+            holdfast_policy = getattr(hparams, "holdfast_policy", None)
+        self._holdfast_policy = Policy.of(holdfast_policy)
         self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
-        self._holdfast_steps: Accumulation | None = None
+        # Makes the steps, while the guard is open.
+        self._holdfast_accumulation: Accumulation | None = None
+        # The carried state of the checkpoint that was loaded, until the guard is opened; and from
+        # then to the first batch, if the checkpoint is from within an epoch.
         self._holdfast_carried: dict[str, Any] | None = None
-        self._holdfast_within_epoch: dict[str, Any] | None = None  # carried, for the first batch
+        self._holdfast_carried_within_epoch: dict[str, Any] | None = None
+        # The loader of this epoch if it is one of ours, and where it continues after a resume.
         self._holdfast_loader: DataLoader | None = None
-        self._holdfast_warned = False
-        self._holdfast_position: dict[str, Any] | None = None  # that the loader goes on from
-        self._holdfast_batches: int | None = None  # of an epoch
-        # The last part of a batch, and its outputs
-        self._holdfast_seen: tuple[Any, Any] | None = None
+        self._holdfast_position: dict[str, Any] | None = None
+        # Batches of this epoch, if that is known.
+        self._holdfast_num_batches: int | None = None
+        # The last part of the batch that went through the model, and its outputs.
+        self._holdfast_last_part: tuple[Any, Any] | None = None
+        self._holdfast_has_checked_workers = False
         if self.checkpointer is not None:
-            sealed(self.checkpointer)
+            seal_and_verify(self.checkpointer)
             self.checkpointer.add_recoverable(
                 _RECOVERABLE,
                 self,
-                custom_save_hook=_save,
-                custom_load_hook=_load,
+                custom_save_hook=_save_carried_state,
+                custom_load_hook=_load_carried_state,
                 optional_load=True,
             )
 
+    # --- One fit ---
+
     def fit(self, *positional: Any, **named: Any) -> None:
-        """Train, as ``Brain.fit``; the run directory is closed afterwards."""
-        error: BaseException | None = None
+        """Train, as ``Brain.fit``, and close the run directory afterwards."""
         try:
             super().fit(*positional, **named)
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            self._holdfast_close(error)
             raise
-        finally:
-            guard, self.holdfast_guard, self._holdfast_steps = self.holdfast_guard, None, None
-            if self.checkpointer is not None:
-                self.checkpointer.emit, self.checkpointer.may_save = None, lambda: True
-            if guard is not None:
-                guard.__exit__(None if error is None else type(error), error, None)
+        self._holdfast_close(None)
+
+    def _holdfast_close(self, error: BaseException | None) -> None:
+        guard = self.holdfast_guard
+        self.holdfast_guard = None
+        self._holdfast_accumulation = None
+        if self.checkpointer is not None:
+            self.checkpointer.emit = None
+            self.checkpointer.should_save = lambda: True
+        if guard is not None:
+            guard.__exit__(None if error is None else type(error), error, None)
 
     def on_fit_start(self) -> None:
         """Do as ``Brain`` does, which restores everything, and open the run directory."""
         super().on_fit_start()
-        for several in ("distributed_launch", "data_parallel_backend"):
-            check_one_process(
-                2 if getattr(self, several, False) else 1, f"{several}: processes or devices"
-            )
+        for attribute in _SEVERAL_PROCESSES:
+            count = 2 if getattr(self, attribute, False) else 1
+            check_one_process(count, f"{attribute}: processes or devices")
         optimizers = self._holdfast_optimizers()
         if not optimizers:
-            return  # gradients are only looked at
-        resumed = self.checkpointer is not None and bool(self.checkpointer.folders())
-        if self.checkpointer is not None and not resumed:
-            check_found(self._holdfast_directory(), anew="")
-        carried, self._holdfast_carried = self._holdfast_carried, None
-        guard = open_guard(
-            self._holdfast_directory(),
-            policy=self._holdfast_settings(),
+            # Nothing is trained.
+            return
+        carried = self._holdfast_carried
+        self._holdfast_carried = None
+        guard = self._holdfast_open(optimizers, carried)
+        self.holdfast_guard = guard
+        self._holdfast_accumulation = Accumulation(guard)
+        if self.checkpointer is not None:
+            self.checkpointer.emit = guard.emit
+            self.checkpointer.should_save = partial(should_save, guard)
+        if type(self).fit_batch is not HoldfastMixin.fit_batch:
+            why = "only what goes through guarded_step is guarded"
+            guard.emit(run_events.OwnFitBatch(why=why))
+        if carried is not None:
+            self._holdfast_continue_from(carried)
+
+    def _holdfast_open(
+        self, optimizers: dict[str, Any], carried: dict[str, Any] | None
+    ) -> HostedGuard:
+        run_dir = self._holdfast_directory()
+        saves_in = None
+        resumed = False
+        if self.checkpointer is not None:
+            saves_in = (Path(self.checkpointer.checkpoints_dir), CHECKPOINT_NAME)
+            resumed = bool(self.checkpointer.folders())
+            if not resumed:
+                check_found(run_dir, anew="")
+        return open_guard(
+            run_dir,
+            policy=self._holdfast_hosted_policy(),
             scaler=self.scaler,
-            saves_in=(
-                None
-                if self.checkpointer is None
-                else (Path(self.checkpointer.checkpoints_dir), NAME)
-            ),
+            saves_in=saves_in,
             carried=carried,
             resumed=resumed,
             model=self.modules,
             optimizer=optimizers,
         )
-        self.holdfast_guard, self._holdfast_steps = guard, Accumulation(guard)
-        if self.checkpointer is not None:
-            self.checkpointer.emit, self.checkpointer.may_save = guard.emit, lambda: may_save(guard)
-        if type(self).fit_batch is not HoldfastMixin.fit_batch:
-            guard.emit(
-                run_events.OwnFitBatch(
-                    why="it is not guarded, but for what goes through guarded_step"
-                )
-            )
-        if carried is None:
-            return
-        self._holdfast_position = carried_tree(carried, "loader")
+
+    def _holdfast_continue_from(self, carried: dict[str, Any]) -> None:
+        """Restore what the carried state holds besides the guard's own."""
+        self._holdfast_position = decode_carried(carried, "loader")
         if carried["in_epoch"]:
-            # The loader draws from the random state until its first batch
-            self._holdfast_within_epoch = carried
+            # The loader draws from the random state until its first batch, so it is restored then.
+            self._holdfast_carried_within_epoch = carried
         else:
             restore_random_state(carried)
 
     def _holdfast_optimizers(self) -> dict[str, Any]:
+        """Return all optimizers by name, or nothing if the Brain has none."""
         if self.optimizers_dict is not None:
             return dict(self.optimizers_dict)
-        found = getattr(self, "optimizer", None)
-        return {} if found is None else {"optimizer": found}
+        optimizer = getattr(self, "optimizer", None)
+        return {} if optimizer is None else {"optimizer": optimizer}
 
-    def _holdfast_settings(self) -> Policy:
-        # A limit of 0, which would multiply every gradient by 0, is H102
-        clips = not self.max_grad_norm < 0
-        chosen = hosted_policy(
+    def _holdfast_active_optimizers(self) -> list[str]:
+        """Return the names of the optimizers that are not frozen now."""
+        if self.optimizers_dict is None:
+            return list(self._holdfast_optimizers())
+        return list(self.freeze_optimizers(self.optimizers_dict))
+
+    def _holdfast_hosted_policy(self) -> Policy:
+        """Return the policy under the options of the Brain."""
+        # A negative limit turns clipping off. A limit of 0 would multiply every gradient by 0, and
+        # the policy refuses it (H102).
+        max_grad_norm = None if self.max_grad_norm < 0 else self.max_grad_norm
+        patience = int(self.nonfinite_patience)
+        policy = hosted_policy(
             self._holdfast_policy,
             host="the options of the Brain",
-            max_grad_norm=self.max_grad_norm if clips else None,
-            clip_by="optimizer" if clips else "global",
-            nonfinite_patience=max(1, int(self.nonfinite_patience)),
+            max_grad_norm=max_grad_norm,
+            clip_by="global" if max_grad_norm is None else "optimizer",
+            nonfinite_patience=max(1, patience),
             precision=self.precision,
         )
-        # SpeechBrain ends at the one after so many, a guard at the last of so many.
-        return chosen.replace(nonfinite_patience=int(self.nonfinite_patience) + 1)
+        # SpeechBrain gives up at the loss after its patience, and a guard at the last one within
+        # it.
+        return policy.replace(nonfinite_patience=patience + 1)
 
     def _holdfast_directory(self) -> Path:
+        """Return where the run is recorded."""
         if self._holdfast_run_dir is not None:
             return Path(self._holdfast_run_dir)
         output = getattr(getattr(self, "hparams", None), "output_folder", None)
@@ -184,171 +222,173 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             output = Path(self.checkpointer.checkpoints_dir).parent
         return Path(output or ".", "holdfast")
 
+    # --- Batches and steps ---
+
     def _fit_train(self, train_set: Any, epoch: Any, enable: Any) -> None:
+        """Run an epoch, from the position in the data at which training resumes."""
         try:
-            self._holdfast_batches = len(train_set)
+            self._holdfast_num_batches = len(train_set)
         except TypeError:
-            self._holdfast_batches = None
-        self._holdfast_loader = train_set if isinstance(train_set, DataLoader) else None
-        if not self._holdfast_warned:
-            self._holdfast_warned = True
-            warn_of_kept_workers(
-                train_set, None if self.holdfast_guard is None else self.holdfast_guard.emit
-            )
-        position, self._holdfast_position = self._holdfast_position, None
-        if self._holdfast_loader is not None and position is not None:
-            self._holdfast_loader.load_state_dict(position)
-            # SpeechBrain goes on with it, also if nothing is left
-            self._holdfast_loader.set_epoch(position["epoch"])
-        carried, self._holdfast_within_epoch = self._holdfast_within_epoch, None
-        super()._fit_train(train_set=_Begun(train_set, carried), epoch=epoch, enable=enable)
+            self._holdfast_num_batches = None
+        self._holdfast_warn_of_workers(train_set)
+        position = self._holdfast_position
+        self._holdfast_position = None
+        self._holdfast_loader = None
+        if isinstance(train_set, DataLoader):
+            self._holdfast_loader = train_set
+            if position is not None:
+                train_set.load_state_dict(position)
+                # SpeechBrain resumes within this epoch, even if no batch of it is left.
+                train_set.set_epoch(position["epoch"])
+        carried = self._holdfast_carried_within_epoch
+        self._holdfast_carried_within_epoch = None
+        resumed_set = _ResumedLoader(train_set, carried)
+        super()._fit_train(train_set=resumed_set, epoch=epoch, enable=enable)
+
+    def _holdfast_warn_of_workers(self, train_set: Any) -> None:
+        if self._holdfast_has_checked_workers:
+            return
+        self._holdfast_has_checked_workers = True
+        emit = None if self.holdfast_guard is None else self.holdfast_guard.emit
+        warn_of_persistent_workers(train_set, emit)
 
     def fit_batch(self, batch: Any) -> torch.Tensor:
-        """Train on a batch, as ``Brain.fit_batch``; one that was left out returns its NaN."""
-        steps = self._holdfast_steps
-        if steps is None:
-            found: torch.Tensor = super().fit_batch(batch)
-            return found
-        should_step = (
-            self.step % self.grad_accumulation_factor == 0 or self.step == self._holdfast_batches
-        )
+        """Train on a batch, as ``Brain.fit_batch``.
+
+        Returns:
+            The loss, shape ``()``, on the CPU. It is NaN for a batch that was skipped because of
+            it.
+        """
+        accumulation = self._holdfast_accumulation
+        if accumulation is None:
+            plain_loss: torch.Tensor = super().fit_batch(batch)
+            return plain_loss
+        ends_window = self.step % self.grad_accumulation_factor == 0
+        should_step = ends_window or self.step == self._holdfast_num_batches
         self.on_fit_batch_start(batch, should_step)
-        make = steps.step if should_step else steps.add
-        result = make(
-            batch, self._holdfast_loss, optimizer=self._holdfast_active(), split=split_of(batch)
+        train = accumulation.step if should_step else accumulation.add
+        result = train(
+            batch,
+            self._holdfast_loss,
+            optimizer=self._holdfast_active_optimizers(),
+            split=split_of(batch),
         )
-        self.nonfinite_count += result.skipped and not bool(torch.isfinite(result.loss))
-        self.optimizer_step += should_step and not result.skipped
-        part, outputs = self._holdfast_seen or (batch, None)
-        self._holdfast_seen = None
-        self.on_fit_batch_end(part, outputs, result.loss, should_step and not result.skipped)
+        if result.skipped and not bool(torch.isfinite(result.loss)):
+            self.nonfinite_count += 1
+        stepped = should_step and not result.skipped
+        if stepped:
+            self.optimizer_step += 1
+        part, outputs = self._holdfast_last_part or (batch, None)
+        self._holdfast_last_part = None
+        self.on_fit_batch_end(part, outputs, result.loss, stepped)
         return result.loss.detach().cpu()
 
+    def _holdfast_loss(self, part: Any) -> torch.Tensor:
+        """Return the loss of the batch, or of a part of it: the loss function of the guard."""
+        stage = load("speechbrain").Stage.TRAIN
+        with self.training_ctx:
+            outputs = self.compute_forward(part, stage)
+            loss: torch.Tensor = self.compute_objectives(outputs, part, stage)
+        assert self._holdfast_accumulation is not None
+        if self._holdfast_accumulation.attempting:
+            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+            self._holdfast_last_part = (part, detached)
+        return divided(loss, self.grad_accumulation_factor)
+
+    def guarded_step(
+        self, batch: Any, loss_fn: LossFunction, *, optimizer: str | Sequence[str] | None = None
+    ) -> StepResult:
+        """Make one step in your own ``fit_batch``, such as that of a GAN.
+
+        Args:
+            batch: What `loss_fn` takes; after an out-of-memory error, parts of it.
+            loss_fn: As ``Guard.step`` takes it. Autocast is on.
+            optimizer: Keys of ``optimizers_dict``. None: all that are not frozen. Gradients reach
+                only their parameters.
+
+        Returns:
+            What happened. It is ``skipped`` if the weights did not change.
+        """
+        assert self.holdfast_guard is not None, "only while fit runs"
+        names = self._holdfast_active_optimizers() if optimizer is None else optimizer
+        result = self.holdfast_guard.step(batch, loss_fn, optimizer=names, split=split_of(batch))
+        if not result.skipped:
+            self.optimizer_step += 1
+        return result
+
+    # --- Checkpoints and stopping ---
+
     def _should_save_intra_epoch_ckpt(self, last_ckpt_time: Any, steps_since_ckpt: Any) -> bool:
-        if self._holdfast_steps is not None and self._holdfast_steps.pending:
-            return False  # its gradients would be lost; the save stays due
-        if self.holdfast_guard is None or self.holdfast_guard.stop_reason is None:
-            usual: bool = super()._should_save_intra_epoch_ckpt(last_ckpt_time, steps_since_ckpt)
-            return usual
+        accumulation = self._holdfast_accumulation
+        if accumulation is not None and accumulation.pending:
+            # The gradients of the window would be lost. The save stays due.
+            return False
+        if not self._holdfast_must_stop():
+            is_due: bool = super()._should_save_intra_epoch_ckpt(last_ckpt_time, steps_since_ckpt)
+            return is_due
         if self.checkpointer is None:
             self._holdfast_stop()
         return True
 
     def _save_intra_epoch_ckpt(self) -> None:
         super()._save_intra_epoch_ckpt()
-        if self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None:
+        if self._holdfast_must_stop():
             self._holdfast_stop()
 
+    def _holdfast_must_stop(self) -> bool:
+        return self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None
+
     def _holdfast_stop(self) -> NoReturn:
+        """End the process, as ``Guard.batches`` does when a stop was requested."""
         assert self.holdfast_guard is not None
         ending = self.holdfast_guard.ending()
         self.holdfast_guard.stopped()
         raise ending or SystemExit(0)
 
-    def _holdfast_loss(self, part: Any) -> torch.Tensor:
-        stage = load("speechbrain").Stage.TRAIN
-        with self.training_ctx:
-            outputs = self.compute_forward(part, stage)
-            loss: torch.Tensor = self.compute_objectives(outputs, part, stage)
-        assert self._holdfast_steps is not None
-        if self._holdfast_steps.attempting:
-            self._holdfast_seen = part, tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-        return divided(loss, self.grad_accumulation_factor)
 
-    def _holdfast_active(self) -> list[str]:
-        if self.optimizers_dict is None:
-            return list(self._holdfast_optimizers())
-        return list(self.freeze_optimizers(self.optimizers_dict))
+class _ResumedLoader:
+    """A loader whose first batch is loaded under the random state of the checkpoint.
 
-    def guarded_step(
-        self, batch: Any, loss_fn: LossFunction, *, optimizer: str | Sequence[str] | None = None
-    ) -> StepResult:
-        """Make one step in a ``fit_batch`` of one's own, such as that of a GAN.
-
-        Args:
-            batch: What `loss_fn` takes; after out-of-memory, parts of it.
-            loss_fn: As ``Guard.step`` takes it; autocast is on.
-            optimizer: Keys of ``optimizers_dict``; None: all that are not frozen. Gradients reach
-                only their parameters.
-
-        Returns:
-            What happened; ``skipped`` if the weights are what they were.
-        """
-        assert self.holdfast_guard is not None, "only while fit runs"
-        names = self._holdfast_active() if optimizer is None else optimizer
-        result = self.holdfast_guard.step(batch, loss_fn, optimizer=names, split=split_of(batch))
-        self.optimizer_step += not result.skipped
-        return result
-
-
-class _Begun:
-    """A loader whose first batch is made under the random state that the checkpoint was left
-    with.
+    Args:
+        loader: The loader.
+        carried: The carried state of a checkpoint from within an epoch. None: there is none.
     """
 
     def __init__(self, loader: Any, carried: dict[str, Any] | None) -> None:
-        self._loader, self._carried = loader, carried
+        self._loader = loader
+        self._carried = carried
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        # An iterator draws a seed when it is made, as it did before the checkpoint.
         iterator: Iterator[Any] = iter(self._loader)
-        carried, self._carried = self._carried, None
-        if carried is not None:
-            restore_random_state(carried)
+        if self._carried is not None:
+            restore_random_state(self._carried)
+            self._carried = None
         return iterator
 
 
-def _save(brain: HoldfastMixin, path: Any) -> None:
-    guard, loader = brain.holdfast_guard, brain._holdfast_loader
-    carried, tensors = None, {}
+def _save_carried_state(brain: HoldfastMixin, path: Any) -> None:
+    """Write the carried state to a safetensors file, with its JSON values in the metadata."""
+    guard = brain.holdfast_guard
+    carried: dict[str, Any] | None = None
+    tensors: dict[str, torch.Tensor] = {}
     if guard is not None:
+        loader = brain._holdfast_loader
         position = None if loader is None else loader.state_dict()
-        carried = carried_by(guard, guard.steps.parts.devices(), loader=position)
+        carried = carried_state(guard, guard.steps.parts.devices(), loader=position)
         carried["in_epoch"] = bool(brain.step) and brain.modules.training
         tensors = carried.pop("tensors")
     save_file(tensors, path, metadata={_RECOVERABLE: json.dumps(carried)})
 
 
-def _load(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
+def _load_carried_state(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
+    """Read what `_save_carried_state` has written. SpeechBrain passes `end_of_epoch` to all."""
     del end_of_epoch
     with safe_open(path, "pt") as file:
         carried = json.loads(file.metadata()[_RECOVERABLE])
         if carried is not None:
             carried["tensors"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     brain._holdfast_carried = carried
-
-
-def is_padded(batch: Any) -> bool:
-    """Return whether this is a ``PaddedBatch``, whose parts are attributes."""
-    return hasattr(batch, "at_position") and hasattr(batch, "batchsize")
-
-
-def split_of(batch: Any) -> Split:
-    """Return how a batch of SpeechBrain's is cut."""
-    return cut_padded if is_padded(batch) else 0
-
-
-def cut_padded(batch: Any, size: int) -> list[Any]:
-    """Cut a ``PaddedBatch`` into parts of so many samples.
-
-    Padding and relative lengths stay as they are.
-    """
-    # Private, as its length is
-    name = next(name for name in vars(batch) if name.endswith("__keys"))
-    length = name.removesuffix("keys") + "length"
-    parts = []
-    for start in range(0, len(batch), size):
-        part = copy.copy(batch)
-        for key in vars(batch)[name]:
-            setattr(part, key, _cut(batch[key], slice(start, start + size)))
-        setattr(part, length, min(size, len(batch) - start))
-        parts.append(part)
-    return parts
-
-
-def _cut(value: Any, where: slice) -> Any:
-    if not hasattr(value, "lengths"):
-        return value[where]
-    return type(value)(value.data[where], value.lengths[where])  # PaddedData

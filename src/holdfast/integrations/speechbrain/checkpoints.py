@@ -1,9 +1,8 @@
-"""SpeechBrain's checkpointer, with folders that are sealed when they are whole and verified before
-they are loaded.
+"""SpeechBrain's checkpointer, with folders that are sealed when complete and verified when loaded.
 
 SpeechBrain writes ``CKPT.yaml`` first and the files after it, so an interrupted save looks like a
-finished one. Here the folder is marked as unfinished before that; one that does not verify becomes
-``damaged-CKPT+...``.
+finished one. Here the folder is marked as unfinished before that. One that does not verify is
+renamed to ``damaged-CKPT+...``.
 """
 
 from __future__ import annotations
@@ -16,98 +15,121 @@ from typing import Any
 
 from holdfast.checkpoint.seal import begin, check, is_unfinished, seal
 from holdfast.core.files import remove
-from holdfast.integrations.protocol import (
-    Emit,
-    Framework,
-    attempt_save,
-    checkpoints_in,
-    newest_checkpoint,
-)
+from holdfast.integrations.hosting import Framework
+from holdfast.integrations.saving import Emit, attempt_save, checkpoints_in, newest_checkpoint
 
-NAME = re.compile(r"CKPT.*")
+CHECKPOINT_NAME = re.compile(r"CKPT.*")
+# Checkpoints that are kept at least. SpeechBrain keeps one within an epoch, and if that were
+# damaged, there would be none to fall back to.
+_FEWEST_KEPT = 2
+
+
+def _always() -> bool:
+    return True
 
 
 class SealedCheckpoints(Framework):  # type: ignore[misc]
-    """What is put before ``speechbrain.utils.checkpoints.Checkpointer`` among the bases."""
+    """Seals and verifies checkpoints.
+
+    It stands before ``speechbrain.utils.checkpoints.Checkpointer`` among the bases.
+    """
 
     checkpoints_dir: Path
-    may_save: Callable[[], bool] = staticmethod(lambda: True)
-    """Whether the present state may be saved."""
+    # Returns whether the present state may be saved.
+    should_save: Callable[[], bool] = staticmethod(_always)
+    # Records events. None: they are logged.
     emit: Emit | None = None
-    """Takes events."""
-    _refused = False
+    # Whether the newest save was refused or has failed.
+    _newest_save_failed = False
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save and seal; a state that is not finite is refused, and a disk that refuses does not
-        end training.
+        """Save and seal, and return the checkpoint, or None if it was not saved.
+
+        A state that is not finite is refused, and a disk that refuses does not end training.
         """
-        there, found = set(self.folders()), []
-        plain = super().save_checkpoint
+        folders_before = set(self.folders())
+        save_plain = super().save_checkpoint
+        checkpoint: Any = None
 
         def write() -> None:
-            found.append(plain(*args, **kwargs))
-            seal(Path(found[0].path), global_step=len(there), unix_seconds=time.time())
+            nonlocal checkpoint
+            checkpoint = save_plain(*args, **kwargs)
+            # SpeechBrain does not count steps, so the checkpoints are numbered.
+            number = len(folders_before)
+            seal(Path(checkpoint.path), global_step=number, unix_seconds=time.time())
 
         def undo() -> None:
-            for draft in set(self.folders()) - there:
+            for draft in set(self.folders()) - folders_before:
                 remove(draft)
 
-        self._refused = not self.may_save() or not attempt_save(write, "CKPT", self.emit, undo)
-        return None if self._refused else found[0]
+        saved = self.should_save() and attempt_save(write, "CKPT", self.emit, undo)
+        self._newest_save_failed = not saved
+        return checkpoint if saved else None
 
     def delete_checkpoints(self, **kwargs: Any) -> None:
-        """Delete as asked, unless the newest save came to nothing; of those to keep, two at least.
-
-        SpeechBrain keeps one within an epoch: were it damaged, there would be none to go back to.
-        """
-        if not self._refused:
-            kwargs["num_to_keep"] = kwargs.get("num_to_keep", 1) and max(
-                2, kwargs.get("num_to_keep", 1)
-            )
-            super().delete_checkpoints(**kwargs)
+        """Delete as asked, but keep two at least, and all of them if the newest save failed."""
+        if self._newest_save_failed:
+            return
+        num_to_keep = kwargs.get("num_to_keep", 1)
+        if num_to_keep:
+            num_to_keep = max(_FEWEST_KEPT, num_to_keep)
+        kwargs["num_to_keep"] = num_to_keep
+        super().delete_checkpoints(**kwargs)
 
     def find_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the best checkpoint that verifies; those before it that do not are moved aside.
+        """Return the best checkpoint that verifies, or None if none was ever complete.
+
+        Better ones that do not verify are moved aside.
 
         Raises:
-            CheckpointError: H312, if one was whole and none verifies, or if one is a link that
-                leads nowhere.
-            RunDirectoryError: H307, if one cannot be read now.
+            CheckpointError: H312 if one was complete and none verifies, or if one is a broken link.
+            RunDirectoryError: H307 if one cannot be read now.
         """
-        others = [path for path in self.folders() if is_unfinished(path) or not path.exists()]
-        candidates = {Path(each.path): each for each in self.find_checkpoints(*args, **kwargs)}
-        good = newest_checkpoint([*others, *candidates], self.emit)
-        return None if good is None else candidates[good]
+        # SpeechBrain does not list these, but they must be moved aside or reported too.
+        incomplete = [
+            folder for folder in self.folders() if is_unfinished(folder) or not folder.exists()
+        ]
+        candidates = {
+            Path(candidate.path): candidate for candidate in self.find_checkpoints(*args, **kwargs)
+        }
+        best = newest_checkpoint([*incomplete, *candidates], self.emit)
+        return None if best is None else candidates[best]
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Load a checkpoint, verified (H311) unless it was written without holdfast."""
+        """Load a checkpoint; verify it before that, unless it was written without holdfast.
+
+        Raises:
+            CheckpointError: H311 if it does not verify.
+        """
         check(Path(checkpoint.path))
         super().load_checkpoint(checkpoint)
 
     def _new_checkpoint_dirpath(self) -> Path:
-        return self._begun(super()._new_checkpoint_dirpath())
+        return self._marked_as_unfinished(super()._new_checkpoint_dirpath())
 
     def _custom_checkpoint_dirpath(self, name: str) -> Path:
-        return self._begun(super()._custom_checkpoint_dirpath(name))
+        return self._marked_as_unfinished(super()._custom_checkpoint_dirpath(name))
 
-    def _begun(self, folder: Path) -> Path:
+    def _marked_as_unfinished(self, folder: Path) -> Path:
         begin(folder)
         return folder
 
     def _list_checkpoint_dirs(self) -> list[Path]:
-        # Half of a ``CKPT.yaml`` cannot be read, and would end every search.
+        # Half of a ``CKPT.yaml`` cannot be parsed, and would end every search with an error.
         return [path for path in super()._list_checkpoint_dirs() if not is_unfinished(path)]
 
     def folders(self) -> list[Path]:
         """Return the folders of checkpoints, whatever is in them."""
-        return checkpoints_in(Path(self.checkpoints_dir), NAME)
+        return checkpoints_in(Path(self.checkpoints_dir), CHECKPOINT_NAME)
 
 
-def sealed(checkpointer: Any) -> Any:
-    """Let a checkpointer that exists seal and verify from now on, as recipes make theirs in
-    YAML; return it.
+def seal_and_verify(checkpointer: Any) -> None:
+    """Make an existing checkpointer seal and verify from now on.
+
+    Recipes create theirs in YAML, so its class is replaced by a subclass.
     """
-    kind = type(checkpointer)
-    if not issubclass(kind, SealedCheckpoints):
-        checkpointer.__class__ = type(f"Sealed{kind.__name__}", (SealedCheckpoints, kind), {})
-    return checkpointer
+    plain_class = type(checkpointer)
+    if not issubclass(plain_class, SealedCheckpoints):
+        checkpointer.__class__ = type(
+            f"Sealed{plain_class.__name__}", (SealedCheckpoints, plain_class), {}
+        )

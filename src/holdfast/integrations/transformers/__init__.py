@@ -1,46 +1,53 @@
 """Guarded training in Hugging Face's Trainer.
 
-Each optimizer step is a transaction, each checkpoint is verified.
-
     from holdfast.integrations.transformers import HoldfastTrainer  # or HoldfastSeq2SeqTrainer
 
     policy = {"drop_nonfinite_samples": True}
     trainer = HoldfastTrainer(model, args, train_dataset=..., holdfast_policy=policy)
     trainer.train(resume_from_checkpoint=True)
 
-    class MyTrainer(HoldfastMixin, SFTTrainer): ...                     # any other Trainer
+    class MyTrainer(HoldfastMixin, SFTTrainer): ...  # any other Trainer
 
-A ``get_train_dataloader`` of your own may return a `holdfast.DataLoader`, which is not to be
-prepared: workers that die are replaced, samples are quarantined by their index in the dataset, and
-training resumes in its order.
+The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. These things differ
+from the Trainer alone:
 
-The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. What happens between
-the first forward pass of a step and its optimizer is the guard's. The micro-batches of
-``gradient_accumulation_steps`` are gathered, and trained at the last of them: ``on_substep_end``
-comes before, ``on_pre_optimizer_step`` after the step is made.
+- Each optimizer step is a transaction of a guard: out of memory is survived within the step, and a
+  step with NaN or Inf is skipped.
+- The micro-batches of ``gradient_accumulation_steps`` are collected, and trained when the last of
+  them arrives. So ``on_substep_end`` is called before they are trained, and
+  ``on_pre_optimizer_step`` after the step was made.
+- Each checkpoint is sealed when it is complete and verified before it is loaded.
+- ``resume_from_checkpoint=True`` starts a new run, with a warning, if there is no checkpoint yet.
+
+A ``get_train_dataloader`` of your own may return a `holdfast.DataLoader` that was not prepared.
+Then workers that die are replaced, bad samples are quarantined by their index in the dataset, and
+training resumes in the loader's order.
+
+Read in this order: ``trainer`` (the mixin), ``window_loss`` (how losses are normalised),
+``positioned_loader`` (resuming within an epoch), ``checkpoints`` (the folders).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from holdfast.integrations.protocol import load
+from holdfast.integrations.refusals import load
 from holdfast.integrations.transformers.checkpoints import last_good_checkpoint
 from holdfast.integrations.transformers.trainer import HoldfastMixin
 
 __all__ = ["HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
 
-HoldfastTrainer: Any  # made when they are asked for, since their bases take seconds to import
+# Created on first use, since their base classes take seconds to import.
+HoldfastTrainer: Any
 HoldfastSeq2SeqTrainer: Any
-
-_BUILT = {"HoldfastTrainer": "Trainer", "HoldfastSeq2SeqTrainer": "Seq2SeqTrainer"}
+_BASE_CLASSES = {"HoldfastTrainer": "Trainer", "HoldfastSeq2SeqTrainer": "Seq2SeqTrainer"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _BUILT:
+    if name not in _BASE_CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    about = {"__module__": __name__, "__doc__": HoldfastMixin.__doc__}
-    globals()[name] = type(
-        name, (HoldfastMixin, getattr(load("transformers"), _BUILT[name])), about
-    )
-    return globals()[name]
+    base = getattr(load("transformers"), _BASE_CLASSES[name])
+    attributes = {"__module__": __name__, "__doc__": HoldfastMixin.__doc__}
+    trainer_class = type(name, (HoldfastMixin, base), attributes)
+    globals()[name] = trainer_class
+    return trainer_class

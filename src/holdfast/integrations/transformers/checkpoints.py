@@ -1,10 +1,8 @@
-"""The checkpoint folders of a Hugging Face Trainer.
-
-Sealed when they are written, verified before one is resumed.
+"""The checkpoint folders of a Hugging Face Trainer: sealed when written, verified before a resume.
 
 The Trainer writes ``checkpoint-500`` in place. Here the folder is marked as unfinished before that,
-and sealed afterwards. One that does not verify becomes ``damaged-checkpoint-500``, where the
-Trainer does not look.
+and sealed afterwards. One that does not verify is renamed to ``damaged-checkpoint-500``, which the
+Trainer does not look for.
 """
 
 from __future__ import annotations
@@ -21,27 +19,22 @@ from typing import Any
 from holdfast.checkpoint.seal import begin, check, seal
 from holdfast.core.durable import write_file
 from holdfast.core.files import remove
-from holdfast.integrations.protocol import (
+from holdfast.integrations.refusals import load
+from holdfast.integrations.saving import (
     Emit,
     attempt_save,
     checkpoints_in,
-    load,
     newest_checkpoint,
-    on_all,
+    on_all_ranks,
 )
 
 _log = logging.getLogger("holdfast")
-NAME = re.compile(r"checkpoint-(\d+)")
+
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+# The carried state (see ``hosting``), in each checkpoint folder.
 _STATE_FILE = "holdfast_state.json"
 
-
-def _newest_first(folder: Path) -> list[Path]:
-    return sorted(checkpoints_in(folder, NAME), key=_number, reverse=True)
-
-
-def _number(path: Path) -> int:
-    match = NAME.fullmatch(path.name)
-    return int(match[1]) if match else 0
+# --- Resuming -------------------------------------------------------------------------------------
 
 
 def last_good_checkpoint(
@@ -49,57 +42,100 @@ def last_good_checkpoint(
 ) -> str | None:
     """Return the newest checkpoint of an output directory that verifies.
 
-    Those that do not are moved aside.
-
-    It stands in for ``transformers.trainer_utils.get_last_checkpoint``, which takes the largest
-    number whatever is in the folder. Not while another process trains there.
+    Newer ones that do not verify are moved aside. Use it in place of
+    ``transformers.trainer_utils.get_last_checkpoint``, which returns the highest number whatever is
+    in the folder. Do not call it while another process trains there.
 
     Args:
         folder: ``TrainingArguments.output_dir``.
-        run_dir: Where holdfast records; None: ``holdfast`` in the output directory.
+        run_dir: Where holdfast records. None: ``holdfast`` in the output directory.
 
     Returns:
-        Its path, or None if there is none at all, or none that was ever finished.
+        Its path, or None if there is no checkpoint, or none that was ever finished.
 
     Raises:
-        CheckpointError: H312, if one was whole, or is said to have been saved, and none verifies or
-            is found.
-        RunDirectoryError: H307, if one cannot be read now.
+        CheckpointError: H312 if one was complete, or was saved according to the recording, and none
+            verifies or can be reached.
+        RunDirectoryError: H307 if one cannot be read now.
     """
-    good = newest_checkpoint(
-        _newest_first(Path(folder)), run_dir=Path(run_dir or Path(folder, "holdfast"))
-    )
-    return None if good is None else str(good)
+    if run_dir is None:
+        run_dir = Path(folder, "holdfast")
+    checkpoint = newest_checkpoint(_newest_first(Path(folder)), run_dir=Path(run_dir))
+    return None if checkpoint is None else str(checkpoint)
 
 
-def resumable(trainer: Any, asked: Any, run_dir: str | None = None) -> Any:
-    """Return what the Trainer shall resume from, verified.
+def verified_checkpoint(trainer: Any, requested: Any, run_dir: str | None = None) -> Any:
+    """Return what the Trainer shall resume from.
 
-    It is asked for as ``resume_from_checkpoint``.
+    Args:
+        trainer: The Trainer, on every rank.
+        requested: Its ``resume_from_checkpoint``: a path, True for the newest, or a false value.
+        run_dir: Where holdfast records. None: ``holdfast`` in the output directory.
+
+    Returns:
+        The requested checkpoint if it verifies, otherwise the newest older one that does, or None
+        for a new start. What the Trainer itself must judge is returned as it is.
     """
-    if not asked:
-        return asked
-    if not trainer.is_world_process_zero():
-        on_all(lambda: None)  # the first process moves aside what is damaged
-        return _resumable(asked, trainer.args.output_dir, run_dir)
-    return on_all(lambda: _resumable(asked, trainer.args.output_dir, run_dir))
+    if not requested:
+        return requested
+
+    def choose() -> Any:
+        return _choose_checkpoint(requested, trainer.args.output_dir, run_dir)
+
+    if trainer.is_world_process_zero():
+        return on_all_ranks(choose)
+    # The first process moves damaged checkpoints aside, so the others look after it is done.
+    on_all_ranks(lambda: None)
+    return choose()
 
 
-def _resumable(asked: Any, output_dir: str, run_dir: str | None) -> Any:
-    if asked is True:
-        good, folder = last_good_checkpoint(output_dir, run_dir), output_dir
-    else:
-        path, folder = Path(asked), asked
-        if not path.is_dir() and not path.is_symlink():
-            return asked  # the Trainer says what is wrong with it
-        older = [each for each in _newest_first(path.parent) if _number(each) < _number(path)]
-        newest = newest_checkpoint([path, *older])
-        good = None if newest is None else str(newest)
-    if good is None:  # the same script starts and goes on; the Trainer itself would refuse
-        _log.warning("no checkpoint in %s: training starts anew", folder)
-    elif asked is not True and Path(good) != Path(asked):
-        _log.warning("going on from %s", good)
-    return good
+def _choose_checkpoint(requested: Any, output_dir: str, run_dir: str | None) -> Any:
+    if requested is True:
+        checkpoint = last_good_checkpoint(output_dir, run_dir)
+        if checkpoint is None:
+            _warn_of_new_start(output_dir)
+        return checkpoint
+    path = Path(requested)
+    if not path.is_dir() and not path.is_symlink():
+        # The Trainer says what is wrong with it.
+        return requested
+    checkpoint = _this_or_an_older_one(path)
+    if checkpoint is None:
+        _warn_of_new_start(requested)
+    elif Path(checkpoint) != path:
+        _log.warning("resuming from %s", checkpoint)
+    return checkpoint
+
+
+def _this_or_an_older_one(path: Path) -> str | None:
+    """Return the newest checkpoint that verifies, from this one back."""
+    older = [
+        checkpoint
+        for checkpoint in _newest_first(path.parent)
+        if _step_number(checkpoint) < _step_number(path)
+    ]
+    checkpoint = newest_checkpoint([path, *older])
+    return None if checkpoint is None else str(checkpoint)
+
+
+def _warn_of_new_start(folder: str) -> None:
+    """Say that training starts from scratch, where the Trainer itself would refuse.
+
+    So the same script can start a run and resume it.
+    """
+    _log.warning("no checkpoint in %s: starting a new run", folder)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(checkpoints_in(folder, CHECKPOINT_NAME), key=_step_number, reverse=True)
+
+
+def _step_number(path: Path) -> int:
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
+# --- Saving and loading ---------------------------------------------------------------------------
 
 
 def save_sealed(
@@ -109,53 +145,80 @@ def save_sealed(
     carried: Mapping[str, Any] | None,
     emit: Emit | None,
 ) -> bool:
-    """Have a Trainer write a checkpoint between the mark and the seal.
+    """Have a Trainer write a checkpoint, and return whether it was saved.
 
-    Older ones go only after that.
+    All processes write their part. The first one marks the folder as unfinished before, seals it
+    afterwards, and only then deletes older checkpoints.
 
-    All processes write their part; the first one marks, seals and deletes. Return whether it was
-    saved; `carried` is for `carried_in`, None: nothing.
+    Args:
+        trainer: The Trainer, on every rank.
+        folder: The checkpoint folder.
+        write: Writes this process's part, as the Trainer does.
+        carried: The carried state, for `read_carried_state`. None: there is none.
+        emit: Records events. None: they are logged.
     """
-    limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-    writes = trainer.is_world_process_zero()
-
-    def undo() -> None:
-        trainer.state.best_model_checkpoint = best
-        if writes:
-            remove(folder)
+    keep_at_most = trainer.args.save_total_limit
+    best_before = trainer.state.best_model_checkpoint
+    is_first = trainer.is_world_process_zero()
 
     def save() -> None:
-        on_all(lambda: begin(folder) if writes else None)
-        on_all(write)
-        on_all(finish if writes else lambda: None)
+        on_all_ranks(mark_as_unfinished)
+        on_all_ranks(write)
+        on_all_ranks(finish)
+
+    def mark_as_unfinished() -> None:
+        if is_first:
+            begin(folder)
 
     def finish() -> None:
+        if not is_first:
+            return
         if carried is not None:
             write_file(folder / _STATE_FILE, json.dumps(carried).encode())
         seal(folder, global_step=trainer.state.global_step, unix_seconds=time.time())
         load("transformers.trainer_utils").rotate_checkpoints(
             output_dir=str(folder.parent),
-            save_total_limit=limit,
+            save_total_limit=keep_at_most,
             best_model_checkpoint=trainer.state.best_model_checkpoint,
             use_mtime=True,
         )
 
-    trainer.args.save_total_limit = None  # the Trainer rotates before the seal
+    def undo() -> None:
+        trainer.state.best_model_checkpoint = best_before
+        if is_first:
+            remove(folder)
+
+    # The Trainer would delete older checkpoints before this one is sealed.
+    trainer.args.save_total_limit = None
     try:
         return attempt_save(save, folder.name, emit, undo)
     finally:
-        trainer.args.save_total_limit = limit
+        trainer.args.save_total_limit = keep_at_most
 
 
-def carried_in(checkpoint: Any) -> dict[str, Any] | None:
-    """Return what `save_sealed` was given, or None if it was not written with holdfast."""
-    path = Path(checkpoint) / _STATE_FILE if isinstance(checkpoint, str) else None
-    return json.loads(path.read_bytes()) if path is not None and path.is_file() else None
+def read_carried_state(checkpoint: Any) -> dict[str, Any] | None:
+    """Return the carried state of a checkpoint.
+
+    Args:
+        checkpoint: Its path. Anything else is no checkpoint.
+
+    Returns:
+        None if there is no checkpoint, or it was written without holdfast.
+    """
+    if not isinstance(checkpoint, str):
+        return None
+    path = Path(checkpoint, _STATE_FILE)
+    if not path.is_file():
+        return None
+    carried: dict[str, Any] = json.loads(path.read_bytes())
+    return carried
 
 
-def check_best(state: Any) -> None:
-    """Verify the checkpoint of the best model before it is loaded, unless it was written without
-    holdfast.
+def check_best_checkpoint(state: Any) -> None:
+    """Verify the checkpoint of the best model, unless it was written without holdfast.
+
+    Raises:
+        CheckpointError: H311 if it does not verify.
     """
     if state.best_model_checkpoint is not None:
         check(Path(state.best_model_checkpoint))

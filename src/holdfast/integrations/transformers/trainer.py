@@ -1,73 +1,106 @@
-"""`HoldfastMixin`, and what it puts into the Trainer's loop.
+"""`HoldfastMixin`: the Trainer's loop, with the steps of a guard.
 
-A loader at its place, a step that was made, a stop.
+The Trainer calls `HoldfastMixin.training_step` for each micro-batch and then steps the optimizer.
+Here the micro-batches are collected, and the guard makes the whole step when the last of them
+arrives. The optimizer's own ``step`` does nothing after that.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
-from holdfast.core.errors import BatchError, OutOfMemoryError
-from holdfast.core.events import run_events
+from holdfast.core.errors import OutOfMemoryError, PolicyError
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
-from holdfast.guard.splitting.window import Window
-from holdfast.integrations.protocol import (
-    Framework,
-    check_accelerator,
-    excluded,
-    load,
-    may_save,
-    open_guard,
-    warn_of_kept_workers,
-)
+from holdfast.integrations.hosting import Framework, open_guard, warn_of_persistent_workers
+from holdfast.integrations.refusals import check_accelerator, load, raise_first, unsupported
+from holdfast.integrations.saving import should_save
 from holdfast.integrations.transformers.checkpoints import (
-    NAME,
-    carried_in,
-    check_best,
-    resumable,
+    CHECKPOINT_NAME,
+    check_best_checkpoint,
+    read_carried_state,
     save_sealed,
+    verified_checkpoint,
 )
+from holdfast.integrations.transformers.positioned_loader import PositionedLoader
+from holdfast.integrations.transformers.window_loss import WindowLoss
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.splitting import Split, batch_size, select
+from holdfast.loader.splitting import Split
 from holdfast.memory.oom import find_out_of_memory
 from holdfast.recorder.scalars import recorded_too
 from holdfast.supervise.observe.logged_scalars import read_trainer_log
 
+# Counters of the guard that are logged beside the loss once they are above 0.
+_LOGGED_COUNTERS = ("skipped_steps", "out_of_memory", "rollbacks")
+# Parts of the names of optimizers that move weights during the backward pass.
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
 
 
-class HoldfastMixin(Framework):  # type: ignore[misc]
-    """Put before a Trainer class among the bases, it makes each of its steps a transaction.
+@dataclass(slots=True, kw_only=True)
+class _TrainingState:
+    """What one call of ``train`` keeps between its steps."""
 
-    ``TrainingArguments`` win: ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*`` and the schedule
-    are taken from there; a policy that says otherwise is an error. ``logging_nan_inf_filter`` is
-    switched off. Logs have ``skipped_steps``, ``out_of_memory`` and ``rollbacks`` once there are
-    any.
+    # Sum of the losses of the steps that were made, also before a resume, and their number.
+    loss_sum: torch.Tensor
+    steps_made: int = 0
+    # What the Trainer resumes from, as its ``resume_from_checkpoint``.
+    resumed_from: Any = None
+    # The trial of a hyperparameter search, which decides the output directory.
+    trial: Any = None
+
+    # The loss function of the guard's steps, once the guard is open.
+    loss: WindowLoss | None = None
+    # The micro-batches that were collected for the next step.
+    window: list[Any] = field(default_factory=list)
+    # Norm of the gradients of the last step.
+    grad_norm: float = math.nan
+
+    # The loader that the Trainer was given for this epoch.
+    given_loader: Any = None
+    # The same, if it is one of ours; where it was before the batches that are not trained yet; and
+    # the dataset indices of those batches, as far as they are known.
+    loader: DataLoader | None = None
+    position: dict[str, Any] | None = None
+    indices: list[list[int] | None] = field(default_factory=list)
+
+    # The last step of this epoch, until the Trainer has come to its save.
+    last_step_of_epoch: int | None = None
+    # The step of the newest checkpoint that holds the present weights.
+    saved_at: int | None = None
+
+
+class HoldfastMixin(Framework):  # type: ignore[misc]
+    """Makes each step of a Trainer a transaction. It stands before a Trainer class among the bases.
+
+    The settings of ``TrainingArguments`` hold: ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*``
+    and the schedule are taken from there, and a policy that contradicts them is an error.
+    ``logging_nan_inf_filter`` is switched off. Logs contain ``skipped_steps``, ``out_of_memory``
+    and ``rollbacks`` once there are any.
 
     Args:
-        *positional: Of the Trainer.
+        *positional: As the Trainer takes them.
         holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or
-            None for defaults.
-        holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the output directory.
+            None for the defaults.
+        holdfast_run_dir: Where the run is recorded. None: ``holdfast`` in the output directory.
         holdfast_split: Where the batch dimension is, as `holdfast.Guard` takes ``split``.
-        **named: Of the Trainer.
+        **named: As the Trainer takes them.
+
+    Attributes:
+        holdfast_guard: The guard, while ``train`` runs: `statistics`, `events`, `request_stop`.
 
     Raises:
-        PolicyError: H111 or H108 for what cannot be guarded, H109 for a policy that contradicts the
-            arguments.
+        PolicyError: H111 or H108 for a setting that cannot be guarded, H109 for a policy that
+            contradicts the arguments.
     """
 
     holdfast_guard: HostedGuard | None = None
-    """The guard, while a training runs: `statistics`, `events`, `request_stop`."""
 
     def __init__(
         self,
@@ -78,344 +111,357 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         **named: Any,
     ) -> None:
         super().__init__(*positional, **named)
-        _check_supported(self)
-        self._holdfast_given = Policy.of(holdfast_policy)
-        self._holdfast_settings()  # a contradiction is an error before anything else is made
-        self._holdfast_run_dir, self._holdfast_split = holdfast_run_dir, holdfast_split
-        self._holdfast_loss: _TrainerLoss | None = None
-        self._holdfast_window: list[Any] = []
-        self._holdfast_loader: DataLoader | None = None
-        self._holdfast_iterated: Any = None  # what the Trainer iterates in this epoch
-        self._holdfast_indices: list[list[int] | None] = []
-        self._holdfast_position: dict[str, Any] | None = None
-        self._holdfast_norm = math.nan
-        # Of the losses that are in the weights,
-        self._holdfast_total = torch.zeros((), dtype=torch.float64)
-        self._holdfast_counted = 0  # and how many they are
-        self._holdfast_resumed: Any = None
-        self._holdfast_trial: Any = None
-        self._holdfast_step_before: Any = None
-        # Step of the newest checkpoint that holds the weights as they are
-        self._holdfast_saved_at: int | None = None
+        raise_first(_REFUSALS, self)
+        self._holdfast_policy = Policy.of(holdfast_policy)
+        # A contradiction is an error before anything else is made.
+        self._holdfast_hosted_policy()
+        self._holdfast_run_dir = holdfast_run_dir
+        self._holdfast_split = holdfast_split
+        self._holdfast = _TrainingState(loss_sum=torch.zeros((), dtype=torch.float64))
+        # An attribute ``step`` that someone had put on the optimizer before the guard was opened.
+        self._holdfast_own_step: Any = None
         self.args.logging_nan_inf_filter = False
-        base = load("transformers").TrainerCallback
-        self.add_callback(type("HoldfastStop", (_StopWhenAsked, base), {})(self))
+        callback_class = type(
+            "HoldfastStop", (_StopOnRequest, load("transformers").TrainerCallback), {}
+        )
+        self.add_callback(callback_class(self))
 
-    def _holdfast_settings(self) -> Policy:
-        # Under the arguments as they are now: a hyperparameter search changes them.
+    def _holdfast_hosted_policy(self) -> Policy:
+        """Return the policy under the arguments as they are now.
+
+        A hyperparameter search changes them.
+        """
+        max_grad_norm = self.args.max_grad_norm
         return hosted_policy(
-            self._holdfast_given,
-            max_grad_norm=self.args.max_grad_norm if self.args.max_grad_norm > 0 else None,
+            self._holdfast_policy,
+            max_grad_norm=max_grad_norm if max_grad_norm > 0 else None,
             precision=check_accelerator(self.accelerator),
             host="TrainingArguments",
         )
 
+    # --- One run ---
+
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
         """Train as the Trainer does.
 
-        ``resume_from_checkpoint`` is verified, and falls back to the one before.
-
-        ``resume_from_checkpoint=True`` where there is none yet starts anew, with a warning.
+        A checkpoint is verified before it is loaded, and an older one is taken if it is damaged.
+        ``resume_from_checkpoint=True`` starts a new run, with a warning, if there is none yet.
 
         Raises:
             HoldfastError: H307 or H312 for checkpoints, H401, H402, H501 or H503 for steps.
             SystemExit, KeyboardInterrupt: After a stop by a signal, as ``Guard.batches``.
         """
-        _check_supported(self)
-        resume_from_checkpoint = resumable(self, resume_from_checkpoint, self._holdfast_run_dir)
-        self._holdfast_resumed, self._holdfast_trial = resume_from_checkpoint, trial
-        self._holdfast_loader, self._holdfast_position, self._holdfast_indices = None, None, []
-        self._holdfast_saved_at = None
-        total, self._holdfast_counted = (carried_in(resume_from_checkpoint) or {}).get(
-            "losses", (0.0, 0)
-        )
-        self._holdfast_total = torch.tensor(total, dtype=torch.float64, device=self.args.device)
+        raise_first(_REFUSALS, self)
+        resumed_from = verified_checkpoint(self, resume_from_checkpoint, self._holdfast_run_dir)
+        self._holdfast = self._holdfast_initial_state(resumed_from, trial)
         try:
-            done = super().train(resume_from_checkpoint, trial, **named)
+            output = super().train(resumed_from, trial, **named)
         except BaseException as error:
             self._holdfast_close(type(error))
             raise
-        ending = None if self.holdfast_guard is None else self.holdfast_guard.ending()
+        ending = None
+        if self.holdfast_guard is not None:
+            ending = self.holdfast_guard.ending()
         self._holdfast_close(None)
         if ending is not None:
             raise ending
-        return done
+        return output
+
+    def _holdfast_initial_state(self, resumed_from: Any, trial: Any) -> _TrainingState:
+        carried = read_carried_state(resumed_from) or {}
+        loss_sum, steps_made = carried.get("losses", (0.0, 0))
+        return _TrainingState(
+            loss_sum=torch.tensor(loss_sum, dtype=torch.float64, device=self.args.device),
+            steps_made=steps_made,
+            resumed_from=resumed_from,
+            trial=trial,
+        )
 
     def _holdfast_open(self, model: torch.nn.Module) -> HostedGuard:
-        folder = Path(self._get_output_dir(self._holdfast_trial))
-        carried = carried_in(self._holdfast_resumed)
+        training = self._holdfast
+        folder = Path(self._get_output_dir(training.trial))
+        carried = read_carried_state(training.resumed_from)
         guard = open_guard(
             self._holdfast_run_dir or folder / "holdfast",
-            policy=self._holdfast_settings(),
+            policy=self._holdfast_hosted_policy(),
             scaler=self.accelerator.scaler,
-            saves_in=(folder, NAME),
+            saves_in=(folder, CHECKPOINT_NAME),
             carried=carried,
-            resumed=bool(self._holdfast_resumed),
+            resumed=bool(training.resumed_from),
             model=model,
             optimizer=self.optimizer.optimizer,
             scheduler=self.lr_scheduler,
-            loader=self._holdfast_loader,
+            loader=training.loader,
             split=self._holdfast_split,
         )
         if carried is None:
-            # Of a checkpoint that was written without holdfast
+            # The Trainer may have resumed from a checkpoint that was written without holdfast.
             guard.count_from(self.state.global_step)
-        self._holdfast_loss, self._holdfast_window = (
-            _TrainerLoss(self, model, self._holdfast_split),
-            [],
-        )
-        self._holdfast_step_before = vars(self.optimizer).get("step")
-        # The guard steps the optimizer inside this one
-        self.optimizer.step = _StepMade(self.optimizer)
+        training.loss = WindowLoss(self, model, self._holdfast_split)
+        training.window = []
+        self._holdfast_own_step = vars(self.optimizer).get("step")
+        # The guard steps the optimizer that is inside this one.
+        self.optimizer.step = _StepAlreadyMade(self.optimizer)
         self.holdfast_guard = guard
-        warn_of_kept_workers(self._holdfast_iterated, guard.emit)
+        warn_of_persistent_workers(training.given_loader, guard.emit)
         return guard
 
     def _holdfast_close(self, error: type[BaseException] | None) -> None:
-        guard, self.holdfast_guard = self.holdfast_guard, None
+        guard = self.holdfast_guard
+        self.holdfast_guard = None
         if guard is None:
             return
         del self.optimizer.step
-        if self._holdfast_step_before is not None:
-            self.optimizer.step = self._holdfast_step_before
+        if self._holdfast_own_step is not None:
+            self.optimizer.step = self._holdfast_own_step
         self.optimizer._is_overflow = False
         guard.__exit__(error, None, None)
 
+    # --- Data ---
+
     def _run_epoch(self, *rest: Any, **named: Any) -> Any:
-        """Let a `holdfast.DataLoader` keep its order, also where the Trainer resumes in the
-        middle of an epoch.
+        """Run an epoch, with a `holdfast.DataLoader` in its own order.
+
+        That also holds where the Trainer resumes in the middle of an epoch.
         """
+        training = self._holdfast
         loader = named.get("train_dataloader")
-        self._holdfast_iterated = loader
-        self._holdfast_last_step: int | None = (named["epoch"] + 1) * named[
-            "num_update_steps_per_epoch"
-        ]
+        training.given_loader = loader
+        training.last_step_of_epoch = (named["epoch"] + 1) * named["num_update_steps_per_epoch"]
         if isinstance(loader, DataLoader):
-            self._holdfast_loader = loader
-            resumes = (
-                named["resume_from_checkpoint"] is not None
-                and named["epoch"] == named["epochs_trained"]
-            )
-            skipped = named["steps_trained_in_current_epoch"] if resumes else 0
-            carried = carried_in(self._holdfast_resumed) if skipped else None
-            state = None if carried is None else carried.get("loader")
-            named["train_dataloader"] = _PlacedLoader(loader, named["epoch"], skipped, state)
+            training.loader = loader
+            named["train_dataloader"] = self._holdfast_positioned(loader, **named)
             if self.holdfast_guard is None:
-                # Before the first batch is made, so that its events are recorded
+                # It is opened before the first batch is loaded, so that the loader's events are
+                # recorded.
                 self._holdfast_open(named["model"])
         return super()._run_epoch(*rest, **named)
 
+    def _holdfast_positioned(
+        self,
+        loader: DataLoader,
+        *,
+        epoch: int,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+        resume_from_checkpoint: Any,
+        **_: Any,
+    ) -> PositionedLoader:
+        """Return the loader at the position at which the Trainer begins this epoch."""
+        resumes_here = resume_from_checkpoint is not None and epoch == epochs_trained
+        skipped = steps_trained_in_current_epoch if resumes_here else 0
+        state = None
+        if skipped:
+            carried = read_carried_state(self._holdfast.resumed_from) or {}
+            state = carried.get("loader")
+        return PositionedLoader(loader, epoch=epoch, skipped=skipped, state=state)
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *rest: Any, **named: Any) -> Any:
-        """Collect the micro-batches of a window, and note which samples they hold, where the
-        loader knows it.
-        """
-        loader = self._holdfast_loader
+        """Collect the micro-batches of a window, and note the samples in them if they are known."""
+        training = self._holdfast
+        loader = training.loader
         if loader is None:
             return super().get_batch_samples(epoch_iterator, *rest, **named)
-        self._holdfast_position = loader.state_dict()
+        training.position = loader.state_dict()
 
-        def noted() -> Iterator[Any]:
+        def note_indices() -> Iterator[Any]:
             for batch in epoch_iterator:
-                self._holdfast_indices.append(loader.batch_indices)
+                training.indices.append(loader.batch_indices)
                 yield batch
 
-        return super().get_batch_samples(noted(), *rest, **named)
+        return super().get_batch_samples(note_indices(), *rest, **named)
 
-    def _holdfast_carried(self, guard: HostedGuard) -> dict[str, Any]:
-        losses = [float(self._holdfast_total), self._holdfast_counted]
-        carried: dict[str, Any] = {"guard": guard.state_dict(), "losses": losses}
-        if self._holdfast_loader is not None:
-            carried["loader"] = self._holdfast_position or self._holdfast_loader.state_dict()
-        return carried
+    # --- Steps ---
 
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Gather a micro-batch and return 0.
+        """Collect a micro-batch; at the last one of the window, make the step.
 
-        At the last one of the window make the step and return its loss.
+        Returns:
+            The loss of the step, or 0 for a micro-batch that was only collected.
         """
         guard = self.holdfast_guard or self._holdfast_open(model)
-        assert self._holdfast_loss is not None
-        window = self._holdfast_window
-        window.append(self._prepare_inputs(inputs))
+        training = self._holdfast
+        training.window.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        if len(window) != self.current_gradient_accumulation_steps:
-            # The rest of an epoch whose length nobody knew is trained with the first window of the
+        batches = training.window
+        training.window = []
+        if len(batches) != self.current_gradient_accumulation_steps:
+            # The rest of an epoch whose length was unknown is trained with the first window of the
             # next one.
-            num_items_in_batch = self._get_num_items_in_batch(window, self.args.device)
-        self._holdfast_window = []
-        known, self._holdfast_indices = self._holdfast_indices, []
-        guard.next_samples(
-            None
-            if None in known
-            else [index for indices in known if indices for index in indices] or None
-        )
+            num_items_in_batch = self._get_num_items_in_batch(batches, self.args.device)
+        guard.next_samples(_sample_indices(training.indices))
+        training.indices = []
         model.train()
         self.optimizer.train()
+        return self._holdfast_step(guard, model, batches, num_items_in_batch)
+
+    def _holdfast_step(
+        self, guard: HostedGuard, model: torch.nn.Module, batches: list[Any], num_items: Any
+    ) -> torch.Tensor:
+        training = self._holdfast
+        assert training.loss is not None
         try:
-            result = guard.step(
-                self._holdfast_loss.window(window, num_items_in_batch, guard), self._holdfast_loss
-            )
+            window = training.loss.begin_window(batches, num_items, guard)
+            result = guard.step(window, training.loss)
         except OutOfMemoryError:
-            self._holdfast_keep_if_alone(model)  # the weights are those of the last step
+            # The weights are those of the last step, so they can be saved.
+            self._holdfast_save_if_alone(model)
             raise
-        self._holdfast_position = None  # what was handed out is trained
-        self.optimizer._is_overflow = result.skipped  # so that the schedule stays where it is
-        self._holdfast_norm = math.hypot(*result.grad_norm.values())
+        # Every batch that the loader has handed out is trained.
+        training.position = None
+        # The Trainer does not advance the schedule after an overflow.
+        self.optimizer._is_overflow = result.skipped
+        training.grad_norm = math.hypot(*result.grad_norm.values())
         if not result.skipped:
-            self._holdfast_total += result.loss
-            self._holdfast_counted += 1
+            training.loss_sum += result.loss
+            training.steps_made += 1
         return result.loss.to(torch.float32)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> float:  # noqa: ARG002 - the Trainer passes it
-        return self._holdfast_norm
+        return self._holdfast.grad_norm
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:  # noqa: ARG002 - this too
-        return self._holdfast_norm
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:  # noqa: ARG002 - likewise
+        return self._holdfast.grad_norm
+
+    # --- Logs ---
 
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
-        """Log as the Trainer does, and in the guard, with the counts of steps that were not made
-        as usual.
-        """
+        """Log as the Trainer does, with the counts of unusual steps, and record it too."""
         if self.holdfast_guard is not None and ("loss" in logs or "train_loss" in logs):
-            found = self.holdfast_guard.statistics()
-            for name in ("skipped_steps", "out_of_memory", "rollbacks"):
-                if getattr(found, name):
-                    logs[name] = getattr(found, name)
-        # The Trainer takes NaN from NaN, and would log it for ever
+            statistics = self.holdfast_guard.statistics()
+            for name in _LOGGED_COUNTERS:
+                count = getattr(statistics, name)
+                if count:
+                    logs[name] = count
         if not math.isfinite(logs.get("loss", 0.0)):
+            # The Trainer subtracts what it has logged, and NaN minus NaN would stay NaN forever.
             self._tr_loss.zero_()
-        recorded_too(super().log, partial(read_trainer_log, self))(logs, *rest, **named)
+        log_and_record = recorded_too(super().log, partial(read_trainer_log, self))
+        log_and_record(logs, *rest, **named)
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
-        """Let ``train_loss`` be the mean of the steps that were made, before a resume too.
+        """Make ``train_loss`` the mean over the steps that were made, also before a resume.
 
-        NaN where none was.
+        It is NaN if no step was made.
         """
-        steps, counted = self.state.global_step, self._holdfast_counted
-        # The Trainer divides the sum of this life by all steps
-        if self._holdfast_resumed or counted != steps:
+        training = self._holdfast
+        steps = self.state.global_step
+        if training.resumed_from or training.steps_made != steps:
+            # The Trainer will divide the sum by all steps, although it has only added those of this
+            # process.
+            mean = float(training.loss_sum) / (training.steps_made or math.nan)
             self._tr_loss.zero_()
-            self._total_loss_scalar = float(self._holdfast_total) / (counted or math.nan) * steps
+            self._total_loss_scalar = mean * steps
         return super()._finalize_training(*rest, **named)
+
+    # --- Checkpoints ---
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Save as the Trainer does, and seal.
 
-        A disk that refuses is an event and does not stop training.
+        A disk that refuses is recorded as an event and does not stop training.
         """
-        guard, step = self.holdfast_guard, self.state.global_step
-        if may_save(guard):
-            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")
-            write = super()._save_checkpoint
-            carried = None if guard is None else self._holdfast_carried(guard)
-            emit = None if guard is None else guard.emit
-            if save_sealed(self, folder, lambda: write(model, trial), carried, emit):
-                self._holdfast_saved_at = step
+        guard = self.holdfast_guard
+        if not should_save(guard):
+            return
+        step = self.state.global_step
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")
+        write = partial(super()._save_checkpoint, model, trial)
+        carried = None
+        emit = None
+        if guard is not None:
+            carried = self._holdfast_carried_state(guard)
+            emit = guard.emit
+        if save_sealed(self, folder, write, carried, emit):
+            self._holdfast.saved_at = step
 
-    def _holdfast_keep_if_alone(self, model: torch.nn.Module) -> None:
-        """Save what is left after an error.
+    def _holdfast_carried_state(self, guard: HostedGuard) -> dict[str, Any]:
+        training = self._holdfast
+        carried: dict[str, Any] = {
+            "guard": guard.state_dict(),
+            "losses": [float(training.loss_sum), training.steps_made],
+        }
+        if training.loader is not None:
+            carried["loader"] = training.position or training.loader.state_dict()
+        return carried
 
-        Others of several processes do not come to save it with this one.
+    def _holdfast_save_if_alone(self, model: torch.nn.Module) -> None:
+        """Save the weights after an error, unless there are other processes.
+
+        A save is a collective, and the others would not join it.
         """
         if self.accelerator.num_processes == 1:
-            self._holdfast_keep(model)
+            self._holdfast_save_last(model)
 
-    def _holdfast_keep(self, model: torch.nn.Module) -> None:
-        """Save before training ends, unless these weights were saved or nothing shall be."""
-        step, resumed = self.state.global_step, self._holdfast_resumed
-        there = isinstance(resumed, str) and Path(resumed).name == f"checkpoint-{step}"
-        if (
-            self.args.save_strategy != "no"
-            and step
-            and step != self._holdfast_saved_at
-            and not there
-        ):
-            self._save_checkpoint(model, self._holdfast_trial)
+    def _holdfast_save_last(self, model: torch.nn.Module) -> None:
+        """Save before training ends, unless these weights are saved or nothing is to be saved."""
+        training = self._holdfast
+        step = self.state.global_step
+        if self.args.save_strategy == "no" or not step:
+            return
+        resumed_from = training.resumed_from
+        is_where_it_resumed = (
+            isinstance(resumed_from, str) and Path(resumed_from).name == f"checkpoint-{step}"
+        )
+        if step != training.saved_at and not is_where_it_resumed:
+            self._save_checkpoint(model, training.trial)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, *rest: Any, **named: Any
     ) -> None:
-        """Log, evaluate and save as the Trainer does.
+        """Log, evaluate and save as the Trainer does, but at an epoch's end save last.
 
-        When training stops, ``save_strategy="best"`` saves too.
-
-        A save of an epoch's last step is made after its evaluation: one that resumes from it begins
-        the next epoch.
+        The Trainer calls this after the last step of an epoch, and again after the epoch. A save
+        between the two would be resumed at the beginning of the next epoch, and the evaluation at
+        the end of this one would never be made. When training stops on request, a checkpoint is
+        also saved under ``save_strategy="best"``.
         """
-        last, due = self.state.global_step == self._holdfast_last_step, self.control.should_save
-        if last:
-            self._holdfast_last_step, self.control.should_save = None, False
+        is_last_step = self.state.global_step == self._holdfast.last_step_of_epoch
+        save_is_due = self.control.should_save
+        if is_last_step:
+            self._holdfast.last_step_of_epoch = None
+            self.control.should_save = False
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *rest, **named)
-        if last:
-            # Until the Trainer comes here once more
-            self.control.should_save = due or self.control.should_save
+        if is_last_step:
+            self.control.should_save = save_is_due or self.control.should_save
         elif self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None:
-            self._holdfast_keep(model)
+            self._holdfast_save_last(model)
 
     def _evaluate(self, *rest: Any, **named: Any) -> Any:
         try:
             return super()._evaluate(*rest, **named)
         except Exception as error:
             if self.holdfast_guard is not None and find_out_of_memory(error) is not None:
-                # The weights are those of the last step
-                self._holdfast_keep_if_alone(self.model_wrapped)
+                # The weights are those of the last step, so they can be saved.
+                self._holdfast_save_if_alone(self.model_wrapped)
             raise
 
     def _load_best_model(self) -> None:
-        # Only if its checkpoint verifies.
-        check_best(self.state)
+        check_best_checkpoint(self.state)
         super()._load_best_model()
 
 
-def _check_supported(trainer: Any) -> None:
-    """Refuse a Trainer that cannot be guarded: H108 or H111, naming the setting."""
-    check_accelerator(trainer.accelerator)
-    args = trainer.args
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    engine = getattr(trainer.accelerator, "parallelism_config", None)
-    refused = [
-        (
-            args.n_gpu > 1,
-            f"n_gpu={args.n_gpu}",
-            "DataParallel makes copies of the model that cannot be taken back",
-        ),
-        (
-            args.auto_find_batch_size,
-            "auto_find_batch_size=True",
-            "it starts the loop again with a smaller batch",
-        ),
-        (
-            any(word in optimizer for word in _STEPS_IN_BACKWARD),
-            f"optim={optimizer}",
-            "it moves weights during backward, which cannot be taken back",
-        ),
-        (
-            getattr(args, "enable_jit_checkpoint", False),
-            "enable_jit_checkpoint=True",
-            "it saves in the middle of a step",
-        ),
-        (engine is not None, "a parallelism_config", "it spreads a step over devices"),
-    ]
-    for is_set, what, why in refused:
-        if is_set:
-            raise excluded(
-                what, why, "leave it out; for n_gpu, set CUDA_VISIBLE_DEVICES to one device."
-            )
+def _sample_indices(indices_by_batch: Sequence[list[int] | None]) -> list[int] | None:
+    """Return the dataset indices of all samples of a step, or None if those of any are unknown."""
+    indices: list[int] = []
+    for batch_indices in indices_by_batch:
+        if batch_indices is None:
+            return None
+        indices.extend(batch_indices)
+    return indices or None
 
 
-class _StopWhenAsked:
-    """A callback that ends a training when that was asked for, with a checkpoint, and passes
-    evaluations on.
-    """
+class _StopOnRequest:
+    """A callback that ends training on request, and hands evaluation losses to the guard."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: HoldfastMixin) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        self._look(args, control)
+        self._stop_if_requested(args, control)
 
     def on_evaluate(
         self,
@@ -425,168 +471,99 @@ class _StopWhenAsked:
         metrics: Any = None,
         **_: Any,
     ) -> None:
-        self._look(args, control)  # again, since an evaluation lasts
-        guard, loss = self._trainer.holdfast_guard, (metrics or {}).get("eval_loss")
+        # A request may have come during the evaluation, which takes long.
+        self._stop_if_requested(args, control)
+        guard = self._trainer.holdfast_guard
+        loss = (metrics or {}).get("eval_loss")
         if guard is not None and loss is not None:
             guard.validated(loss)
 
-    def _look(self, args: Any, control: Any) -> None:
+    def _stop_if_requested(self, args: Any, control: Any) -> None:
         guard = self._trainer.holdfast_guard
-        if guard is not None and guard.stop_reason is not None and not control.should_training_stop:
-            guard.note_stop()
-            control.should_training_stop = True
-            control.should_save = args.save_strategy != "no"
+        if guard is None or guard.stop_reason is None or control.should_training_stop:
+            return
+        guard.note_stop()
+        control.should_training_stop = True
+        control.should_save = args.save_strategy != "no"
 
 
-class _StepMade:
-    """Stands in for the step of an optimizer that was stepped already."""
+class _StepAlreadyMade:
+    """Replaces ``step`` of an optimizer that the guard has stepped already.
 
-    _wrapped_by_lr_sched = True  # as torch's schedulers want to see it
+    Torch's schedulers check the two attributes that are set here, to see whether the optimizer was
+    stepped before them.
+    """
+
+    _wrapped_by_lr_sched = True
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     def __call__(self, _closure: Any = None) -> None:
-        self._optimizer._opt_called = True  # they want to see this too
+        self._optimizer._opt_called = True
 
 
-class _Placed(IterableDataset[Any]):
-    """The rest of an epoch, behind placeholders.
+# --- Refusals -------------------------------------------------------------------------------------
 
-    A loader that the Trainer lets skip batches has another order.
-    """
-
-    def __init__(self, loader: DataLoader, placeholders: int) -> None:
-        self._loader = loader
-        self._placeholders = placeholders
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (None for _ in range(self._placeholders))
-        yield from self._loader
+_LEAVE_OUT = "leave it out."
 
 
-class _PlacedLoader:
-    """What the Trainer iterates for a `holdfast.DataLoader`, with what
-    ``accelerate.skip_first_batches`` needs.
-
-    Where the loader stood when the checkpoint was written may not be known; then batches are read
-    over.
-    """
-
-    drop_last = pin_memory = persistent_workers = False
-    batch_size = prefetch_factor = worker_init_fn = multiprocessing_context = generator = None
-    num_workers = timeout = 0
-
-    def __init__(
-        self, loader: DataLoader, epoch: int, skipped: int, state: dict[str, Any] | None
-    ) -> None:
-        if state is not None and skipped:
-            loader.load_state_dict(state)
-        else:
-            loader.go_to(epoch)
-        self.dataset = _Placed(loader, skipped if state is not None else 0)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataset)
-
-    @staticmethod
-    def collate_fn(batch: Any) -> Any:
-        return batch
+def _engine_and_precision(trainer: Any) -> None:
+    check_accelerator(trainer.accelerator)
 
 
-class _TrainerLoss:
-    """The loss, batch by batch of one accumulation window, normalised as the Trainer means it.
+def _data_parallel(trainer: Any) -> PolicyError | None:
+    if trainer.args.n_gpu <= 1:
+        return None
+    return unsupported(
+        f"n_gpu={trainer.args.n_gpu}",
+        reason="DataParallel makes copies of the model that cannot be rolled back",
+        fix="set CUDA_VISIBLE_DEVICES to one device, or start one process per device.",
+    )
 
-    The Trainer has three ways, and which one holds is asked of the model itself, once:
 
-        items used     the model is given how many label tokens the window holds, and losses of
-                       batches add up
-        items ignored  it is given them, and its forward takes any keyword and uses none (Pegasus,
-                       Bart and others in transformers 5.17). The Trainer then adds up means, so
-                       that the gradient is as many times too large as there are batches. Here the
-                       guard finds out what the means are over, and weights them
-        no items       the model takes none: the mean of the means of the batches, as in the Trainer
-    """
+def _smaller_batches_after_out_of_memory(trainer: Any) -> PolicyError | None:
+    if not trainer.args.auto_find_batch_size:
+        return None
+    return unsupported(
+        "auto_find_batch_size=True",
+        reason="it starts the loop again with a smaller batch",
+        fix=_LEAVE_OUT,
+    )
 
-    def __init__(self, trainer: Any, model: torch.nn.Module, split: Split = 0) -> None:
-        self._trainer = trainer
-        self._model = model
-        self._split = split
-        self._items: Any = None
-        self._batches = 1
-        self._uses_items: bool | None = None
 
-    def window(self, batches: Sequence[Any], items: Any, guard: HostedGuard) -> Window:
-        """Return what one step is made of, and be the loss function of it.
+def _optimizer_that_steps_in_backward(trainer: Any) -> PolicyError | None:
+    optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    if not any(word in optimizer for word in _STEPS_IN_BACKWARD):
+        return None
+    return unsupported(
+        f"optim={optimizer}",
+        reason="it moves weights during the backward pass, which cannot be undone",
+        fix="use another optimizer.",
+    )
 
-        `items` is what the Trainer counted.
-        """
-        self._items, self._batches = items, len(batches)
-        if items is not None and self._uses_items is None:
-            self._find_out(batches[0], guard)
-        return Window(
-            batches, added=items is None or self._uses_items is not False, on_cut=self._cut
-        )
 
-    def _cut(self, batches: Sequence[Any]) -> None:
-        """Take in that samples were taken out of the window."""
-        self._batches = len(batches)
-        # Else all would have to count
-        if self._items is not None and self._trainer.accelerator.num_processes == 1:
-            self._items = self._trainer._get_num_items_in_batch(
-                list(batches), self._trainer.args.device
-            )
+def _saves_within_a_step(trainer: Any) -> PolicyError | None:
+    if not getattr(trainer.args, "enable_jit_checkpoint", False):
+        return None
+    return unsupported(
+        "enable_jit_checkpoint=True", reason="it saves in the middle of a step", fix=_LEAVE_OUT
+    )
 
-    def __call__(self, batch: Any) -> Any:
-        """Return the loss of one batch, or of a part of one, as it goes into the step."""
-        # A mean that is no share of the items must not be multiplied by the number of processes, as
-        # a share is.
-        loss = self._compute(batch, None if self._uses_items is False else self._items)
-        mean_of_means = self._items is None and self._trainer.compute_loss_func is None
-        return loss / self._batches if mean_of_means else loss
 
-    def _compute(self, batch: Any, items: Any) -> torch.Tensor:
-        # Accelerate has put autocast around forward, and around nothing else.
-        with (
-            torch.autocast(self._trainer.args.device.type, enabled=False),
-            self._trainer.compute_loss_context_manager(),
-        ):
-            loss: torch.Tensor = self._trainer.compute_loss(
-                self._model, batch, num_items_in_batch=items
-            )
-        return loss
+def _parallelism_within_a_step(trainer: Any) -> PolicyError | None:
+    if getattr(trainer.accelerator, "parallelism_config", None) is None:
+        return None
+    return unsupported(
+        "a parallelism_config", reason="it spreads a step over devices", fix=_LEAVE_OUT
+    )
 
-    def _find_out(self, batch: Any, guard: HostedGuard) -> None:
-        """Ask one sample, or a batch that cannot be cut, whether its loss depends on the items
-        of the window.
-        """
-        try:
-            size = batch_size(batch, self._split)
-            most_labels = int(batch["labels"].reshape(size, -1).ne(-100).sum(-1).argmax())
-            batch = select(batch, size, [most_labels], self._split)
-        except (BatchError, RuntimeError):
-            pass
 
-        def loss_with(items: int) -> float:
-            # A label smoother takes the labels out of a batch, so each has its own.
-            return float(
-                self._compute(
-                    copy.copy(batch), torch.tensor(items, device=self._trainer.args.device)
-                )
-            )
-
-        with guard.trying():
-            once, twice = loss_with(1), loss_with(2)
-        if not (math.isfinite(once) and math.isfinite(twice)) or once == 0.0:
-            return  # asked again in the next step
-        self._uses_items = once != twice
-        if not self._uses_items:
-            guard.emit(
-                run_events.ItemsIgnored(
-                    model=type(self._model).__name__,
-                    why=(
-                        "its loss is a mean whatever num_items_in_batch is, and Trainer would add"
-                        " up such means; they are weighted by what they are over instead"
-                    ),
-                )
-            )
+_REFUSALS = (
+    _engine_and_precision,
+    _data_parallel,
+    _smaller_batches_after_out_of_memory,
+    _optimizer_that_steps_in_backward,
+    _saves_within_a_step,
+    _parallelism_within_a_step,
+)

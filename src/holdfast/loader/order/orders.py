@@ -1,11 +1,11 @@
 """Orders: which sample is at which position of an epoch.
 
-An order is a function of (seed, epoch) that can be asked for any stretch of positions and makes no
-more of the epoch than the blocks it touches. So a run resumes in the middle of any data set at
-once, and with whatever number of workers, batch size or number of ranks.
+An order is a function of (seed, epoch). It can be asked for any stretch of positions, and computes
+only the blocks that the stretch touches. A run therefore resumes at once in the middle of any
+dataset, with any number of workers or ranks and any batch size.
 
-What an order returns for a seed is part of what a saved position means: a change is a new version
-in its identity.
+What an order returns for a seed is part of the meaning of a saved position, so a change needs a new
+version in `Order.identity`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,22 @@ from numpy.typing import ArrayLike, NDArray
 from holdfast.core.errors import LoaderError
 from holdfast.loader.seeds import derive_seed, random_bits
 
-# Positions; from here on the cost of a call no longer shows in the cost of a position
-_BLOCK = 4096
-_LARGEST_GROUP, _LARGEST_WINDOW = 256, 8192
-# Measured with 100,000 log-normal lengths (speech of 0.5 to 17 s, sigma 0.6): of batches of 32, 0.6
-# % is padding, of batches of 48 5 % (they span groups), shuffled 62 %. A window of 4096 has 1.1 %
-# and 5 %; groups of 128 have 9 % at 48, groups of 512 3 %, but lengths then rise over twice as many
-# batches.
-_LEAST_WINDOWS = 4  # with one window for all samples, the same ones would meet in each epoch
-_CHUNK = 2**20  # numbers that are digested at a time, so that no second copy of all is made
+# Positions that are computed together. With this many, the fixed cost of a call is negligible.
+_BLOCK_POSITIONS = 4096
+
+# Largest sizes that `LengthBucketed` chooses. They were measured with 100,000 log-normal lengths
+# (speech of 0.5 to 17 s, sigma 0.6). In batches of 32, 0.6 % is padding, and in batches of 48,
+# which span groups, 5 %; after plain shuffling it is 62 %. With a window of 4096 it is 1.1 % and
+# 5 %. With groups of 128, batches of 48 have 9 %; with groups of 512 they have 3 %, but lengths
+# then rise over twice as many batches.
+_LARGEST_GROUP = 256
+_LARGEST_WINDOW = 8192
+
+# With a single window for all samples, the same samples would be neighbours in each epoch.
+_FEWEST_WINDOWS = 4
+
+# Numbers that are digested at a time, so that there is no second copy of all of them.
+_DIGEST_CHUNK = 2**20
 
 
 class Order(ABC):
@@ -42,9 +49,10 @@ class Order(ABC):
     """
 
     _kind: ClassVar[str]
-    _block_size: int = _BLOCK
-    # The two blocks made last: a step that looks ahead over the end of one comes back to it.
-    _newest: tuple[tuple[tuple[int, int, int], NDArray[np.int64]], ...] = ()
+    _block_size: int = _BLOCK_POSITIONS
+    # The two blocks that were computed last, with what they were computed for. There are two,
+    # because a batch whose spares are in the next block is followed by one in this block.
+    _newest_blocks: tuple[tuple[tuple[int, int, int], NDArray[np.int64]], ...] = ()
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -55,64 +63,68 @@ class Order(ABC):
 
     @final
     def count(self, epoch: int) -> int:
-        """Return the positions of an epoch, which are as many in each."""
+        """Return the positions of an epoch, which are the same number in each."""
         del epoch
         return len(self)
 
     def identity(self) -> dict[str, Any]:
-        """Return, as JSON values, what must be equal for a position to mean the same sample.
+        """Return what must be equal for a position to mean the same sample, as JSON values.
 
-        No seed, no sizes.
+        The seed and the batch size are not part of it.
         """
         return {"kind": self._kind, "version": 1, "length": len(self)}
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of epoch 0 with seed 0: what a loader that knows no orders takes."""
+        """Yield the indices of epoch 0 with seed 0, for a loader that takes this for a sampler."""
         for first in range(0, len(self), self._block_size):
             yield from self.indices(0, 0, first, first + self._block_size)
 
     @abstractmethod
     def _block(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return what is at the positions of one block.
+        """Return the indices at the positions of one block.
 
-        Those between two multiples of the block's size.
+        Args:
+            seed: Seed of the loader.
+            epoch: Number of the epoch.
+            positions: All positions between two multiples of the block's size; int64, 1-D.
         """
 
     @final
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[int]:
-        """Return the indices of the samples at the positions from `start` to `stop` of an epoch, as
-        in a slice.
+        """Return the dataset indices at the positions from `start` to `stop` of an epoch.
 
-        The cost grows with the positions asked for, not with the epoch.
+        `start` and `stop` are as in a slice. The cost grows with the positions that are requested,
+        not with the length of the epoch.
         """
         start, stop, _ = slice(start, stop).indices(len(self))
-        found: list[int] = []
-        while start < stop:
-            number, offset = divmod(start, self._block_size)
-            values = self._block_of(seed, epoch, number)[offset : offset + stop - start]
-            found += values.tolist()
-            start += len(values)
-        return found
+        indices: list[int] = []
+        position = start
+        while position < stop:
+            number, offset = divmod(position, self._block_size)
+            block = self._numbered_block(seed, epoch, number)
+            part = block[offset : offset + stop - position]
+            indices += part.tolist()
+            position += len(part)
+        return indices
 
-    def _block_of(self, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
-        asked = (seed, epoch, number)
-        for made, values in self._newest:
-            if made == asked:
-                return values
+    def _numbered_block(self, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
+        key = (seed, epoch, number)
+        for block_key, block in self._newest_blocks:
+            if block_key == key:
+                return block
         first = number * self._block_size
-        values = self._block(
-            seed, epoch, np.arange(first, min(first + self._block_size, len(self)), dtype=np.int64)
-        )
-        self._newest = ((asked, values), *self._newest[:1])
-        return values
+        end = min(first + self._block_size, len(self))
+        block = self._block(seed, epoch, np.arange(first, end, dtype=np.int64))
+        self._newest_blocks = ((key, block), *self._newest_blocks[:1])
+        return block
 
 
 @final
 class Sequential(Order):
-    """The samples as they lie in the data set.
+    """The samples in the order of the dataset.
 
     Args:
-        length: Samples in the data set.
+        length: Samples in the dataset.
     """
 
     _kind = "sequential"
@@ -123,10 +135,10 @@ class Sequential(Order):
 
 @final
 class Shuffled(Order):
-    """Each sample once an epoch, at random places that are others in each epoch.
+    """Each sample once an epoch, in a random order that differs from epoch to epoch.
 
     Args:
-        length: Samples in the data set.
+        length: Samples in the dataset.
     """
 
     _kind = "shuffled"
@@ -137,22 +149,22 @@ class Shuffled(Order):
 
 @final
 class LengthBucketed(Order):
-    """Each sample once an epoch, at random places, but with neighbours of about the same length.
+    """Each sample once an epoch, in a random order in which neighbours have similar lengths.
 
-    The epoch is shuffled and cut into windows; each window is sorted by length and cut into groups,
-    whose order is random again. So batches need little padding, and lengths do not rise over more
-    than one group. Neither depends on the batch size: batches that divide the group never span two
-    of them.
+    The epoch is shuffled and cut into windows. Each window is sorted by length and cut into groups,
+    and the groups are shuffled. Batches therefore need little padding, and lengths never rise over
+    more than one group. The order does not depend on the batch size; if that divides the group, no
+    batch spans two groups.
 
     Args:
         lengths: One per sample, finite and at least 0, in any unit; shape ``(samples,)``.
-        window: Positions among which samples are sorted. More need less padding; with fewer,
-            samples meet others in each epoch. By default a quarter of the samples, but at most
-            8192.
-        group: Positions that stay sorted. With a multiple of the batch size that divides the window
-            no batch spans two groups; otherwise at least four times the batch size keeps the
-            padding low. By default 256, and a smaller power of two where the window has not two
-            such groups.
+        window: Positions among which samples are sorted. A larger window needs less padding; with
+            a smaller one, a sample has more different neighbours over the epochs. By default a
+            quarter of the samples, but at most 8192.
+        group: Positions that stay sorted. If it is a multiple of the batch size and divides the
+            window, no batch spans two groups; otherwise at least four times the batch size keeps
+            the padding low. By default 256, or a smaller power of two if the window does not hold
+            two such groups.
 
     Raises:
         LoaderError: H605 for lengths or sizes that cannot be used.
@@ -165,14 +177,18 @@ class LengthBucketed(Order):
     ) -> None:
         self.lengths = _numbers(lengths)
         super().__init__(len(self.lengths))
-        if min(1 if size is None else size for size in (window, group)) < 1:
-            what = f"window={window} and group={group} positions"
-            raise _unusable(
-                what, "they have at least 1", "leave them out, or pass sizes such as 8192 and 256."
-            )
-        span = min(_LARGEST_WINDOW, len(self) // _LEAST_WINDOWS) if window is None else window
-        self._group = group or min(_LARGEST_GROUP, 2 ** max(0, (span // 2).bit_length() - 1))
-        self._block_size = window or max(1, span // self._group) * self._group
+        for size in (window, group):
+            if size is not None and size < 1:
+                raise _unusable(
+                    f"window={window} and group={group} positions",
+                    limit="each has at least 1",
+                    fix="omit them, or pass sizes such as 8192 and 256.",
+                )
+        largest_window = window
+        if largest_window is None:
+            largest_window = min(_LARGEST_WINDOW, len(self) // _FEWEST_WINDOWS)
+        self._group = group or _choose_group(largest_window)
+        self._block_size = window or _whole_groups(largest_window, self._group)
 
     def identity(self) -> dict[str, Any]:
         """Return the kind, the sizes, and a digest of the lengths."""
@@ -186,101 +202,135 @@ class LengthBucketed(Order):
     def _block(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         shuffled = permuted(positions, len(self), derive_seed(seed, epoch, "length_bucketed"))
         by_length = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
-        starts = np.arange(0, len(by_length), self._group)
+        group_starts = np.arange(0, len(by_length), self._group)
         key = derive_seed(seed, epoch, "length_bucketed", int(positions[0]))
-        groups = permuted(np.arange(len(starts)), len(starts), key)
-        return np.concatenate([by_length[first : first + self._group] for first in starts[groups]])
+        group_order = permuted(np.arange(len(group_starts)), len(group_starts), key)
+        groups = [by_length[start : start + self._group] for start in group_starts[group_order]]
+        return np.concatenate(groups)
+
+
+def _choose_group(window: int) -> int:
+    """Return the largest power of two of which two fit into a window, but at most 256."""
+    largest_power = 1 << max(0, (window // 2).bit_length() - 1)
+    return min(_LARGEST_GROUP, largest_power)
+
+
+def _whole_groups(window: int, group: int) -> int:
+    """Return the largest multiple of the group that fits into a window, but at least one group."""
+    return max(1, window // group) * group
 
 
 def _numbers(lengths: ArrayLike) -> NDArray[Any]:
-    """Return a copy of plain numbers, so that nobody can change the order while it is in use."""
+    """Return a checked copy of the lengths, so that nobody can change the order while it is used.
+
+    Raises:
+        LoaderError: H605 for lengths that cannot be used.
+    """
     array = np.asarray(lengths).copy()
     fix = "pass a list or array with one number per sample."
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "biuf"):
+    # Booleans, integers and floats.
+    is_numeric = array.dtype.kind in "biuf"
+    if array.ndim != 1 or (array.size and not is_numeric):
         raise _unusable(
-            f"lengths of shape {array.shape} and type {array.dtype}", "there is one per sample", fix
+            f"lengths of shape {array.shape} and type {array.dtype}",
+            limit="there is one number per sample",
+            fix=fix,
         )
-    wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-    if len(wrong):
+    is_usable = np.isfinite(array) & (array >= 0)
+    unusable_places = np.flatnonzero(~is_usable)
+    if len(unusable_places):
+        place = unusable_places[0]
         raise _unusable(
-            f"lengths[{wrong[0]}]={array[wrong[0]]}", "they have to be finite and at least 0", fix
+            f"lengths[{place}]={array[place]}",
+            limit="they must be finite and at least 0",
+            fix=fix,
         )
     return array
 
 
-def _unusable(what: str, limit: str, fix: str) -> LoaderError:
+def _unusable(what: str, *, limit: str, fix: str) -> LoaderError:
     return LoaderError(what, limit=limit, fix=fix, rule="H605")
 
 
 def _digest(numbers: NDArray[Any]) -> str:
     """Return a digest of the values, whatever type they are stored in."""
     digest = hashlib.blake2b(digest_size=8)
-    for first in range(0, len(numbers), _CHUNK):
-        digest.update(numbers[first : first + _CHUNK].astype("<f8").tobytes())
+    for first in range(0, len(numbers), _DIGEST_CHUNK):
+        digest.update(numbers[first : first + _DIGEST_CHUNK].astype("<f8").tobytes())
     return digest.hexdigest()
 
 
-# --- a keyed bijection of range(n) with random access
-# ----------------------------------------------------
+# --- a keyed permutation of range(n) with random access -------------------------------------------
 
-# Only integers modulo 2**64 and a stable sort are used: the values are the same for every numpy and
-# every machine, which the positions in checkpoints rely on. Statistically random, not secret: no
-# cryptography.
+# Only integers modulo 2**64 and a stable sort are used, so the values are the same for every numpy
+# and every machine. Positions in checkpoints rely on that. The permutation is statistically random,
+# but it is no cryptography.
+
+# Up to this length the range is shuffled by sorting hashes, which makes all orders equally likely;
+# a Feistel network on so few values would repeat itself. Sorting 4096 hashes takes as long as 4096
+# values of the network, and 32 KiB.
 _SORTED_UP_TO = 4096
-# Below it the range is shuffled by sorting hashes, which makes all orders equally likely; a Feistel
-# network on so few values repeats itself. 4096 sorted hashes cost as much as 4096 values of the
-# network, and 32 KiB.
-_ROUNDS = 8
+
 # Four rounds of random functions are a pseudorandom permutation in both directions (Luby, Rackoff
-# 1988); more are for the small halves, which are 6 bits at 4096. NIST SP 800-38G takes 8 (FF3) and
-# 10 (FF1).
+# 1988). There are more, because the digits may be as small as 6 bits, at 4096. NIST SP 800-38G uses
+# 8 (FF3) and 10 (FF1).
+_ROUNDS = 8
 
 
 def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Return what is at some positions of a shuffled ``range(n)``, ``1 <= n <= 2**62``.
-
-    Shape ``(k,)``, int64.
+    """Return what is at some positions of a shuffled ``range(n)``.
 
     Above 4096 this is a Feistel network on pairs of digits (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002): the value is ``left * base + right``, and each round adds a
-    hash of one digit to the other. The pairs are at most ``sqrt(n)`` more than the values, and the
-    few that are too large go through again. `key` says which of the permutations, modulo 2**64.
+    arbitrary finite domains", 2002). A value is ``left * base + right``, and each round adds a hash
+    of one digit to the other. There are at most ``sqrt(n)`` more pairs than values, and the few
+    results that are too large go through the network again.
+
+    Args:
+        positions: Shape ``(k,)``, int64, from 0 to ``n - 1``.
+        n: From 1 to ``2**62``.
+        key: Which of the permutations, modulo 2**64.
+
+    Returns:
+        The values, shape ``(k,)``, int64.
     """
     assert 1 <= n <= 2**62, n
-    assert not len(positions) or (positions.min() >= 0 and positions.max() < n), (
-        "a position outside of the range"
-    )
+    if len(positions):
+        assert positions.min() >= 0, "a position before the range"
+        assert positions.max() < n, "a position after the range"
     if n <= _SORTED_UP_TO:
         return _sorted_hashes(n, key)[positions]
     values = _network(positions.astype(np.uint64), n, key)
-    while len(again := np.flatnonzero(values >= np.uint64(n))):
-        values[again] = _network(values[again], n, key)
-    return values.astype(np.int64)
+    while True:
+        too_large = np.flatnonzero(values >= np.uint64(n))
+        if len(too_large) == 0:
+            return values.astype(np.int64)
+        values[too_large] = _network(values[too_large], n, key)
 
 
-@functools.lru_cache(maxsize=64)  # 2 MiB at most; batches are asked for one after another
+# 2 MiB at most. Several calls for the same epoch follow each other.
+@functools.lru_cache(maxsize=64)
 def _sorted_hashes(n: int, key: int) -> NDArray[np.int64]:
-    return np.argsort(random_bits(np.arange(n, dtype=np.uint64), key), kind="stable").astype(
-        np.int64
-    )
+    hashes = random_bits(np.arange(n, dtype=np.uint64), key)
+    return np.argsort(hashes, kind="stable").astype(np.int64)
 
 
 def _network(values: NDArray[np.uint64], n: int, key: int) -> NDArray[np.uint64]:
-    """Return a permutation of ``range(bases[0] * bases[1])``, the smallest such range of near
-    squares above n.
+    """Return a permutation of the smallest ``range(left_base * right_base)`` that covers ``n``.
+
+    The bases are as equal as possible.
     """
-    base = math.isqrt(n - 1) + 1
-    bases = (np.uint64(-(-n // base)), np.uint64(base))
+    right_base = math.isqrt(n - 1) + 1
+    left_base = -(-n // right_base)
+    bases = (np.uint64(left_base), np.uint64(right_base))
     left = values // bases[1]
     digits = [left, values - left * bases[1]]
-    for number, round_key in enumerate(
-        random_bits(np.arange(_ROUNDS, dtype=np.uint64), key).tolist()
-    ):
+    round_keys = random_bits(np.arange(_ROUNDS, dtype=np.uint64), key).tolist()
+    for number, round_key in enumerate(round_keys):
         side = number % 2
-        # So that the sum does not overflow
+        # Two bits are dropped, so that the sum does not overflow.
         added = random_bits(digits[1 - side], round_key) >> np.uint64(2)
         total = digits[side] + added
-        # Numpy divides faster than it takes remainders
+        # The remainder. numpy divides faster than it takes remainders.
         digits[side] = total - total // bases[side] * bases[side]
     pairs: NDArray[np.uint64] = digits[0] * bases[1] + digits[1]
     return pairs

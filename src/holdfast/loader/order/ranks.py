@@ -1,6 +1,6 @@
 """Which rank this is, and which positions of a step belong to which rank.
 
-Nothing here talks to another rank.
+Nothing here communicates with another rank.
 """
 
 from __future__ import annotations
@@ -9,37 +9,54 @@ from torch import distributed
 
 
 def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
-    """Return this rank and the number of ranks as ``torch.distributed`` says, where it is used."""
-    known = distributed.is_available() and distributed.is_initialized()
-    return (distributed.get_rank(), distributed.get_world_size()) if known else otherwise
+    """Return this rank and the number of ranks.
+
+    Args:
+        otherwise: What to return if ``torch.distributed`` is not initialized.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return otherwise
 
 
 def rank_positions(
-    first: int, count: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
+    first: int, length: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
 ) -> range | None:
-    """Return which positions of the step that begins at `first`, any of `count`, belong to a rank.
+    """Return which positions of a step belong to a rank, or None after the end of the epoch.
 
-    None at the end.
+    A step takes ``batch_size * world_size`` positions. The positions of a shorter last step are
+    divided among all ranks, in parts whose sizes differ by at most 1: a rank without a batch would
+    make no step, and the others would wait for it. If fewer positions are left than there are
+    ranks, some are therefore used twice.
 
-    The step takes ``batch_size * world_size`` positions. Those of a shorter last step are divided
-    among all ranks, with sizes that differ by at most 1, since a rank that made no step would leave
-    the others waiting for it: where fewer are left than ranks, some are taken twice. With
-    `drop_last` a step that is not full is left out.
+    Args:
+        first: Position at which the step begins.
+        length: Positions in the epoch.
+        batch_size: Positions for one rank.
+        rank: The rank.
+        world_size: Number of ranks.
+        drop_last: Whether a step that is not full is left out.
     """
-    left = min(count - first, batch_size * world_size)
-    if left <= 0 or (drop_last and left < batch_size * world_size):
+    remaining = min(length - first, batch_size * world_size)
+    if remaining <= 0 or (drop_last and remaining < batch_size * world_size):
         return None
-    if left < world_size:
-        place = first + rank % left
-        return range(place, place + 1)
-    return range(first + left * rank // world_size, first + left * (rank + 1) // world_size)
+    if remaining < world_size:
+        position = first + rank % remaining
+        return range(position, position + 1)
+    start = first + remaining * rank // world_size
+    stop = first + remaining * (rank + 1) // world_size
+    return range(start, stop)
 
 
 def steps_left(
-    first: int, count: int, batch_size: int, world_size: int, *, drop_last: bool = False
+    first: int, length: int, batch_size: int, world_size: int, *, drop_last: bool = False
 ) -> int:
-    """Return how many steps `rank_positions` gives every rank from a position to the end of the
-    epoch.
+    """Return how many steps `rank_positions` gives every rank from a position to the epoch's end.
+
+    The arguments are those of `rank_positions`.
     """
-    left, size = max(0, count - first), batch_size * world_size
-    return left // size if drop_last else -(-left // size)
+    remaining = max(0, length - first)
+    step = batch_size * world_size
+    if drop_last:
+        return remaining // step
+    return -(-remaining // step)

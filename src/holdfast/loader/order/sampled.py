@@ -1,13 +1,14 @@
-"""A user's sampler, or sampler of batches.
+"""The order of a user's sampler, or sampler of batches.
 
-Drawn once an epoch from (seed, epoch), whatever its source of chance.
+It is drawn once an epoch from (seed, epoch), wherever the sampler takes its random numbers from.
 
 Some samplers carry state from epoch to epoch, such as counters or lists that are shuffled now and
 then. How a resume restores it depends on the sampler:
 
-it has state_dict and load_state_dict   its state is part of the position
-it has neither                          a resume draws the earlier epochs again, in the same order
-the loop changes it, such as weights    drawing again cannot restore that, so the resume is refused
+- It has ``state_dict`` and ``load_state_dict``: its state is part of the position.
+- It has neither: a resume draws the earlier epochs again, in the same order.
+- The loop changes it, for example its weights: drawing again cannot restore that, so the resume is
+  refused (H604).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import numpy as np
 import torch
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.foreign import has_no_state, is_stateful
 from holdfast.loader.order.host_epochs import sets_epoch
 from holdfast.loader.order.sampler_state import (
     Fingerprint,
@@ -34,16 +34,23 @@ from holdfast.loader.order.sampler_state import (
 )
 from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated, seed_cpu
+from holdfast.loader.samplers import has_no_state, is_stateful
 from holdfast.loader.seeds import derive_seed
 
-_MOST_ENTRIES = 10**8  # of an epoch, 40 bytes each
-# Another iterator may draw another epoch: one with its own source of chance would draw anew then
-_KEPT_EPOCHS = 2
+# Entries of an epoch: they are held in memory, at 40 bytes each.
+_MOST_ENTRIES = 10**8
+
+# Epochs whose entries are held. There are two, because another iterator may draw another epoch, and
+# a sampler whose source of randomness is unknown would draw a different order when asked again.
+_EPOCHS_HELD = 2
 
 
 class Drawn(NamedTuple):
-    """A digest of what a user's sampler drew for an epoch, and whose it is if the sampler
-    divides by ranks.
+    """What a user's sampler drew for an epoch.
+
+    Args:
+        digest: A digest of the entries.
+        rank: Whose they are, if the sampler divides by ranks; None otherwise.
     """
 
     digest: str
@@ -51,15 +58,19 @@ class Drawn(NamedTuple):
 
 
 class Sampled:
-    """A user's sampler, drawn once an epoch from (seed, epoch), whatever its source of chance.
+    """The order of a user's sampler.
 
-    It yields indices, or `batches` of them; an index may be a tuple. `samples` are those of the
-    dataset, if known. H603 for a sampler without a length, or with one that no memory holds.
+    Args:
+        sampler: The sampler. It yields indices, which may be tuples, or batches of indices.
+        seed: Seed of the loader.
+        repeats: Whether an index may come more than once in an epoch; None if the sampler knows.
+        batches: Whether it yields batches.
+        samples: Length of the dataset, if that is known.
+        dataset: The dataset, which the sampler may hold; it is not copied with the sampler.
+
+    Raises:
+        LoaderError: H603 for a sampler without a length, or with one that no memory holds.
     """
-
-    changed_by_others = False
-    """Whether the loop has changed a sampler without ``state_dict`` between epochs, so that no
-    resume is possible."""
 
     def __init__(
         self,
@@ -71,110 +82,126 @@ class Sampled:
         samples: int | None = None,
         dataset: Any = None,
     ) -> None:
-        if not isinstance(sampler, Sized):
-            raise LoaderError(
-                f"sampler {type(sampler).__name__} has no length",
-                limit="an order that resumes exactly needs to know where an epoch ends",
-                fix=(
-                    "give it a __len__, or use torch.utils.data.DataLoader and accept an inexact"
-                    " resume."
-                ),
-                rule="H603",
-            )
-        if len(sampler) > _MOST_ENTRIES:
-            raise LoaderError(
-                f"sampler {type(sampler).__name__} yields {len(sampler):,} entries an epoch",
-                limit=(
-                    f"they are drawn at once, at most {_MOST_ENTRIES:,}, so that a resume finds the"
-                    " same"
-                ),
-                fix=(
-                    "let an epoch be shorter, such as num_samples=len(dataset), and let steps end"
-                    " the run: guard.batches(max_steps=...)."
-                ),
-                rule="H603",
-            )
+        _check_length(sampler)
         self._sampler: Any = sampler
         self._seed = seed
         self._repeats = repeats
         self._batches = batches
         self._samples = samples
-        self._kept: dict[int, list[Any]] = {}
-        # That the sampler had when it was last looked at; torch's begin with 0
-        self._epoch_seen = 0
         self._dataset = dataset
+
+        # By epoch: all entries, their digest, and the state_dict of a stateful sampler before them.
+        self._entries: dict[int, list[Any]] = {}
+        self._digests: dict[int, str] = {}
+        self._state_before: dict[int, Any] = {}
+
+        # The sampler's attribute `epoch` when it was last looked at. Samplers of torch begin with
+        # 0.
+        self._epoch_seen = 0
         # The outermost sampler that has ``state_dict`` and ``load_state_dict``, or None.
         self._stateful: Any = next(
             (sampler for sampler in self._samplers() if is_stateful(sampler)), None
         )
-        self._digests: dict[int, str] = {}  # of the epochs that are kept
         # The epochs that were drawn since the sampler was passed in, in this order.
         self._history: list[int] = []
         # Whether drawing an epoch changes the orders of later ones; None before the first draw has
         # shown it.
-        self._carries: bool | None = (
-            False if self._stateful is not None or self._is_torchs else None
-        )
+        self._carries_state: bool | None = None
+        if self._stateful is not None or self._needs_no_state():
+            self._carries_state = False
         # A copy of the sampler before the first draw, unless it carries nothing.
-        self._as_given: Any | None = None
+        self._as_passed: Any | None = None
         # The fingerprint of the sampler after the newest draw.
         self._left_as: Fingerprint | None = None
-        # The state_dict of a stateful sampler before each epoch in `_kept`.
-        self._before_draw: dict[int, Any] = {}
+        # Whether the loop has changed a sampler without ``state_dict`` between epochs, so that no
+        # resume is possible.
+        self.changed_by_others = False
 
     def __len__(self) -> int:
         """Return the entries of an epoch, as the sampler states."""
         return len(self._sampler)
 
     def count(self, epoch: int) -> int:
-        """Return what the sampler really yields in an epoch, as torch iterates it whatever its
-        length says.
+        """Return how many entries the sampler yields in an epoch.
+
+        This may differ from its length. Like torch, the loader takes what is yielded.
         """
         return len(self.drawn(epoch))
 
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[Any]:
-        """Return the indices at some positions of an epoch."""
+        """Return the entries at some positions of an epoch."""
         del seed
         return self.drawn(epoch)[start:stop]
 
+    def identity(self) -> dict[str, Any]:
+        """Return the kind of sampler and the length of the dataset, as JSON values.
+
+        The sampler's own length is left out, because it may differ from epoch to epoch.
+        """
+        return {"kind": type(self._sampler).__name__, "version": 1, "length": self._samples}
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an index may come more than once in an epoch."""
+        if self._repeats is not None:
+            return self._repeats
+        # Samplers of torch that draw with replacement say so. Its `DistributedSampler` repeats a
+        # few samples to make the ranks equal.
+        return any(
+            getattr(sampler, "replacement", False) or hasattr(sampler, "num_replicas")
+            for sampler in self._samplers()
+        )
+
+    def _samplers(self) -> tuple[Any, Any]:
+        """Return the sampler, and the one that a sampler of batches takes its indices from."""
+        return self._sampler, getattr(self._sampler, "sampler", None)
+
+    # --- drawing ----------------------------------------------------------------------------------
+
     def drawn(self, epoch: int) -> list[Any]:
-        """Return all that the sampler yields in an epoch; H609 if indices repeat by mistake."""
-        if epoch not in self._kept:
-            self._note_changes()
-            if self._stateful is not None:
-                self._before_draw[epoch] = copy.deepcopy(self._stateful.state_dict())
-            elif self._carries is None and not self._history:
-                self._as_given = copy_sampler(self._sampler, self._dataset)
-            found = self._draw(epoch)
-            self._history.append(epoch)
-            self.epoch_set()
-            if self._carries is None:
-                self._carries = self._changes_itself(epoch, found)
-            if not self._carries:
-                self._as_given = None
-            if not self.repeats:
-                _check_once(found, type(self._sampler).__name__, batches=self._batches)
-            for old in list(self._kept)[: 1 - _KEPT_EPOCHS]:
-                self._forget(old)
-            self._kept[epoch] = found
-        return self._kept[epoch]
+        """Return everything that the sampler yields in an epoch.
+
+        Raises:
+            LoaderError: H609 if indices repeat by mistake.
+        """
+        entries = self._entries.get(epoch)
+        if entries is not None:
+            return entries
+        self._note_changes()
+        if self._stateful is not None:
+            self._state_before[epoch] = copy.deepcopy(self._stateful.state_dict())
+        elif self._carries_state is None and not self._history:
+            self._as_passed = copy_sampler(self._sampler, self._dataset)
+        entries = self._draw(epoch)
+        self._history.append(epoch)
+        # Drawing has set the epoch on the sampler, which is no wish of the user.
+        self.take_epoch_set()
+        if self._carries_state is None:
+            self._carries_state = self._changes_itself(epoch, entries)
+        if not self._carries_state:
+            self._as_passed = None
+        if not self.repeats:
+            _check_once(entries, type(self._sampler).__name__, batches=self._batches)
+        for old_epoch in list(self._entries)[: 1 - _EPOCHS_HELD]:
+            self._forget(old_epoch)
+        self._entries[epoch] = entries
+        return entries
 
     def _forget(self, epoch: int) -> None:
-        for of_epochs in (self._kept, self._digests, self._before_draw):
-            of_epochs.pop(epoch, None)
+        self._entries.pop(epoch, None)
+        self._digests.pop(epoch, None)
+        self._state_before.pop(epoch, None)
 
     def _draw(self, epoch: int) -> list[Any]:
-        """Return the entries of the sampler with the random numbers of an epoch, and note its
-        state afterwards.
-        """
+        """Return the entries of an epoch, and note the sampler's state afterwards."""
         with isolated():
             self._begin_epoch(self._samplers(), epoch)
             before = self._fingerprint()
-            found = list(self._sampler)
+            entries = list(self._sampler)
         self._left_as = self._fingerprint()
-        if self._carries is None and before == self._left_as and before.is_complete:
-            self._carries = False
-        return found
+        if self._carries_state is None and before == self._left_as and before.is_complete:
+            self._carries_state = False
+        return entries
 
     def _begin_epoch(self, samplers: Iterable[Any], epoch: int) -> None:
         seed = derive_seed(self._seed, epoch, "order")
@@ -186,10 +213,10 @@ class Sampled:
             if sets_epoch(sampler):
                 sampler.set_epoch(epoch)
 
-    # --- what is carried from epoch to epoch
+    # --- what is carried from epoch to epoch ------------------------------------------------------
 
-    @property
-    def _is_torchs(self) -> bool:
+    def _needs_no_state(self) -> bool:
+        """Return whether all samplers are known to carry nothing from epoch to epoch."""
         return all(sampler is None or has_no_state(sampler) for sampler in self._samplers())
 
     def _fingerprint(self) -> Fingerprint:
@@ -197,7 +224,7 @@ class Sampled:
             (sampler for sampler in self._samplers() if sampler is not None), self._dataset
         )
 
-    def _changes_itself(self, epoch: int, found: list[Any]) -> bool:
+    def _changes_itself(self, epoch: int, entries: list[Any]) -> bool:
         """Return whether drawing an epoch changes the orders that the sampler yields afterwards.
 
         To find out, a copy of the sampler draws the same epoch again. Some samplers only store the
@@ -212,7 +239,7 @@ class Sampled:
         ]
         with isolated():
             self._begin_epoch(samplers, epoch)
-            same = key_of(list(again)) == key_of(found)
+            same = key_of(list(again)) == key_of(entries)
         return not same or fingerprint(samplers, self._dataset) != self._left_as
 
     def _note_changes(self) -> None:
@@ -232,33 +259,44 @@ class Sampled:
     def state_dict(self, epoch: int) -> dict[str, Any] | None:
         """Return the state of the sampler for a position in an epoch, or None if it has none."""
         if self._stateful is not None:
-            before = self._before_draw.get(epoch) if self._history[-1:] == [epoch] else None
+            before = None
+            if self._history[-1:] == [epoch]:
+                before = self._state_before.get(epoch)
             return {"before": before, "now": copy.deepcopy(self._stateful.state_dict())}
         if self.changed_by_others:
             return {"changed_by_others": True}
-        if self._carries is False:
+        if self._carries_state is False:
             return None
-        newest = self._history[-1] if self._history else None
-        digest = None if newest is None else self.in_short(newest, None)
-        return {
-            "epochs": as_ranges(self._history),
-            "drawn": None if digest is None else list(digest),
-        }
+        drawn = None
+        if self._history:
+            newest_epoch = self._history[-1]
+            drawn = list(self.check_drawn(newest_epoch, None))
+        return {"epochs": as_ranges(self._history), "drawn": drawn}
 
     def load_state_dict(self, state: dict[str, Any] | None, epoch: int) -> None:
-        """Restore the sampler at a position in an epoch; H604 if that is not possible."""
+        """Restore the sampler at a position in an epoch.
+
+        Args:
+            state: What `state_dict` returned there.
+            epoch: Number of the epoch.
+
+        Raises:
+            LoaderError: H604 if that is not possible.
+        """
         if state is None:
             return
         if "epochs" in state:
-            if self._carries is False:
+            if self._carries_state is False:
                 # The position was saved before the first draw had shown that the sampler carries
                 # nothing.
                 return
             self._draw_again(from_ranges(state["epochs"]), state["drawn"])
         elif "changed_by_others" in state:
-            raise self._lost("was changed between epochs by the loop, and no checkpoint holds that")
+            raise self._cannot_restore(
+                "was changed between epochs by the loop, and no checkpoint holds such a change"
+            )
         elif self._stateful is None:
-            raise self._lost(
+            raise self._cannot_restore(
                 "has no state_dict and load_state_dict, and had them when the position was saved"
             )
         else:
@@ -272,113 +310,135 @@ class Sampled:
     def _draw_again(self, epochs: list[int], drawn: list[Any] | None) -> None:
         """Draw epochs in their original order.
 
-        H604 if the order of the last one differs from the original.
+        Args:
+            epochs: The epochs.
+            drawn: The fields of `Drawn` for the last one, if they were saved.
+
+        Raises:
+            LoaderError: H604 if the order of the last one differs from the original.
         """
         if self._history != epochs[: len(self._history)]:
-            self._return_to_the_beginning()
+            self._return_to_beginning()
         for epoch in epochs[len(self._history) :]:
             self._forget(epoch)
             self.drawn(epoch)
         if drawn is not None:
-            self.in_short(epochs[-1], Drawn(*drawn))
+            self.check_drawn(epochs[-1], Drawn(*drawn))
 
-    def _return_to_the_beginning(self) -> None:
-        again = None if self._as_given is None else copy_sampler(self._as_given, self._dataset)
-        if again is None:
-            raise self._lost(
-                "cannot be copied, and so not be brought back to an earlier epoch in the same"
-                " process"
+    def _return_to_beginning(self) -> None:
+        """Bring the sampler back to where it was when it was passed in.
+
+        Raises:
+            LoaderError: H604 if it cannot be copied.
+        """
+        as_passed = None
+        if self._as_passed is not None:
+            as_passed = copy_sampler(self._as_passed, self._dataset)
+        if as_passed is None:
+            raise self._cannot_restore(
+                "cannot be copied, so it cannot be returned to an earlier epoch in this process"
             )
         vars(self._sampler).clear()
-        vars(self._sampler).update(vars(again))
-        for epoch in list(self._kept):
+        vars(self._sampler).update(vars(as_passed))
+        for epoch in list(self._entries):
             self._forget(epoch)
-        self._history, self._left_as = [], None
+        self._history = []
+        self._left_as = None
 
-    def _lost(self, why: str) -> LoaderError:
+    def _cannot_restore(self, why: str) -> LoaderError:
         return LoaderError(
             f"{type(self._sampler).__name__} {why}",
             limit="the batches that follow depend on it",
             fix=(
-                "give the sampler state_dict and load_state_dict, which are kept with the position,"
-                " and begin in another run directory."
+                "give the sampler state_dict and load_state_dict, which are saved with the"
+                " position, and start in a new run directory."
             ),
             rule="H604",
         )
 
-    # --- epochs
+    # --- epochs -----------------------------------------------------------------------------------
 
-    def epoch_set(self) -> int | None:
-        """Return the epoch that somebody else has set on the sampler since this was last asked,
-        or None.
-        """
-        for each in self._samplers():
-            found = getattr(each, "epoch", None)
-            if sets_epoch(each) and isinstance(found, Integral) and int(found) >= 0:
-                before, self._epoch_seen = self._epoch_seen, int(found)
-                return None if self._epoch_seen == before else self._epoch_seen
+    def take_epoch_set(self) -> int | None:
+        """Return the epoch that somebody has set on the sampler since the last call, or None."""
+        for sampler in self._samplers():
+            epoch = getattr(sampler, "epoch", None)
+            if sets_epoch(sampler) and isinstance(epoch, Integral) and int(epoch) >= 0:
+                is_new = int(epoch) != self._epoch_seen
+                self._epoch_seen = int(epoch)
+                return self._epoch_seen if is_new else None
         return None
 
-    def in_short(self, epoch: int, then: Drawn | None) -> Drawn:
-        """Return a digest of an epoch.
+    def check_drawn(self, epoch: int, saved: Drawn | None) -> Drawn:
+        """Return a digest of what is drawn for an epoch.
 
-        H604 if another order was drawn `then`, as far as it is of this rank.
+        Args:
+            epoch: Number of the epoch.
+            saved: The digest when the position was saved, or None to check nothing. It is not
+                checked if it is that of another rank.
+
+        Raises:
+            LoaderError: H604 if another order was drawn then.
         """
-        ranks = [
-            int(each.rank)
-            for each in self._samplers()
-            if isinstance(getattr(each, "rank", None), Integral)
-        ]
         entries = self.drawn(epoch)
         if epoch not in self._digests:
-            self._digests[epoch] = hashlib.blake2b(
-                repr(key_of(entries)).encode(), digest_size=8
-            ).hexdigest()
-        now = Drawn(self._digests[epoch], ranks[0] if ranks else None)
-        if then is not None and then.rank == now.rank and then.digest != now.digest:
+            text = repr(key_of(entries))
+            self._digests[epoch] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        drawn = Drawn(self._digests[epoch], self._find_rank())
+        if saved is not None and saved.rank == drawn.rank and saved.digest != drawn.digest:
             raise LoaderError(
-                "the sampler draws another order than when the position was saved, at the same seed"
-                " and epoch",
+                "the sampler draws another order than when the position was saved, with the same"
+                " seed and epoch",
                 limit="the same order is needed to continue in the middle of an epoch",
                 fix=(
-                    "let it draw from torch's, numpy's or python's global generator or from an"
-                    " attribute `generator`, which are seeded for it, or from its epoch in"
-                    " set_epoch(); make it from the same seed; what it carries from epoch to epoch"
-                    " is kept by its state_dict and load_state_dict."
+                    "let it draw from the global generator of torch, numpy or python or from an"
+                    " attribute `generator`, which are seeded for it, or derive its order from the"
+                    " epoch in set_epoch(); create it with the same seed; if it carries state from"
+                    " epoch to epoch, give it state_dict and load_state_dict."
                 ),
                 rule="H604",
             )
-        return now
+        return drawn
 
-    @property
-    def repeats(self) -> bool:
-        """Return whether an index may come more than once an epoch."""
-        if self._repeats is not None:
-            return self._repeats
-        # torch's samplers with replacement say so; its DistributedSampler repeats a few to make
-        # ranks equal.
-        return any(
-            getattr(each, "replacement", False) or hasattr(each, "num_replicas")
-            for each in self._samplers()
+    def _find_rank(self) -> int | None:
+        """Return the rank for which the sampler draws, or None if it does not divide by ranks."""
+        for sampler in self._samplers():
+            rank = getattr(sampler, "rank", None)
+            if isinstance(rank, Integral):
+                return int(rank)
+        return None
+
+
+def _check_length(sampler: Any) -> None:
+    """Check that a sampler has a length whose entries fit into memory; H603."""
+    name = type(sampler).__name__
+    if not isinstance(sampler, Sized):
+        raise LoaderError(
+            f"sampler {name} has no length",
+            limit="an order that resumes exactly needs to know where an epoch ends",
+            fix=(
+                "give it a __len__, or use torch.utils.data.DataLoader and accept an inexact"
+                " resume."
+            ),
+            rule="H603",
+        )
+    if len(sampler) > _MOST_ENTRIES:
+        raise LoaderError(
+            f"sampler {name} yields {len(sampler):,} entries an epoch",
+            limit=(
+                f"all of them are drawn at once, at most {_MOST_ENTRIES:,}, so that a resume finds"
+                " the same order"
+            ),
+            fix=(
+                "make epochs shorter, for example num_samples=len(dataset), and end the run after a"
+                " number of steps: guard.batches(max_steps=...)."
+            ),
+            rule="H603",
         )
 
-    def _samplers(self) -> tuple[Any, Any]:
-        """Return the sampler, and the one that a sampler of batches takes its indices from."""
-        return self._sampler, getattr(self._sampler, "sampler", None)
 
-    def identity(self) -> dict[str, Any]:
-        """Return its kind and the length of the dataset.
-
-        Its own may be another one in each epoch.
-        """
-        return {"kind": type(self._sampler).__name__, "version": 1, "length": self._samples}
-
-
-def _check_once(found: list[Any], name: str, *, batches: bool) -> None:
-    many: Any = (list, tuple, np.ndarray, torch.Tensor) if batches else list
-    keys = [
-        key_of(index) for each in found for index in (each if isinstance(each, many) else [each])
-    ]
+def _check_once(entries: list[Any], name: str, *, batches: bool) -> None:
+    """Check that no index comes twice in an epoch; H609."""
+    keys = [key_of(index) for index in _indices_in(entries, batches=batches)]
     repeated = len(keys) - len(set(keys))
     if repeated:
         raise LoaderError(
@@ -387,3 +447,15 @@ def _check_once(found: list[Any], name: str, *, batches: bool) -> None:
             fix="repair the sampler, or pass repeats=True if it draws with replacement on purpose.",
             rule="H609",
         )
+
+
+def _indices_in(entries: list[Any], *, batches: bool) -> list[Any]:
+    """Return the indices in the entries of a sampler, or of a sampler of batches."""
+    batch_types: Any = (list, tuple, np.ndarray, torch.Tensor) if batches else list
+    indices: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, batch_types):
+            indices.extend(entry)
+        else:
+            indices.append(entry)
+    return indices

@@ -1,4 +1,4 @@
-"""Copy the user's samplers, and detect from their attributes whether they changed."""
+"""Copies the user's samplers, and finds out from their attributes whether they changed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _DATA_ATTRIBUTES = ("data_source", "dataset")
 _ADDED_ATTRIBUTES = ("set_epoch",)
 
 _PLAIN_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 # How many nested samplers are searched for objects that copies share.
 _MOST_LEVELS = 4
 
@@ -28,7 +30,7 @@ _MOST_LEVELS = 4
 class Fingerprint(NamedTuple):
     """A digest of the attributes of samplers.
 
-    Attributes:
+    Args:
         digest: Equal for equal attributes.
         is_complete: False if the digest leaves a value out, such as an iterator, whose state cannot
             be read.
@@ -39,11 +41,15 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
-    """Return the fingerprint of samplers, without their dataset and the generators that are seeded
-    for each epoch.
+    """Return the fingerprint of samplers.
 
     Only fingerprints of one process can be compared. Equal ones mean equal attributes; different
-    ones usually mean that an attribute has changed.
+    ones usually mean that an attribute has changed. The generators that are seeded for each epoch
+    are left out.
+
+    Args:
+        samplers: The samplers.
+        dataset: Their dataset, which is left out too.
     """
     digester = _Digester(dataset)
     for sampler in samplers:
@@ -58,9 +64,9 @@ def fingerprint(samplers: Iterable[Any], dataset: Any) -> Fingerprint:
 
 
 def copy_sampler(sampler: Any, dataset: Any) -> Any | None:
-    """Return a deep copy of a sampler that shares its dataset and its models.
+    """Return a deep copy of a sampler, or None if it cannot be copied.
 
-    None if it cannot be copied.
+    The copy shares the dataset and the models of the sampler.
     """
     shared = [dataset]
     inner = sampler
@@ -80,16 +86,9 @@ def copy_sampler(sampler: Any, dataset: Any) -> Any | None:
 
 def same_state(first: Any, second: Any) -> bool:
     """Return whether two values of ``state_dict()`` are equal."""
-    if isinstance(first, (torch.Tensor, np.ndarray)) or isinstance(
-        second, (torch.Tensor, np.ndarray)
-    ):
-        if (
-            type(first) is not type(second)
-            or first.dtype != second.dtype
-            or first.shape != second.shape
-        ):
-            return False
-        return bool((first == second).all())
+    arrays = (torch.Tensor, np.ndarray)
+    if isinstance(first, arrays) or isinstance(second, arrays):
+        return _same_array(first, second)
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(
             same_state(value, second[key]) for key, value in first.items()
@@ -97,6 +96,14 @@ def same_state(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
         return len(first) == len(second) and all(map(same_state, first, second))
     return bool(first == second)
+
+
+def _same_array(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
+        return False
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return bool((first == second).all())
 
 
 def as_ranges(epochs: Iterable[int]) -> list[list[int]]:
@@ -116,13 +123,17 @@ def as_ranges(epochs: Iterable[int]) -> list[list[int]]:
 
 
 def from_ranges(ranges: Iterable[Iterable[int]]) -> list[int]:
-    """Return the sequence of epochs of which `as_ranges` has returned these ranges."""
-    return [epoch for first, last in ranges for epoch in range(first, last + 1)]
+    """Return the sequence of epochs for which `as_ranges` has returned these ranges."""
+    epochs: list[int] = []
+    for first, last in ranges:
+        epochs += range(first, last + 1)
+    return epochs
 
 
 def _state_attributes(value: Any, dataset: Any) -> dict[str, Any]:
-    """Return the attributes of an object without the dataset, what holdfast has added, and the
-    seeded generator.
+    """Return the attributes of an object that may change from epoch to epoch.
+
+    These are all except the dataset, what holdfast has added, and the generator, which is seeded.
     """
     attributes = getattr(value, "__dict__", {})
     return {
@@ -165,13 +176,11 @@ class _Digester:
             self._visit_once(value, lambda: self._visit_all([*value.keys(), *value.values()]))
         elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
             self._visit_once(value, lambda: self._visit_all(value))
-        elif isinstance(
-            value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-        ):
+        elif isinstance(value, _GENERATOR_TYPES):
             self._visit_generator(value)
         elif isinstance(value, torch.nn.Module):
-            # torch counts the in-place changes of a tensor. A sampler that uses the model changes
-            # with every step.
+            # A sampler that uses a model changes with every step. torch counts the in-place changes
+            # of a tensor.
             self._add(repr([tensor._version for tensor in value.parameters()]))
         elif isinstance(value, (type, FunctionType, MethodType, ModuleType)):
             self._add(repr(getattr(value, "__qualname__", "a module")))

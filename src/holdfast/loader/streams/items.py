@@ -1,12 +1,12 @@
-"""The items of a stream, each with random numbers of its own, and the state with which they go on
-after any of them.
+"""The items of a stream, each with its own random numbers, and the state from which the stream
+continues after any of them.
 
-What an iterator draws as it begins, such as the order of an epoch in the head of a generator's
-``__iter__``, belongs to the call that gives its first item. It has to come out alike wherever the
-stream goes on, so that this call is made with the seed of the epoch's first item; and since nothing
-shows where the head ends and the item begins, the item that comes with it is then one that was
-handed out before, and dropped. Where the first item draws nothing, the head has drawn nothing
-either, and no item is read twice.
+What an iterator draws when it begins, such as the order of an epoch at the head of a generator's
+``__iter__``, is drawn in the call that returns its first item. It must be the same wherever the
+stream continues, so that call is made with the seed of the epoch's first item. Nothing shows where
+the head ends and the item begins. The item that this call returns is therefore one that was handed
+out before, and it is dropped. If the first item draws nothing, the head draws nothing either, and
+no item is read twice.
 """
 
 from __future__ import annotations
@@ -23,98 +23,131 @@ from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import Board
 
-_BEHIND = "holdfast_items_behind"
+# The key under which a state holds the number of items to drop after it.
+_ITEMS_BEHIND = "holdfast_items_behind"
+
+# In place of an item's number, for the random numbers that ``iter(dataset)`` draws.
+_SEED_OF_ITERATOR = -1
 
 
-def behind(items: int, state: Any) -> dict[str, Any]:
-    """Return the state from which a stream goes on if so many items after it are dropped."""
-    return {_BEHIND: items, "state": state}
+def replay_state(items: int, state: Any) -> dict[str, Any]:
+    """Return the state from which a stream continues if the first `items` after it are dropped."""
+    return {_ITEMS_BEHIND: items, "state": state}
 
 
-def quietly(board: Board | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context that leaves training's random state alone.
+def isolated_from_training(board: Board | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context that leaves the random state of training alone.
 
-    In a worker there is none to leave alone.
+    Args:
+        board: The board of the workers; None in the main process. In a worker there is nothing to
+            leave alone.
     """
     return isolated() if board is None else contextlib.nullcontext()
 
 
 class StreamError(Exception):
-    """What a stream has raised, as its cause."""
+    """A stream has raised the exception `cause`."""
 
     def __init__(self, cause: BaseException) -> None:
-        super().__init__()  # without its text, which may be broken
+        # Without the text of the cause, because making that may raise.
+        super().__init__()
         self.cause = cause
 
 
 class Items:
-    """The items of a stream, and their count.
+    """Iterates over the items of a stream and counts them.
 
-    Their random numbers depend on `parts` and an item's number.
+    Args:
+        dataset: The iterable dataset.
+        seed_parts: What the random numbers depend on, besides the number of an item.
+        board: The board of the workers; None in the main process.
+        keeps_state: Whether the dataset has a ``state_dict``.
+        show: Called, with the number of the item, before each item that is read and dropped.
     """
 
     def __init__(
-        self, dataset: Any, parts: tuple[Any, ...], board: Board | None, *, keeps_state: bool
+        self,
+        dataset: Any,
+        seed_parts: tuple[Any, ...],
+        board: Board | None,
+        *,
+        keeps_state: bool,
+        show: Callable[[int], None],
     ) -> None:
         self._dataset = dataset
-        self._parts = parts
+        self._seed_parts = seed_parts
         self._board = board
         self._keeps_state = keeps_state
+        self._show = show
         self._iterator: Iterator[Any] = iter(())
-        self._head_draws: bool | None = None  # None: no item of this iterator has been read
-        # Of the call that lets the iterator begin, where it is not the item's
-        self._first_seed: int | None = None
-        # A place to go on from, at the last item or before it
-        self._kept: tuple[int, Any] = (0, None)
-        self.show: Callable[[], None] = lambda: None
+        # Whether the head of the iterator draws random numbers; None before the first item.
+        self._head_draws: bool | None = None
+        # The number whose seed is used for the first item, if that is not the item's own.
+        self._first_seed_number: int | None = None
+        # A place to continue from, with its state: that of the last item or an earlier one.
+        self._replay_number = 0
+        self._replay_from: Any = None
+        # Items that were read.
         self.number = 0
         self.ended = False
 
     def open(self, items: int, state: Any) -> None:
-        """Go to the place after so many items, by the state that `state` returned there."""
-        self.show()  # what follows may take its time: a worker that reads over is no idle one
+        """Go to the place after a number of items.
+
+        Args:
+            items: The number.
+            state: What `state` returned there; None to read all items again.
+        """
+        # Show that a worker that reads items again is not idle.
+        self._show(self.number)
         dropped = items if state is None else 0
-        if isinstance(state, dict) and _BEHIND in state:
-            dropped, state = state[_BEHIND], state["state"]
+        if isinstance(state, dict) and _ITEMS_BEHIND in state:
+            dropped = state[_ITEMS_BEHIND]
+            state = state["state"]
         self.number = items - dropped
-        self._first_seed = 0 if dropped else None
-        self._kept = self.number, state
+        self._first_seed_number = 0 if dropped else None
+        self._replay_number = self.number
+        self._replay_from = state
         with self._guarded():
-            seed_cpu(derive_seed(*self._parts, -1))
+            seed_cpu(derive_seed(*self._seed_parts, _SEED_OF_ITERATOR))
             if state is not None:
                 self._dataset.load_state_dict(copy.deepcopy(state))
             self._iterator = iter(self._dataset)
         while self.number < items and next(self, self) is not self:
-            self.show()
+            self._show(self.number)
 
     def remember(self) -> None:
-        """Keep the place before the next item to go on from.
+        """Keep the place before the next item as one to continue from.
 
-        Not before the first, where many have none.
+        The place before the first item is not kept, because many datasets have no state there.
         """
-        if self._keeps_state and self._head_draws is not False and self.number > self._kept[0]:
-            self._kept = self.number, self._own_state()
+        if (
+            self._keeps_state
+            and self._head_draws is not False
+            and self.number > self._replay_number
+        ):
+            self._replay_number = self.number
+            self._replay_from = self._dataset_state()
 
     def state(self) -> Any:
-        """Return what `open` needs to go on here, or None if it is to read over."""
+        """Return what `open` needs to continue here, or None if it has to read all items again."""
         if not self._keeps_state:
             return None
         if self._head_draws is False:
-            return self._own_state()
-        number, state = self._kept
-        return None if state is None else behind(self.number - number, state)
+            return self._dataset_state()
+        if self._replay_from is None:
+            return None
+        return replay_state(self.number - self._replay_number, self._replay_from)
 
-    def _own_state(self) -> Any:
+    def _dataset_state(self) -> Any:
         with self._guarded():
             return copy.deepcopy(self._dataset.state_dict())
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Leave training's random state alone, and raise what the dataset raises as a
-        `StreamError`.
-        """
+        """Leave training's random state alone; raise what the dataset raises as `StreamError`."""
         try:
-            with quietly(self._board):
+            with isolated_from_training(self._board):
                 yield
         except (Exception, SystemExit) as error:
             let_through(error)
@@ -124,15 +157,19 @@ class Items:
         return self
 
     def __next__(self) -> Any:
-        if self.ended:  # as torch: one that is asked again may begin anew
+        # As with torch, an iterator that has ended is not asked again: it might begin again.
+        if self.ended:
             raise StopIteration
-        seed, self._first_seed = self.number if self._first_seed is None else self._first_seed, None
+        seed_number = self.number
+        if self._first_seed_number is not None:
+            seed_number = self._first_seed_number
+            self._first_seed_number = None
         with self._guarded():
-            seed_cpu(derive_seed(*self._parts, seed))
+            seed_cpu(derive_seed(*self._seed_parts, seed_number))
             before = capture() if self._head_draws is None else None
             item = next(self._iterator, self)
             if before is not None:
-                self._head_draws = _differs(before, capture())
+                self._head_draws = _differ(before, capture())
         if item is self:
             self.ended = True
             raise StopIteration
@@ -140,10 +177,13 @@ class Items:
         return item
 
 
-def _differs(one: RandomState, other: RandomState) -> bool:
-    # An object that nothing was drawn from is the same one.
+def _differ(before: RandomState, after: RandomState) -> bool:
+    """Return whether anything was drawn between two captures.
+
+    `capture` returns the same object for python and numpy if nothing was drawn from them.
+    """
     return (
-        one.python is not other.python
-        or one.numpy is not other.numpy
-        or not torch.equal(one.cpu, other.cpu)
+        before.python is not after.python
+        or before.numpy is not after.numpy
+        or not torch.equal(before.cpu, after.cpu)
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-_SHARDING_WORDS = {
+# Names in the code of a dataset that divides its items among workers.
+_SHARDING_NAMES = {
     "get_worker_info",
     "worker_info",
     "num_replicas",
     "split_by_worker",
     "split_by_node",
 }
-_RANK_WORDS = {
+
+# Names in the code, or attributes, of a dataset that divides its items among ranks.
+_RANK_NAMES = {
     "get_rank",
     "get_world_size",
     "rank",
@@ -21,45 +24,46 @@ _RANK_WORDS = {
     "process_index",
     "num_processes",
 }
-# Hugging Face datasets deal out their shards themselves
-_SHARDING_ATTRIBUTES = ("num_shards", "n_shards")
+
+# Hugging Face datasets have one of these, and deal out their shards themselves.
+_SHARD_COUNTS = ("num_shards", "n_shards")
 
 
 def shards_itself(dataset: Any, worker_init_fn: Any = None) -> bool:
-    """Return whether an iterable dataset divides its items among workers, as far as its code shows.
+    """Return whether an iterable dataset divides its items among workers itself.
 
-    Looks for ``get_worker_info`` in the functions of its classes and in ``worker_init_fn``, and for
-    attributes that such datasets have.
+    This is so if the code of its classes asks for the worker, if `worker_init_fn` does, or if the
+    dataset has shards.
     """
-    asks = "get_worker_info" in _words_of(worker_init_fn)
-    return (
-        asks
-        or any(hasattr(dataset, name) for name in _SHARDING_ATTRIBUTES)
-        or _names(dataset, _SHARDING_WORDS)
-    )
+    if "get_worker_info" in _names_in(worker_init_fn):
+        return True
+    if any(hasattr(dataset, name) for name in _SHARD_COUNTS):
+        return True
+    return _uses_a_name(dataset, _SHARDING_NAMES)
 
 
 def divides_among_ranks(dataset: Any) -> bool:
-    """Return whether an iterable dataset divides its items among ranks, as far as code and
-    attributes show.
+    """Return whether an iterable dataset divides its items among ranks itself.
+
+    This is so if its code uses, or it has an attribute with, a name that stands for a rank.
     """
-    return bool(_RANK_WORDS & set(getattr(dataset, "__dict__", ()))) or _names(dataset, _RANK_WORDS)
+    attributes = set(getattr(dataset, "__dict__", ()))
+    return bool(_RANK_NAMES & attributes) or _uses_a_name(dataset, _RANK_NAMES)
 
 
-def _names(dataset: Any, words: set[str]) -> bool:
-    """Return whether a function of the dataset's classes, torch's left out, names one of these
-    words.
-    """
-    kinds = [kind for kind in type(dataset).__mro__ if not kind.__module__.startswith("torch.")]
-    members = [
-        inspect.unwrap(member)
-        for kind in kinds
-        for member in vars(kind).values()
-        if callable(member)
-    ]
-    return any(words & _words_of(member) for member in members)
+def _uses_a_name(dataset: Any, names: set[str]) -> bool:
+    """Return whether a method of the dataset's classes, without torch's, uses one of some names."""
+    for cls in type(dataset).__mro__:
+        if cls.__module__.startswith("torch."):
+            continue
+        for member in vars(cls).values():
+            if callable(member) and names & _names_in(inspect.unwrap(member)):
+                return True
+    return False
 
 
-def _words_of(function: Any) -> set[str]:
+def _names_in(function: Any) -> set[str]:
     code = getattr(function, "__code__", None)
-    return set() if code is None else {*code.co_names, *code.co_freevars}
+    if code is None:
+        return set()
+    return {*code.co_names, *code.co_freevars}

@@ -1,16 +1,16 @@
-"""Iterable datasets.
+"""The batches of an iterable dataset, dealt out to workers and ranks: each item once, and in the
+order in which one process would read them.
 
-Their batches dealt out to workers and ranks, each item once, in the order of one process.
+A dataset that does not divide its items among workers:
+    Every worker reads the whole stream and makes its share of the batches, in turn. In a worker,
+    ``get_worker_info()`` returns None, as in one process, unless the user passes ``sharded=False``.
 
-not sharded by itself  every worker reads the whole stream and makes every so many-th batch of it;
-                       there ``get_worker_info()`` is None, as in one process, unless you pass
-                       ``sharded=False``
-sharded by itself      its code asks ``get_worker_info()``, or you say so: what it yields in a
-                       worker is its own
+A dataset that does, because its code calls ``get_worker_info()`` or the user says so:
+    What it yields in a worker belongs to that worker.
 
-With ``state_dict`` and ``load_state_dict`` the dataset keeps its own position; without, the items
-before the position are read again and dropped. Bad items are not quarantined: an iterator that has
-raised is over.
+A dataset with ``state_dict`` and ``load_state_dict`` keeps its own position. For any other, the
+items before the position are read again and dropped. Bad items are not quarantined: an iterator
+that has raised is over.
 """
 
 from __future__ import annotations
@@ -31,14 +31,22 @@ from holdfast.loader.order.ranks import rank_positions, ranks_now
 from holdfast.loader.random_state import isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import let_through
-from holdfast.loader.streams.items import Items, StreamError, behind, quietly
+from holdfast.loader.streams.items import Items, StreamError, isolated_from_training, replay_state
 from holdfast.loader.streams.sharding import divides_among_ranks
-from holdfast.loader.workers.board import COLLATING, IDLE, NUMBER, PLACE, Board, Cells, has_ended
-from holdfast.loader.workers.fetch import Report, failure_of, shortage_in
+from holdfast.loader.workers.board import (
+    COLLATING,
+    IDLE,
+    NUMBER,
+    PLACE,
+    Board,
+    Cells,
+    show_batch_done,
+)
 from holdfast.loader.workers.map_source import Source
+from holdfast.loader.workers.report import PASSED_TURN, Report, as_failure, find_shortage
 
+# In place of a state: there were items, but they are in no batch, because of `drop_last`.
 _LEFT_OUT = "left out"
-"""In the place of a state: there were items, and they are in no batch."""
 
 
 def keeps_state(dataset: Any) -> bool:
@@ -50,8 +58,11 @@ def keeps_state(dataset: Any) -> bool:
 class StreamPosition:
     """How far a stream, or one worker's part of it, was handed out.
 
-    Where its iterator had ended, many a dataset's state is already that of the next epoch's
-    beginning.
+    Args:
+        items: Items that were read.
+        state: What `Items.state` returned.
+        ended: Whether the iterator had ended. The state of many datasets is then already that of
+            the beginning of the next epoch.
     """
 
     items: int = 0
@@ -59,41 +70,55 @@ class StreamPosition:
     ended: bool = False
 
 
-class Beginning:
-    """The state that a dataset had before this process first read it.
+class InitialState:
+    """The state of a dataset before this process first read it.
 
-    Where an epoch begins after one that was left.
-
-    Else that epoch, here or in workers that are forked then, would begin where the other one was
-    left. It is asked for once: what many a dataset returns later is where its last epoch ended.
+    An epoch begins with it if the epoch before it was left early. Otherwise that epoch, here or in
+    workers that are forked then, would begin where the other one was left. The dataset is asked for
+    it only once: later, many datasets return where their last epoch ended.
     """
 
     def __init__(self) -> None:
         self._is_known = False
         self._state: Any = None
+        # Whether the epoch that this process read last was left before its end.
         self.was_left = False
 
-    def of_epoch(self, begin: StreamPosition) -> StreamPosition:
-        """Return a position with the state to load there."""
-        if begin.state is not None or self._state is None or not self.was_left:
-            return begin
-        return replace(
-            begin, state=behind(begin.items, self._state) if begin.items else self._state
-        )
+    def complete(self, position: StreamPosition) -> StreamPosition:
+        """Return a position with the state to load, if it has none and one is needed."""
+        if position.state is not None or self._state is None or not self.was_left:
+            return position
+        if position.items:
+            return replace(position, state=replay_state(position.items, self._state))
+        return replace(position, state=self._state)
 
-    def is_read(self, dataset: Any) -> None:
+    def note_reading(self, dataset: Any) -> None:
         """Note that this process begins to read the dataset."""
         if not self._is_known and keeps_state(dataset):
             self._is_known = True
-            # One that has no state before it is read
+            # A dataset may have no state before it is read.
             with isolated(), contextlib.suppress(Exception):
                 self._state = copy.deepcopy(dataset.state_dict())
         self.was_left = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPlan:
-    """What a stream is and how it is cut; `certain` is whether the user has said `sharded`."""
+class StreamSettings:
+    """What a stream is and how it is cut into batches.
+
+    Args:
+        dataset: The iterable dataset.
+        collate: The user's ``collate_fn``.
+        seed: Seed of the loader.
+        epoch: Number of the epoch.
+        batch_size: Items in a batch of one rank; None for single items without a batch dimension.
+        drop_last: Whether a last batch that is not full is left out.
+        sharded: Whether the dataset divides its items among workers itself.
+        sharding_was_passed: Whether the user has said so.
+        rank: This rank.
+        world_size: How many ranks share the items.
+        initial_state: The state of the dataset before it was read.
+    """
 
     dataset: Any
     collate: Callable[[Any], Any]
@@ -102,175 +127,251 @@ class StreamPlan:
     batch_size: int | None
     drop_last: bool
     sharded: bool
-    certain: bool
+    sharding_was_passed: bool
     rank: int
     world_size: int
-    beginning: Beginning
+    initial_state: InitialState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WorkerShare:
+    """What belongs to the worker that this process is.
+
+    Args:
+        worker: Number of the worker; 0 in the main process.
+        dealt_to: How many workers the batches are dealt out to in turn; 1 if the dataset divides
+            its items itself.
+        shard: The key of this worker's position.
+    """
+
+    worker: int
+    dealt_to: int
+    shard: int
 
 
 class Stream(IterableDataset[Any]):
-    """Batches with reports from an iterable dataset, for one worker or this process.
+    """Batches with reports from an iterable dataset, for one worker or the main process.
 
-    Positions are by worker if the dataset divides its items itself, else under 0. Then `turn` is
-    the worker whose turn it is: torch begins with worker 0, so those before it pass.
+    Args:
+        settings: What the stream is.
+        positions: Where it continues: by worker if the dataset divides its items itself, otherwise
+            under 0.
+        turn: The worker whose turn it is, if the dataset divides its items itself. torch begins
+            with worker 0, so those before it pass.
+        board: Where workers show what they do; None in the main process.
     """
 
     def __init__(
-        self, plan: StreamPlan, positions: dict[int, StreamPosition], turn: int, board: Board | None
+        self,
+        settings: StreamSettings,
+        positions: dict[int, StreamPosition],
+        turn: int,
+        board: Board | None,
     ) -> None:
-        self._plan = plan
+        self._settings = settings
         self._positions = positions
         self._turn = turn
         self._board = board
 
     @property
     def dataset(self) -> Any:
-        """Return the user's dataset, for ``get_worker_info()``."""
-        return self._plan.dataset
+        """The user's dataset, for ``get_worker_info()``."""
+        return self._settings.dataset
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this worker's batches, each with its report, from the position on."""
-        plan, beginning = self._plan, self._plan.beginning
-        # Else in the worker of another loader
-        info = None if self._board is None else get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        shard, parts = (worker, 1) if plan.sharded else (0, workers)
-        begin = self._positions.get(shard, StreamPosition())
-        if worker < self._turn:
-            yield None, tuple(Report(-1))
-        if begin.ended:
+        """Yield this worker's batches from the position on, each with its report."""
+        initial_state = self._settings.initial_state
+        share = self._find_share()
+        position = self._positions.get(share.shard, StreamPosition())
+        if share.worker < self._turn:
+            yield None, tuple(Report(PASSED_TURN))
+        if position.ended:
             return
-        begin = beginning.of_epoch(begin)
+        position = initial_state.complete(position)
         if self._board is None:
-            beginning.is_read(plan.dataset)
-        if (yield from self._batches(worker, parts, shard, begin)):
-            beginning.was_left = False
+            initial_state.note_reading(self._settings.dataset)
+        is_complete = yield from self._batches(share, position)
+        if is_complete:
+            initial_state.was_left = False
 
-    def _batches(
-        self, worker: int, parts: int, shard: int, begin: StreamPosition
-    ) -> Generator[Any, None, bool]:
-        """Yield the batches; return whether these were all."""
-        plan = self._plan
-        seed = (plan.seed, plan.epoch, "stream", shard if plan.sharded else 0)
-        items = Items(plan.dataset, seed, self._board, keeps_state=keeps_state(plan.dataset))
-        cells = None if self._board is None else self._board.of(worker)
-        items.show = lambda: _show(cells, items.number, 0)
-        if not plan.sharded and not plan.certain and cells is not None:
-            # Else a dataset that asks which worker it is in would divide as well
+    def _find_share(self) -> _WorkerShare:
+        # Without a board, this may still be the worker of another loader.
+        info = None if self._board is None else get_worker_info()
+        worker = 0
+        workers = 1
+        if info is not None:
+            worker = info.id
+            workers = info.num_workers
+        if self._settings.sharded:
+            return _WorkerShare(worker=worker, dealt_to=1, shard=worker)
+        return _WorkerShare(worker=worker, dealt_to=workers, shard=0)
+
+    def _batches(self, share: _WorkerShare, position: StreamPosition) -> Generator[Any, None, bool]:
+        """Yield the batches; return whether the stream was read to its end."""
+        settings = self._settings
+        cells = None if self._board is None else self._board.cells_of(share.worker)
+        items = Items(
+            settings.dataset,
+            (settings.seed, settings.epoch, "stream", share.shard),
+            self._board,
+            keeps_state=keeps_state(settings.dataset),
+            show=lambda number: _show(cells, number, 0),
+        )
+        if not settings.sharded and not settings.sharding_was_passed and cells is not None:
+            # Otherwise a dataset that asks which worker it is in would divide its items as well.
             _torch_worker._worker_info = None
-        turn, size = 0, (plan.batch_size or 1) * plan.world_size
+        items_of_all_ranks = (settings.batch_size or 1) * settings.world_size
+        turn = 0
         try:
-            items.open(begin.items, begin.state)
+            items.open(position.items, position.state)
             while not items.ended:
-                mine = turn % parts == worker % parts
+                is_mine = turn % share.dealt_to == share.worker % share.dealt_to
                 turn += 1
                 began = time.perf_counter()
-                group = self._read(items, size, cells, mine=mine)
-                if mine and group:
-                    yield self._made(group, size, worker, cells, items, began)
+                group = self._read_group(items, items_of_all_ranks, cells, is_mine=is_mine)
+                if is_mine and group:
+                    batch, report = self._make_batch(group, share.worker, cells, items)
+                    report = report._replace(seconds=time.perf_counter() - began)
+                    yield batch, tuple(report)
         except StreamError as error:
-            shortage = shortage_in(error.cause)
-            if shortage is not None and self._board is None:
+            shortage = find_shortage(error.cause)
+            if shortage is None:
+                report = Report(share.worker, fatal=as_failure(items.number, error.cause))
+            elif self._board is None:
                 raise error.cause from None
-            fatal = None if shortage else failure_of(items.number, error.cause)
-            yield None, tuple(Report(worker, fatal=fatal, shortage=shortage))
+            else:
+                report = Report(share.worker, shortage=shortage)
+            yield None, tuple(report)
             return False
         finally:
-            _show(cells, items.number, IDLE)  # others may have more
+            # The loop may still wait for other workers.
+            _show(cells, items.number, IDLE)
         return True
 
-    def _read(self, items: Items, size: int, cells: Cells, *, mine: bool) -> list[Any]:
-        """Return the items of one step of all ranks, none of them if it is another worker's."""
+    def _read_group(self, items: Items, size: int, cells: Cells, *, is_mine: bool) -> list[Any]:
+        """Return the items of one step of all ranks; none of them if it is another worker's turn.
+
+        Args:
+            items: The items of the stream.
+            size: How many a step takes.
+            cells: Where this worker shows its place.
+            is_mine: Whether this worker makes the batch.
+        """
         group = []
-        for left in range(size, 0, -1):
+        for remaining in range(size, 0, -1):
             _show(cells, items.number, 0)
-            if mine and left == 1:
+            if is_mine and remaining == 1:
                 items.remember()
             item = next(items, items)
             if item is items:
                 break
-            if mine:
+            if is_mine:
                 group.append(item)
         return group
 
-    def _made(
-        self, group: list[Any], size: int, worker: int, cells: Cells, items: Items, began: float
-    ) -> Any:
-        """Return the batch of this rank's part of the items of one step, with its report."""
-        plan, each = self._plan, size // self._plan.world_size
+    def _make_batch(
+        self, group: list[Any], worker: int, cells: Cells, items: Items
+    ) -> tuple[Any, Report]:
+        """Return the batch of this rank's part of one step, and its report.
+
+        Raises:
+            StreamError: ``collate_fn`` has raised.
+        """
+        settings = self._settings
         share = rank_positions(
-            0, len(group), each, plan.rank, plan.world_size, drop_last=plan.drop_last
+            0,
+            len(group),
+            settings.batch_size or 1,
+            settings.rank,
+            settings.world_size,
+            drop_last=settings.drop_last,
         )
         if share is None:
-            return None, tuple(Report(-1, state=_LEFT_OUT))
-        batch = group[share.start : share.stop]
+            return None, Report(PASSED_TURN, state=_LEFT_OUT)
+        samples = group[share.start : share.stop]
         _show(cells, items.number, COLLATING)
         try:
-            with quietly(self._board):
-                seed_cpu(derive_seed(plan.seed, plan.epoch, "collate", items.number))
-                made = plan.collate(batch[0] if plan.batch_size is None else batch)
+            with isolated_from_training(self._board):
+                seed_cpu(derive_seed(settings.seed, settings.epoch, "collate", items.number))
+                batch = settings.collate(samples[0] if settings.batch_size is None else samples)
         except (Exception, SystemExit) as error:
             let_through(error)
             raise StreamError(error) from error
-        state = items.number, items.state(), items.ended
+        state = (items.number, items.state(), items.ended)
         if cells is not None:
-            has_ended(cells)
-        return made, tuple(Report(worker, state=state, seconds=time.perf_counter() - began))
+            show_batch_done(cells)
+        return batch, Report(worker, state=state)
 
 
-def _show(cells: Cells, number: int, offset: int) -> None:
+def _show(cells: Cells, number: int, place: int) -> None:
     if cells is not None:
-        cells[NUMBER], cells[PLACE] = number, offset
+        cells[NUMBER] = number
+        cells[PLACE] = place
 
 
 class StreamSource(Source):
     """The rest of an epoch of an iterable dataset.
 
-    Positions and turn as `Stream`, brought up to date.
+    Args:
+        settings: What the stream is.
+        positions: As `Stream`. They are updated as batches are handed out.
+        turn: As `Stream`, also updated.
+        workers: Number of workers, at least 1.
     """
 
     def __init__(
-        self, plan: StreamPlan, positions: dict[int, StreamPosition], turn: int, workers: int
+        self,
+        settings: StreamSettings,
+        positions: dict[int, StreamPosition],
+        turn: int,
+        workers: int,
     ) -> None:
-        self._plan = plan
+        self._settings = settings
         self._workers = workers
         self.positions = positions
         self.turn = turn
-        self._has_items = bool(positions)  # one that goes on at its end has none left
-        self.needs_all_workers = plan.sharded
+        # A stream that continues at its end has no items left, but it had some.
+        self._has_items = bool(positions)
+        self.needs_all_workers = settings.sharded
 
     def dataset(self, board: Board | None) -> Stream:
         """Return the stream from the position on."""
-        return Stream(self._plan, dict(self.positions), self.turn, board)
+        return Stream(self._settings, dict(self.positions), self.turn, board)
 
     def delivered(self, report: Report) -> None:
-        """Note that a batch is handed out."""
-        if report.number < 0:  # a turn that was passed
-            self._has_items |= report.state == _LEFT_OUT
+        """Note that a batch, or an error in its place, is handed out."""
+        if report.is_passed_turn:
+            if report.state == _LEFT_OUT:
+                self._has_items = True
             return
-        self._has_items = True  # or an error in the place of one
+        self._has_items = True
         if report.state is None:
-            return  # no batch
+            # An error in the place of a batch.
+            return
         items, state, ended = report.state
-        shard = report.number if self._plan.sharded else 0
+        worker = report.number
+        shard = worker if self._settings.sharded else 0
         self.positions[shard] = StreamPosition(items=items, state=state, ended=ended)
-        if self._plan.sharded:
-            self.turn = (report.number + 1) % self._workers
+        if self._settings.sharded:
+            self.turn = (worker + 1) % self._workers
 
     def is_short(self) -> bool:
-        """Return False: nobody knows the length.
+        """Return False, since nobody knows how long a stream is.
 
-        H610 if there was no item, unless this rank may have none.
+        Raises:
+            LoaderError: H610 if there was no item, unless this rank may have none.
         """
-        several_ranks = ranks_now((0, 1))[1] > 1 or os.environ.get("WORLD_SIZE", "1") != "1"
-        if self._has_items or (several_ranks and divides_among_ranks(self._plan.dataset)):
+        if self._has_items or self._may_have_no_items():
             return False
         raise LoaderError(
-            f"{type(self._plan.dataset).__name__} has no items",
+            f"{type(self._settings.dataset).__name__} has no items",
             limit="an epoch needs at least one",
-            fix=(
-                "check its path and its filters; if it can be read only once, let its __iter__"
-                " begin anew."
-            ),
+            fix="check its path and its filters; if it can be read only once, let its __iter__"
+            " start again from the beginning.",
             rule="H610",
         ) from None
+
+    def _may_have_no_items(self) -> bool:
+        _, world_size = ranks_now((0, 1))
+        has_several_ranks = world_size > 1 or os.environ.get("WORLD_SIZE", "1") != "1"
+        return has_several_ranks and divides_among_ranks(self._settings.dataset)

@@ -1,1 +1,14 @@
-"""Worker processes: started, watched, replaced."""
+"""Worker processes: how they are started, watched and replaced.
+
+How a lost worker is replaced: `recovery` (the loop that notices a loss and starts the next pool)
+and `remedies` (the table of what changes before that).
+
+Read in this order:
+
+1. `report` and `fetch`: what a worker does for one batch, and what it reports.
+2. `map_source`: which batches are left, and which sample a worker was reading.
+3. `pool`: one set of workers behind torch's loader.
+4. `watch` and `board`: how dead, stopped and stuck workers are found.
+5. `recovery` and `remedies`: what follows.
+6. `processes`, `child_signals` and `ending`: processes and signals.
+"""

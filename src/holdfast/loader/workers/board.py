@@ -1,80 +1,94 @@
-"""A board in shared memory on which each worker shows what it is doing.
+"""Shared memory in which each worker shows what it is doing, so that a slow worker can be told from
+a stuck one.
 
-So a stuck one is known from a slow one.
-
-Three numbers for each worker: batch, place in it, and how many batches it has finished. Written
-without a lock by its worker alone; a reader may see numbers of two moments, which a second look
-puts right.
+There are three numbers for each worker: the batch, the place in that batch, and how many batches it
+has finished. Only the worker itself writes them, without a lock. A reader may therefore see numbers
+of two different moments; the next look corrects that.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
-STARTING, PREPARING, IDLE, COLLATING = -3, -4, -2, -1
-NUMBER, PLACE, DONE = 0, 1, 2
-_FIELDS = 3
+# Positions of the three numbers in a worker's cells.
+NUMBER = 0
+PLACE = 1
+DONE = 2
+_CELLS_PER_WORKER = 3
+
+# Places that are not a sample of the batch.
+COLLATING = -1
+IDLE = -2
+STARTING = -3
+# In the user's ``worker_init_fn``.
+PREPARING = -4
+
+# The cells of one worker (int64), or None in a process without workers.
 Cells: TypeAlias = memoryview | None
-"""Of one worker: its `NUMBER`, `PLACE` and `DONE`, int64; None where there are no workers."""
 
 
-class Showing(NamedTuple):
+class WorkerStatus(NamedTuple):
     """What a worker was doing.
 
-    The batch, the place in it or a state as above, and batches finished.
+    Args:
+        number: The batch that it works on or has finished last.
+        place: The sample in that batch, or one of the states above.
+        done: Batches that it has finished.
     """
 
     number: int
-    offset: int
+    place: int
     done: int
 
     @property
     def is_busy(self) -> bool:
-        """Return whether it has something to do."""
-        return self.offset != IDLE
+        """Whether the worker has something to do."""
+        return self.place != IDLE
 
     @property
     def is_starting(self) -> bool:
-        """Return whether it has not been ready for a batch yet."""
-        return self.offset in (STARTING, PREPARING)
+        """Whether the worker has not been ready for a batch yet."""
+        return self.place in (STARTING, PREPARING)
 
     @property
     def is_at_work(self) -> bool:
-        """Return whether it is busy with a batch, not with starting."""
+        """Whether the worker is busy with a batch rather than with starting."""
         return self.is_busy and not self.is_starting
 
     @property
     def has_worked(self) -> bool:
-        """Return whether it has finished a sample since it started."""
-        return self.done > 0 or self.offset > 0
+        """Whether the worker has finished a sample since it started."""
+        return self.done > 0 or self.place > 0
 
 
 class Board:
-    """The board of one pool of workers, of a multiprocessing context.
+    """The board of one pool of workers, to which it is sent as an argument.
 
-    It travels to them as an argument.
+    Args:
+        context: The multiprocessing context that starts the workers.
+        workers: How many there are.
     """
 
     def __init__(self, context: Any, workers: int) -> None:
-        self._cells = context.RawArray("q", _FIELDS * workers)
+        self._cells = context.RawArray("q", _CELLS_PER_WORKER * workers)
         for worker in range(workers):
-            self.of(worker)[PLACE] = STARTING
+            self.cells_of(worker)[PLACE] = STARTING
 
-    def of(self, worker: int) -> memoryview[int]:
-        """Return a worker's numbers, for it to write.
+    def cells_of(self, worker: int) -> memoryview[int]:
+        """Return the cells of a worker, for it to write.
 
-        A view and no methods: a place is written for each sample.
+        This is a view without methods, because a place is written for each sample.
         """
-        return (
-            memoryview(self._cells).cast("B").cast("q")[_FIELDS * worker : _FIELDS * (worker + 1)]
-        )
+        first = _CELLS_PER_WORKER * worker
+        cells = memoryview(self._cells).cast("B").cast("q")
+        return cells[first : first + _CELLS_PER_WORKER]
 
-    def look(self, worker: int) -> Showing:
-        """Return what a worker shows."""
-        return Showing(*self.of(worker))
+    def status_of(self, worker: int) -> WorkerStatus:
+        """Return what a worker shows now."""
+        return WorkerStatus(*self.cells_of(worker))
 
 
-def has_ended(cells: memoryview[int]) -> None:
-    """Show that a worker is done with a batch and has nothing to do."""
+def show_batch_done(cells: memoryview[int]) -> None:
+    """Show that a worker has finished a batch and has nothing to do."""
     cells[DONE] += 1
     cells[PLACE] = IDLE

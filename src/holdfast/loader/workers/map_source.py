@@ -1,39 +1,43 @@
-"""Where batches come from, as the recovery of workers sees it, and the source that a map-style
-dataset is.
+"""Where batches come from, as `WorkerRecovery` sees it, and the source for a map-style dataset.
+
+The source for an iterable dataset is in `streams.stream`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast.core.events.event import EventData
-from holdfast.loader.order.plan import Entry, Plan
+from holdfast.loader.order.batches import BatchRequest, EpochBatches
 from holdfast.loader.quarantine import Ledger, key_of
-from holdfast.loader.workers.board import Board, Showing
-from holdfast.loader.workers.fetch import Fetcher, Report
+from holdfast.loader.workers.board import Board, WorkerStatus
+from holdfast.loader.workers.fetch import Fetcher
+from holdfast.loader.workers.report import Report
 
 
 class Source:
     """The rest of an epoch.
 
-    What is written out here is that of a source that nobody can look into, as a stream.
+    The methods that are written out here fit a source whose samples are not known beforehand, such
+    as a stream.
     """
 
+    # Whether the number of workers decides which samples come when, so that it must not change.
     needs_all_workers = False
-    """Whether the number of workers decides which sample comes when."""
 
     def dataset(self, board: Board | None) -> Any:
         """Return the dataset whose items are batches with reports, from the position on."""
         raise NotImplementedError
 
-    def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Any]:
-        """Yield what is not handed out yet.
+    def requests(self, *, after_loss: bool, suspect: Any = None) -> Iterator[Any]:
+        """Yield requests for the batches that were not handed out yet.
 
-        `again`: workers were lost meanwhile, one of them at `suspect`.
+        Args:
+            after_loss: Whether workers were lost meanwhile.
+            suspect: Dataset index of the sample that one of them was reading.
         """
-        del again, suspect
+        del after_loss, suspect
         return iter(())
 
     def complete(self, report: Report) -> Report:
@@ -45,19 +49,19 @@ class Source:
         raise NotImplementedError
 
     def is_finished(self) -> bool:
-        """Return whether all is handed out, as far as that is known before asking."""
+        """Return whether everything is handed out, as far as that is known before asking."""
         return False
 
     def is_short(self) -> bool:
         """Return whether something is missing although the workers say that they are done."""
         return False
 
-    def sample_at(self, showing: Showing) -> Any:
-        """Return the index of the sample that a worker shows.
+    def sample_at(self, status: WorkerStatus) -> Any:
+        """Return the dataset index of the sample that a worker was reading.
 
-        None where no sample can be left out.
+        Returns None if the worker was reading none, or if no sample can be left out.
         """
-        del showing
+        del status
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
         """Leave a sample out from now on."""
@@ -66,102 +70,125 @@ class Source:
 class MapSource(Source):
     """The rest of an epoch of a map-style dataset.
 
-    What is out, what was handed out, which sample is suspect.
+    Args:
+        batches: Which samples are in which batch.
+        epoch: Number of the epoch.
+        start: Position at which the epoch continues.
+        ledger: The samples that are quarantined.
+        make_fetcher: Returns the dataset that workers read, given their board.
+        emit: Called with each event.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        batches: EpochBatches,
         epoch: int,
         start: int,
         ledger: Ledger,
         make_fetcher: Callable[[Board | None], Fetcher],
         emit: Callable[[EventData], None],
     ) -> None:
+        # Position after the last batch that was handed out.
         self.position = start
         self._make_fetcher = make_fetcher
         self._epoch = epoch
         self._ledger = ledger
         self._emit = emit
-        self._bad = ledger.bad(epoch)
-        self._planned = plan.entries(epoch, start, self._bad)
-        # That workers have: by number, with the position after it
-        self._out: dict[int, tuple[Entry, int]] = {}
-        self._exhausted = False
+        # Keys of the quarantined samples. The iterator below reads this very set.
+        self._bad_keys = ledger.bad(epoch)
+        self._upcoming = batches.requests(epoch, start, self._bad_keys)
+        self._has_upcoming = True
+        # Requests that workers have, by number, each with the position after it.
+        self._pending: dict[int, tuple[BatchRequest, int]] = {}
         self._losses = 0
 
     def dataset(self, board: Board | None) -> Fetcher:
         """Return the dataset whose items are batches with reports."""
         return self._make_fetcher(board)
 
-    def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Entry]:
-        """Yield what is not handed out yet; after a loss, what was out comes first."""
-        self._losses += again
-        for number in sorted(self._out):
-            entry, after = self._out[number]
-            bad = tuple(
-                index for index in (*entry.indices, *entry.spares) if key_of(index) in self._bad
+    def requests(self, *, after_loss: bool, suspect: Any = None) -> Iterator[BatchRequest]:
+        """Yield requests for what was not handed out yet; those of lost workers come first."""
+        if after_loss:
+            self._losses += 1
+        for number in sorted(self._pending):
+            request, position_after = self._pending[number]
+            control_place = self._control_place(request, suspect) if after_loss else None
+            request = request._replace(
+                bad=self._bad_samples_of(request), control_place=control_place
             )
-            entry = entry._replace(
-                bad=bad, control=self._control(entry, suspect) if again else None
-            )
-            self._out[number] = entry, after
-            yield entry
-        for entry, after in self._planned:
-            self._out[entry.number] = entry, after
-            yield entry
-        self._exhausted = True
+            self._pending[number] = (request, position_after)
+            yield request
+        for request, position_after in self._upcoming:
+            self._pending[request.number] = (request, position_after)
+            yield request
+        self._has_upcoming = False
 
-    def _control(self, entry: Entry, suspect: Any) -> int | None:
-        """Return the place of a sample to read first, another one each time, that is not known
-        to be bad.
+    def _bad_samples_of(self, request: BatchRequest) -> tuple[Any, ...]:
+        samples = (*request.indices, *request.spares)
+        return tuple(index for index in samples if key_of(index) in self._bad_keys)
+
+    def _control_place(self, request: BatchRequest, suspect: Any) -> int | None:
+        """Return the place of a sample that a new worker reads first, another one each time.
+
+        It is neither known to be bad nor suspected. Returns None if there is no such sample.
         """
-        avoided = self._bad | {key_of(suspect)}
-        indices = enumerate((*entry.indices, *entry.spares))
-        others = [place for place, index in indices if key_of(index) not in avoided]
-        return others[self._losses % len(others)] if others else None
+        avoided_keys = self._bad_keys | {key_of(suspect)}
+        places = [
+            place
+            for place, index in enumerate((*request.indices, *request.spares))
+            if key_of(index) not in avoided_keys
+        ]
+        if not places:
+            return None
+        return places[self._losses % len(places)]
 
     def complete(self, report: Report) -> Report:
-        """Return a report with the batch's indices, which a worker leaves out where they are
-        those of the entry.
+        """Return a report with the indices of its batch, which a worker only sends if they differ
+        from those of the request.
         """
-        return (
-            report
-            if report.indices is not None
-            else report._replace(indices=self._out[report.number][0].indices)
-        )
+        if report.indices is not None:
+            return report
+        request, _ = self._pending[report.number]
+        return report._replace(indices=request.indices)
 
     def delivered(self, report: Report) -> None:
-        """Note that a batch is handed out, and quarantine what was bad in it.
+        """Note that a batch is handed out, and quarantine its bad samples.
 
-        H612 if these are too many.
+        If no sample could replace a bad one, none is quarantined: a drive that is missing must not
+        use up all the samples that the run may do without.
 
-        Where no sample could stand in, none is: a drive that is away must not cost a run all that
-        it may do without.
+        Raises:
+            LoaderError: H612 if too many samples would be quarantined.
         """
-        _, self.position = self._out.pop(report.number)
-        if report.fatal is None or report.fatal.index is None:
-            for failure in report.failures:
-                self.quarantine(failure.index, "raised", failure.text)
+        _, self.position = self._pending.pop(report.number)
+        no_sample_could_be_read = report.fatal is not None and report.fatal.index is not None
+        if no_sample_could_be_read:
+            return
+        for failure in report.failures:
+            self.quarantine(failure.index, "raised", failure.text)
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
-        """Leave a sample out from now on, and say so; H612 if that would be one too many."""
-        if event := self._ledger.add(index, kind, self._epoch, evidence):
-            self._bad.update(self._ledger.bad(self._epoch))  # the plan reads this very set
+        """Leave a sample out from now on, and emit an event; H612 if that is one too many."""
+        event = self._ledger.add(index, kind, self._epoch, evidence)
+        if event is not None:
+            self._bad_keys.update(self._ledger.bad(self._epoch))
             self._emit(event)
 
     def is_finished(self) -> bool:
-        """Return whether all is handed out, as far as that is known before asking."""
-        return self._exhausted and not self._out
+        """Return whether everything is handed out, as far as that is known before asking."""
+        return not self._has_upcoming and not self._pending
 
     def is_short(self) -> bool:
-        """Return whether something is still out."""
-        return bool(self._out)
+        """Return whether workers have requests that they have not answered."""
+        return bool(self._pending)
 
-    def sample_at(self, showing: Showing) -> Any:
-        """Return the index of the sample that a worker shows, or None."""
-        found = self._out.get(showing.number)
-        if found is None or showing.offset < 0:
+    def sample_at(self, status: WorkerStatus) -> Any:
+        """Return the dataset index of the sample that a worker was reading, or None."""
+        pending = self._pending.get(status.number)
+        if pending is None or status.place < 0:
             return None
-        entry, _ = found
-        return next(itertools.islice((*entry.indices, *entry.spares), showing.offset, None), None)
+        request, _ = pending
+        samples = (*request.indices, *request.spares)
+        if status.place >= len(samples):
+            return None
+        return samples[status.place]

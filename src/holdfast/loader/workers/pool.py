@@ -1,6 +1,7 @@
-"""One pool of workers: a torch loader, its processes and the watch over them.
+"""One pool of workers: a torch loader, its processes, and the watch over them.
 
-Made, asked, dropped.
+A pool is started, asked for batches, and closed, or abandoned if its workers are lost. It never
+replaces a worker: `recovery` starts another pool.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ from torch.utils.data import IterableDataset, get_worker_info
 from holdfast.core.warned import ignoring
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import IDLE, PLACE, PREPARING, Board
-from holdfast.loader.workers.fetch import Report, as_is, shortage_in
+from holdfast.loader.workers.child_signals import WorkerLostError, undisturbed
+from holdfast.loader.workers.ending import drop, kill
+from holdfast.loader.workers.fetch import as_is
 from holdfast.loader.workers.processes import (
-    Started,
+    StartedProcesses,
     UnreadableError,
-    WorkerLostError,
-    drop,
-    kill,
     recording_context,
-    undisturbed,
 )
+from holdfast.loader.workers.report import Report, find_shortage
 from holdfast.loader.workers.watch import Loss, Watch
 
-_PATIENCE_SECONDS = 0.25
-"""A connection that breaks because a worker dies may break before the death shows."""
+# A connection that breaks because a worker dies may break a moment before the death is noticed.
+_DEATH_PATIENCE_SECONDS = 0.25
+
+# The options of torch's loader that mean something without workers.
+_OPTIONS_WITHOUT_WORKERS = ("generator", "pin_memory", "pin_memory_device")
 
 
 class WorkersLostError(Exception):
-    """This pool is lost."""
+    """This pool makes no more batches."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss.cause)
@@ -44,11 +47,16 @@ class WorkersLostError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class WorkerSettings:
-    """How workers are run now; their recovery changes it.
+    """How workers are run; `WorkerRecovery` changes the settings when workers are lost.
 
-    The loop may wait `timeout_seconds` for a batch; 0 for no limit. `share_by_file`: tensors are
-    shared through named files, which takes no file descriptors. `keep`: workers are kept from one
-    epoch to the next.
+    Args:
+        workers: How many there are; 0 to make batches in this process.
+        method: How they are started, as `multiprocessing` names it; None for python's default.
+        options: Options of torch's loader.
+        timeout_seconds: How long the loop may wait for a batch; 0 for no limit.
+        share_by_file: Whether tensors are shared through named files, which takes no file
+            descriptors.
+        keep: Whether workers are kept from one epoch to the next.
     """
 
     workers: int
@@ -59,41 +67,44 @@ class WorkerSettings:
     keep: bool = False
 
 
-class _Entries:
-    """What torch takes for a sampler: the entries of the epoch that is under way."""
+class _RequestSampler:
+    """What torch takes for a sampler: the requests for the batches of the current epoch."""
 
     def __init__(self) -> None:
-        self.source: Iterator[Any] = iter(())
+        self.requests: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        return self.source
+        return self.requests
 
 
-class _Starting:
-    """The user's ``worker_init_fn``.
+class _WorkerInit:
+    """Calls the user's ``worker_init_fn`` in a worker, and shows on the board when it is ready."""
 
-    After it, a worker that waits for its first batch does not count as busy.
-    """
-
-    def __init__(self, board: Board, given: Callable[[int], Any] | None) -> None:
+    def __init__(self, board: Board, worker_init_fn: Callable[[int], Any] | None) -> None:
         self._board = board
-        self._given = given
+        self._worker_init_fn = worker_init_fn
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        # As torch: the user's own, not ours. The facts of a worker are frozen.
+        # As with torch's own loader, `info.dataset` is the user's dataset. torch makes the
+        # attributes of a worker's info read-only.
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
-        if self._given is not None:
-            self._board.of(worker)[PLACE] = PREPARING
-            self._given(worker)
-        self._board.of(worker)[PLACE] = IDLE
+        cells = self._board.cells_of(worker)
+        if self._worker_init_fn is not None:
+            cells[PLACE] = PREPARING
+            self._worker_init_fn(worker)
+        cells[PLACE] = IDLE
 
 
 class WorkerPool:
-    """Makes batches in worker processes, or in this one if there are none.
+    """Makes batches in worker processes, or in this process if there are none.
 
-    As `Watch` has it, with these limits.
+    Args:
+        make_dataset: Returns the dataset whose items are batches with reports, given the board.
+        settings: How workers are run.
+        limit_seconds: Time at one sample after which a worker is stuck (see `Watch`).
+        timeout_seconds: How long the loop may wait for a batch (see `Watch`).
     """
 
     def __init__(
@@ -105,173 +116,209 @@ class WorkerPool:
         timeout_seconds: float,
     ) -> None:
         self.num_workers = settings.workers
-        self._processes = Started()
-        self._entries = _Entries()
-        self._limits = {"limit_seconds": limit_seconds, "timeout_seconds": timeout_seconds}
+        self._limit_seconds = limit_seconds
+        self._timeout_seconds = timeout_seconds
+        self._processes = StartedProcesses()
+        self._sampler = _RequestSampler()
         self._watch: Watch | None = None
         self._board: Board | None = None
-        options = settings.options
         if self.num_workers:
-            context = recording_context(
-                settings.method, self._processes, share_by_file=settings.share_by_file
-            )
-            self._board = Board(context, self.num_workers)
-            options = {
-                **options,
-                "num_workers": self.num_workers,
-                "multiprocessing_context": context,
-            }
-            options["worker_init_fn"] = _Starting(self._board, options.get("worker_init_fn"))
+            options = self._options_with_workers(settings)
         else:
-            single = ("generator", "pin_memory", "pin_memory_device")
-            options = {name: value for name, value in options.items() if name in single}
+            options = {
+                name: value
+                for name, value in settings.options.items()
+                if name in _OPTIONS_WITHOUT_WORKERS
+            }
         dataset = make_dataset(self._board)
-        # A worker whose part of a stream is over
+        # A worker ends when its part of a stream is over.
         self._may_end = isinstance(dataset, IterableDataset)
-        sampler = None if self._may_end else self._entries
-        with ignoring(UserWarning):  # of the number of workers: the outer loader has given it
-            self._inner = [
-                TorchDataLoader(
-                    dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options
-                )
-            ]
-        self._iterator: list[Any] = []
-        self._asked = False  # for a batch that has not come, of which half may have been received
+        # torch warns of too many workers. The outer loader has given that warning already.
+        with ignoring(UserWarning):
+            torch_loader = TorchDataLoader(
+                dataset,
+                batch_size=None,
+                collate_fn=as_is,
+                sampler=None if self._may_end else self._sampler,
+                **options,
+            )
+        # torch's loader and its iterator are in lists, because `drop` empties a list to drop the
+        # last reference.
+        self._torch_loader = [torch_loader]
+        self._torch_iterator: list[Any] = []
+        # Whether a batch was requested and has not arrived. Half of it may have been received.
+        self._is_waiting = False
+
+    def _options_with_workers(self, settings: WorkerSettings) -> dict[str, Any]:
+        context = recording_context(
+            settings.method, self._processes, share_by_file=settings.share_by_file
+        )
+        self._board = Board(context, self.num_workers)
+        return {
+            **settings.options,
+            "num_workers": self.num_workers,
+            "multiprocessing_context": context,
+            "worker_init_fn": _WorkerInit(self._board, settings.options.get("worker_init_fn")),
+        }
 
     @property
     def longest_seconds(self) -> float:
-        """Return the longest that a worker was seen at one thing."""
+        """The longest that a worker was seen at one sample."""
         return 0.0 if self._watch is None else self._watch.longest_seconds
 
     @property
-    def can_go_on(self) -> bool:
-        """Return whether its workers may be kept.
+    def can_be_kept(self) -> bool:
+        """Whether its workers can be used for another epoch.
 
-        All were started, nothing is half done, and it is not over.
+        All of them must have been started, nothing may be half done, and the pool must not be
+        closed.
         """
-        return self._watch is not None and bool(self._inner) and not self._asked
+        return self._watch is not None and bool(self._torch_loader) and not self._is_waiting
 
     @property
     def lost_at(self) -> float | None:
-        """Return when the loss was noticed, on the monotonic clock, or None if it was not the
-        watch that noticed.
-        """
-        return self._watch.lost_at if self._watch is not None and self._watch.lost else None
+        """When the watch noticed the loss, on the monotonic clock; None if it has noticed none."""
+        if self._watch is None or not self._watch.lost:
+            return None
+        return self._watch.lost_at
 
-    def begin(self, entries: Iterator[Any]) -> None:
-        """Start with the entries of the rest of an epoch.
+    # --- batches ----------------------------------------------------------------------------------
 
-        `WorkersLostError` if that is not possible.
+    def begin(self, requests: Iterator[Any]) -> None:
+        """Start making the batches of the rest of an epoch.
+
+        Raises:
+            WorkersLostError: The workers cannot be started, or were lost between two epochs.
         """
-        self._entries.source = map(tuple, entries)  # quicker to pickle
-        if self._watch is not None and self._watch.lost:  # between two epochs
+        # Plain tuples are pickled faster.
+        self._sampler.requests = map(tuple, requests)
+        if self._watch is not None and self._watch.lost:
             raise WorkersLostError(self._watch.loss())
-        with ignoring(UserWarning):  # as above
-            self._iterator[:] = [self._of_torch(lambda: iter(self._inner[0]))]
+        with ignoring(UserWarning):
+            self._torch_iterator[:] = [self._call_torch(lambda: iter(self._torch_loader[0]))]
         if self._board is not None and self._watch is None:
-            self._watch = Watch(self._processes, self._board, may_end=self._may_end, **self._limits)
-            # A loader that is dropped leaves no thread
+            self._watch = Watch(
+                self._processes,
+                self._board,
+                limit_seconds=self._limit_seconds,
+                timeout_seconds=self._timeout_seconds,
+                may_end=self._may_end,
+            )
+            # A loader that nobody refers to leaves no thread behind.
             weakref.finalize(self, self._watch.end).atexit = False
 
     def next(self) -> tuple[Any, Report]:
         """Return the next batch and its report.
 
-        `WorkersLostError` if there will be no more from these workers.
+        Raises:
+            StopIteration: The epoch is over.
+            WorkersLostError: There will be no more batches from these workers.
         """
-        self._asked = True
+        self._is_waiting = True
         try:
-            batch, fields = self._of_torch(lambda: _ask(self._iterator[0]))
+            batch, fields = self._call_torch(lambda: _next_item(self._torch_iterator[0]))
         except StopIteration:
-            self._asked = False
+            self._is_waiting = False
             raise
-        self._asked = False
+        self._is_waiting = False
         return batch, Report(*fields)
 
-    def _of_torch(self, call: Callable[[], Any]) -> Any:
-        """Return what torch's loader answers, with whatever goes wrong with the workers as a
-        `WorkersLostError`.
+    def _call_torch(self, call: Callable[[], Any]) -> Any:
+        """Return what torch's loader returns.
+
+        Raises:
+            WorkersLostError: Anything has gone wrong with the workers.
+            Exception: Whatever the user's program raises, such as its ``worker_init_fn``, or
+                because something cannot be pickled.
         """
-        watch = self._watch
         if not self.num_workers:
             return call()
+        watch = self._watch
         try:
             with watch if watch is not None else contextlib.nullcontext():
                 return call()
         except StopIteration:
             raise
-        except (WorkerLostError, UnreadableError) as lost:
+        except WorkerLostError:
             assert watch is not None
-            loss = watch.loss() if isinstance(lost, WorkerLostError) else _broken(lost.cause, watch)
+            loss = watch.loss()
+        except UnreadableError as error:
+            assert watch is not None
+            loss = _loss_behind(error.cause, watch)
         except Exception as error:
             let_through(error)
-            if watch is not None and "in DataLoader worker process" not in str(error):
-                loss = _broken(error, watch)
-            elif watch is None and _kept_from_starting(error):
-                cause = f"workers could not be started: {error!r}"
-                loss = Loss(cause=cause, kind="machinery", shortage=shortage_in(error))
-            else:
-                raise  # of the program: its worker_init_fn, or what cannot be pickled
-        raise WorkersLostError(loss)  # here, so that nothing holds the iterator that was cut short
+            found = _find_loss(error, watch)
+            if found is None:
+                raise
+            loss = found
+        # Not raised above, where the exception would hold the iterator that was interrupted.
+        raise WorkersLostError(loss)
+
+    # --- the end ----------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Kill the workers and forget them.
 
-        They may have died holding a lock, so nothing of theirs is used again.
+        They may have died while they held a lock, so nothing of theirs is used again.
         """
         with undisturbed():
             if self._watch is not None:
                 self._watch.end()
             kill(self._processes)
-            drop(self._take())
-
-    def _take(self) -> list[Any]:
-        taken = [*self._iterator, *self._inner]
-        self._iterator.clear()
-        self._inner.clear()
-        return taken
+            drop(self._take_torch_objects())
 
     def close(self) -> None:
-        """End the workers in order, and those that do not end by force."""
+        """End the workers in an orderly way, and kill those that do not end."""
         with undisturbed():
             if self._watch is not None:
                 self._watch.end()
-            taken = self._take()
+            torch_objects = self._take_torch_objects()
             if self._processes:
-                drop(taken)
+                drop(torch_objects)
             else:
-                taken.clear()
+                torch_objects.clear()
             kill([process for process in self._processes if process.is_alive()])
 
+    def _take_torch_objects(self) -> list[Any]:
+        torch_objects = [*self._torch_iterator, *self._torch_loader]
+        self._torch_iterator.clear()
+        self._torch_loader.clear()
+        return torch_objects
 
-def _ask(iterator: Any) -> Any:
-    """Return the next item of a torch iterator.
 
-    Without the mark for profilers, if none is there to see it.
+def _next_item(iterator: Any) -> Any:
+    """Return the next item of a torch iterator, without the mark for profilers if none is active.
 
-    That mark takes 10 microseconds, and 100 where a step lies between two batches, so that nothing
-    of it is cached.
+    That mark takes 10 microseconds, and 100 if a step between two batches has emptied the caches.
     """
-    found = (
-        None if torch._C._autograd._profiler_enabled() else getattr(iterator, "_next_data", None)
-    )
-    return next(iterator) if found is None else found()
+    next_data = getattr(iterator, "_next_data", None)
+    if next_data is None or torch._C._autograd._profiler_enabled():
+        return next(iterator)
+    return next_data()
 
 
-def _kept_from_starting(error: Exception) -> bool:
-    of_torch = "DataLoader worker" in str(error) or "Pin memory thread" in str(error)
-    return isinstance(error, OSError) or of_torch or shortage_in(error) is not None
+def _find_loss(error: Exception, watch: Watch | None) -> Loss | None:
+    """Return the loss behind an exception of torch's loader, or None if the program raised it."""
+    if watch is not None:
+        # torch says so of an exception that a worker has raised and sent.
+        is_of_program = "in DataLoader worker process" in str(error)
+        return None if is_of_program else _loss_behind(error, watch)
+    shortage = find_shortage(error)
+    is_of_torch = "DataLoader worker" in str(error) or "Pin memory thread" in str(error)
+    if shortage is None and not is_of_torch and not isinstance(error, OSError):
+        return None
+    cause = f"workers could not be started: {error!r}"
+    return Loss(cause=cause, kind="machinery", shortage=shortage)
 
 
-def _broken(error: Exception, watch: Watch) -> Loss:
-    """Return the loss behind an exception of torch's machinery.
-
-    A death, a shortage, or something unknown.
-    """
-    shortage = shortage_in(error)
-    found = watch.loss(patience_seconds=_PATIENCE_SECONDS) if shortage is None else None
-    if found is None or found.kind == "machinery":
-        short = "" if shortage is None else f"no {shortage} left here: "
-        return Loss(
-            cause=f"{short}{type(error).__name__}: {error}", kind="machinery", shortage=shortage
-        )
-    return found
+def _loss_behind(error: Exception, watch: Watch) -> Loss:
+    """Return the loss behind an exception of torch's machinery: a shortage, a death, or unknown."""
+    shortage = find_shortage(error)
+    cause = f"{type(error).__name__}: {error}"
+    if shortage is not None:
+        cause = f"this process ran out of {shortage}: {cause}"
+        return Loss(cause=cause, kind="machinery", shortage=shortage)
+    loss = watch.loss(patience_seconds=_DEATH_PATIENCE_SECONDS)
+    if loss.kind == "machinery":
+        return Loss(cause=cause, kind="machinery")
+    return loss

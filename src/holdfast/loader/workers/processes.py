@@ -1,15 +1,12 @@
-"""Worker processes that die with their parent, whose death is known at once, and that are dropped
-without waiting.
+"""Starts worker processes that die with their parent.
 
-torch starts them through a multiprocessing context; ours notes each process and lets it begin with
-what an orphan must not be without. When one of them ends, torch raises an exception in the main
-thread *wherever that is*, in the middle of an optimizer step if it must be; here it is raised only
-while the loop waits for a batch.
+torch starts workers through a multiprocessing context. Ours notes each process, sends what a worker
+needs in a file instead of a pipe, and lets the worker prepare itself (`_begin_worker`) before
+torch's code runs. What happens when a worker ends is in `child_signals` and `ending`.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
 import fcntl
@@ -18,189 +15,104 @@ import gc
 import mmap
 import multiprocessing
 import os
-import re
 import signal
-import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import DupFd, ForkingPickler
-from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
 
 from torch.multiprocessing import set_sharing_strategy
-from torch.utils.data._utils import signal_handling
 
-from holdfast.core.threads import start_thread
-from holdfast.loader.order.plan import Entry
+from holdfast.loader.order.batches import BatchRequest
 from holdfast.loader.signalled import let_through
-from holdfast.loader.workers.fetch import Report, failure_of, shortage_in
+from holdfast.loader.workers.child_signals import handle_child_signals
+from holdfast.loader.workers.report import Report, as_failure, find_shortage
 from holdfast.recorder.run_files import OBSERVE_VARIABLE, STACKS_SIGNAL
 
+# From linux/prctl.h: the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 1.0
-_left: list[list[Any]] = []  # iterators that no thread could be had for
+
 # A terminal, a scheduler or Slurm's --signal sends these to all processes of a job. The parent
-# decides what comes of them; until then workers, and programs that read samples for them, go on.
+# decides what they mean; until then workers, and programs that read samples for them, continue.
 # SIGTERM ends a worker, as always.
-_OF_THE_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_LOOKS, _LOOK_SECONDS = 50, 0.01  # half a second: a process whose sentinel fires is dead already
-
-
-class WorkerLostError(BaseException):
-    """A worker ended, or was ended, while the loop waited for a batch.
-
-    Not an `Exception`, for which torch's loader opens ten temporary files to see whether
-    descriptors are left.
-    """
+_SIGNALS_FOR_THE_PARENT = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class UnreadableError(BaseException):
-    """What was received cannot be read, mostly since the worker that holds its tensors is dead."""
+    """What was received cannot be read, usually because the worker that holds its tensors is dead.
+
+    This is no `Exception`, for the same reason as `WorkerLostError`.
+    """
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(repr(cause))
         self.cause = cause
 
 
-class Started(list[Any]):
-    """Worker processes of ours, known from before they run, so that torch never raises about one
-    of them.
+class StartedProcesses(list[Any]):
+    """The worker processes of a pool, noted before they run, so that torch never raises about one.
+
+    It is compared and hashed by identity, so that a weak set can hold it.
     """
 
-    __hash__ = object.__hash__  # type: ignore[assignment] # so that a weak set can hold it
+    __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
 
-# --- the signal of a child's end
-
-_alive: weakref.WeakSet[Any] = weakref.WeakSet()
-_started: weakref.WeakSet[Started] = weakref.WeakSet()
-_previous: Any = None
-_closing = 0
+# --- in the parent --------------------------------------------------------------------------------
 
 
-# Before that of multiprocessing, which would wait for ever for a worker that is stopped
-@atexit.register
-def _kill_all() -> None:
-    for each in list(_alive):
-        each.end(kills=True)
+def recording_context(
+    method: str | None, processes: StartedProcesses, *, share_by_file: bool = False
+) -> Any:
+    """Return a multiprocessing context that notes each process that it starts.
 
-
-def _on_child(number: int, frame: Any) -> None:
-    """Wake who waits for a batch of a lost worker.
-
-    Let torch raise about workers that are not ours.
+    Args:
+        method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for python's default.
+        processes: The list to which the processes are appended.
+        share_by_file: Whether workers share tensors through named files, which takes no file
+            descriptors.
     """
-    for each in list(_alive):
-        # This runs in the main thread: if that is not the one that waits, it must not be
-        # interrupted.
-        if each.lost and not each.called and each.waiter == threading.get_ident() and not _closing:
-            each.called = True
-            raise WorkerLostError
-    while callable(_previous):
-        try:
-            _previous(number, frame)
-        except RuntimeError as error:
-            named = set(re.findall(r"\d+", str(error)))
-            if any(str(process.pid) in named for started in list(_started) for process in started):
-                continue  # torch forgets a loader that it has raised about, so this ends
-            raise
-        return
-
-
-def wake_on_loss(watch: Any) -> None:
-    """Let a lost worker interrupt the waiting of a `Watch`.
-
-    Without effect outside the main thread, as with torch.
-    """
-    _alive.add(watch)
-
-
-@contextmanager
-def undisturbed() -> Generator[None]:
-    """Have a loss wait until the end of the block.
-
-    A dropped loader is closed wherever it is collected, also where the main thread waits for
-    another one's batch.
-    """
-    global _closing
-    counts = threading.current_thread() is threading.main_thread()  # nobody else is interrupted
-    _closing += counts
-    try:
-        yield
-    finally:
-        _closing -= counts
-
-
-def _handle_children() -> None:
-    """Have our handler of SIGCHLD around torch's, which raises even in a queue, and so locks it
-    for ever.
-    """
-    global _previous
-    if threading.current_thread() is not threading.main_thread() or _previous is not None:
-        return  # once: a handler that is set after ours may call ours, and must not be called by it
-    # Else it would be set around ours when the first workers start
-    signal_handling._set_SIGCHLD_handler()
-    _previous = signal.signal(signal.SIGCHLD, _on_child) or signal.SIG_DFL
-
-
-def silence_torch() -> None:
-    """Let torch's handler, which ours calls, raise about no worker any more.
-
-    The process was asked to end.
-    """
-    global _previous
-    if callable(_previous):
-        _previous = signal.SIG_DFL
-
-
-def wake_main_thread() -> None:
-    """Interrupt a wait of the main thread, so that it runs the handler."""
-    with suppress(ProcessLookupError, RuntimeError):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
-
-
-# --- starting
-
-
-def recording_context(method: str | None, started: Started, *, share_by_file: bool = False) -> Any:
-    """Return a multiprocessing context that appends the processes it starts to `started`.
-
-    With `share_by_file` tensors are shared through named files, which takes no file descriptors.
-    """
-    _handle_children()
-    _started.add(started)
+    handle_child_signals(processes)
     context = multiprocessing.get_context(method)
-    kind: Any = type(context)
-    recording = _recording(kind)()
-    recording.started = started
-    by_server = context.get_start_method() == "forkserver"  # it forks in its main thread
-    recording.how = _Beginning(
-        parent=None if by_server else os.getpid(),
-        dies_with_thread=by_server or threading.current_thread() is threading.main_thread(),
+    context_class: Any = type(context)
+    recording = _recording_class(context_class)()
+    recording.processes = processes
+    # A server forks workers in its main thread, whatever thread asks it to.
+    is_forked_by_server = context.get_start_method() == "forkserver"
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    recording.worker_start = _WorkerStart(
+        parent=None if is_forked_by_server else os.getpid(),
+        dies_with_thread=is_forked_by_server or is_main_thread,
         share_by_file=share_by_file,
     )
     return recording
 
 
-@functools.cache  # a class is a cycle of references: one for each pool would keep its pipes open
-def _recording(kind: Any) -> Any:
-    class Recording(kind):  # type: ignore[misc]
-        started: Started
-        how: _Beginning
+# Cached because a class is a reference cycle: one class for each pool would keep its pipes open
+# until garbage is collected.
+@functools.cache
+def _recording_class(context_class: Any) -> Any:
+    class Recording(context_class):  # type: ignore[misc]
+        processes: StartedProcesses
+        worker_start: _WorkerStart
 
+        # The two methods have the names of those that they replace.
         def Process(  # noqa: N802
             self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any
         ) -> Any:
-            parcel = (target, args) if self.get_start_method() == "fork" else _Parcel(target, args)
-            process = kind.Process(target=_begin, args=(self.how, parcel), **options)
-            self.started.append(process)
+            parcel: Any = (target, args)
+            if self.get_start_method() != "fork":
+                parcel = _Parcel(target, args)
+            process = context_class.Process(
+                target=_begin_worker, args=(self.worker_start, parcel), **options
+            )
+            self.processes.append(process)
             return process
 
         def Queue(self, maxsize: int = 0) -> LoaderQueue:  # noqa: N802
@@ -209,18 +121,18 @@ def _recording(kind: Any) -> Any:
     return Recording
 
 
-class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it runs
-    """A queue that pickles in a thread of its own, as every other, but whose reader hears of what
-    cannot be pickled.
+class LoaderQueue(Queue):  # type: ignore[type-arg] # it is not generic at run time
+    """A queue whose reader is told when something cannot be pickled.
 
-    Else it would only be printed, and the loop wait for ever (pytorch#142884).
-    ``concurrent.futures`` has this hook.
+    Every multiprocessing queue pickles in a thread of its own. If that fails, the standard one only
+    prints the error, and the loop would wait for ever (pytorch#142884). ``concurrent.futures`` uses
+    the same hook.
     """
 
-    def get(self, *args: Any, **named: Any) -> Any:
+    def get(self, *args: Any, **options: Any) -> Any:
         """Return the next item; `UnreadableError` if there is one and it cannot be read."""
         try:
-            return super().get(*args, **named)
+            return super().get(*args, **options)
         except Empty:
             raise
         except Exception as error:
@@ -228,43 +140,50 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
             raise UnreadableError(error) from error
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        match item:  # once: what is put here instead and fails too is handled as by every queue
+        # If what is put here cannot be pickled either, it matches the last case.
+        match item:
             case (number, (batch, tuple(fields))) if batch is not None:
-                shortage = shortage_in(error)
-                fatal = None if shortage else failure_of(None, error)
-                self.put(
-                    (
-                        number,
-                        (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage))),
-                    )
-                )
-            case (number, tuple(fields)) if len(fields) == len(Entry._fields):
+                self.put((number, (None, tuple(_report_unpicklable(Report(*fields), error)))))
+            case (number, tuple(fields)) if len(fields) == len(BatchRequest._fields):
+                # The worker answers an empty request with a `TypeError`.
                 self.put((number, ()))
-            case _:  # what torch itself sends, such as an error: raising here would end the thread
+            case _:
+                # Something that torch itself sends, such as an error. Raising here would end the
+                # thread.
                 Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]
 
 
-class _Parcel:
-    """What a worker that is not forked gets, which arrives as a tuple of both.
+def _report_unpicklable(report: Report, error: Exception) -> Report:
+    """Return a report without a batch, because that could not be sent."""
+    shortage = find_shortage(error)
+    if shortage is not None:
+        return report._replace(fatal=None, shortage=shortage)
+    return report._replace(fatal=as_failure(None, error), shortage=None)
 
-    It lies in a file: a pipe is full after 64 KiB, and who writes more waits for ever for a reader
-    that has died.
+
+class _Parcel:
+    """What a worker that is not forked is sent: its target and arguments, which arrive as a tuple.
+
+    They are put into a file in memory. A pipe is full after 64 KiB, and whoever writes more waits
+    for ever if the reader has died.
     """
 
     def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:
-        self._content = target, args
+        self._content = (target, args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         file = os.memfd_create("holdfast-worker")
-        # It is needed until the worker is started, and this is then dropped
+        # The file is needed until the worker is started. After that the parcel is dropped.
         weakref.finalize(self, os.close, file)
-        left = memoryview(ForkingPickler.dumps(self._content))
-        while left:  # no more than 2 GiB are written at once
-            left = left[os.write(file, left) :]
-        return _unpacked, (DupFd(file),)
+        unwritten = memoryview(ForkingPickler.dumps(self._content))
+        while unwritten:
+            # Linux writes no more than 2 GiB at once.
+            written_bytes = os.write(file, unwritten)
+            unwritten = unwritten[written_bytes:]
+        return _unpack, (DupFd(file),)
 
 
-def _unpacked(file: Any) -> Any:
+def _unpack(file: Any) -> Any:
     descriptor = file.detach()
     try:
         with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as content:
@@ -273,13 +192,16 @@ def _unpacked(file: Any) -> Any:
         os.close(descriptor)
 
 
-# --- in the worker
+# --- in the worker --------------------------------------------------------------------------------
 
 
-class _Beginning(NamedTuple):
-    """How a worker begins.
+class _WorkerStart(NamedTuple):
+    """How a worker prepares itself.
 
-    What it must not outlive (None if a server forks it), how it shares tensors.
+    Args:
+        parent: PID of the process that it must not outlive; None if a server forks it.
+        dies_with_thread: Whether the kernel may kill it when the thread that forked it ends.
+        share_by_file: Whether it shares tensors through named files.
     """
 
     parent: int | None
@@ -287,171 +209,60 @@ class _Beginning(NamedTuple):
     share_by_file: bool
 
 
-def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
-    """Start as a worker.
-
-    No orphan, no handler of the parent's, and deaf to signals that are meant for the parent.
-    """
-    parent = how.parent
-    if how.dies_with_thread:
-        # The signal comes when the *thread* that forked ends, so only the main thread may ask for
-        # it.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is None:
-        _leave_server_alone()
-    if parent is None or not how.dies_with_thread:
-        _die_with_parent()
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)  # it died before we asked
+def _begin_worker(start: _WorkerStart, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
+    """Prepare this process, which is a new worker, and run its target."""
+    _die_with_parent(start)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in _OF_THE_PARENT:
+    for number in _SIGNALS_FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
-    # Under `holdfast run` the observer has the stacks written into a file that the watchdog reads.
+    # Under `holdfast run` the observer writes the stacks into a file that the watchdog reads.
     if OBSERVE_VARIABLE not in os.environ:
         with suppress(OSError, ValueError, RuntimeError):
             faulthandler.register(STACKS_SIGNAL)
-    if how.share_by_file:
+    if start.share_by_file:
         set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    # Loaders of the parent that nobody has collected yet must not be collected here: on their way
-    # out they would make the parent's other workers end.
+    # Loaders of the parent that were not collected before the fork must not be collected here: they
+    # would end the parent's other workers.
     gc.freeze()
     target, args = parcel
     del parcel
     target(*args)
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the parent's end of the pipe between them closes,
-    whatever it is doing.
+def _die_with_parent(start: _WorkerStart) -> None:
+    """Let the kernel kill this process when its parent ends, by whichever means is available."""
+    if start.dies_with_thread:
+        # The kernel sends this signal when the *thread* that forked ends, so only workers that the
+        # main thread has started may ask for it.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if start.parent is None:
+        _let_fork_server_end()
+    if start.parent is None or not start.dies_with_thread:
+        _die_with_parents_pipe()
+    if start.parent is not None and os.getppid() != start.parent:
+        # The parent has ended before we asked for the signal.
+        os._exit(1)
 
-    A forked worker holds copies of those ends of workers before it, so the last one dies first.
+
+def _die_with_parents_pipe() -> None:
+    """Let the kernel kill this process when the parent's end of the pipe between them closes.
+
+    A forked worker holds copies of those ends for workers before it, so the last one dies first.
     """
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-    pipe = starter.sentinel
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    pipe = parent.sentinel
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _leave_server_alone() -> None:
-    """Close what keeps the server of forks alive.
+def _let_fork_server_end() -> None:
+    """Close our copy of the descriptor that keeps the fork server alive.
 
-    It would wait for its workers, which die with it.
+    The server would wait for its workers, and they die with the server.
     """
-    held = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
-    if held is not None:
+    descriptor = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if descriptor is not None:
         forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
-        os.close(held)
-
-
-# --- ending
-
-
-def _keeps_files(pid: int) -> bool:
-    """Return whether a process is torch's keeper of shared files, which ends by itself when
-    nobody needs it.
-    """
-    try:
-        return "torch_shm_manager".startswith(Path(f"/proc/{pid}/comm").read_text().strip() or "-")
-    except OSError:
-        return False
-
-
-def _offspring(pid: int) -> list[int]:
-    """Return the processes that a process has started, and these.
-
-    The main process needs a keeper of files.
-    """
-    found = []
-    with suppress(OSError):  # it has ended
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):  # that thread has; others go on
-                found += [int(child) for child in (thread / "children").read_text().split()]
-    return [
-        each for child in found if not _keeps_files(child) for each in (child, *_offspring(child))
-    ]
-
-
-def strike(process: Any) -> None:
-    """Kill a process, and what it waits for, such as a program that reads a sample and hangs."""
-    offspring = []
-    with suppress(ProcessLookupError, ValueError):
-        if process.exitcode is None:  # else its number may be another's by now
-            offspring = _offspring(process.pid)
-        process.kill()
-    for pid in offspring:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def kill(processes: Sequence[Any]) -> None:
-    """Kill processes, also stopped ones, with what they have started, and reap them."""
-    for process in processes:
-        if process.pid is not None:
-            strike(process)
-    for process in processes:
-        if process.pid is not None:
-            with suppress(AssertionError, ValueError):
-                process.join(_GRACE_SECONDS)
-
-
-def drop(iterator: list[Any]) -> None:
-    """Drop the last reference to a torch iterator, in a list that is emptied, without waiting for
-    it for long.
-
-    Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that
-    nobody needs.
-    """
-    # No thread can be started any more, and torch does nothing more on its way out
-    if sys.is_finalizing():
-        iterator.clear()
-        return
-    try:
-        thread = threading.Thread(
-            target=iterator.clear, daemon=True, name="holdfast-loader-cleanup"
-        )
-        start_thread(thread, _GRACE_SECONDS / 4)
-        # Mostly a matter of milliseconds, and frees descriptors for the next ones
-        thread.join(_GRACE_SECONDS / 4)
-    except (MemoryError, RuntimeError):
-        _left.append(iterator)
-
-
-def oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of memory since the machine
-    started, 0 if unknown.
-    """
-    with suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
-def exit_code(process: Any) -> int | None:
-    """Return the exit code of a process that has just ended, or None if it cannot be had."""
-    for _ in range(_LOOKS):
-        process.join(_LOOK_SECONDS)
-        if process.exitcode is not None:
-            break
-        # Another thread, mostly torch's own, is reaping it and has not written it down yet
-        time.sleep(_LOOK_SECONDS)
-    code: int | None = process.exitcode
-    return code
-
-
-def how_it_ended(process: Any, oom_kills_before: int) -> str:
-    """Return in words how a worker process ended."""
-    code = exit_code(process) if process.pid is not None else None
-    if code is None:
-        return "is gone"
-    if code >= 0:
-        return f"exited with code {code}"
-    if code == -signal.SIGKILL and oom_kills() > oom_kills_before:
-        return "was killed by the kernel, which was out of memory"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}"
+        os.close(descriptor)

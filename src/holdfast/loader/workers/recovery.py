@@ -1,19 +1,13 @@
-"""What is done when a pool of workers is lost.
+"""Hands out the batches of an epoch, and replaces the workers when they are lost.
 
-A new one goes on where the last batch was handed out.
+The steps, all in `WorkerRecovery`:
 
-Which remedy, when it happens again at the same place:
-
-a sample that kills or blocks its worker twice, while other workers do well
-    it is quarantined
-workers that are new after a loss
-    each reads another sample first
-all workers are blocked (a lock that was held at the fork)
-    none are used
-file descriptors run out
-    tensors are shared through files
-memory or shared memory runs out, or workers die and no sample is to blame
-    half as many workers, at last none
+1. `batches` asks the pool for the next batch. A worker that has died, was stopped or is stuck
+   arrives here as `WorkersLostError`, whoever noticed it (`watch`).
+2. `_replace` kills what is left of the pool, chooses a remedy (`remedies`), carries it out and
+   starts another pool.
+3. The new pool begins with the batches that were not handed out yet (`Source.requests`), so that
+   the loop gets the same batches as without the loss.
 """
 
 from __future__ import annotations
@@ -23,244 +17,246 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-from holdfast.core.errors import LoaderError
 from holdfast.core.events import run_events
 from holdfast.core.events.event import EventData
-from holdfast.loader.quarantine import key_of, plain
-from holdfast.loader.workers.board import Showing
-from holdfast.loader.workers.fetch import Report
+from holdfast.loader.quarantine import plain
 from holdfast.loader.workers.map_source import Source
 from holdfast.loader.workers.pool import WorkerPool, WorkerSettings, WorkersLostError
+from holdfast.loader.workers.remedies import (
+    LossCase,
+    Remedy,
+    SuspectSamples,
+    choose_remedy,
+    no_remedy_left,
+)
+from holdfast.loader.workers.report import Report
 from holdfast.loader.workers.watch import Loss
 
+# Time at one sample after which a worker is called stuck, at the least. It is the watchdog's floor
+# of 30 s, doubled because a sample may be on a cold network drive. It is doubled again each time
+# that workers are stuck at the same place.
 _LIMIT_SECONDS = 60.0
-"""Least time at one sample after which a worker is called stuck.
 
-The watchdog's floor of 30 s, doubled since a sample
-may lie on a cold network drive. It is doubled again each time that the same place is stuck.
-"""
-_STRIKES = 2
-_CONTROLS = 3
-"""So many pools have to be blocked at different samples; one may have met a bad sample by chance.
-"""
+# A worker is stuck after this multiple of the longest that any sample of an earlier pool has taken:
+# `watch` applies the same factor to samples of its own pool.
+_LONGEST_FACTOR = 8
+
+# A timeout that was too short for one batch is too short for others: it is raised to this multiple
+# of the longest batch.
+_TIMEOUT_FACTOR = 2
 
 
 class WorkerRecovery:
-    """Hands out the batches of a source, whatever happens to the workers."""
+    """Hands out the batches of a source, whatever happens to the workers.
+
+    Args:
+        settings: How workers are run. A remedy may change them, for the rest of the loader's life.
+        emit: Called with each event.
+    """
 
     def __init__(self, settings: WorkerSettings, emit: Callable[[EventData], None]) -> None:
         self.settings = settings
         self._emit = emit
-        self._kept: WorkerPool | None = None
-        self._strikes: dict[Any, int] = {}
-        self._in_a_row = 0  # losses since a batch was handed out
-        self._suspected: Any = None  # the sample that a worker was at in the last loss
-        self._stuck_in_a_row = 0
-        self._longest = 0.0
+        # Workers of the last epoch, with ``persistent_workers``.
+        self._kept_pool: WorkerPool | None = None
+        self._suspects = SuspectSamples()
+        # The sample that a worker was reading in the last loss.
+        self._last_suspect: Any = None
+        # Losses since a batch was handed out, and those among them that were a matter of time.
+        self._losses_in_a_row = 0
+        self._time_losses_in_a_row = 0
+        self._longest_sample_seconds = 0.0
+        # When the loop asked for the batch that it waits for, on the monotonic clock.
         self._asked_at = 0.0
 
     def batches(self, source: Source) -> Generator[tuple[Any, Report]]:
-        """Yield the batches of a source with their reports."""
-        pool = self._take_kept() or self._start(source)
-        begun = again = False
-        self._in_a_row = self._stuck_in_a_row = 0
+        """Yield the batches of a source with their reports.
+
+        Raises:
+            LoaderError: H614 if workers are lost again and again and no remedy is left.
+        """
+        pool = self._take_kept_pool() or self._start_pool(source)
+        is_begun = False
+        is_replacement = False
+        self._losses_in_a_row = 0
+        self._time_losses_in_a_row = 0
         try:
             while True:
                 loss: Loss | None = None
                 try:
-                    if not begun:
-                        pool.begin(source.entries(again=again, suspect=self._suspected))
-                        begun = True
-                    if source.is_finished():
-                        return
-                    self._asked_at = time.monotonic()
-                    batch, report = pool.next()
-                    report = source.complete(report)
-                except StopIteration:
-                    if not source.is_short():
-                        return
-                    loss = Loss(cause="the workers ended before the epoch did", kind="machinery")
+                    if not is_begun:
+                        pool.begin(
+                            source.requests(after_loss=is_replacement, suspect=self._last_suspect)
+                        )
+                        is_begun = True
+                    received = self._receive(pool, source)
                 except WorkersLostError as error:
+                    # Handled below, where the exception no longer holds parts of the lost pool.
                     loss = error.loss
-                else:
-                    if report.shortage is not None:
-                        cause = f"a worker ran out of {report.shortage}"
-                        loss = Loss(cause=cause, kind="machinery", shortage=report.shortage)
                 if loss is not None:
                     pool = self._replace(pool, loss, source)
-                    begun, again = False, True
+                    is_begun = False
+                    is_replacement = True
                     continue
-                self._note(report)
+                if received is None:
+                    return
+                batch, report = received
+                self._note_arrival(report)
                 source.delivered(report)
-                if report.number >= 0:  # else a worker of a stream has passed its turn
+                if not report.is_passed_turn:
                     yield batch, report
         finally:
-            self._leave(pool)
+            self._keep_or_close(pool)
 
-    def _note(self, report: Report) -> None:
-        """Note that a batch, or an error in the place of one, has arrived."""
-        self._in_a_row = self._stuck_in_a_row = 0
-        if self.settings.timeout_seconds:  # one that was too short for this batch is so for others
-            self.settings.timeout_seconds = max(self.settings.timeout_seconds, 2 * report.seconds)
-        if report.fatal is None and self._strikes:
-            for index in report.indices or ():
-                self._strikes.pop(key_of(index), None)  # it could be read after all
+    def _receive(self, pool: WorkerPool, source: Source) -> tuple[Any, Report] | None:
+        """Return the next batch with its report, or None at the end of the epoch.
 
-    def _start(self, source: Source) -> WorkerPool:
-        doubled = 2**self._stuck_in_a_row
+        Raises:
+            WorkersLostError: This pool makes no more batches.
+        """
+        if source.is_finished():
+            return None
+        self._asked_at = time.monotonic()
+        try:
+            batch, report = pool.next()
+        except StopIteration:
+            if not source.is_short():
+                return None
+            loss = Loss(cause="the workers ended before the epoch did", kind="machinery")
+            raise WorkersLostError(loss) from None
+        report = source.complete(report)
+        if report.shortage is not None:
+            cause = f"a worker ran out of {report.shortage}"
+            raise WorkersLostError(Loss(cause=cause, kind="machinery", shortage=report.shortage))
+        return batch, report
+
+    def _note_arrival(self, report: Report) -> None:
+        """Note that a batch has arrived, or an error in its place."""
+        self._losses_in_a_row = 0
+        self._time_losses_in_a_row = 0
+        if self.settings.timeout_seconds:
+            self.settings.timeout_seconds = max(
+                self.settings.timeout_seconds, _TIMEOUT_FACTOR * report.seconds
+            )
+        if report.fatal is None and report.indices is not None:
+            self._suspects.clear(report.indices)
+
+    # --- pools ------------------------------------------------------------------------------------
+
+    def _start_pool(self, source: Source) -> WorkerPool:
+        limit_seconds = max(_LIMIT_SECONDS, _LONGEST_FACTOR * self._longest_sample_seconds)
+        patience = 2**self._time_losses_in_a_row
         return WorkerPool(
             source.dataset,
             self.settings,
-            limit_seconds=max(_LIMIT_SECONDS, 8 * self._longest) * doubled,
-            timeout_seconds=self.settings.timeout_seconds * doubled,
+            limit_seconds=limit_seconds * patience,
+            timeout_seconds=self.settings.timeout_seconds * patience,
         )
 
-    def _take_kept(self) -> WorkerPool | None:
-        kept, self._kept = self._kept, None
-        return kept
+    def _take_kept_pool(self) -> WorkerPool | None:
+        pool = self._kept_pool
+        self._kept_pool = None
+        return pool
 
-    def _leave(self, pool: WorkerPool) -> None:
-        self._longest = max(self._longest, pool.longest_seconds)
-        if self.settings.keep and self._kept is None and pool.can_go_on:
-            self._kept = pool
+    def _keep_or_close(self, pool: WorkerPool) -> None:
+        self._note_longest_sample(pool)
+        if self.settings.keep and self._kept_pool is None and pool.can_be_kept:
+            self._kept_pool = pool
         else:
             pool.close()
 
-    def close(self) -> None:
-        """End workers that were kept."""
-        kept = self._take_kept()
-        if kept is not None:
-            kept.close()
+    def _note_longest_sample(self, pool: WorkerPool) -> None:
+        self._longest_sample_seconds = max(self._longest_sample_seconds, pool.longest_seconds)
 
-    def _replace(self, lost: WorkerPool, loss: Loss, source: Source) -> WorkerPool:
-        """Kill what is left of a pool, decide what has to change, and start the next."""
-        # What training took until it asked is no part of it
-        noticed = max(lost.lost_at or 0.0, self._asked_at)
-        self._longest = max(self._longest, lost.longest_seconds)
-        lost.abandon()
-        self._in_a_row += 1
-        self._stuck_in_a_row += loss.kind == "hung" or loss.waited
-        before = self.settings.workers
-        if before == 0:
-            raise _no_way_on(f"no batch can be made even without workers: {loss.cause}")
-        index = None if loss.showing is None else source.sample_at(loss.showing)
-        self._suspected = index
-        remedy = self._decide(loss, index, source)
-        if source.needs_all_workers and self.settings.workers != before:
-            raise _no_way_on(
-                f"{loss.cause}, {self._in_a_row} times in a row, and a dataset that divides its"
-                f" items among workers itself needs all {before}"
+    def close(self) -> None:
+        """End the workers that were kept from the last epoch."""
+        pool = self._take_kept_pool()
+        if pool is not None:
+            pool.close()
+
+    # --- losses -----------------------------------------------------------------------------------
+
+    def _replace(self, lost_pool: WorkerPool, loss: Loss, source: Source) -> WorkerPool:
+        """Kill what is left of a pool, carry out a remedy, and return the next pool.
+
+        Raises:
+            LoaderError: H614 if no remedy is left.
+        """
+        # Workers may be lost while the loop trains. Only the time that it waits is reported.
+        noticed_at = max(lost_pool.lost_at or 0.0, self._asked_at)
+        self._note_longest_sample(lost_pool)
+        lost_pool.abandon()
+        workers_before = self.settings.workers
+        if workers_before == 0:
+            raise no_remedy_left(f"no batch can be made even without workers: {loss.cause}")
+        index = None if loss.status is None else source.sample_at(loss.status)
+        self._last_suspect = index
+        remedy = self.adapt_settings(loss, index, source)
+        if source.needs_all_workers and self.settings.workers != workers_before:
+            raise no_remedy_left(
+                f"{loss.cause}, {self._losses_in_a_row} times in a row, and a dataset that divides"
+                f" its items among workers itself needs all {workers_before} of them"
             )
-        pool = self._start(source)
+        pool = self._start_pool(source)
         event = run_events.LoaderHealed(
             cause=loss.cause,
             sample=None if index is None else plain(index),
-            remedy=remedy,
-            workers_before=before,
+            remedy=remedy.text,
+            workers_before=workers_before,
             workers=self.settings.workers,
-            seconds=round(time.monotonic() - noticed, 4),
+            seconds=round(time.monotonic() - noticed_at, 4),
         )
         self._emit(event)
         return pool
 
-    def _decide(self, loss: Loss, index: Any, source: Source) -> str:
-        """Change the settings as the loss demands; return the remedy in words."""
-        settings, repeated = self.settings, self._in_a_row > 1
-        if loss.shortage == "file descriptors" and not settings.share_by_file:
+    def adapt_settings(self, loss: Loss, index: Any, source: Source) -> Remedy:
+        """Choose the remedy for a loss and carry it out; return it.
+
+        Args:
+            loss: What happened.
+            index: Dataset index of the sample that the lost worker was reading, or None.
+            source: Where the sample is quarantined, if that is the remedy.
+
+        Raises:
+            LoaderError: H614 if no remedy is left, H612 if one more sample must not be quarantined.
+        """
+        self._losses_in_a_row += 1
+        if loss.kind == "hung" or loss.is_timeout:
+            self._time_losses_in_a_row += 1
+        suspicion = None
+        if index is not None and loss.kind in {"died", "hung"}:
+            suspicion = self._suspects.note_loss(index, loss)
+        settings = self.settings
+        case = LossCase(
+            loss=loss,
+            suspicion=suspicion,
+            losses_in_a_row=self._losses_in_a_row,
+            workers=settings.workers,
+            share_by_file=settings.share_by_file,
+            has_worker_init_fn=settings.options.get("worker_init_fn") is not None,
+        )
+        remedy = choose_remedy(case)
+        if remedy.workers is not None:
+            settings.workers = remedy.workers
+        if remedy.share_by_file:
             settings.share_by_file = True
             self._raise_limit_of_descriptors()
-            return "tensors are shared through files from now on"
-        at_sample = index is not None and loss.kind in {"died", "hung"}
-        if loss.shortage is not None and not at_sample:
-            return self._fewer()
-        if "Pin memory" in loss.cause and repeated:
+        if remedy.stop_pinning:
             settings.options = {**settings.options, "pin_memory": False}
-            return "memory is no longer pinned"
-        if at_sample:
-            return self._suspect(loss, index, source, repeated=repeated)
-        if loss.kind == "hung" and repeated and loss.showing is not None:
-            return self._blocked(loss, loss.showing)
-        if not repeated:
-            return "new workers"
-        at_work = loss.kind == "died" and loss.showing is not None and loss.showing.is_at_work
-        if settings.workers == 1 and at_work and not loss.from_outside:
-            raise _no_way_on(
-                f"{loss.cause}, {self._in_a_row} times at the same place, which would end this"
-                " process too"
-            )
-        return self._fewer()
+        if remedy.quarantine_sample:
+            self._suspects.clear((index,))
+            self._losses_in_a_row = 0
+            kind = "hung" if loss.kind == "hung" else "killed its worker"
+            source.quarantine(index, kind, loss.cause)
+        return remedy
 
     def _raise_limit_of_descriptors(self) -> None:
-        """Let this process open as many files as it may, and say so.
-
-        It stays that way after the loader.
-        """
-        before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if before != most:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            why = "workers had run out of file descriptors"
-            self._emit(run_events.DescriptorLimitRaised(before=before, now=most, why=why))
-
-    def _blocked(self, loss: Loss, showing: Showing) -> str:
-        if not showing.is_starting:
-            raise _no_way_on(
-                f"the workers were stuck at batch {showing.number} {self._in_a_row} times:"
-                f" {loss.cause}"
-            )
-        self.settings.workers = 0
-        unset = (
-            ""
-            if self.settings.options.get("worker_init_fn") is None
-            else "; worker_init_fn is not called then"
+        """Let this process open as many files as it is allowed to, for the rest of its life."""
+        soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft_limit == hard_limit:
+            return
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+        event = run_events.DescriptorLimitRaised(
+            before=soft_limit, now=hard_limit, why="workers had run out of file descriptors"
         )
-        return (
-            "no workers from now on: they are blocked from the start, as by a lock that was held"
-            f" at the fork{unset}"
-        )
-
-    def _suspect(self, loss: Loss, index: Any, source: Source, *, repeated: bool) -> str:
-        """Decide about a loss in which a worker was at a sample."""
-        key = key_of(index)
-        again = key in self._strikes
-        strikes = self._strikes.setdefault(key, 0)
-        has_worked = loss.showing is not None and loss.showing.has_worked
-        # Workers that start after a loss read another sample first
-        if loss.others_fine or (again and has_worked):
-            self._strikes[key] = strikes + 1
-            if strikes + 1 >= _STRIKES:
-                del self._strikes[key]
-                self._in_a_row = 0
-                source.quarantine(
-                    index, "hung" if loss.kind == "hung" else "killed its worker", loss.cause
-                )
-                return "the sample is quarantined"
-            if loss.shortage is not None:
-                # Never none: the sample would do to this process what it did to them
-                return self._fewer(least=1)
-            return "new workers; the sample is tried again"
-        if loss.shortage is not None:
-            return self._fewer(least=0 if again else 1)
-        if not repeated:
-            return "new workers"
-        if loss.kind == "hung":
-            if self._in_a_row < _CONTROLS:
-                return "new workers"
-            self.settings.workers = 0
-            return (
-                "no workers from now on: all of them are blocked, as by a lock that was held at the"
-                " fork"
-            )
-        return self._fewer()
-
-    def _fewer(self, least: int = 0) -> str:
-        self.settings.workers = max(least, self.settings.workers // 2)
-        return f"{self.settings.workers} workers from now on"
-
-
-def _no_way_on(what: str) -> LoaderError:
-    return LoaderError(
-        what,
-        limit="no remedy is left",
-        fix="look at the events loader_healed before it: they name each cause and what was tried.",
-        rule="H614",
-    )
+        self._emit(event)

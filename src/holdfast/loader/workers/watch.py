@@ -1,10 +1,10 @@
-"""The watch over one pool of workers.
+"""Watches one pool of workers: finds a worker that has died, was stopped or is stuck.
 
-It finds who died, was stopped or is stuck, and kills what is stuck.
+A stuck worker is killed. Whatever goes wrong with a worker is therefore noticed as its death, and
+the loop that waits for a batch needs no timeout of its own. Time is counted in ticks of this watch,
+so a machine or container that is suspended makes no worker look stuck.
 
-So whatever goes wrong with a worker arrives as one thing, its death, and the loop that waits for a
-batch needs no timeouts. Time is counted in ticks of this watch, so a suspended machine or container
-ages nobody.
+What follows a loss is decided in `remedies`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,32 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from holdfast.core.threads import start_thread
-from holdfast.loader.workers.board import PREPARING, Board, Showing
-from holdfast.loader.workers.processes import (
-    WorkerLostError,
+from holdfast.loader.workers.board import PREPARING, Board, WorkerStatus
+from holdfast.loader.workers.child_signals import WorkerLostError, wake_main_thread, wake_on_loss
+from holdfast.loader.workers.ending import (
     exit_code,
     how_it_ended,
     kill,
+    kill_with_offspring,
     oom_kills,
-    strike,
-    wake_main_thread,
-    wake_on_loss,
 )
 from holdfast.recorder.run_files import process_is_stopped
 
+# How often workers are looked at.
 _TICK_SECONDS = 0.25
-_CALL_SECONDS = 0.01
-_LONGEST_FACTOR = 8.0
-"""A worker is stuck after so many times the longest that any sample has taken."""
-_START_FACTOR = 10.0
-"""So many limits long a worker may start.
 
-Imports, and what the user does in it, take as long as they do.
-"""
+# How often the main thread is woken after a loss, until it has left its wait.
+_WAKE_SECONDS = 0.01
+
+# A worker is stuck after this multiple of the longest that any sample has taken.
+_LONGEST_FACTOR = 8.0
+
+# The start of a worker may take this multiple of the limit for a sample: imports, and what the user
+# does in ``worker_init_fn``, have nothing to do with samples.
+_START_FACTOR = 10.0
+
+# Signals by which somebody else may have killed a worker.
+_SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,37 +53,41 @@ class Loss:
 
     Args:
         cause: In words.
-        kind: ``"died"``, ``"stopped"``, ``"hung"``, ``"machinery"``.
-        worker: Which one, if it was one.
-        showing: What it was doing.
-        others_fine: Whether other workers were doing well, so that the sample is suspect; None if
-            there were none.
-        shortage: What the machine was short of, if it was.
-        waited: Whether a limit of time was passed, which may have been too short.
-        from_outside: Whether it was killed by a signal that others send.
+        kind: ``"died"``, ``"stopped"``, ``"hung"``, or ``"machinery"`` if no single worker failed.
+        worker: Which worker failed, if it was one.
+        status: What it was doing.
+        others_fine: Whether other workers were doing well, so that the sample is the suspect; None
+            if there were no others.
+        shortage: What the machine was short of, if that was the reason.
+        is_timeout: Whether a time limit was passed, which may have been too short.
+        from_outside: Whether the worker died of a signal that other processes send.
     """
 
     cause: str
     kind: str
     worker: int | None = None
-    showing: Showing | None = None
+    status: WorkerStatus | None = None
     others_fine: bool | None = None
     shortage: str | None = None
-    waited: bool = False
+    is_timeout: bool = False
     from_outside: bool = False
 
 
 class Watch:
     """Watches workers from a thread of its own.
 
-    A context in which a loss interrupts what the main thread waits for.
+    It is also a context: inside, a loss interrupts whatever the main thread waits for.
 
-    A worker that has been at one thing for `limit_seconds` is stuck; that is raised to eight times
-    the longest that one took so far. Its start, and the user's ``worker_init_fn``, may take ten
-    times so long, or ten times `timeout_seconds` if that is less: a lock that was held at the fork
-    blocks it for ever. The loop may wait `timeout_seconds` for a batch, the start of a worker that
-    is not stuck apart; 0 for no limit. One that exits with code 0 has done its work if it
-    `may_end`.
+    Args:
+        processes: The workers.
+        board: Where they show what they do.
+        limit_seconds: Time at one sample after which a worker is stuck; raised to eight times the
+            longest that one has taken so far. A start, which includes the user's
+            ``worker_init_fn``, may take ten times this limit, or ten times `timeout_seconds` if
+            that is less: a lock that was held at the fork blocks it for ever.
+        timeout_seconds: How long the loop may wait for a batch, without the time that workers need
+            to start; 0 for no limit.
+        may_end: Whether a worker that exits with code 0 has done its work.
     """
 
     def __init__(
@@ -94,197 +102,281 @@ class Watch:
         self._processes = processes
         self._parent = os.getpid()
         self._board = board
-        self._limit = limit_seconds
-        self._timeout = timeout_seconds
+        self._limit_seconds = limit_seconds
+        self._timeout_seconds = timeout_seconds
         self._may_end = may_end
         self._ended = threading.Event()
-        self._oom_kills = oom_kills()
-        self._stuck = [0.0] * len(processes)
-        self._last = [board.look(worker) for worker in range(len(processes))]
+        self._oom_kills_before = oom_kills()
+        # For each worker, what it showed at the last tick, and for how long it has shown that.
+        self._statuses = [board.status_of(worker) for worker in range(len(processes))]
+        self._unchanged_seconds = [0.0] * len(processes)
+        # Workers that were stopped at the last tick.
         self._stopped: set[int] = set()
-        self._waits = self._last_wait = 0  # how many there were
-        self._waited = 0.0
-        self._quiet = 0.0
+        # Waits of the loop so far, and their number at the last tick.
+        self._waits = 0
+        self._waits_at_last_tick = 0
+        # How long the loop has waited for the batch that it waits for now, and how much of that
+        # passed without any change on the board.
+        self._waited_seconds = 0.0
+        self._quiet_seconds = 0.0
         self._loss: Loss | None = None
-        self.lost_at = 0.0
-        self.waiter = 0  # the thread that is inside
-        self.called = False
         self.lost = False
+        # When the loss was noticed, on the monotonic clock.
+        self.lost_at = 0.0
+        # The thread that is inside the context; 0 for none.
+        self.waiting_thread = 0
+        # Whether that thread was interrupted already. Set by the signal handler.
+        self.interrupted = False
+        # The longest that a worker was seen at one sample.
         self.longest_seconds = 0.0
         wake_on_loss(self)
         start_thread(threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch"))
 
     def end(self, *, kills: bool = False) -> None:
-        """Stop watching, and maybe kill these workers, if they are this process's.
+        """Stop watching, so that the end of a worker is no longer a loss.
 
-        What happens is meant.
+        Args:
+            kills: Whether to kill the workers too, if they belong to this process.
         """
         self._ended.set()
         if kills and self._parent == os.getpid():
             kill(self._processes)
 
     def __enter__(self) -> None:
-        """Let a loss interrupt what the main thread waits for inside, with a `WorkerLostError`."""
+        """Let a loss interrupt what the main thread waits for inside, with `WorkerLostError`."""
         self._waits += 1
-        self.waiter = threading.get_ident()
+        self.waiting_thread = threading.get_ident()
         if self.lost:
-            self.waiter = 0
+            self.waiting_thread = 0
             raise WorkerLostError
 
     def __exit__(self, *error: object) -> None:
-        """Interrupt nothing any more."""
-        self.waiter = 0
+        """Interrupt nothing from now on."""
+        self.waiting_thread = 0
 
     def loss(self, patience_seconds: float = 0.0) -> Loss:
         """Return why the workers were lost.
 
-        Called once they are, it waits so long for a death, if none is known.
+        Args:
+            patience_seconds: How long to wait for the death of a worker if no loss is known yet.
         """
-        found = self._loss
-        if found is None:  # torch has noticed it before us
-            sentinels = {process.sentinel: worker for worker, process in enumerate(self._processes)}
-            dead = wait(list(sentinels), timeout=patience_seconds)
-            found = self._loss  # what was found meanwhile, and killed, says more
-            if found is None and not dead:
-                return Loss(cause="the connection to the workers broke", kind="machinery")
-            if found is None:
-                return self._death(sentinels[dead[0]])
-        if found.kind == "died" and found.worker is not None:
-            return self._death(found.worker)
-        return found
+        loss = self._loss
+        if loss is None:
+            # torch has noticed it before this watch.
+            loss = self._wait_for_death(patience_seconds)
+        if loss.kind == "died" and loss.worker is not None:
+            return self._describe_death(loss.worker)
+        return loss
 
-    def _death(self, worker: int) -> Loss:
+    def _wait_for_death(self, patience_seconds: float) -> Loss:
+        workers = self._workers_by_sentinel()
+        dead = wait(list(workers), timeout=patience_seconds)
+        if self._loss is not None:
+            # The watch has found a stuck worker meanwhile, and killed it.
+            return self._loss
+        if not dead:
+            return Loss(cause="the connection to the workers broke", kind="machinery")
+        return Loss(cause="", kind="died", worker=workers[dead[0]])
+
+    def _workers_by_sentinel(self) -> dict[Any, int]:
+        return {process.sentinel: worker for worker, process in enumerate(self._processes)}
+
+    def _describe_death(self, worker: int) -> Loss:
         process = self._processes[worker]
-        how = how_it_ended(process, self._oom_kills)
-        others = [
-            self._board.look(number) for number in range(len(self._processes)) if number != worker
-        ]
-        showing = self._board.look(worker)
-        fine = (
-            any(each.has_worked for each in (*others, showing))
-            if others or showing.has_worked
-            else None
-        )
-        shortage = (
-            "shared memory" if "SIGBUS" in how else "memory" if "out of memory" in how else None
-        )
+        how = how_it_ended(process, self._oom_kills_before)
+        status = self._board.status_of(worker)
+        shortage = None
+        if "SIGBUS" in how:
+            shortage = "shared memory"
+        elif "out of memory" in how:
+            shortage = "memory"
         return Loss(
             cause=f"worker {worker} {how}",
             kind="died",
             worker=worker,
-            showing=showing,
-            others_fine=fine,
+            status=status,
+            others_fine=self._others_have_worked(worker, status),
             shortage=shortage,
-            from_outside=exit_code(process) in (-signal.SIGKILL, -signal.SIGTERM),
+            from_outside=exit_code(process) in _SIGNALS_FROM_OUTSIDE,
         )
 
-    # --- in the thread
+    def _others_have_worked(self, dead_worker: int, status: WorkerStatus) -> bool | None:
+        """Return whether any worker has read a sample, so that workers can; None if unknown."""
+        if status.has_worked:
+            return True
+        others = [
+            self._board.status_of(worker)
+            for worker in range(len(self._processes))
+            if worker != dead_worker
+        ]
+        if not others:
+            return None
+        return any(other.has_worked for other in others)
+
+    # --- in the thread of the watch ---------------------------------------------------------------
 
     def _run(self) -> None:
-        sentinels = {process.sentinel: worker for worker, process in enumerate(self._processes)}
-        before = time.monotonic()
+        workers = self._workers_by_sentinel()
+        last_tick = time.monotonic()
         while not self._ended.is_set():
-            ready = wait(list(sentinels), timeout=_TICK_SECONDS)
+            ready = wait(list(workers), timeout=_TICK_SECONDS)
             now = time.monotonic()
-            passed, before = min(now - before, 2 * _TICK_SECONDS), now
+            passed_seconds = min(now - last_tick, 2 * _TICK_SECONDS)
+            last_tick = now
             if self._ended.is_set():
                 return
-            dead = [sentinels.pop(sentinel) for sentinel in ready]
-            lost = [
-                worker
-                for worker in dead
-                if not (self._may_end and exit_code(self._processes[worker]) == 0)
-            ]
-            found = Loss(cause="", kind="died", worker=lost[0]) if lost else self._look(passed)
-            if found is not None:
-                self._lose(found)
+            dead = [workers.pop(sentinel) for sentinel in ready]
+            loss = self._first_death(dead) or self._look_at_workers(passed_seconds)
+            if loss is not None:
+                self._report(loss)
                 return
 
-    def _lose(self, loss: Loss) -> None:
+    def _first_death(self, dead: list[int]) -> Loss | None:
+        for worker in dead:
+            has_done_its_work = self._may_end and exit_code(self._processes[worker]) == 0
+            if not has_done_its_work:
+                return Loss(cause="", kind="died", worker=worker)
+        return None
+
+    def _report(self, loss: Loss) -> None:
+        """Make a loss known, kill the worker behind it, and wake the thread that waits."""
         self._loss = loss
         self.lost_at = time.monotonic()
         self.lost = True
         if loss.worker is not None and loss.kind != "died":
-            strike(self._processes[loss.worker])
-        unheard = 0.0
-        while not self._ended.wait(_CALL_SECONDS):
-            # An exception in a destructor that happens to run is lost, so call again while nobody
-            # comes out.
-            unheard = unheard + _CALL_SECONDS if self.waiter and self.called else 0.0
-            if unheard > _TICK_SECONDS:
-                self.called = False
-            if self.waiter == threading.main_thread().ident and not self.called:
+            kill_with_offspring(self._processes[loss.worker])
+        unheard_seconds = 0.0
+        while not self._ended.wait(_WAKE_SECONDS):
+            # Python swallows an exception that is raised while a destructor happens to run. So the
+            # thread is interrupted again if it does not leave its wait.
+            if self.waiting_thread and self.interrupted:
+                unheard_seconds += _WAKE_SECONDS
+            else:
+                unheard_seconds = 0.0
+            if unheard_seconds > _TICK_SECONDS:
+                self.interrupted = False
+            if self.waiting_thread == threading.main_thread().ident and not self.interrupted:
                 wake_main_thread()
 
-    def _look(self, passed: float) -> Loss | None:
-        moved = starts = False
-        for worker in range(len(self._processes)):
-            showing = self._board.look(worker)
-            starts |= showing.is_starting
-            if showing == self._last[worker]:
-                self._stuck[worker] += passed
-            else:
-                # Else it was the loop, or the start, that took its time
-                if self._last[worker].is_at_work:
-                    self.longest_seconds = max(self.longest_seconds, self._stuck[worker])
-                self._stuck[worker], self._last[worker], moved = 0.0, showing, True
-        limit = max(self._limit, _LONGEST_FACTOR * self.longest_seconds)
-        # For the same batch as at the last look
-        waits_on = bool(self.waiter) and self._waits == self._last_wait
-        self._last_wait = self._waits
-        starts &= not any(showing.is_at_work for showing in self._last)
-        self._waited = self._waited + passed * (not starts) if waits_on else 0.0
-        self._quiet = self._quiet + passed if waits_on and not moved else 0.0
-        return self._find_stopped() or self._find_stuck(limit) or self._find_late(limit)
+    def _look_at_workers(self, passed_seconds: float) -> Loss | None:
+        has_changed = self._update_statuses(passed_seconds)
+        self._update_wait(passed_seconds, has_changed=has_changed)
+        limit_seconds = max(self._limit_seconds, _LONGEST_FACTOR * self.longest_seconds)
+        return (
+            self._find_stopped_worker()
+            or self._find_stuck_worker(limit_seconds)
+            or self._find_late_batch()
+            or self._find_lost_batch(limit_seconds)
+        )
 
-    def _find_stopped(self) -> Loss | None:
-        stopped = {
-            worker for worker, each in enumerate(self._processes) if process_is_stopped(each.pid)
+    def _update_statuses(self, passed_seconds: float) -> bool:
+        """Read the board; return whether any worker shows something else than at the last tick."""
+        has_changed = False
+        for worker, previous in enumerate(self._statuses):
+            status = self._board.status_of(worker)
+            if status == previous:
+                self._unchanged_seconds[worker] += passed_seconds
+                continue
+            # A start, or the wait for work, says nothing about samples.
+            if previous.is_at_work:
+                self.longest_seconds = max(self.longest_seconds, self._unchanged_seconds[worker])
+            self._unchanged_seconds[worker] = 0.0
+            self._statuses[worker] = status
+            has_changed = True
+        return has_changed
+
+    def _update_wait(self, passed_seconds: float, *, has_changed: bool) -> None:
+        """Count how long the loop has waited for the same batch."""
+        waits_for_same_batch = bool(self.waiting_thread) and self._waits == self._waits_at_last_tick
+        self._waits_at_last_tick = self._waits
+        if not waits_for_same_batch:
+            self._waited_seconds = 0.0
+            self._quiet_seconds = 0.0
+            return
+        # The loop has to wait while workers start, unless others work already.
+        waits_for_start = any(status.is_starting for status in self._statuses) and not any(
+            status.is_at_work for status in self._statuses
+        )
+        if not waits_for_start:
+            self._waited_seconds += passed_seconds
+        self._quiet_seconds += passed_seconds
+        if has_changed:
+            self._quiet_seconds = 0.0
+
+    def _find_stopped_worker(self) -> Loss | None:
+        """Return the loss if a worker was stopped at this tick and the last one.
+
+        Whoever stops all processes of a job lets them all continue together, so one look is not
+        enough.
+        """
+        stopped_before = self._stopped
+        self._stopped = {
+            worker
+            for worker, process in enumerate(self._processes)
+            if process_is_stopped(process.pid)
         }
-        # Who stops us all lets us all go on together
-        twice, self._stopped = stopped & self._stopped, stopped
-        for worker in twice:
+        for worker in self._stopped & stopped_before:
             return Loss(cause=f"worker {worker} was stopped", kind="stopped", worker=worker)
         return None
 
-    def _find_stuck(self, limit: float) -> Loss | None:
-        longest_start = _START_FACTOR * (min(limit, self._timeout) if self._timeout else limit)
-        for worker, showing in enumerate(self._last):
-            if showing.is_busy and self._stuck[worker] > (
-                longest_start if showing.is_starting else limit
-            ):
-                return self._stuck_at(worker, f"has been at it for {self._stuck[worker]:.1f} s")
+    def _find_stuck_worker(self, limit_seconds: float) -> Loss | None:
+        """Return the loss if a worker has been at one sample, or at its start, for too long."""
+        start_limit_seconds = _START_FACTOR * limit_seconds
+        if self._timeout_seconds:
+            start_limit_seconds = _START_FACTOR * min(limit_seconds, self._timeout_seconds)
+        for worker, status in enumerate(self._statuses):
+            if not status.is_busy:
+                continue
+            seconds = self._unchanged_seconds[worker]
+            allowed_seconds = start_limit_seconds if status.is_starting else limit_seconds
+            if seconds > allowed_seconds:
+                return self._hang_of(worker, f"has been at it for {seconds:.1f} s")
         return None
 
-    def _find_late(self, limit: float) -> Loss | None:
-        if self._timeout and self._waited > self._timeout:
-            busy = [worker for worker, showing in enumerate(self._last) if showing.is_busy]
-            worker = max(busy, key=lambda each: self._stuck[each], default=None)
-            if worker is not None:
-                return self._stuck_at(worker, f"kept the loop waiting for {self._timeout:g} s")
-            return Loss(
-                cause=f"no batch came for {self._timeout:g} s", kind="machinery", waited=True
-            )
-        if self._quiet > limit and not any(showing.is_busy for showing in self._last):
-            cause = f"no worker was busy for {limit:.1f} s, and no batch came"
-            return Loss(cause=cause, kind="machinery", waited=True)
-        return None
+    def _find_late_batch(self) -> Loss | None:
+        """Return the loss if the loop has waited for a batch for longer than its timeout."""
+        if not self._timeout_seconds or self._waited_seconds <= self._timeout_seconds:
+            return None
+        busy = [worker for worker, status in enumerate(self._statuses) if status.is_busy]
+        if not busy:
+            cause = f"no batch came for {self._timeout_seconds:g} s"
+            return Loss(cause=cause, kind="machinery", is_timeout=True)
+        slowest = max(busy, key=lambda worker: self._unchanged_seconds[worker])
+        return self._hang_of(slowest, f"kept the loop waiting for {self._timeout_seconds:g} s")
 
-    def _stuck_at(self, worker: int, how_long: str) -> Loss:
-        showing = self._last[worker]
-        others = [number for number in range(len(self._processes)) if number != worker]
-        half = self._stuck[worker] / 2
-        fine = [
-            self._last[each].has_worked
-            and (not self._last[each].is_busy or self._stuck[each] < half)
-            for each in others
-        ]
-        where = "starting" if showing.is_starting else "at work"
-        where = "in worker_init_fn" if showing.offset == PREPARING else where
+    def _find_lost_batch(self, limit_seconds: float) -> Loss | None:
+        """Return the loss if the loop waits for a batch although no worker is making one."""
+        if self._quiet_seconds <= limit_seconds:
+            return None
+        if any(status.is_busy for status in self._statuses):
+            return None
+        cause = f"no worker was busy for {limit_seconds:.1f} s, and no batch came"
+        return Loss(cause=cause, kind="machinery", is_timeout=True)
+
+    def _hang_of(self, worker: int, how_long: str) -> Loss:
+        status = self._statuses[worker]
+        where = "at work"
+        if status.place == PREPARING:
+            where = "in worker_init_fn"
+        elif status.is_starting:
+            where = "starting"
         return Loss(
             cause=f"worker {worker}, {where}, {how_long}",
             kind="hung",
             worker=worker,
-            showing=showing,
-            others_fine=any(fine) if others else None,
+            status=status,
+            others_fine=self._others_make_progress(worker),
         )
+
+    def _others_make_progress(self, stuck_worker: int) -> bool | None:
+        """Return whether another worker did well while this one was stuck; None without others."""
+        others = [worker for worker in range(len(self._processes)) if worker != stuck_worker]
+        if not others:
+            return None
+        half_seconds = self._unchanged_seconds[stuck_worker] / 2
+        for worker in others:
+            status = self._statuses[worker]
+            is_stuck_too = status.is_busy and self._unchanged_seconds[worker] >= half_seconds
+            if status.has_worked and not is_stuck_too:
+                return True
+        return False

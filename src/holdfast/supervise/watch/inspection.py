@@ -17,7 +17,7 @@ from pathlib import Path
 
 from holdfast.core.control_groups import fields_of
 from holdfast.core.errors import PolicyError
-from holdfast.explain.evidence import Frame, is_own_code
+from holdfast.explain.evidence import Frame, is_user_code
 from holdfast.explain.hangs.blame import Diagnosis, diagnose_hang
 from holdfast.explain.hangs.classification import thread_to_blame
 from holdfast.explain.hangs.evidence import Examined
@@ -142,7 +142,7 @@ def phase_of(process: Examined) -> str:
 
 def _is_importing(frames: Sequence[Frame]) -> bool:
     """Return whether the script is in an import, whichever library it is that imports."""
-    called_by_script = takewhile(lambda frame: not is_own_code(frame), reversed(frames))
+    called_by_script = takewhile(lambda frame: not is_user_code(frame), reversed(frames))
     return any(IMPORT_FILE in frame.file for frame in called_by_script)
 
 

@@ -64,7 +64,7 @@ def test_a_sampler_that_repeats_by_mistake_is_refused() -> None:
     """Repeated indices are an H609, whatever holds them, unless the sampler or the caller says
     so.
     """
-    with pytest.raises(LoaderError, match="2 of 5 indices more than once") as caught:
+    with pytest.raises(LoaderError, match="2 of 5") as caught:
         Sampled([1, 2, 1, 3, 2], 1).drawn(0)
     assert caught.value.rule == "H609"
     repeating: list[tuple[Any, bool]] = [
@@ -76,7 +76,7 @@ def test_a_sampler_that_repeats_by_mistake_is_refused() -> None:
         ([torch.tensor([0, 1]), torch.tensor([2, 0])], True),
     ]
     for sampler, batches in repeating:
-        with pytest.raises(LoaderError, match="more than once"):
+        with pytest.raises(LoaderError, match="H609"):
             Sampled(sampler, 1, batches=batches).drawn(0)
     assert Sampled([1, 1], 1, repeats=True).drawn(0) == [1, 1]
     drawing = RandomSampler(range(3), replacement=True, num_samples=30)
@@ -114,7 +114,7 @@ def test_another_iterator_does_not_draw_the_epoch_anew() -> None:
     assert sorted(seen) == list(range(40))
     assert other != seen[:4]
     restarted = DataLoader(list(range(40)), batch_size=4, sampler=sampler)
-    with pytest.raises(LoaderError, match="another order"):
+    with pytest.raises(LoaderError, match="H604"):
         restarted.load_state_dict(state)
 
 
@@ -262,7 +262,7 @@ def test_ranks_are_given_for_orders_of_holdfast_only() -> None:
         {"sampler": divided},
         {"batch_sampler": BatchSampler(SequentialSampler(range(60)), 4, drop_last=False)},
     ):
-        with pytest.raises(LoaderError, match="leave rank= and world_size= out") as caught:
+        with pytest.raises(LoaderError, match="rank=1, world_size=2") as caught:
             DataLoader(_DATA, rank=1, world_size=2, **own)
         assert caught.value.rule == "H607"
         assert len(DataLoader(_DATA, rank=0, world_size=1, **own))
@@ -306,7 +306,7 @@ def test_samples_are_read_one_by_one_or_as_one_key() -> None:
     lists = BatchSampler(SequentialSampler(range(8)), 4, drop_last=False)
     first, _ = DataLoader(Both(), batch_size=None, sampler=lists)
     assert first.tolist() == [0, 1, 2, 3]
-    with pytest.raises(LoaderError, match="add a __getitem__"):
+    with pytest.raises(LoaderError, match="__getitem__"):
         DataLoader(OnlyMany(), sampler=range(8))
 
 

@@ -1,0 +1,198 @@
+"""`holdfast checkpoints RUN_DIR`: list, verify and export the checkpoints of a guard.
+
+Torch is imported only for an export.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.checkpoint.manifest import read_manifest
+from holdfast.checkpoint.store import Entry, Store
+from holdfast.cli.guard_directory import GuardDirectory, open_store
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json, working
+from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
+from holdfast.core.text import sanitise, size
+from holdfast.guard.saving.best import best_in
+
+_COMPLETE = "complete"
+_VERIFIED = "verified"
+_OF_A_NEWER_VERSION = "of a newer holdfast"
+_MOVED_ASIDE = "damaged, moved aside"
+# Beginnings of statuses that make the exit code 1.
+_FAILED_STATUSES = ("damaged:", "cannot be read now")
+# What `best_in` returns if the file that names the best checkpoint cannot be read.
+_UNKNOWN_BEST_STEP = -1
+
+
+def run(
+    run_dir: GuardDirectory,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every byte of every checkpoint.")
+    ] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            help=(
+                "Write the newest weights to a safetensors file. From RUN_DIR/best/NAME: the best"
+                " weights."
+            )
+        ),
+    ] = None,
+    export_averaged: Annotated[
+        Path | None, typer.Option(help="Write the averaged weights to this file.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a run, newest first, and verify or export them."""
+    with failing_clearly(as_json=as_json):
+        store = open_store(run_dir)
+        # It is listed first: an export may take long, and a run may remove checkpoints meanwhile.
+        entries = store.entries()
+        best_step = best_in(run_dir)
+        if step is not None and export is None and export_averaged is None:
+            raise PolicyError(
+                "--step without --export",
+                limit="nothing is written",
+                fix="add --export.",
+                rule="H105",
+            )
+        step_to_export = best_step if step is None else step
+        if export is not None:
+            _export(store, step_to_export, export, averaged=False, quiet=as_json)
+        if export_averaged is not None:
+            _export(store, step_to_export, export_averaged, averaged=True, quiet=as_json)
+        rows = _rows(store, entries, verify=verify)
+        if best_step is not None:
+            for row in rows:
+                row["best"] = row["global_step"] == best_step
+    if as_json:
+        print_json({"run_dir": str(run_dir), "checkpoints": rows})
+    else:
+        _print_rows(rows)
+    if any(row["status"].startswith(_FAILED_STATUSES) for row in rows):
+        raise typer.Exit(CHECK_FAILED)
+
+
+# --- Exporting ------------------------------------------------------------------------------------
+
+
+def _export(store: Store, step: int | None, path: Path, *, averaged: bool, quiet: bool) -> None:
+    """Write the weights of a checkpoint to a file, and say so."""
+    # Imported here because it loads torch.
+    from holdfast.checkpoint.export import export as export_weights
+
+    with working(f"writing {path}"):
+        entry = _entry_to_export(store, step)
+        export_weights(entry, path, averaged=averaged)
+    if not quiet:
+        weights = "averaged weights" if averaged else "weights"
+        console().print(f"wrote {path}: the {weights} of {entry.path.name}", markup=False)
+
+
+def _entry_to_export(store: Store, step: int | None) -> Entry:
+    """Return the checkpoint of a step, or for None the newest one, if it verifies.
+
+    Raises:
+        PolicyError: H105 if there is no such checkpoint.
+        CheckpointError: If it does not verify.
+    """
+    # Of several checkpoints of one step, the newest stays.
+    entry_by_step = {entry.global_step: entry for entry in reversed(store.entries())}
+    if step is None:
+        entry = store.newest_good()
+    else:
+        entry = entry_by_step.get(step)
+        if entry is not None:
+            entry.verify()
+    if entry is not None:
+        return entry
+    steps = ", ".join(map(str, entry_by_step)) or "none"
+    raise PolicyError(
+        f"{store.directory} has no checkpoint{_of_step(step)}",
+        limit=f"steps there: {steps}",
+        fix="name another, by --step.",
+        rule="H105",
+    )
+
+
+def _of_step(step: int | None) -> str:
+    if step is None:
+        return ""
+    if step == _UNKNOWN_BEST_STEP:
+        return " that its best.json calls the best"
+    return f" of step {step}"
+
+
+# --- Listing --------------------------------------------------------------------------------------
+
+
+def _rows(store: Store, entries: list[Entry], *, verify: bool) -> list[dict[str, Any]]:
+    """Return what is printed about each checkpoint: those in use, then those moved aside."""
+    row_by_path = {}
+    with working("reading") as show:
+        for number, entry in enumerate(entries, start=1):
+            show(f"reading checkpoint {number} of {len(entries)}: {entry.path.name}")
+            row_by_path[entry.path] = _row(entry, verify=verify)
+    # A run may have removed, or moved aside, what was just read.
+    rows = [row for path, row in row_by_path.items() if path.exists()]
+    for entry in store.damaged():
+        rows.append(_row(entry, verify=False) | {"status": _MOVED_ASIDE})
+    return rows
+
+
+def _row(entry: Entry, *, verify: bool) -> dict[str, Any]:
+    """Return the facts about a checkpoint, as far as it can be read.
+
+    Args:
+        entry: The checkpoint.
+        verify: Whether to check all its bytes, not only its manifest.
+    """
+    row = {"name": entry.path.name, "global_step": entry.global_step}
+    try:
+        manifest = entry.verify() if verify else read_manifest(entry.path)
+    except (RunDirectoryError, CheckpointError) as error:
+        return row | {"status": _status_after(error, entry)}
+    saved = datetime.fromtimestamp(manifest.unix_seconds, UTC)
+    return row | {
+        "status": _VERIFIED if verify else _COMPLETE,
+        "size_bytes": manifest.size_bytes(),
+        "saved": saved.isoformat(timespec="seconds"),
+        "written_by": manifest.written_by,
+    }
+
+
+def _status_after(error: RunDirectoryError | CheckpointError, entry: Entry) -> str:
+    """Return the status of a checkpoint that could not be read or did not verify."""
+    if isinstance(error, CheckpointError):
+        reason = error.what.partition(": ")[2] or error.what
+        return f"damaged: {reason}"
+    if error.rule == "H307":
+        return error.what.removeprefix(f"checkpoint {entry.path.name} ")
+    return _OF_A_NEWER_VERSION
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        typer.echo("no checkpoints yet")
+        return
+    table = Table("checkpoint", "step", "size", "saved (UTC)", "status")
+    for row in rows:
+        table.add_row(*(Text(sanitise(cell)) for cell in _cells(row)))
+    console().print(table)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    size_text = size(row["size_bytes"]) if "size_bytes" in row else "?"
+    saved = row.get("saved", "?").removesuffix("+00:00").replace("T", " ")
+    status = row["status"]
+    if row.get("best"):
+        status += ", the best"
+    return (row["name"], str(row["global_step"]), size_text, saved, status)

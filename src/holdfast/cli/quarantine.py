@@ -1,0 +1,175 @@
+"""`holdfast quarantine RUN_DIR`: the samples that a guard has quarantined, and how to release them.
+
+Torch is not imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cli.guard_directory import GuardDirectory, open_store
+from holdfast.cli.output import Json, console, failing_clearly, print_json
+from holdfast.core.errors import PolicyError
+from holdfast.core.text import moment, sanitise
+from holdfast.guard.directory import RunDirectory
+from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, last_line, plain
+
+# Samples that a message names.
+_MOST_NAMED = 10
+_MOST_CHARACTERS_OF_EVIDENCE = 10_000
+
+
+def run(
+    run_dir: GuardDirectory,
+    evidence: Annotated[
+        bool, typer.Option("--evidence", help="Print all evidence, not only its last line.")
+    ] = False,
+    release: Annotated[
+        list[str] | None,
+        typer.Option("--release", metavar="SAMPLE", help="Release this sample; may be repeated."),
+    ] = None,
+    release_all: Annotated[
+        bool, typer.Option("--release-all", help="Release all samples.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the samples that a run has quarantined, with the evidence, and release them.
+
+    The run reads released samples again.
+
+    Exit code 0: done. 2: it could not be done.
+    """
+    with failing_clearly(as_json=as_json):
+        if not (run_dir / FILE_NAME).exists():
+            # Refuse a directory that is not a guard's.
+            open_store(run_dir)
+        changes_ledger = bool(release) or release_all
+        with _locked(run_dir) if changes_ledger else contextlib.nullcontext():
+            ledger = _open_ledger(run_dir)
+            held = [sample for sample in ledger if not sample.released]
+            if release_all:
+                indices = [sample.index for sample in held]
+            else:
+                indices = _indices_named(release or [], held, run_dir)
+            released = [plain(index) for index in ledger.release(indices)]
+    rows = [_row(sample) for sample in ledger]
+    if as_json:
+        print_json({"run_dir": str(run_dir), "samples": rows, "released": released})
+    else:
+        _print_samples(rows, released, evidence=evidence)
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Return a context that holds the lock of a run directory.
+
+    A live run would write its own ledger over the one with the released samples.
+
+    Raises:
+        RunDirectoryError: H301 if a run holds it.
+    """
+    directory = RunDirectory(run_dir)
+    directory.acquire()
+    try:
+        yield
+    finally:
+        directory.release()
+
+
+def _open_ledger(run_dir: Path) -> Ledger:
+    """Return the ledger of a run, which writes changes to the run directory."""
+    # How many samples the run may quarantine does not matter here.
+    ledger = Ledger(sys.maxsize, None, time.time)
+    ledger.keep_in(run_dir / FILE_NAME)
+    return ledger
+
+
+def _indices_named(names: list[str], held: list[Quarantined], run_dir: Path) -> list[Any]:
+    """Return the dataset indices of the samples with these names.
+
+    Raises:
+        PolicyError: H710 for a name that no quarantined sample has.
+    """
+    held_names = [_name(sample) for sample in held]
+    for name in names:
+        if name not in held_names:
+            raise PolicyError(
+                f"sample {name!r} is not quarantined in {run_dir}",
+                limit=f"quarantined there: {_listed(held_names)}",
+                fix=f"pass a name as `holdfast quarantine {run_dir}` prints it.",
+                rule="H710",
+            )
+    return [sample.index for sample in held if _name(sample) in names]
+
+
+def _name(sample: Quarantined) -> str:
+    """Return what a sample is called in the output and in ``--release``."""
+    return str(plain(sample.index))
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "none"
+    text = ", ".join(names[:_MOST_NAMED])
+    if len(names) > _MOST_NAMED:
+        text += ", ..."
+    return text
+
+
+# --- Printing -------------------------------------------------------------------------------------
+
+
+def _row(sample: Quarantined) -> dict[str, Any]:
+    """Return the facts about a sample that are printed."""
+    row = dataclasses.asdict(sample)
+    row["index"] = plain(sample.index)
+    row["found"] = moment(sample.unix_seconds)
+    del row["unix_seconds"]
+    return row
+
+
+def _print_samples(
+    rows: list[dict[str, Any]], released: list[int | str], *, evidence: bool
+) -> None:
+    if rows:
+        table = Table("sample", "kind", "from epoch", "found (UTC)", "state", "evidence")
+        for row in rows:
+            # As `Text`, since brackets in a string would be markup.
+            table.add_row(*(Text(sanitise(cell)) for cell in _cells(row)))
+        console().print(table)
+    if evidence:
+        for row in rows:
+            _print_evidence(row)
+    for name in released:
+        typer.echo(sanitise(f"released {name}"))
+    num_released = sum(1 for row in rows if row["released"])
+    typer.echo(f"{len(rows) - num_released} quarantined, {num_released} released")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    state = "released" if row["released"] else "quarantined"
+    return (
+        str(row["index"]),
+        row["kind"],
+        str(row["epoch"]),
+        row["found"],
+        state,
+        last_line(row["evidence"]),
+    )
+
+
+def _print_evidence(row: dict[str, Any]) -> None:
+    indented = textwrap.indent(row["evidence"].strip(), "  ")
+    text = f"\nsample {row['index']}, {row['kind']}:\n{indented}"
+    typer.echo(sanitise(text, most=_MOST_CHARACTERS_OF_EVIDENCE, lines=True))

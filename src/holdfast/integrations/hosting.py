@@ -1,0 +1,162 @@
+"""A guard inside a framework's loop, and what it adds to the framework's checkpoints.
+
+The part of a framework's checkpoint that belongs to holdfast is called the *carried state*: what
+later steps need of earlier ones, such as the memory ladder, counters and random state. It is a dict
+of JSON values, with tensors under ``"tensors"``.
+
+How checkpoints are written and found again is in ``saving``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.checkpoint.newest import out_of_reach, paths_in
+from holdfast.core.events import run_events
+from holdfast.core.policy.policy import Policy
+from holdfast.guard.guard import take_scale
+from holdfast.guard.hosted import HostedGuard
+from holdfast.integrations.saving import Emit, emit_or_log
+from holdfast.loader.loader import DataLoader
+from holdfast.loader.order.ranks import ranks_now
+from holdfast.loader.random_state import RandomState, capture, of_another_rank, restore
+from holdfast.loader.torch_workers import keeps_workers
+
+# The class of a framework that a mixin stands in front of. A type checker cannot know it.
+if TYPE_CHECKING:
+    Framework: TypeAlias = Any
+else:
+    Framework = object
+
+
+def open_guard(
+    run_dir: str | os.PathLike[str],
+    *,
+    policy: Policy,
+    scaler: Any,
+    saves_in: tuple[Path, re.Pattern[str]] | None,
+    carried: Mapping[str, Any] | None,
+    resumed: bool,
+    **parts: Any,
+) -> HostedGuard:
+    """Return a guard that continues where the framework continues.
+
+    Args:
+        run_dir: Where the run is recorded.
+        policy: As `hosted_policy` returns it.
+        scaler: The framework's ``GradScaler``, whose scale the guard takes over, or None.
+        saves_in: The framework's folder of checkpoints, and what their names match. None if it
+            saves nothing.
+        carried: `carried_state` of the checkpoint that was loaded. None if none was loaded, or one
+            that was written without holdfast.
+        resumed: Whether the framework has loaded a checkpoint.
+        **parts: The model, optimizer and so on, as `Guard` takes them.
+
+    Raises:
+        CheckpointError: H312 for a new start beside a checkpoint that is a broken link.
+    """
+    if saves_in is not None and not resumed:
+        folder, name_pattern = saves_in
+        _check_links(folder, name_pattern)
+    guard = HostedGuard(run_dir, policy=policy, **parts)
+    take_scale(guard, scaler)
+    if saves_in is not None:
+        guard.saves_in(saves_in[0], resumed=resumed)
+    if carried is None:
+        guard.replaced_state()
+    else:
+        guard.load_state_dict(carried["guard"], decode_carried(carried, "ranks"))
+    return guard
+
+
+def _check_links(folder: Path, name_pattern: re.Pattern[str]) -> None:
+    """Raise H312 for a checkpoint that is a link to a disk that is not mounted."""
+    for path in paths_in(folder):
+        if name_pattern.fullmatch(path.name) and path.is_symlink() and not path.exists():
+            raise out_of_reach(path, "it is a broken link")
+
+
+# --- Carried state --------------------------------------------------------------------------------
+
+
+def carried_state(guard: HostedGuard, devices: list[torch.device], **trees: Any) -> dict[str, Any]:
+    """Return what a checkpoint of the framework must hold for holdfast.
+
+    Args:
+        guard: The guard of the run.
+        devices: Those other than the CPU whose random state is saved.
+        **trees: Further nested containers of values and tensors, for `decode_carried`.
+    """
+    encoder = Encoder("holdfast")
+    trees["random_state"] = capture(devices).to_tree()
+    encoded = {name: encoder.encode(tree, (name,)) for name, tree in trees.items()}
+    return {"guard": guard.state_dict(), "trees": encoded, "tensors": encoder.tensors}
+
+
+def decode_carried(carried: Mapping[str, Any], name: str) -> Any:
+    """Return one of the trees that were given to `carried_state`, or None if it was not given."""
+    tree = carried.get("trees", {}).get(name)
+    return decode(tree, dict(carried.get("tensors", {})))
+
+
+def restore_random_state(carried: Mapping[str, Any]) -> None:
+    """Restore the random state of the moment at which `carried_state` was called.
+
+    On the number of ranks that saved, each rank gets its own. On another number, the ranks derive
+    theirs from that of the rank that saved.
+    """
+    rank, world_size = ranks_now((0, 1))
+    ranks = decode_carried(carried, "ranks") or {"each": []}
+    state_by_rank = ranks["each"]
+    if len(state_by_rank) == world_size:
+        restore(RandomState.from_tree(state_by_rank[rank]["random_state"]))
+        return
+    state = RandomState.from_tree(decode_carried(carried, "random_state"))
+    if world_size > 1:
+        state = of_another_rank(state, rank)
+    restore(state)
+
+
+# --- Loaders --------------------------------------------------------------------------------------
+
+
+def warn_of_persistent_workers(loaders: Any, emit: Emit | None) -> None:
+    """Warn before training that a resume restarts workers that now live from epoch to epoch.
+
+    Args:
+        loaders: The framework's loader for training, prepared or not, or a dict or list of them.
+        emit: Records the event. None: it is logged.
+    """
+    if not any(_has_persistent_workers(loader) for loader in _torch_loaders(loaders)):
+        return
+    why = (
+        "not known, because workers that live from epoch to epoch (persistent_workers=True)"
+        " are started again by a resume and then draw other random numbers: order,"
+        " augmentation and dropout may differ from there on. holdfast.DataLoader keeps them"
+    )
+    emit_or_log(emit, run_events.ResumeMayDiffer(why=why))
+
+
+def _torch_loaders(loaders: Any) -> Iterator[Any]:
+    """Yield the loaders one by one, and what Accelerate has prepared without its wrapper."""
+    loaders = getattr(loaders, "base_dataloader", loaders)
+    if isinstance(loaders, Mapping):
+        yield from loaders.values()
+    elif isinstance(loaders, (list, tuple)):
+        yield from loaders
+    else:
+        yield loaders
+
+
+def _has_persistent_workers(loader: Any) -> bool:
+    if isinstance(loader, DataLoader) or not isinstance(loader, TorchDataLoader):
+        return False
+    return keeps_workers(loader)

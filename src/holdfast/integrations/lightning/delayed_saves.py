@@ -1,0 +1,77 @@
+"""Saves of ``ModelCheckpoint`` that wait for a validation or the end of an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DelayedSaves:
+    """Delays a save by steps until after the validation or end of epoch at the same batch.
+
+    Lightning saves first. A resume from such a file would not make that validation, or end of
+    epoch.
+
+    Args:
+        callback: A ``ModelCheckpoint``. Three of its hooks are replaced until `remove`.
+        trainer: Its trainer.
+    """
+
+    def __init__(self, callback: Any, trainer: Any) -> None:
+        self._callback = callback
+        self._trainer = trainer
+        self._save_at_batch_end = callback.on_train_batch_end
+        self._after_validation = callback.on_validation_end
+        self._after_epoch = callback.on_train_epoch_end
+        # Arguments of the saves that wait; there is one at most.
+        self._waiting: list[tuple[Any, ...]] = []
+        vars(callback).update(
+            on_train_batch_end=self._on_train_batch_end,
+            on_validation_end=self._on_validation_end,
+            on_train_epoch_end=self._on_train_epoch_end,
+        )
+
+    def remove(self) -> None:
+        """Restore the callback's own hooks."""
+        for name in ("on_train_batch_end", "on_validation_end", "on_train_epoch_end"):
+            vars(self._callback).pop(name, None)
+
+    def _on_train_batch_end(self, *args: Any) -> None:
+        if self._must_wait():
+            self._waiting.append(args)
+        else:
+            self._save_at_batch_end(*args)
+
+    def _must_wait(self) -> bool:
+        is_last_batch = self._is_last_batch()
+        if is_last_batch and self._waits_for_its_metric():
+            return False
+        return is_last_batch or self._validation_follows()
+
+    def _is_last_batch(self) -> bool:
+        return bool(self._trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+    def _waits_for_its_metric(self) -> bool:
+        """Return whether the callback itself saves after the validation, by a metric of it."""
+        if self._callback.monitor is None:
+            return False
+        return not self._callback._should_save_on_train_epoch_end(self._trainer)
+
+    def _validation_follows(self) -> bool:
+        fit_loop = self._trainer.fit_loop
+        if not fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
+            return False
+        return not fit_loop.epoch_loop.val_loop.skip
+
+    def _on_validation_end(self, *args: Any) -> None:
+        if not self._is_last_batch():
+            self._save_what_waits()
+        self._after_validation(*args)
+
+    def _on_train_epoch_end(self, *args: Any) -> None:
+        if self._is_last_batch():
+            self._save_what_waits()
+        self._after_epoch(*args)
+
+    def _save_what_waits(self) -> None:
+        while self._waiting:
+            self._save_at_batch_end(*self._waiting.pop())

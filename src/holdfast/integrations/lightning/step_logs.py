@@ -1,0 +1,194 @@
+"""What ``self.log`` and torchmetrics hold during a step, so that each step is logged exactly once.
+
+A guard may call ``training_step`` several times for one batch: again after an error, and once for
+each part of a batch that was split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.integrations.refusals import load
+
+load("lightning.pytorch")
+from torchmetrics import Metric  # noqa: E402
+
+# Attributes of a metric that change when it is updated, besides its states.
+_UPDATE_ATTRIBUTES = (
+    "_computed",
+    "_forward_cache",
+    "_update_count",
+    "_update_called",
+    "has_reset",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MetricSnapshot:
+    """The attributes of a metric at one moment."""
+
+    # The key among the values that Lightning has logged, or None for a metric of the module.
+    key: str | None
+    metric: Metric
+    attributes: dict[str, Any]
+
+    def restore(self) -> None:
+        for name, value in self.attributes.items():
+            vars(self.metric)[name] = _copy(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartLogs:
+    """The values that were logged for one part of a batch."""
+
+    samples: int
+    values: dict[str, torch.Tensor]
+
+
+class StepLogs:
+    """Keeps logged values and metrics right while a step is attempted, repeated and split.
+
+    An attempt that is undone leaves nothing behind. If a batch was split, a value that is logged
+    for each step is the mean over the parts, weighted by their samples. Values that Lightning
+    accumulates over an epoch weight each part by its own samples, as Lightning does with batches.
+
+    Args:
+        module: The ``LightningModule``.
+        trainer: Its trainer.
+    """
+
+    def __init__(self, module: nn.Module, trainer: Any) -> None:
+        self._trainer = trainer
+        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        self._before_step: list[_MetricSnapshot] = []
+        self._parts: list[_PartLogs] = []
+        # Whether something may have been logged since `begin_step`.
+        self._has_changed = False
+
+    @property
+    def num_parts(self) -> int:
+        """Return how many parts of the batch have passed through the model in this attempt."""
+        return len(self._parts)
+
+    def begin_step(self) -> None:
+        """Take a snapshot of what is logged before a step."""
+        self._before_step = self._snapshot()
+        self._parts = []
+        self._has_changed = False
+
+    def undo_attempt(self) -> None:
+        """Restore what was logged before the step."""
+        if self._has_changed:
+            self._restore(self._before_step)
+        self._parts = []
+        self._has_changed = False
+
+    @contextlib.contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Return a context after which everything that was logged in it is undone."""
+        snapshot = self._snapshot()
+        try:
+            yield
+        finally:
+            self._restore(snapshot)
+
+    def _snapshot(self) -> list[_MetricSnapshot]:
+        logged = self._trainer._results or {}
+        snapshots = [
+            _MetricSnapshot(key=key, metric=metric, attributes=_attributes(metric))
+            for key, metric in logged.items()
+        ]
+        for metric in self._metrics:
+            snapshots.append(
+                _MetricSnapshot(key=None, metric=metric, attributes=_attributes(metric))
+            )
+        return snapshots
+
+    def _restore(self, snapshots: list[_MetricSnapshot]) -> None:
+        logged = self._trainer._results
+        keys_before = {snapshot.key for snapshot in snapshots}
+        for key in set(logged or ()) - keys_before:
+            del logged[key]
+        for snapshot in snapshots:
+            snapshot.restore()
+
+    def begin_part(self, part: Any, batch: Any) -> None:
+        """Weight the values that are logged from now on by the samples of this part."""
+        self._has_changed = True
+        logged = self._trainer._results
+        if logged is None:
+            return
+        if part is not batch or self._parts:
+            logged.batch = part
+            # Lightning then counts the samples of `batch` itself.
+            logged.batch_size = None
+
+    def end_part(self, samples: int) -> None:
+        """Note what was logged for a part, which has this many samples."""
+        logged = self._trainer._results or {}
+        values = {}
+        for key, item in logged.items():
+            value = _step_value(item)
+            if value is not None:
+                values[key] = value
+        self._parts.append(_PartLogs(samples=samples, values=values))
+
+    def end_step(self, batch: Any) -> None:
+        """Replace the values of the last part by those of the whole batch."""
+        logged = self._trainer._results
+        if logged is None:
+            return
+        logged.batch = batch
+        logged.batch_size = None
+        if len(self._parts) < 2:
+            return
+        for key, item in logged.items():
+            mean = self._mean_over_parts(key)
+            if mean is not None and _step_value(item) is not None:
+                item._forward_cache = mean
+
+    def _mean_over_parts(self, key: str) -> torch.Tensor | None:
+        """Return the mean of a value, weighted by samples, or None if no part has logged it."""
+        parts = [part for part in self._parts if key in part.values]
+        if not parts:
+            return None
+        total = sum(part.samples for part in parts)
+        mean: Any = 0
+        for part in parts:
+            mean = mean + part.values[key] * (part.samples / total)
+        result: torch.Tensor = mean
+        return result
+
+
+def _step_value(item: Any) -> torch.Tensor | None:
+    """Return what a logged item holds for this step, or None if a mean of it makes no sense."""
+    if not item.meta.on_step or not item.is_tensor or not item.meta.is_mean_reduction:
+        return None
+    value = item._forward_cache
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _attributes(metric: Metric) -> dict[str, Any]:
+    """Return copies of what an update of a metric changes."""
+    names = list(metric._defaults)
+    names += [name for name in _UPDATE_ATTRIBUTES if name in vars(metric)]
+    attributes = {name: _copy(getattr(metric, name)) for name in names}
+    if "value" in vars(metric) and "value" not in attributes:
+        # A metric that was passed to ``self.log``: Lightning's item holds the metric itself.
+        attributes["value"] = vars(metric)["value"]
+    return attributes
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of a tensor or of a list of them; anything else is not changed in place."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, list):
+        return list(value)
+    return value

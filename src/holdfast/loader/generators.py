@@ -1,0 +1,190 @@
+"""Finds the random generators that a loader which is not holdfast's uses, so that a checkpoint can
+hold their states.
+
+A dataset usually holds its generator itself, or in a transform. Some take it from a global variable
+of their module. So there are two searches:
+
+1. `generators_in`: through attributes and containers, from the loader's parts on.
+2. `generators_in_globals`: through the functions that the first search meets, such as the methods
+   of the dataset's class, and the global variables that their code names.
+
+Both stop at a limit. A resume does not restore a generator that they miss.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.loader.samplers import is_stateful, samplers_of, torch_loader_of
+
+_GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+# Limits of the search. Objects that are deeper, or in longer containers, are data.
+_MOST_LEVELS = 6
+_LONGEST_CONTAINER = 64
+_MOST_OBJECTS = 2000
+
+# Modules whose functions have no generators for a user's dataset in their global variables.
+_LIBRARIES = (
+    "builtins",
+    "collections",
+    "functools",
+    "numpy",
+    "random",
+    "torch",
+    "torchvision",
+    "typing",
+)
+
+
+def sources_of_state(loader: object) -> list[Any]:
+    """Return the objects with random or other state that a loader uses: generators, and samplers
+    with a ``state_dict``.
+
+    Two loaders that were built in the same way return them in the same order.
+    """
+    sources: list[Any] = []
+    for holder in (
+        loader,
+        getattr(loader, "sampler", None),
+        getattr(loader, "batch_sampler", None),
+    ):
+        sources += [value for value in _attributes(holder) if _is_generator(value)]
+    torch_loader = torch_loader_of(loader)
+    if torch_loader is not None:
+        samplers = samplers_of(torch_loader)
+        parts = [*samplers, torch_loader.dataset, torch_loader.collate_fn]
+        sources += generators_in([torch_loader.generator, *parts])
+        sources += [sampler for sampler in samplers if is_stateful(sampler)]
+        sources += generators_in_globals(parts)
+    return _unique(sources)
+
+
+def generators_in(values: Iterable[Any]) -> list[Any]:
+    """Return the random generators among values, their attributes and the containers they hold."""
+    return [value for value in _reachable(values) if _is_generator(value)]
+
+
+def generators_in_globals(values: Iterable[Any]) -> list[Any]:
+    """Return the random generators in global variables that are named by functions.
+
+    The functions are those among values, the methods of values, and the functions that any of these
+    calls by a global name.
+    """
+    waiting = [function for value in _reachable(values) for function in _functions_of(value)]
+    searched: dict[int, FunctionType] = {}
+    generators: list[Any] = []
+    while waiting and len(searched) < _MOST_OBJECTS:
+        function = waiting.pop()
+        if id(function) in searched or _is_of_library(function.__module__):
+            continue
+        searched[id(function)] = function
+        for value in _globals_named_by(function):
+            if _is_generator(value):
+                generators.append(value)
+            elif isinstance(value, FunctionType):
+                waiting.append(value)
+    return _unique(generators)
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, _GENERATOR_TYPES)
+
+
+def _unique(values: Iterable[Any]) -> list[Any]:
+    """Return values without repetitions of the same object."""
+    return list({id(value): value for value in values}.values())
+
+
+# --- objects that hold others ---------------------------------------------------------------------
+
+
+def _reachable(values: Iterable[Any]) -> list[Any]:
+    """Return values and, down to `_MOST_LEVELS`, what they hold, nearest first."""
+    reached: dict[int, Any] = {}
+    level = list(values)
+    for _ in range(_MOST_LEVELS):
+        next_level: list[Any] = []
+        new_values = [value for value in level if id(value) not in reached]
+        for value in new_values[: _MOST_OBJECTS - len(reached)]:
+            if id(value) not in reached:
+                reached[id(value)] = value
+                next_level += _parts_of(value)
+        level = next_level
+    return list(reached.values())
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """Return the objects that an object holds.
+
+    Long containers and arrays hold data, so nothing is returned for them.
+    """
+    if isinstance(value, Mapping):
+        return list(value.values()) if len(value) <= _LONGEST_CONTAINER else ()
+    if isinstance(value, (list, tuple)):
+        return value if len(value) <= _LONGEST_CONTAINER else ()
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, FunctionType):
+        return _closure_of(value)
+    return _attributes(value)
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return the values of an object's attributes; none for arrays, classes and modules."""
+    if isinstance(value, (torch.Tensor, np.ndarray, type, ModuleType)):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _closure_of(function: FunctionType) -> list[Any]:
+    """Return what a function uses of the functions around it."""
+    values = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:
+            # The variable has no value yet.
+            continue
+    return values
+
+
+# --- functions and their global variables ---------------------------------------------------------
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """Return a function itself, or the methods that the user's own classes give an object."""
+    if isinstance(value, FunctionType):
+        return [value]
+    functions = []
+    for cls in type(value).__mro__:
+        if not _is_of_library(cls.__module__):
+            functions += [
+                attribute for attribute in vars(cls).values() if isinstance(attribute, FunctionType)
+            ]
+    return functions
+
+
+def _is_of_library(module: str | None) -> bool:
+    return str(module).split(".")[0] in _LIBRARIES
+
+
+def _globals_named_by(function: FunctionType) -> list[Any]:
+    """Return the values of the global variables that a function's code names, by name."""
+    names = sorted(_names_in(function.__code__))
+    return [function.__globals__.get(name) for name in names]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the global names in a function's code and in that of the functions inside it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names

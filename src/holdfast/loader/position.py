@@ -1,0 +1,64 @@
+"""Where a loader is in an epoch after a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast.loader.order.sampled import Drawn
+from holdfast.loader.streams.stream import StreamPosition
+
+
+class LoaderPosition(NamedTuple):
+    """Where a loader is in an epoch after a batch.
+
+    Args:
+        consumed: What was handed out: samples of all ranks, or batches of a batch sampler or a
+            stream.
+        indices: Dataset indices of the samples in the batch, if they are known.
+        stream: How far each part of a stream was handed out. It is never changed. (A read-only view
+            could not be pickled.)
+        turn: The worker whose turn it is, in a stream that divides its items itself.
+        drawn: What the user's sampler has drawn for the epoch, if there is one.
+    """
+
+    consumed: int
+    indices: tuple[Any, ...] | None = None
+    stream: Mapping[int, StreamPosition] = {}
+    turn: int = 0
+    drawn: Drawn | None = None
+
+    def dataset_indices(self) -> list[int] | None:
+        """Return the dataset indices of the samples in the batch before this position.
+
+        Returns None if they are not known or are no numbers.
+        """
+        if not self.indices:
+            return None
+        if not all(isinstance(index, (int, np.integer)) for index in self.indices):
+            return None
+        return [int(index) for index in self.indices]
+
+    def stream_state(self) -> dict[str, Any]:
+        """Return the position in a stream, as a part of the loader's ``state_dict``."""
+        parts = [
+            [shard, position.items, position.state, position.ended]
+            for shard, position in sorted(self.stream.items())
+        ]
+        return {"parts": parts, "turn": self.turn}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> LoaderPosition:
+        """Return the position in a loader's ``state_dict``."""
+        stream_state = state.get("stream", {"parts": [], "turn": 0})
+        stream = {
+            shard: StreamPosition(items=items, state=dataset_state, ended=ended)
+            for shard, items, dataset_state, ended in stream_state["parts"]
+        }
+        drawn = None
+        # At the beginning of an epoch the sampler may still draw any order.
+        if state["consumed"] and "drawn" in state:
+            drawn = Drawn(state["drawn"], state.get("drawn_rank"))
+        return cls(state["consumed"], None, stream, stream_state["turn"], drawn)
