@@ -53,12 +53,12 @@ def hosted_policy(policy: Any, *, host: str, **settings: Any) -> Policy:
         PolicyError: H109, if the policy or a ``HOLDFAST_*`` variable contradicts a setting, or
             sets what the framework decides.
     """
-    with_settings = agreed(Policy.of(policy), host, settings)
+    with_settings = with_host_settings(Policy.of(policy), host, settings)
     switched_off = dict.fromkeys(_FIELDS_OF_THE_HOST)
-    return agreed(with_settings, host, switched_off, "{host} decides when that is done")
+    return with_host_settings(with_settings, host, switched_off, "{host} decides when that is done")
 
 
-def agreed(
+def with_host_settings(
     policy: Policy,
     host: str,
     settings: Mapping[str, Any],
