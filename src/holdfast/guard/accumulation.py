@@ -42,7 +42,7 @@ class Accumulation:
         self._attempts = guard.steps.engine.attempts
         self._begins = begins
         # The accumulated gradients of the batches before this one, unscaled.
-        self._kept: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         # Copies of the buffers as they were before the first batch of the step.
         self._buffers = self._attempts.safety.keeper()
         # The random state before the first batch of the step; None between two steps.
@@ -63,18 +63,14 @@ class Accumulation:
         """
         return self._begun is not None
 
-    def kept(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients are kept for the next step."""
-        return list(self._kept)
-
     def show(self) -> None:
         """Set ``grad`` of the parameters to the kept gradients, for code that reads it."""
-        for parameter, gradient in self._kept.items():
+        for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
 
     def forget(self) -> None:
         """Drop what is kept: the next batch is the first of a step."""
-        self._kept = {}
+        self._gradients = {}
         self._begun = None
         self._spoiled = None
 
@@ -85,9 +81,9 @@ class Accumulation:
         if self._begun is None:
             return None
         gradients = {
-            name: self._kept[parameter]
+            name: self._gradients[parameter]
             for name, parameter in self._named_parameters()
-            if parameter in self._kept
+            if parameter in self._gradients
         }
         return {
             "gradients": gradients,
@@ -102,7 +98,7 @@ class Accumulation:
         Parameters and buffers must be those of the moment at which the state was saved.
         """
         gradients = state["gradients"]
-        self._kept = {
+        self._gradients = {
             parameter: gradients[name].to(parameter.device)
             for name, parameter in self._named_parameters()
             if name in gradients
@@ -148,7 +144,7 @@ class Accumulation:
         attempt = self._engine.attempt(work)
         session.counters.out_of_memory += work.out_of_memory
         if not attempt.facts.nonfinite:
-            self._kept, outcome = self._engine.keep(work, attempt)
+            self._gradients, outcome = self._engine.keep(work, attempt)
             return outcome.result(None)
 
         outcome = self._engine.skip(work, attempt)
@@ -159,7 +155,7 @@ class Accumulation:
         self._spoiled = recovery.after_refused_step(outcome, batch)
         if session.counters.rollbacks != rollbacks:
             # The run has returned to other weights, to which these gradients do not belong.
-            self._kept = {}
+            self._gradients = {}
         return outcome.result(self._spoiled)
 
     def _begin_step(self) -> None:
@@ -213,9 +209,9 @@ class Accumulation:
         self._add_kept_gradients()
 
     def _add_kept_gradients(self) -> None:
-        for parameter, kept in self._kept.items():
-            # In fp16 the new gradients are scaled; otherwise `scale` returns the kept one itself.
-            gradient = self._attempts.loss_scale.scale(kept)
+        for parameter, unscaled in self._gradients.items():
+            # In fp16 the new gradients are scaled; otherwise `scale` returns the tensor itself.
+            gradient = self._attempts.loss_scale.scale(unscaled)
             if parameter.grad is None:
                 parameter.grad = gradient.clone()
             elif parameter.grad.layout != gradient.layout:

@@ -252,20 +252,22 @@ class RunDirectory:
         )
 
 
-def check_found(run_dir: Path, *, anew: str) -> None:
+def check_checkpoints_found(run_dir: Path, *, new_start: str) -> None:
     """Raise H312 if a framework found no checkpoint although its run has saved one.
 
     Args:
         run_dir: The run directory.
-        anew: How to start again on purpose in this framework, such as ``"ask for a new start, "``.
-            The error adds another way.
+        new_start: How to start again on purpose in this framework, such as
+            ``"ask for a new start, "``. The error adds another way.
     """
     try:
         saved_in = json.loads(read_file(run_dir / _RUN_FILE))["saved_in"]
     except (OSError, *_DAMAGED):
         return
     if saved_in is not None:
-        raise _checkpoints_lost(run_dir, where=f" in {saved_in}, and none is found", new_start=anew)
+        raise _checkpoints_lost(
+            run_dir, where=f" in {saved_in}, and none is found", new_start=new_start
+        )
 
 
 def _checkpoints_lost(run_dir: Path, *, where: str, new_start: str) -> CheckpointError:

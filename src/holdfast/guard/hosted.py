@@ -53,12 +53,12 @@ def hosted_policy(policy: Any, *, host: str, **settings: Any) -> Policy:
         PolicyError: H109, if the policy or a ``HOLDFAST_*`` variable contradicts a setting, or
             sets what the framework decides.
     """
-    with_settings = agreed(Policy.of(policy), host, settings)
+    with_settings = with_host_settings(Policy.of(policy), host, settings)
     switched_off = dict.fromkeys(_FIELDS_OF_THE_HOST)
-    return agreed(with_settings, host, switched_off, "{host} decides when that is done")
+    return with_host_settings(with_settings, host, switched_off, "{host} decides when that is done")
 
 
-def agreed(
+def with_host_settings(
     policy: Policy,
     host: str,
     settings: Mapping[str, Any],
@@ -113,11 +113,11 @@ class ExternalCursor(Cursor):
     """
 
     # The dataset indices of the samples in the next step, or None if the framework has not said.
-    given: list[int] | None = None
+    next_samples: list[int] | None = None
 
     def sample_indices(self, batch: Any, size: int | None) -> list[int] | None:  # noqa: ARG002 - the host knows
         """Return the dataset indices of the step's samples, or None if they are not known."""
-        return self.given
+        return self.next_samples
 
 
 class HostedGuard(Guard):
@@ -170,7 +170,7 @@ class HostedGuard(Guard):
     def next_samples(self, indices: list[int] | None) -> None:
         """Note which samples of the dataset the next step is made with, in order."""
         if isinstance(self._cursor, ExternalCursor):
-            self._cursor.given = indices
+            self._cursor.next_samples = indices
 
     def count_from(self, global_step: int) -> None:
         """Count from the framework's number of steps, if no guard has left its own before."""

@@ -172,10 +172,14 @@ class StatefulLoader:
         """Do nothing: the loader knows its position."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position. A batch that was fetched and does not count is ahead."""
+        """Return the loader's position."""
+        self._refresh_state()
+        return {"loader": self._state}
+
+    def _refresh_state(self) -> None:
+        """Note the current position, unless the loader is ahead of it or has yet to move there."""
         if not self._progress.fetching and not self._must_load:
             self._state = self._current_state()
-        return {"loader": self._state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make `begin` return to a saved position."""
@@ -222,13 +226,17 @@ class HoldfastLoader(StatefulLoader):
 
         The sampler's state may be large, so it is not noted at each batch.
         """
-        if not self._progress.under_way and not self._must_load:
-            self._state = self._loader.state_at(self._progress.epoch)
-        else:
-            super().state_dict()
+        self._refresh_state()
         if self._state is None or "sampler" in self._state:
             return {"loader": self._state}
         return {"loader": self._loader.with_sampler(self._state)}
+
+    def _refresh_state(self) -> None:
+        if not self._progress.under_way and not self._must_load:
+            # Between two iterators, the position is the beginning of an epoch.
+            self._state = self._loader.state_at(self._progress.epoch)
+        else:
+            super()._refresh_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make `begin` return to a saved position, and refuse one of another order right away."""

@@ -38,7 +38,7 @@ import torch
 from holdfast.core.errors import BatchError, PolicyError
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.guard import Guard, take_scale
-from holdfast.guard.hosted import agreed
+from holdfast.guard.hosted import with_host_settings
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import Window
@@ -105,7 +105,9 @@ def accelerate_guard(
 
 def _agreed_policy(accelerator: Any, policy: Policy) -> Policy:
     """Return the policy with the accelerator's precision and its word on schedulers."""
-    policy = agreed(policy, "Accelerator", {"precision": check_accelerator(accelerator)})
+    policy = with_host_settings(
+        policy, "Accelerator", {"precision": check_accelerator(accelerator)}
+    )
     user_steps_scheduler = not accelerator.step_scheduler_with_optimizer
     if user_steps_scheduler and policy.scheduler_interval == "step":
         policy = policy.replace(scheduler_interval=None)

@@ -18,7 +18,7 @@ from holdfast.checkpoint.newest import newest_good, paths_in
 from holdfast.checkpoint.read_errors import DAMAGED
 from holdfast.core.events import run_events
 from holdfast.core.events.event import EventData
-from holdfast.guard.directory import check_found
+from holdfast.guard.directory import check_checkpoints_found
 from holdfast.guard.hosted import HostedGuard
 from holdfast.loader.order.ranks import ranks_now
 
@@ -150,7 +150,7 @@ def newest_checkpoint(
 
     checkpoint = newest_good(candidates, report_refused, renames=True)
     if checkpoint is None and run_dir is not None:
-        check_found(run_dir, anew="ask for a new start, ")
+        check_checkpoints_found(run_dir, new_start="ask for a new start, ")
     return checkpoint
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from holdfast.core.events import run_events
 from holdfast.core.policy.policy import Policy
 from holdfast.guard.accumulation import Accumulation, divided
-from holdfast.guard.directory import check_found
+from holdfast.guard.directory import check_checkpoints_found
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
@@ -161,7 +161,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             saves_in = (Path(self.checkpointer.checkpoints_dir), CHECKPOINT_NAME)
             resumed = bool(self.checkpointer.folders())
             if not resumed:
-                check_found(run_dir, anew="")
+                check_checkpoints_found(run_dir, new_start="")
         return open_guard(
             run_dir,
             policy=self._holdfast_hosted_policy(),
