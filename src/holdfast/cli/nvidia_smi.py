@@ -1,24 +1,25 @@
-"""What the NVIDIA driver's own program says, without torch or a CUDA context."""
+"""What the NVIDIA driver's own program reports, without torch or a CUDA context."""
 
 from __future__ import annotations
 
 import subprocess
-from contextlib import suppress
 
-_SECONDS = 20
+# Unless a process keeps the driver loaded, it is initialised first, which takes seconds per device.
+_TIMEOUT_SECONDS = 20
 
 
-def nvidia_smi(query: str, form: str = "") -> list[str]:
-    """Return the lines that ``nvidia-smi`` answers; none without that program or a device.
+def nvidia_smi(query: str, format_options: str = "") -> list[str]:
+    """Return the lines that ``nvidia-smi`` prints, or none without that program or a device.
 
     Args:
         query: The option that names the fields, such as ``"--query-gpu=name"``.
-        form: Further words of ``--format``, such as ``",nounits"``.
+        format_options: Further values of ``--format``, such as ``",nounits"``.
     """
-    command = ["nvidia-smi", query, f"--format=csv,noheader{form}"]
-    with suppress(OSError, subprocess.SubprocessError):
+    command = ["nvidia-smi", query, f"--format=csv,noheader{format_options}"]
+    try:
         answer = subprocess.run(  # noqa: S603 - our own command line
-            command, capture_output=True, text=True, timeout=_SECONDS, check=True
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
         )
-        return answer.stdout.splitlines()
-    return []
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.splitlines()

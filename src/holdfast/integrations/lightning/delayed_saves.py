@@ -8,8 +8,8 @@ from typing import Any
 class DelayedSaves:
     """Delays a save by steps until after the validation or end of epoch at the same batch.
 
-    Lightning saves first. A resume from such a file would not make that validation, or end of
-    epoch.
+    Lightning saves first. A run that resumes from such a file would leave out that validation, or
+    that end of epoch.
 
     Args:
         callback: A ``ModelCheckpoint``. Three of its hooks are replaced until `remove`.
@@ -64,14 +64,14 @@ class DelayedSaves:
 
     def _on_validation_end(self, *args: Any) -> None:
         if not self._is_last_batch():
-            self._save_what_waits()
+            self._make_waiting_saves()
         self._after_validation(*args)
 
     def _on_train_epoch_end(self, *args: Any) -> None:
         if self._is_last_batch():
-            self._save_what_waits()
+            self._make_waiting_saves()
         self._after_epoch(*args)
 
-    def _save_what_waits(self) -> None:
+    def _make_waiting_saves(self) -> None:
         while self._waiting:
             self._save_at_batch_end(*self._waiting.pop())

@@ -75,6 +75,7 @@ class WindowLoss:
             num_items = None
         loss = self._compute(batch, num_items)
         if self._num_items is None and self._trainer.compute_loss_func is None:
+            # The losses are added, so this makes their sum the mean over the batches.
             return loss / self._num_batches
         return loss
 
