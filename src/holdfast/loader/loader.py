@@ -32,7 +32,7 @@ from holdfast.loader.arguments import (
     start_method,
     why_not_divided,
 )
-from holdfast.loader.device import moved, target_of
+from holdfast.loader.device import find_copy_target, move_to_device
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
 from holdfast.loader.order.ranks import ranks_now, steps_left
@@ -320,7 +320,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._report_changed_sampler()
         self._worker_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
         source = self._stream_source() if self._iterable else self._map_source()
-        target = target_of(self.device)
+        target = find_copy_target(self.device)
         with contextlib.closing(self._receive_batches(source, drawn)) as batches:
             for batch, position in batches:
                 if position is None:
@@ -328,7 +328,7 @@ class DataLoader(TorchDataLoader[Any]):
                     continue
                 # The copy comes first: a batch that cannot be copied is not handed out. The name
                 # is reused, so that the batch on the host is not kept alive.
-                batch = moved(batch, target)
+                batch = move_to_device(batch, target)
                 self._advance(epoch, position)
                 yield batch
         self._move_to(epoch + 1)
