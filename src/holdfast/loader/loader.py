@@ -40,10 +40,11 @@ from holdfast.loader.order.sampled import Drawn, Sampled
 from holdfast.loader.position import LoaderPosition
 from holdfast.loader.quarantine import FILE_NAME, Ledger
 from holdfast.loader.random_state import SeededGenerator
+from holdfast.loader.samplers import is_stateful
 from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import note_handlers
 from holdfast.loader.streams.sharding import shards_itself
-from holdfast.loader.streams.stream import InitialState, StreamSettings, StreamSource, keeps_state
+from holdfast.loader.streams.stream import InitialState, StreamSettings, StreamSource
 from holdfast.loader.weak_calls import WeakCall
 from holdfast.loader.workers.board import Board
 from holdfast.loader.workers.fetch import Fetcher
@@ -474,7 +475,7 @@ class DataLoader(TorchDataLoader[Any]):
             world_size=world_size,
             initial_state=self._initial_state,
         )
-        if self._position.stream and not keeps_state(self.dataset):
+        if self._position.stream and not is_stateful(self.dataset):
             why = (
                 "the dataset has no state_dict and load_state_dict: what comes before the position"
                 " is read again"
