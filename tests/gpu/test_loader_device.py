@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.loader.device import moved, target_of
+from holdfast.loader.device import find_copy_target, move_to_device
 
 pytestmark = NEEDS_CUDA
 _CYCLES = 20_000_000  # about 10 ms
@@ -44,7 +44,7 @@ def test_the_host_never_waits() -> None:
             "of": collections.UserDict(y=torch.ones(3).pin_memory()),
         }
     ] * 5
-    for item in (moved(item, target_of("cuda")) for item in items):
+    for item in (move_to_device(item, find_copy_target("cuda")) for item in items):
         torch.cuda._sleep(_CYCLES)
         assert item["x"][0].is_cuda
         assert item["of"]["y"].is_cuda
@@ -64,7 +64,7 @@ def test_a_loader_with_workers_and_odd_leaves() -> None:
         seen.append(y)
     assert torch.equal(torch.cat(seen).cpu(), torch.arange(1000))
     packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
-    there, also, position = moved((packed, torch.eye(3), 7), target_of("cuda"))
+    there, also, position = move_to_device((packed, torch.eye(3), 7), find_copy_target("cuda"))
     assert torch.equal(there.data.cpu(), packed.data)
     assert torch.equal(also.cpu(), torch.eye(3))
     assert position == 7

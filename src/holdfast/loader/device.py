@@ -16,7 +16,7 @@ from holdfast.core.containers import children_of, rebuilt
 from holdfast.core.errors import LoaderError
 
 
-def target_of(device: torch.device | str | None) -> torch.device | None:
+def find_copy_target(device: torch.device | str | None) -> torch.device | None:
     """Return the device to copy to, or None if no copy is needed: for no device, or a CPU.
 
     Raises:
@@ -58,7 +58,7 @@ def _find_problem(target: torch.device) -> str:
     return ""
 
 
-def moved(node: Any, target: torch.device | None) -> Any:
+def move_to_device(node: Any, target: torch.device | None) -> Any:
     """Return a tree with every tensor on a device.
 
     Tensors are found in dicts, lists, tuples, named tuples and dataclasses; objects with a method
@@ -81,7 +81,7 @@ def moved(node: Any, target: torch.device | None) -> Any:
     children = children_of(node)
     if children is None:
         return node
-    moved_children = {key: moved(child, target) for key, child in children.items()}
+    moved_children = {key: move_to_device(child, target) for key, child in children.items()}
     if all(moved_children[key] is child for key, child in children.items()):
         return node
     return rebuilt(node, moved_children, checked=False)

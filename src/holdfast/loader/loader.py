@@ -32,7 +32,7 @@ from holdfast.loader.arguments import (
     start_method,
     why_not_divided,
 )
-from holdfast.loader.device import moved, target_of
+from holdfast.loader.device import find_copy_target, move_to_device
 from holdfast.loader.machine import Load, Machine, concerns
 from holdfast.loader.order.host_epochs import HostEpochs
 from holdfast.loader.order.ranks import ranks_now, steps_left
@@ -40,10 +40,11 @@ from holdfast.loader.order.sampled import Drawn, Sampled
 from holdfast.loader.position import LoaderPosition
 from holdfast.loader.quarantine import FILE_NAME, Ledger
 from holdfast.loader.random_state import SeededGenerator
+from holdfast.loader.samplers import is_stateful
 from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import note_handlers
 from holdfast.loader.streams.sharding import shards_itself
-from holdfast.loader.streams.stream import InitialState, StreamSettings, StreamSource, keeps_state
+from holdfast.loader.streams.stream import InitialState, StreamSettings, StreamSource
 from holdfast.loader.weak_calls import WeakCall
 from holdfast.loader.workers.board import Board
 from holdfast.loader.workers.fetch import Fetcher
@@ -320,7 +321,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._report_changed_sampler()
         self._worker_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
         source = self._stream_source() if self._iterable else self._map_source()
-        target = target_of(self.device)
+        target = find_copy_target(self.device)
         with contextlib.closing(self._receive_batches(source, drawn)) as batches:
             for batch, position in batches:
                 if position is None:
@@ -328,7 +329,7 @@ class DataLoader(TorchDataLoader[Any]):
                     continue
                 # The copy comes first: a batch that cannot be copied is not handed out. The name
                 # is reused, so that the batch on the host is not kept alive.
-                batch = moved(batch, target)
+                batch = move_to_device(batch, target)
                 self._advance(epoch, position)
                 yield batch
         self._move_to(epoch + 1)
@@ -474,7 +475,7 @@ class DataLoader(TorchDataLoader[Any]):
             world_size=world_size,
             initial_state=self._initial_state,
         )
-        if self._position.stream and not keeps_state(self.dataset):
+        if self._position.stream and not is_stateful(self.dataset):
             why = (
                 "the dataset has no state_dict and load_state_dict: what comes before the position"
                 " is read again"

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import holdfast
 from holdfast.core.errors import LoaderError
-from holdfast.loader.device import moved, target_of
+from holdfast.loader.device import find_copy_target, move_to_device
 
 
 class Pair(NamedTuple):
@@ -57,7 +57,7 @@ class Encoding(collections.UserDict[str, Any]):
 def test_without_an_accelerator_a_batch_is_handed_out_as_it_is(device) -> None:
     """On a CPU nothing is copied or wrapped."""
     given = (torch.zeros(1), object())
-    assert moved(given, target_of(device)) is given
+    assert move_to_device(given, find_copy_target(device)) is given
 
 
 @pytest.mark.parametrize("device", ["meta", torch.device("meta")])
@@ -77,7 +77,7 @@ def test_every_tensor_of_a_tree_is_moved_and_the_tree_keeps_its_shape(device) ->
         "facts": facts,
         "type": torch.Tensor,
     }
-    there = moved(given, target_of(device))
+    there = move_to_device(given, find_copy_target(device))
     assert list(there) == list(given)
     assert (type(there["dict"]), list(there["dict"])) == (collections.OrderedDict, ["b", "a"])
     assert there["dict"]["a"][1:] == ["name", None]

@@ -101,7 +101,7 @@ class EpochBatches:
             if share is None:
                 return
             indices = tuple(self._indices_at(epoch, share.start, share.stop))
-            spares = tuple(self._spares_after(epoch, share.stop, length, bad_keys))
+            spares = self._spares_after(epoch, share.stop, length, bad_keys)
             bad: tuple[Any, ...] = ()
             if bad_keys:
                 bad = tuple(index for index in (*indices, *spares) if key_of(index) in bad_keys)
@@ -139,13 +139,13 @@ class EpochBatches:
 
     def _spares_after(
         self, epoch: int, stop: int, length: int, bad_keys: Collection[Any]
-    ) -> list[Any]:
+    ) -> tuple[Any, ...]:
         """Return what follows a batch, up to the last of `SPARES` good samples.
 
         The bad ones between them are included, so that they keep their places.
         """
         if not bad_keys:
-            return list(islice(self._following(epoch, stop, length, SPARES), SPARES))
+            return tuple(islice(self._following(epoch, stop, length, SPARES), SPARES))
         spares: list[Any] = []
         good_spares = 0
         for index in self._following(epoch, stop, length, _LOOKAHEAD):
@@ -154,7 +154,7 @@ class EpochBatches:
                 good_spares += 1
             if good_spares == SPARES:
                 break
-        return spares
+        return tuple(spares)
 
     def _following(self, epoch: int, stop: int, length: int, lookahead: int) -> Iterator[Any]:
         """Yield the indices from a position to the end of the epoch, then those from its start."""

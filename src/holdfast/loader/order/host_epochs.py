@@ -73,6 +73,7 @@ class HostEpochs:
                 later epoch is followed.
         """
         if epoch_on_sampler is not None and begun:
+            # It is treated like an epoch that the host has named to the loader.
             self.named = epoch_on_sampler
         elif epoch_on_sampler is not None:
             if epoch_on_sampler < epoch:
@@ -85,12 +86,17 @@ class HostEpochs:
         self.is_named = epoch_on_sampler is not None or named is not None
         if named is None:
             return epoch
-        before = self.current
+        return self._go_to_named_epoch(epoch, named)
+
+    def _go_to_named_epoch(self, epoch: int, named: int) -> int:
+        """Return the epoch, in the loader's numbers, to which the host gives a number."""
+        current = self.current
         self.current = named
-        if before is None:
+        if current is None:
+            # The host's numbers are the loader's, as far as is known.
             return named
-        # Earlier epochs do not come again.
-        return epoch + max(0, named - before)
+        # The loader moves on by as many epochs as the host. Earlier epochs do not come again.
+        return epoch + max(0, named - current)
 
 
 def sets_epoch(sampler: Any) -> bool:

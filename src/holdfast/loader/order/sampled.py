@@ -152,9 +152,8 @@ class Sampled:
             for sampler in self._samplers()
         )
 
-    def _samplers(self) -> tuple[Any, Any]:
-        """Return the sampler, and the one that a sampler of batches takes its indices from."""
-        return self._sampler, getattr(self._sampler, "sampler", None)
+    def _samplers(self) -> list[Any]:
+        return _with_inner_sampler(self._sampler)
 
     # --- drawing ----------------------------------------------------------------------------------
 
@@ -204,6 +203,7 @@ class Sampled:
         return entries
 
     def _begin_epoch(self, samplers: Iterable[Any], epoch: int) -> None:
+        """Seed everything that samplers may draw from, and set their epoch."""
         seed = derive_seed(self._seed, epoch, "order")
         seed_cpu(seed)
         for sampler in samplers:
@@ -217,12 +217,10 @@ class Sampled:
 
     def _needs_no_state(self) -> bool:
         """Return whether all samplers are known to carry nothing from epoch to epoch."""
-        return all(sampler is None or has_no_state(sampler) for sampler in self._samplers())
+        return all(has_no_state(sampler) for sampler in self._samplers())
 
     def _fingerprint(self) -> Fingerprint:
-        return fingerprint(
-            (sampler for sampler in self._samplers() if sampler is not None), self._dataset
-        )
+        return fingerprint(self._samplers(), self._dataset)
 
     def _changes_itself(self, epoch: int, entries: list[Any]) -> bool:
         """Return whether drawing an epoch changes the orders that the sampler yields afterwards.
@@ -231,30 +229,26 @@ class Sampled:
         order in an attribute, which does not change later ones. If the sampler cannot be copied,
         the answer is True.
         """
-        again = copy_sampler(self._sampler, self._dataset)
-        if again is None or self._left_as is None or not self._left_as.is_complete:
+        sampler_copy = copy_sampler(self._sampler, self._dataset)
+        if sampler_copy is None or self._left_as is None or not self._left_as.is_complete:
             return True
-        samplers = [
-            sampler for sampler in (again, getattr(again, "sampler", None)) if sampler is not None
-        ]
+        copies = _with_inner_sampler(sampler_copy)
         with isolated():
-            self._begin_epoch(samplers, epoch)
-            same = key_of(list(again)) == key_of(entries)
-        return not same or fingerprint(samplers, self._dataset) != self._left_as
+            self._begin_epoch(copies, epoch)
+            entries_again = list(sampler_copy)
+        if key_of(entries_again) != key_of(entries):
+            return True
+        return fingerprint(copies, self._dataset) != self._left_as
 
     def _note_changes(self) -> None:
-        """Notice whether the sampler was changed since the newest draw.
-
-        One with ``set_epoch`` is left out: the loop may call that, and the next draw sets the epoch
-        anyway.
-        """
-        if (
-            self._stateful is not None
-            or self._left_as is None
-            or any(map(sets_epoch, self._samplers()))
-        ):
+        """Notice whether the sampler was changed since the newest draw."""
+        if self._stateful is not None or self._left_as is None:
             return
-        self.changed_by_others |= self._left_as.is_complete and self._fingerprint() != self._left_as
+        if any(sets_epoch(sampler) for sampler in self._samplers()):
+            # The loop may call `set_epoch`, and the next draw sets the epoch anyway.
+            return
+        if self._left_as.is_complete and self._fingerprint() != self._left_as:
+            self.changed_by_others = True
 
     def state_dict(self, epoch: int) -> dict[str, Any] | None:
         """Return the state of the sampler for a position in an epoch, or None if it has none."""
@@ -406,6 +400,14 @@ class Sampled:
             if isinstance(rank, Integral):
                 return int(rank)
         return None
+
+
+def _with_inner_sampler(sampler: Any) -> list[Any]:
+    """Return a sampler, and the one that a sampler of batches takes its indices from."""
+    inner_sampler = getattr(sampler, "sampler", None)
+    if inner_sampler is None:
+        return [sampler]
+    return [sampler, inner_sampler]
 
 
 def _check_length(sampler: Any) -> None:

@@ -29,6 +29,7 @@ from torch.utils.data._utils import worker as _torch_worker
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.ranks import rank_positions, ranks_now
 from holdfast.loader.random_state import isolated, seed_cpu
+from holdfast.loader.samplers import is_stateful
 from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import let_through
 from holdfast.loader.streams.items import Items, StreamError, isolated_from_training, replay_state
@@ -47,11 +48,6 @@ from holdfast.loader.workers.report import PASSED_TURN, Report, as_failure, find
 
 # In place of a state: there were items, but they are in no batch, because of `drop_last`.
 _LEFT_OUT = "left out"
-
-
-def keeps_state(dataset: Any) -> bool:
-    """Return whether a dataset can save and load its position."""
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +90,7 @@ class InitialState:
 
     def note_reading(self, dataset: Any) -> None:
         """Note that this process begins to read the dataset."""
-        if not self._is_known and keeps_state(dataset):
+        if not self._is_known and is_stateful(dataset):
             self._is_known = True
             # A dataset may have no state before it is read.
             with isolated(), contextlib.suppress(Exception):
@@ -214,7 +210,7 @@ class Stream(IterableDataset[Any]):
             settings.dataset,
             (settings.seed, settings.epoch, "stream", share.shard),
             self._board,
-            keeps_state=keeps_state(settings.dataset),
+            keeps_state=is_stateful(settings.dataset),
             show=lambda number: _show(cells, number, 0),
         )
         if not settings.sharded and not settings.sharding_was_passed and cells is not None:

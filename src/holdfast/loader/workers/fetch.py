@@ -128,8 +128,17 @@ class Fetcher(Dataset[Any]):
                 restore(random_state)
         if cells is not None:
             show_batch_done(cells)
-        report = report._replace(seconds=time.perf_counter() - began, draws=self._seeding.draws)
-        return batch, tuple(report)
+        # The fields are written out, because `_replace` would add a microsecond to every batch.
+        return batch, (
+            report.number,
+            report.indices,
+            report.failures,
+            report.fatal,
+            report.shortage,
+            time.perf_counter() - began,
+            report.state,
+            self._seeding.draws,
+        )
 
     def _find_cells(self) -> Cells:
         if self.board is not None and self._worker_cells is None:

@@ -247,10 +247,10 @@ class WorkerPool:
             loss = _loss_behind(error.cause, watch)
         except Exception as error:
             let_through(error)
-            found = _find_loss(error, watch)
-            if found is None:
+            loss_of_torch = _find_loss(error, watch)
+            if loss_of_torch is None:
                 raise
-            loss = found
+            loss = loss_of_torch
         # Not raised above, where the exception would hold the iterator that was interrupted.
         raise WorkersLostError(loss)
 

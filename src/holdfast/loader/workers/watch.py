@@ -228,7 +228,8 @@ class Watch:
             dead = [workers.pop(sentinel) for sentinel in ready]
             loss = self._first_death(dead) or self._look_at_workers(passed_seconds)
             if loss is not None:
-                self._report(loss)
+                self._note_loss(loss)
+                self._interrupt_until_ended()
                 return
 
     def _first_death(self, dead: list[int]) -> Loss | None:
@@ -238,13 +239,19 @@ class Watch:
                 return Loss(cause="", kind="died", worker=worker)
         return None
 
-    def _report(self, loss: Loss) -> None:
-        """Make a loss known, kill the worker behind it, and wake the thread that waits."""
+    def _note_loss(self, loss: Loss) -> None:
+        """Make a loss known, and kill the worker behind it."""
         self._loss = loss
         self.lost_at = time.monotonic()
         self.lost = True
         if loss.worker is not None and loss.kind != "died":
             kill_with_offspring(self._processes[loss.worker])
+
+    def _interrupt_until_ended(self) -> None:
+        """Interrupt the main thread whenever it waits for a batch, until this watch is ended.
+
+        The signal handler (`child_signals`) raises the exception there.
+        """
         unheard_seconds = 0.0
         while not self._ended.wait(_WAKE_SECONDS):
             # Python swallows an exception that is raised while a destructor happens to run. So the
