@@ -40,7 +40,8 @@ PART = struct.Struct("<HH")
 PART_BYTES = 480
 _MOST_PARTS = 64
 _MOST_EVENT_BYTES = PART_BYTES * _MOST_PARTS
-# Of the text of facts that are too long: JSON may escape each character with several others.
+# Characters kept of the text of facts that are too long. JSON may escape one character with several
+# others.
 _CUT_CHARACTERS = _MOST_EVENT_BYTES // 8
 
 

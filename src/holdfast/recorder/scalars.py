@@ -201,7 +201,8 @@ def recorded_too(
 
     Args:
         original: A logging function of another library. Calls inside it are not recorded again.
-        read: Returns, from the same arguments, values by name and the step (None: the current one).
+        read: Returns the values by name and the step (None for the current one), from the same
+            arguments.
         failed: Called with an error that occurred while recording, or None to log a warning. The
             error is never raised because the script's own logging has worked.
     """

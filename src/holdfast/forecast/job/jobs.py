@@ -230,7 +230,7 @@ class Job:
     # One step.
 
     def step(self, size: int) -> None:
-        """Make one training step.
+        """Run one training step.
 
         Args:
             size: Samples of a micro-batch.
@@ -322,7 +322,8 @@ class Job:
         """
         if not any(p.grad is not None or is_hooked(p) for p in parameters):
             raise _untrained(
-                f"the loss{self._place_of_function} gives no gradient to what {sorted(names)} steps"
+                f"the loss{self._place_of_function} gives no gradient to the parameters of"
+                f" {sorted(names)}"
             )
 
     def _note_actions(self, observer: CallObserver, *, has_loss: bool) -> None:
@@ -334,7 +335,7 @@ class Job:
         self._stepped |= self._names_of(observer.stepped)
 
     def _step_optimizers(self, names: Sequence[str], *, unscale: bool) -> None:
-        """Step the named optimizers that the function did not step itself."""
+        """Step the named optimizers, through the gradient scaler if `unscale` is set."""
         optimizers = [self.optimizers[name] for name in names]
         if not unscale or not self._scaler.is_enabled():
             for optimizer in optimizers:
